@@ -1,0 +1,50 @@
+"""Attention backends behind one contract: `attention.get("sdpa")(q, k, v)`.
+
+To add one: a file in this folder that ends in `BACKEND = Mine()`, a line in `_MODULES`, a YAML in conf/attn/.
+The conformance suite and the benchmarks pick it up by themselves.
+"""
+
+from functools import cache
+from importlib import import_module
+
+from vitkernels.attention.contract import AttentionBackend, Problem
+from vitkernels.errors import unknown_name
+
+__all__ = ["AttentionBackend", "Problem", "choose", "get", "names"]
+
+_MODULES = {
+    "native": "vitkernels.attention.native",
+    "sdpa": "vitkernels.attention.sdpa",
+    "auto": "vitkernels.attention.auto",
+}
+
+# What `auto` tries, fastest first. The last entry takes every problem.
+_PREFERENCE = {
+    "cpu": ("sdpa",),
+    "cuda": ("sdpa",),
+    "xla": ("sdpa",),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every backend's name; `auto` chooses among the others."""
+    return tuple(_MODULES)
+
+
+@cache
+def get(name: str) -> AttentionBackend:
+    """The backend of that name; an unknown name raises a ValueError that lists the names."""
+    if name not in _MODULES:
+        raise unknown_name("attention backend", name, _MODULES)
+    return import_module(_MODULES[name]).BACKEND
+
+
+def choose(problem: Problem) -> tuple[str, dict[str, str]]:
+    """The fastest backend that takes the problem, and why each faster one was passed over."""
+    refused = {}
+    for name in _PREFERENCE.get(problem.device_type, ("native",)):
+        reason = get(name).unsupported(problem)
+        if reason is None:
+            return name, refused
+        refused[name] = reason
+    return "native", refused

@@ -1,0 +1,213 @@
+"""What every attention backend promises: SDPA's semantics on two layouts, and a reason when it cannot.
+
+Shape suffixes: B batch, H heads, N query tokens, M key and value tokens, D head dim, E = H * D, 3 = q, k, v.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitkernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call without its data: all that decides whether a backend can take it."""
+
+    batch: int
+    heads: int
+    q_tokens: int
+    kv_tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    device_type: str
+    bias_shape: tuple[int, ...] | None = None
+    has_mask: bool = False
+    has_segment_ids: bool = False
+    is_causal: bool = False
+    dropout_p: float = 0.0
+
+    @classmethod
+    def of(
+        cls,
+        q_BHND: Tensor,
+        k_BHMD: Tensor,
+        v_BHMD: Tensor,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,  # any scale is every backend's duty; here so that a call's arguments fit
+        dropout_p: float = 0.0,
+    ) -> "Problem":
+        """The problem that a call with these arguments poses; raises ValueError when they do not fit together."""
+        _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, dropout_p)
+        B, H, N, D = q_BHND.shape
+        return cls(
+            batch=B,
+            heads=H,
+            q_tokens=N,
+            kv_tokens=k_BHMD.shape[2],
+            head_dim=D,
+            dtype=q_BHND.dtype,
+            device_type=q_BHND.device.type,
+            bias_shape=None if bias is None else tuple(bias.shape),
+            has_mask=mask is not None,
+            has_segment_ids=segment_ids is not None,
+            is_causal=is_causal,
+            dropout_p=dropout_p,
+        )
+
+
+def _check(q, k, v, bias, mask, segment_ids, dropout_p) -> None:
+    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
+        raise UsageError(
+            "q, k and v must have 4 dimensions (batch, heads, tokens, head dim); "
+            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+    B, H, N, D = q.shape
+    M = k.shape[2]
+    if k.shape != (B, H, M, D) or v.shape != (B, H, M, D):
+        raise UsageError(
+            "k and v must agree with q in batch, heads and head dim, and with each other in tokens; "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise UsageError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    for name, x in (("k", k), ("v", v), ("bias", bias), ("mask", mask), ("segment_ids", segment_ids)):
+        if x is not None and x.device != q.device:
+            raise UsageError(f"{name} is on {x.device}, q on {q.device}; move them to one device")
+    if bias is not None:
+        if not bias.dtype.is_floating_point:
+            raise UsageError(f"bias must be floating, got {bias.dtype}; a boolean keep-mask goes to mask=")
+        _check_broadcast("bias", bias, (B, H, N, M))
+    if mask is not None:
+        if mask.dtype != torch.bool:
+            raise UsageError(f"mask must be boolean (True keeps), got {mask.dtype}; an additive mask goes to bias=")
+        _check_broadcast("mask", mask, (B, H, N, M))
+    if segment_ids is not None:
+        if segment_ids.dtype.is_floating_point or segment_ids.shape != (B, N) or N != M:
+            raise UsageError(
+                "segment_ids must be integers of shape (batch, tokens), for self-attention; "
+                f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for q {tuple(q.shape)} and {M} keys"
+            )
+    if not 0.0 <= dropout_p < 1.0:
+        raise UsageError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+
+
+def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
+    fits = 1 <= x.ndim <= 4 and all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False))
+    if not fits:
+        raise UsageError(f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(x.shape)}")
+
+
+class AttentionBackend:
+    """softmax(scale * q kᵀ + bias) v, with SDPA's semantics, on either of the layouts a model has.
+
+    A backend overrides `_attend` and, where its kernel takes the projection's own layout, `_attend_qkvpacked`.
+
+    Keywords of both entry points:
+        bias: floating, broadcastable to (B, H, N, M), added after scaling; differentiable. -inf masks.
+        mask: boolean, broadcastable to (B, H, N, M); True keeps.
+        segment_ids: integers (B, N); a token attends to the tokens that carry its own id.
+        is_causal: query i sees keys 0..i (aligned at the top left, as in SDPA).
+        scale: defaults to D ** -0.5.
+        dropout_p: probability of dropping an attention weight; the caller passes 0 in evaluation.
+    All of them combine. A query with no key left gets zeros, and so do its gradients.
+
+    A call that the backend cannot take raises UsageError (a ValueError) with `unsupported`'s reason.
+    """
+
+    name: str
+
+    def unavailable(self) -> str | None:
+        """Why this backend cannot run on this machine at all and what would mend it; None when it can."""
+        return None
+
+    def _unsupported(self, problem: Problem) -> str | None:
+        return None
+
+    def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> Tensor:
+        raise NotImplementedError
+
+    def _attend_qkvpacked(self, qkv_BN3HD: Tensor, **keywords) -> Tensor:
+        q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+        return self._attend(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+
+    def unsupported(self, problem: Problem | Tensor, *args, **keywords) -> str | None:
+        """Why this backend refuses a `Problem`, or a call with these tensors; None when it takes it."""
+        if not isinstance(problem, Problem):
+            problem = Problem.of(problem, *args, **keywords)
+        return self.unavailable() or self._unsupported(problem)
+
+    def _require(self, problem: Problem) -> None:
+        reason = self.unsupported(problem)
+        if reason is not None:
+            raise UsageError(f"attention backend {self.name!r} cannot take this call: {reason}")
+
+    def __call__(
+        self,
+        q_BHND: Tensor,
+        k_BHMD: Tensor,
+        v_BHMD: Tensor,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype."""
+        self._require(Problem.of(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale, dropout_p))
+        return self._attend(
+            q_BHND,
+            k_BHMD,
+            v_BHMD,
+            bias=bias,
+            mask=mask,
+            segment_ids=segment_ids,
+            is_causal=is_causal,
+            scale=q_BHND.shape[-1] ** -0.5 if scale is None else scale,
+            dropout_p=dropout_p,
+        )
+
+    def qkvpacked(
+        self,
+        qkv_BN3HD: Tensor,
+        bias: Tensor | None = None,
+        mask: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+        dropout_p: float = 0.0,
+    ) -> Tensor:
+        """The projection's own (B, N, 3, H, D) -> (B, N, H * D), ready for the output projection."""
+        if qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
+            raise UsageError(f"qkv must be (batch, tokens, 3, heads, head dim), got {tuple(qkv_BN3HD.shape)}")
+        q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)  # views, to check and describe
+        self._require(Problem.of(q_BHND, k_BHND, v_BHND, bias, mask, segment_ids, is_causal, scale, dropout_p))
+        return self._attend_qkvpacked(
+            qkv_BN3HD,
+            bias=bias,
+            mask=mask,
+            segment_ids=segment_ids,
+            is_causal=is_causal,
+            scale=qkv_BN3HD.shape[-1] ** -0.5 if scale is None else scale,
+            dropout_p=dropout_p,
+        )
+
+
+def keep_mask(
+    q_BHND: Tensor, k_BHMD: Tensor, mask: Tensor | None, segment_ids: Tensor | None, is_causal: bool
+) -> Tensor | None:
+    """Mask, segments and causality as one boolean, broadcastable to (B, H, N, M); None when all keys are kept."""
+    keep = mask
+    if segment_ids is not None:
+        same_B1NN = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+        keep = same_B1NN if keep is None else keep & same_B1NN
+    if is_causal:
+        N, M = q_BHND.shape[2], k_BHMD.shape[2]
+        lower_NM = torch.ones(N, M, dtype=torch.bool, device=q_BHND.device).tril()
+        keep = lower_NM if keep is None else keep & lower_NM
+    return keep

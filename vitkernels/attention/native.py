@@ -1,0 +1,31 @@
+"""The reference: softmax(scale * q kᵀ + bias) v in plain PyTorch, softmax in float32 (float64 for float64 input)."""
+
+import torch
+from torch.nn import functional as F
+
+from vitkernels.attention.contract import AttentionBackend, keep_mask
+
+
+class Native(AttentionBackend):
+    """Runs everywhere and takes every problem; writes the whole (B, H, N, M) score matrix to memory."""
+
+    name = "native"
+
+    def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+        s_BHNM = (q_BHND * scale) @ k_BHMD.transpose(-2, -1)
+        s_BHNM = s_BHNM.to(torch.promote_types(s_BHNM.dtype, torch.float32))
+        keep = keep_mask(q_BHND, k_BHMD, mask, segment_ids, is_causal)
+        if bias is not None:
+            finite = bias != float("-inf")
+            keep = finite if keep is None else keep & finite
+            s_BHNM = s_BHNM + bias
+        if keep is None:
+            p_BHNM = s_BHNM.softmax(-1)
+        else:
+            # A finite floor, then exact zeros: a row without any key gives 0 and not NaN, forward and backward.
+            p_BHNM = s_BHNM.masked_fill(~keep, torch.finfo(s_BHNM.dtype).min).softmax(-1).masked_fill(~keep, 0.0)
+        p_BHNM = F.dropout(p_BHNM, dropout_p)
+        return (p_BHNM.to(v_BHMD.dtype) @ v_BHMD).to(q_BHND.dtype)
+
+
+BACKEND = Native()
