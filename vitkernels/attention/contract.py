@@ -86,12 +86,11 @@ def _check(q, k, v, bias, mask, segment_ids, dropout_p) -> None:
         if mask.dtype != torch.bool:
             raise UsageError(f"mask must be boolean (True keeps), got {mask.dtype}; an additive mask goes to bias=")
         _check_broadcast("mask", mask, (B, H, N, M))
-    if segment_ids is not None:
-        if segment_ids.dtype.is_floating_point or segment_ids.shape != (B, N) or N != M:
-            raise UsageError(
-                "segment_ids must be integers of shape (batch, tokens), for self-attention; "
-                f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for q {tuple(q.shape)} and {M} keys"
-            )
+    if segment_ids is not None and (segment_ids.dtype.is_floating_point or segment_ids.shape != (B, N) or N != M):
+        raise UsageError(
+            "segment_ids must be integers of shape (batch, tokens), for self-attention; "
+            f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for q {tuple(q.shape)} and {M} keys"
+        )
     if not 0.0 <= dropout_p < 1.0:
         raise UsageError(f"dropout_p must lie in [0, 1), got {dropout_p}")
 
