@@ -1,0 +1,50 @@
+"""timm's self-attention module with the kernel swapped: same parameters, same names, any backend.
+
+Shape suffixes: B batch, N tokens, C channels, H heads, D head dim, E = H * D, 3 = q, k, v.
+"""
+
+from timm.layers import Attention
+from torch import Tensor, nn
+
+from vitkernels.attention import AttentionBackend
+
+
+class BackendAttention(Attention):
+    """timm.layers.Attention whose softmax(q kᵀ) v is computed by `self.backend`."""
+
+    backend: AttentionBackend
+
+    @classmethod
+    def adopt(cls, module: Attention) -> "BackendAttention":
+        """This class around an existing module's parameters, which stay the same tensors."""
+        adopted = cls.__new__(cls)
+        nn.Module.__init__(adopted)
+        adopted.__dict__.update({k: v for k, v in module.__dict__.items() if k != "backend"})
+        return adopted
+
+    def forward(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        qkv_BN3HD = self.qkv(x_BNC).unflatten(-1, (3, self.num_heads, self.head_dim))
+        keywords = {
+            "is_causal": is_causal,
+            "scale": self.scale,
+            "dropout_p": self.attn_drop.p if self.training else 0.0,
+        }
+        if attn_mask is not None:
+            keywords["bias" if attn_mask.dtype.is_floating_point else "mask"] = attn_mask
+        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
+            out_BNE = self.backend.qkvpacked(qkv_BN3HD, **keywords)
+        else:
+            q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+            # Norms leave autocast in float32; the kernel gets one dtype.
+            q_BHND, k_BHND = self.q_norm(q_BHND).to(v_BHND.dtype), self.k_norm(k_BHND).to(v_BHND.dtype)
+            out_BNE = self.backend(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+        out_BNE = self.norm(out_BNE)
+        gate = getattr(self, "gate", None)  # absent before timm 1.0.30
+        if gate is not None:
+            out_BNE = out_BNE * gate(x_BNC).sigmoid()
+        return self.proj_drop(self.proj(out_BNE))
+
+
+def attention_layer(backend: AttentionBackend) -> type[BackendAttention]:
+    """The class to pass to timm as `attn_layer`."""
+    return type(f"{backend.name.title().replace('_', '')}Attention", (BackendAttention,), {"backend": backend})

@@ -1,0 +1,29 @@
+"""Peak matrix throughput of known chips, for model FLOP/s utilisation. A chip that is not listed has no MFU."""
+
+import torch
+
+# Dense TFLOP/s by the vendors' pages (no sparsity), per chip as one device sees it. Longest match wins.
+# NVIDIA: product datasheets for H200, H100, A100, L40S, L4, V100. Google: Cloud TPU system architecture pages.
+_TFLOPS = {
+    "NVIDIA H200": {torch.bfloat16: 989.5, torch.float16: 989.5},
+    "NVIDIA H100 NVL": {torch.bfloat16: 835.5, torch.float16: 835.5},
+    "NVIDIA H100 PCIe": {torch.bfloat16: 756.5, torch.float16: 756.5},
+    "NVIDIA H100 80GB HBM3": {torch.bfloat16: 989.5, torch.float16: 989.5},
+    "NVIDIA A100": {torch.bfloat16: 312.0, torch.float16: 312.0},
+    "NVIDIA L40S": {torch.bfloat16: 362.0, torch.float16: 362.0},
+    "NVIDIA L4": {torch.bfloat16: 121.0, torch.float16: 121.0},
+    "Tesla V100": {torch.float16: 125.0},
+    "TPU v4": {torch.bfloat16: 275.0},
+    "TPU v5e": {torch.bfloat16: 197.0},
+    "TPU v5p": {torch.bfloat16: 459.0},
+    "TPU v6e": {torch.bfloat16: 918.0},
+}
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Peak dense FLOP/s of the named device for products in dtype; None where it is not known."""
+    matches = [name for name in _TFLOPS if device_name.startswith(name)]
+    if not matches:
+        return None
+    tflops = _TFLOPS[max(matches, key=len)].get(dtype)
+    return None if tflops is None else tflops * 1e12

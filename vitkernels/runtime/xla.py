@@ -1,0 +1,166 @@
+"""TPUs through torch_xla's lazy graphs; with PJRT_DEVICE=CPU the same code runs on any machine."""
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from vitkernels.errors import UsageError
+from vitkernels.runtime.base import Runtime
+
+log = logging.getLogger(__name__)
+
+# Accelerator types as Cloud TPU spells them, and the names of the chips.
+_CHIPS = {"v4": "TPU v4", "v5litepod": "TPU v5e", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
+
+
+class XlaRuntime(Runtime):
+    """One lazy graph per optimizer step, batches sent to the device by MpDeviceLoader's threads."""
+
+    name = "xla"
+    default_precision = "bf16"
+    per_step_clock = False  # the host only queues a graph: single steps cannot be seen, windows of them can
+
+    def _device(self) -> torch.device:
+        reason = unavailable()
+        if reason is not None:
+            raise UsageError(f"runtime=xla cannot run here: {reason}")
+        import torch_xla
+
+        self._guard = _RecompileGuard()
+        return torch_xla.device()
+
+    @property
+    def device_name(self) -> str:
+        import torch_xla.runtime as xr
+
+        if xr.device_type() != "TPU":
+            return f"XLA:{xr.device_type()}"
+        from torch_xla._internal import tpu
+
+        return _CHIPS.get(tpu.get_tpu_type().split("-")[0], "TPU")
+
+    def compile(self, model: nn.Module) -> nn.Module:
+        return torch.compile(model, backend="openxla")
+
+    def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        from torch_xla.distributed.parallel_loader import MpDeviceLoader
+
+        # It would cut the graph at each batch; `end_step` does, once per step, so it must never get to it.
+        return iter(
+            MpDeviceLoader(
+                _Sized(batches),
+                self.device,
+                batches_per_execution=1 << 62,
+                loader_prefetch_size=4,
+                device_prefetch_size=2,
+            )
+        )
+
+    def end_step(self, images: Tensor, targets: Tensor, kind: str = "train") -> None:
+        import torch_xla
+
+        with self._guard.watch(kind, {"images": tuple(images.shape), "targets": tuple(targets.shape)}):
+            torch_xla.sync()
+
+    def synchronize(self) -> None:
+        import torch_xla
+
+        torch_xla.sync(wait=True)
+
+    def read(self, scalars: list[Tensor]) -> list[float]:
+        # Each is a finished output of its step's graph: a transfer, where stacking them would compile a graph.
+        return [float(s.detach().cpu()) for s in scalars]
+
+    def peak_memory_bytes(self) -> int | None:
+        import torch_xla.core.xla_model as xm
+
+        try:
+            return xm.get_memory_info(self.device)["peak_bytes_used"]
+        except (RuntimeError, KeyError):
+            return None  # PJRT's CPU client keeps no such statistics
+
+    def rng_state(self) -> dict:
+        import torch_xla.core.xla_model as xm
+
+        return {"xla": torch.tensor(xm.get_rng_state())}
+
+    def set_rng_state(self, state: dict) -> None:
+        import torch_xla.core.xla_model as xm
+
+        if "xla" in state:
+            xm.set_rng_state(int(state["xla"]))
+
+
+class _Sized:
+    """An iterable with the length that MpDeviceLoader asks for and never uses."""
+
+    def __init__(self, batches: Iterable):
+        self.batches = batches
+
+    def __iter__(self):
+        return iter(self.batches)
+
+    def __len__(self):
+        return 0
+
+
+class _RecompileGuard:
+    """Warns when a graph is compiled anew after the first steps, with the input shape that changed."""
+
+    WARM_UP = 3  # steps of one kind in which compilation is expected: before, with and after optimizer state
+
+    def __init__(self):
+        self.seen: dict[str, int] = {}
+        self.shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+
+    @contextlib.contextmanager
+    def watch(self, kind: str, shapes: dict[str, tuple[int, ...]]):
+        """Around the execution of one step's graph."""
+        before = _compilations()
+        yield
+        self.report(kind, shapes, _compilations() - before)
+
+    def report(self, kind: str, shapes: dict[str, tuple[int, ...]], compiled: int) -> None:
+        step = self.seen.get(kind, 0)
+        previous = self.shapes.get(kind, shapes)
+        self.seen[kind], self.shapes[kind] = step + 1, shapes
+        if compiled == 0 or step < self.WARM_UP:
+            return
+        changed = [f"{name} {previous[name]} -> {shapes[name]}" for name in shapes if previous[name] != shapes[name]]
+        why = "; ".join(changed) or (
+            "no input shape changed, so another value did: a Python number that enters the graph, or a new branch"
+        )
+        log.warning("XLA compiled the %s step again at step %d after start: %s", kind, step, why)
+
+
+def _compilations() -> int:
+    import torch_xla.debug.metrics as metrics
+
+    return metrics.counter_value("UncachedCompile") or 0
+
+
+def unavailable() -> str | None:
+    """Why torch_xla cannot be used here and what would mend it; None when it can."""
+    if importlib.util.find_spec("torch_xla") is None:
+        return (
+            "torch_xla is not installed. Install the tpu extra (Linux x86-64, Python 3.11 to 3.13): "
+            "pip install 'vitkernels[tpu]', or `make setup` in a checkout."
+        )
+    try:
+        import torch_xla  # noqa: F401
+    except (ImportError, OSError) as error:
+        return (
+            f"torch_xla does not load beside torch {torch.__version__}: {error}. The tpu extra pins a pair that works."
+        )
+    return None
+
+
+def has_tpu() -> bool:
+    """Whether a TPU is attached, asked of the device files: no library is loaded and nothing is locked."""
+    from pathlib import Path
+
+    return any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
