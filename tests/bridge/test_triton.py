@@ -1,0 +1,145 @@
+"""The guide's vector addition on every path of the Triton bridge."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from vitkernels.bridge import triton_call  # noqa: E402
+from vitkernels.errors import UsageError  # noqa: E402
+
+GPU = pytest.param("cuda", marks=pytest.mark.gpu)
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, output_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
+    offsets = tl.program_id(axis=0) * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+    mask = offsets < n_elements
+    x = tl.load(x_ptr + offsets, mask=mask)
+    y = tl.load(y_ptr + offsets, mask=mask)
+    tl.store(output_ptr + offsets, x + y, mask=mask)
+
+
+@triton.jit
+def _square(x):
+    return x * x
+
+
+@triton.jit
+def norm_kernel(x_ptr, output_ptr, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        total += _square(tl.load(x_ptr + start + offsets, mask=start + offsets < n, other=0.0))
+    tl.store(output_ptr, tl.sqrt(tl.sum(total)))
+
+
+def add(x, y):
+    output = torch.empty_like(x)
+    triton_call(
+        x,
+        y,
+        output,
+        x.numel(),
+        kernel=add_kernel,
+        grid=lambda meta: (-(-x.numel() // meta["BLOCK_SIZE"]),),
+        BLOCK_SIZE=8,
+    )
+    return output
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+@pytest.mark.parametrize("size", [1, 8, 19])
+def test_guide_example(device, size):
+    x = torch.arange(size, dtype=torch.int64, device=device)
+    y = torch.randint(-5, 5, (size,), device=device)
+    assert torch.equal(add(x, y), x + y)
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
+def test_device_functions_reductions_and_launch_options(device):
+    x = torch.randn(1000, device=device)
+    out = torch.full((1,), float("nan"), device=device)
+    triton_call(x, out, 1000, kernel=norm_kernel, grid=(1,), BLOCK=128, num_warps=2, num_stages=1)
+    torch.testing.assert_close(out[0], x.norm())  # 1000 squares in float32: the default tolerance, 1.3e-6
+
+
+def test_interpreter_leaves_no_trace():
+    spaces = (tl, tl.core, tl.tensor, tl.math, tl.dtype, type(add_kernel))
+    before = [dict(vars(space)) for space in spaces]
+    names = set(globals())
+    add(torch.ones(3), torch.ones(3))
+    assert [dict(vars(space)) for space in spaces] == before
+    assert set(globals()) == names
+
+
+@pytest.mark.gpu
+def test_in_a_compiled_graph():
+    x, y = torch.randn(2, 1000, device="cuda")
+    compiled = torch.compile(lambda x, y: add(x.sin(), y) * 2, fullgraph=True)
+    torch.testing.assert_close(compiled(x, y), (x.sin() + y) * 2)
+
+
+@pytest.mark.gpu
+def test_in_a_triton_op():
+    op = torch.library.triton_op("vitkernels_test::add", add_op, mutates_args=())
+    x, y = torch.randn(2, 1000, device="cuda")
+    torch.testing.assert_close(op(x, y), x + y)
+    torch.testing.assert_close(torch.compile(op, fullgraph=True)(x, y), x + y)
+
+
+def add_op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return add(x, y)
+
+
+def test_compiled_on_the_cpu_breaks_the_graph_and_is_right():
+    x, y = torch.randn(2, 19)
+    compiled = torch.compile(lambda x, y: add(x.sin(), y) * 2, backend="eager")
+    torch.testing.assert_close(compiled(x, y), (x.sin() + y) * 2)
+
+
+def test_refusals():
+    x = torch.ones(3)
+    with pytest.raises(UsageError, match="torch_xla dropped NVIDIA GPUs"):
+        triton_call(SimpleXla(), kernel=add_kernel, grid=(1,))
+    with pytest.raises(UsageError, match="one device, got cpu, meta"):
+        triton_call(x, x.to("meta"), kernel=add_kernel, grid=(1,))
+    with pytest.raises(UsageError, match="got meta"):
+        triton_call(x.to("meta"), kernel=add_kernel, grid=(1,))
+    with pytest.raises(UsageError, match="bfloat16"):
+        add(x.bfloat16(), x.bfloat16())
+    with pytest.raises(UsageError, match="at least one torch tensor or JAX array"):
+        triton_call(3, kernel=add_kernel, grid=(1,))
+
+
+class SimpleXla(torch.Tensor):
+    """Stands for a tensor on an XLA device: torch_xla need not be installed to test the message."""
+
+    device = SimpleNamespace(type="xla")
+
+
+def test_jax_arrays(monkeypatch):
+    jax = pytest.importorskip("jax")
+    x = jax.numpy.ones(4)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    monkeypatch.setitem(sys.modules, "jax_triton", None)
+    with pytest.raises(UsageError, match=r"pip install .jax-triton"):
+        triton_call(x, x, out, 4, kernel=add_kernel, grid=(1,), BLOCK_SIZE=8)
+
+    calls = []
+    fake = ModuleType("jax_triton")
+    fake.triton_call = lambda *args, **keywords: calls.append((args, keywords)) or ["made"]
+    monkeypatch.setitem(sys.modules, "jax_triton", fake)
+    assert triton_call(x, x, out, 4, kernel=add_kernel, grid=(1,), BLOCK_SIZE=8) == "made"
+    (args, keywords), *_ = calls
+    assert len(args) == 2 and keywords == {
+        "kernel": add_kernel, "out_type": (out,), "grid": (1,), "n_elements": 4, "BLOCK_SIZE": 8
+    }  # fmt: skip
+    with pytest.raises(UsageError, match="after all of its input arrays"):
+        triton_call(x, out, x, 4, kernel=add_kernel, grid=(1,), BLOCK_SIZE=8)
+    with pytest.raises(UsageError, match="ShapeDtypeStruct"):
+        triton_call(x, x, x, 4, kernel=add_kernel, grid=(1,), BLOCK_SIZE=8)
