@@ -1,0 +1,1 @@
+"""Input pipelines: each data set is one module with `build(...) -> data.loader.Data`, from plain typed arguments."""

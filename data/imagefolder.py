@@ -1,0 +1,151 @@
+"""Class folders of JPEG or PNG images: root/train/<class>/<image>, root/val/<class>/<image>.
+
+Shapes: B rows, S image side.
+"""
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from data.augment import Transform, eval_transform, train_transform
+from data.folder import Folder, check_headers, scan_splits
+from data.loader import IGNORE, Data, DatasetLoader, Problem
+from data.mixing import build_mixing
+from data.randomness import Stream, seeded_globals
+from vitkernels.errors import UsageError
+
+log = logging.getLogger(__name__)
+
+
+class FolderImages:
+    """The images of one split as data.loader.Samples."""
+
+    def __init__(self, folder: Folder, transform: Transform, *, image_size: int, seed: int):
+        self.folder = folder
+        self.transform = transform
+        self.image_size = image_size
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.folder.images)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor | None, list[Problem]]:
+        """(epoch, index) -> image (3, S, S), or None if the file cannot be read; and what is to be said about it."""
+        epoch, index = key
+        try:
+            image, cautions = read_rgb(self.folder.image_path(index))
+        except UnidentifiedImageError:
+            return None, [Problem(index, "not an image in a format that Pillow knows", unreadable=True)]
+        except Exception as error:  # a broken file can make a decoder raise almost anything
+            return None, [Problem(index, f"{type(error).__name__}: {error}", unreadable=True)]
+        with seeded_globals(self.seed, Stream.SAMPLE, epoch, index):
+            pixels = self.transform(image)
+        return pixels, [Problem(index, caution, unreadable=False) for caution in cautions]
+
+    def load(self, ids: list[int], epoch: int) -> tuple[torch.Tensor, torch.Tensor, list[Problem]]:
+        images = torch.zeros(len(ids), 3, self.image_size, self.image_size)
+        targets = torch.full((len(ids),), IGNORE)
+        problems = []
+        for row, index in enumerate(ids):
+            image, found = self[epoch, index]
+            problems += found
+            if image is not None:
+                images[row] = image
+                targets[row] = int(self.folder.targets[index])
+        return images, targets, problems
+
+    def describe(self, ids: list[int]) -> list[str]:
+        return [self.folder.image_path(i) for i in ids]
+
+
+def read_rgb(path: str) -> tuple[Image.Image, list[str]]:
+    """Decode a file of any colour mode to 8-bit RGB; also what Pillow warned about. Raises what the decoder raises."""
+    with warnings.catch_warnings(record=True) as caught, open(path, "rb") as file:
+        warnings.simplefilter("ignore")  # of other code, such as a file that some other thread left open
+        warnings.simplefilter("always", UserWarning)
+        warnings.simplefilter("always", RuntimeWarning)
+        image = Image.open(file)
+        if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, which leaves most such images white
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        if image.mode in ("I", "F"):
+            raise ValueError(f"pixels of 32 bits (mode {image.mode}) have no known range: convert the file to 8 bits")
+        return image.convert("RGB"), [str(warning.message) for warning in caught]
+
+
+def build(
+    *,
+    image_size: int,
+    in_chans: int,
+    seed: int,
+    batch_size: int,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    train: bool = True,
+    root: str | None = None,
+    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
+    std: Sequence[float] = IMAGENET_DEFAULT_STD,
+    interpolation: str = "bicubic",
+    crop_pct: float = 0.9,
+    scale: Sequence[float] = (0.08, 1.0),
+    ratio: Sequence[float] = (3 / 4, 4 / 3),
+    hflip: float = 0.5,
+    color_jitter: float | None = None,
+    auto_augment: str | None = None,
+    re_prob: float = 0.0,
+    re_mode: str = "pixel",
+    re_count: int = 1,
+    mixup: Mapping[str, Any] | None = None,
+    check_images: int | None = 20_000,
+    small_images: str = "upscale",
+    max_bad_share: float = 0.01,
+) -> Data:
+    """Images float32 (batch_size, 3, image_size, image_size); the classes are the folders' names in sorted order.
+
+    train=False leaves out the training set: train/ need not exist. conf/data/imagefolder.yaml explains the other
+    arguments. Raises UsageError, before any image is decoded, for a folder or values that cannot work.
+    """
+    if in_chans != 3:
+        raise UsageError(f"in_chans={in_chans}: imagefolder decodes its images to RGB, so the model needs in_chans=3")
+    if len(mean) != 3 or len(std) != 3:
+        raise UsageError(f"data.mean={list(mean)}, data.std={list(std)}: expected three values each, red, green, blue")
+    transforms = {
+        "train": train_transform(
+            image_size,
+            interpolation=interpolation,
+            mean=mean,
+            std=std,
+            scale=scale,
+            ratio=ratio,
+            hflip=hflip,
+            color_jitter=color_jitter,
+            auto_augment=auto_augment,
+            re_prob=re_prob,
+            re_mode=re_mode,
+            re_count=re_count,
+        ),
+        "val": eval_transform(image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct),
+    }
+    folders = scan_splits(root, ["train", "val"] if train else ["val"])
+    classes = folders["val"].classes
+    mixing = build_mixing(mixup, num_classes=len(classes), seed=seed, batch_size=batch_size)
+    loaders = {}
+    for split, folder in folders.items():
+        check_headers(folder, image_size, check_images=check_images, small_images=small_images, log=log)
+        loaders[split] = DatasetLoader(
+            FolderImages(folder, transforms[split], image_size=image_size, seed=seed),
+            batch_size=batch_size,
+            seed=seed,
+            training=split == "train",
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            mixing=mixing if split == "train" else None,
+            max_bad_share=max_bad_share,
+            log=log,
+        )
+    return Data(train=loaders.get("train"), val=loaders["val"], num_classes=len(classes), class_names=classes)

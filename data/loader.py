@@ -1,0 +1,260 @@
+"""What every data set hands to the training loop: batches of one shape that depend only on (seed, epoch, batch).
+
+Shapes: B batch size, C channels, S image side, K classes.
+"""
+
+import logging
+import math
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset
+
+from data.mixing import Mixing
+from data.randomness import Stream, generator
+from vitkernels.errors import UsageError
+
+IGNORE = -100  # the target of a row that is no sample: F.cross_entropy's ignore_index
+LISTED = 100  # bad images that an error message names
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Loader(Protocol):
+    """Batches of one split.
+
+    Every batch is (images, targets) with exactly batch_size rows: images float32 (B, C, S, S), normalised; targets
+    int64 (B,), or float32 (B, K) when the training set mixes its images. Rows that are no samples (the padding of the
+    last evaluation batch, corrupt images) have an image of zeros and the target -100 or, if soft, all zeros.
+
+    Training: an order drawn from (seed, epoch); every image at most once an epoch, for the rest that fills no batch is
+    left out. Evaluation: all images in order, exactly once. Each batch is a function of (seed, epoch, batch): not of
+    the number of workers, nor of the batches taken before.
+    """
+
+    batch_size: int
+    batches_per_epoch: int
+    num_samples: int  # images of the split
+    bad_images: dict[str, str]  # path -> reason, of the images met so far that could not be read
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of `epoch`, from the batch with index `start` on; it ends the iterator of an earlier call."""
+
+    def sample_ids(self, epoch: int, batch: int) -> list[int]:
+        """Data set indices of the samples in a batch, in the order of its rows."""
+
+    def describe(self, ids: list[int]) -> list[str]:
+        """What a person calls these samples: paths, or like "digits[17]"."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The loaders of a data set; train is None where only evaluation was asked for."""
+
+    train: Loader | None
+    val: Loader
+    num_classes: int
+    class_names: list[str] | None = None
+
+
+class BadImagesError(RuntimeError):
+    """More images of a split could not be read than was allowed; `bad_images` maps each path to its reason."""
+
+    def __init__(self, bad_images: dict[str, str], num_samples: int, allowed: int):
+        self.bad_images = bad_images
+        listed = "".join(f"\n  {path}: {reason}" for path, reason in list(bad_images.items())[:LISTED])
+        more = f"\n  and {len(bad_images) - LISTED} more" if len(bad_images) > LISTED else ""
+        super().__init__(
+            f"{len(bad_images)} of {num_samples} images could not be read, more than the {allowed} that "
+            f"data.max_bad_share allows. Mend or remove them, or raise the share:{listed}{more}"
+        )
+
+
+class Problem(NamedTuple):
+    """Something about the sample `index`: it could not be read (then its row is padding), or only a warning."""
+
+    index: int
+    message: str
+    unreadable: bool
+
+
+class Samples(Protocol):
+    """A data set as the loader needs it; it must pickle, for it is sent to the workers."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, ids: list[int], epoch: int) -> tuple[torch.Tensor, torch.Tensor, list[Problem]]:
+        """images float32 (len(ids), C, S, S), targets int64 (len(ids),), problems; each row a function of (epoch, id).
+
+        A sample that cannot be read has an image of zeros, the target -100 and a problem."""
+
+    def describe(self, ids: list[int]) -> list[str]: ...
+
+
+@dataclass
+class Batches(Dataset):
+    """The finished batch of each (epoch, batch): all that decides what is in a batch, and what the workers run."""
+
+    samples: Samples
+    batch_size: int
+    seed: int
+    training: bool
+    mixing: Mixing | None = None
+    _order: tuple[int, torch.Tensor] | None = field(default=None, init=False)  # the last epoch asked for, its order
+
+    @property
+    def per_epoch(self) -> int:
+        whole, rest = divmod(len(self.samples), self.batch_size)
+        return whole if self.training or not rest else whole + 1
+
+    def ids(self, epoch: int, batch: int) -> list[int]:
+        """The one place that deals out the samples: a share for each of several processes would be taken here."""
+        first, last = batch * self.batch_size, min((batch + 1) * self.batch_size, len(self.samples))
+        if not self.training:
+            return list(range(first, last))
+        if self._order is None or self._order[0] != epoch:
+            permutation = generator(self.seed, Stream.ORDER, epoch).permutation(len(self.samples))
+            self._order = epoch, torch.from_numpy(permutation)
+        return self._order[1][first:last].tolist()
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, list[Problem]]:
+        epoch, batch = key
+        images, targets, problems = self.samples.load(self.ids(epoch, batch), epoch)
+        padding = self.batch_size - len(targets)
+        if padding:
+            images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, padding))
+            targets = F.pad(targets, (0, padding), value=IGNORE)
+        if self.mixing is not None:
+            images, targets = self.mixing(images, targets, epoch, batch)
+        return images, targets, problems
+
+
+class DatasetLoader:
+    """The Loader over Samples, through torch's DataLoader; its workers live as long as the loader.
+
+    num_workers: processes that make batches ahead; 0 makes them in the calling process.
+    pin_memory: batches in page-locked memory, for asynchronous copies to an NVIDIA GPU; UsageError without one.
+    max_bad_share: share of the images (rounded up, at least one image) that may be unreadable before an epoch stops
+        with BadImagesError. log: where unreadable images and warnings are named, each once.
+    """
+
+    def __init__(
+        self,
+        samples: Samples,
+        *,
+        batch_size: int,
+        seed: int,
+        training: bool,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        mixing: Mixing | None = None,
+        max_bad_share: float = 0.01,
+        log: logging.Logger | None = None,
+    ):
+        check_common(batch_size, seed, pin_memory)
+        if training and len(samples) < batch_size:
+            raise UsageError(
+                f"data.batch_size={batch_size} is more than the {len(samples)} images of the training set, "
+                f"so that no batch could be filled: use data.batch_size={len(samples)} or less"
+            )
+        self.batch_size = batch_size
+        self.num_samples = len(samples)
+        self.bad_images: dict[str, str] = {}
+        self._batches = Batches(samples, batch_size, seed, training, mixing)
+        self.batches_per_epoch = self._batches.per_epoch
+        self._allowed = max(1, math.ceil(max_bad_share * len(samples)))
+        self._log = log or logging.getLogger(__name__)
+        self._warned: set[tuple[str, str]] = set()
+        self._keys: list[tuple[int, int]] = []  # (epoch, batch) of the batches to come: the DataLoader's sampler
+        self._serial = 0  # of the newest iterator
+        self._dataloader = _dataloader(self._batches, self._keys, num_workers, pin_memory)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        if not 0 <= start <= self.batches_per_epoch:
+            raise ValueError(f"start={start}: an epoch has batches 0 to {self.batches_per_epoch - 1}")
+        self._serial += 1
+        self._keys[:] = [(epoch, batch) for batch in range(start, self.batches_per_epoch)]
+        return self._strip(iter(self._dataloader), self._serial)  # iter() already sets the workers to work
+
+    def sample_ids(self, epoch: int, batch: int) -> list[int]:
+        return self._batches.ids(epoch, batch)
+
+    def describe(self, ids: list[int]) -> list[str]:
+        return self._batches.samples.describe(ids)
+
+    def _strip(self, batches: Iterator, serial: int) -> Iterator[Batch]:
+        """Take the problems out of each batch and deal with them."""
+        while True:
+            if serial != self._serial:
+                raise RuntimeError("this iterator ended when epoch() was called again on its loader")
+            try:
+                images, targets, problems = next(batches)
+            except StopIteration:
+                return
+            if problems:
+                self._report(problems)
+            yield images, targets
+
+    def _report(self, problems: list[Problem]) -> None:
+        names = self.describe([problem.index for problem in problems])
+        for name, problem in zip(names, problems, strict=True):
+            if not problem.unreadable:
+                if (name, problem.message) not in self._warned:
+                    self._warned.add((name, problem.message))
+                    self._log.warning("%s: %s", name, problem.message)
+            elif name not in self.bad_images:
+                self.bad_images[name] = problem.message
+                self._log.warning(
+                    "cannot read %s (%s): its row is left empty; %d such of %d images so far, %d are allowed",
+                    *(name, problem.message, len(self.bad_images), self.num_samples, self._allowed),
+                )
+        if len(self.bad_images) > self._allowed:
+            raise BadImagesError(self.bad_images, self.num_samples, self._allowed)
+
+
+def check_common(batch_size: int, seed: int, pin_memory: bool) -> None:
+    """UsageError for values that no data set can work with."""
+    if batch_size < 1:
+        raise UsageError(f"data.batch_size={batch_size}: expected at least 1")
+    if seed < 0:
+        raise UsageError(f"seed={seed}: expected 0 or more")
+    if pin_memory and not torch.cuda.is_available():
+        raise UsageError("data.pin_memory=true needs an NVIDIA GPU, and torch sees none: use data.pin_memory=false")
+
+
+def _dataloader(batches: Batches, keys: list[tuple[int, int]], num_workers: int, pin_memory: bool) -> DataLoader:
+    """A DataLoader whose items are whole batches (batch_size=None): mixing has to know which batch it is in."""
+    # Its own generator: the DataLoader draws a seed for its workers, by default from the training process's stream.
+    common = {"batch_size": None, "sampler": keys, "pin_memory": pin_memory, "generator": torch.Generator()}
+    if num_workers == 0:
+        return DataLoader(batches, **common)
+    return DataLoader(
+        batches,
+        **common,
+        num_workers=num_workers,
+        persistent_workers=True,
+        multiprocessing_context=_process_context(),
+        worker_init_fn=_ignore_interrupt,
+    )
+
+
+def _process_context() -> multiprocessing.context.BaseContext:
+    """Workers that inherit neither the threads nor the signal handlers of the training process, as a fork would.
+
+    The fork server imports the heavy packages once, for all workers.
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torchvision", "timm.data"])
+    return context
+
+
+def _ignore_interrupt(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; the training process alone decides what becomes of it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
