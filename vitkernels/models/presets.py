@@ -2,15 +2,15 @@
 
 PRESETS = {
     # ViT-B/16 at 256 px as benchmarks of TPU kernels use it: 256 tokens, no class token, average pooling.
-    "vit_b16_256": dict(
-        img_size=256,
-        patch_size=16,
-        embed_dim=768,
-        depth=12,
-        num_heads=12,
-        class_token=False,
-        global_pool="avg",
-    ),
+    "vit_b16_256": {
+        "img_size": 256,
+        "patch_size": 16,
+        "embed_dim": 768,
+        "depth": 12,
+        "num_heads": 12,
+        "class_token": False,
+        "global_pool": "avg",
+    },
     # Small enough to learn the handwritten digits on two CPU cores in a minute; 49 patches and a class token.
-    "vit_digits": dict(img_size=28, patch_size=4, in_chans=1, embed_dim=96, depth=4, num_heads=3),
+    "vit_digits": {"img_size": 28, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4, "num_heads": 3},
 }

@@ -25,6 +25,7 @@ class Runtime:
     precisions = ("fp32", "bf16")
     default_precision = "fp32"
     compiles_by_default = False
+    pins_memory = False  # whether batches should come in page-locked memory
     per_step_clock = True  # whether `stamp` marks the end of a step without waiting for the device
 
     def __init__(self, precision: str = "auto"):
@@ -73,7 +74,7 @@ class Runtime:
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """The batches on the device, copied ahead of the step that uses them where the device can."""
-        return iter(batches)
+        yield from batches
 
     def end_step(self, images: Tensor, targets: Tensor, kind: str = "train") -> None:
         """The boundary of one step on this batch; kind is "train" or "eval"."""

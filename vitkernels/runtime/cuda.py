@@ -16,6 +16,7 @@ class CudaRuntime(Runtime):
     precisions = ("fp32", "bf16", "fp16")
     default_precision = "bf16"
     compiles_by_default = True
+    pins_memory = True
 
     def _device(self) -> torch.device:
         reason = unavailable()

@@ -50,15 +50,14 @@ class XlaRuntime(Runtime):
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
         # It would cut the graph at each batch; `end_step` does, once per step, so it must never get to it.
-        return iter(
-            MpDeviceLoader(
-                _Sized(batches),
-                self.device,
-                batches_per_execution=1 << 62,
-                loader_prefetch_size=4,
-                device_prefetch_size=2,
-            )
+        loader = MpDeviceLoader(
+            batches, self.device, batches_per_execution=1 << 62, loader_prefetch_size=4, device_prefetch_size=2
         )
+        on_device = iter(loader)
+        try:
+            yield from on_device
+        finally:
+            on_device._loader.close()  # ends its threads when the loop leaves an epoch early
 
     def end_step(self, images: Tensor, targets: Tensor, kind: str = "train") -> None:
         import torch_xla
@@ -93,19 +92,6 @@ class XlaRuntime(Runtime):
 
         if "xla" in state:
             xm.set_rng_state(int(state["xla"]))
-
-
-class _Sized:
-    """An iterable with the length that MpDeviceLoader asks for and never uses."""
-
-    def __init__(self, batches: Iterable):
-        self.batches = batches
-
-    def __iter__(self):
-        return iter(self.batches)
-
-    def __len__(self):
-        return 0
 
 
 class _RecompileGuard:

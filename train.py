@@ -1,0 +1,388 @@
+"""Train or evaluate a vision transformer: `python train.py --help`.
+
+One straight line: config, runtime, data, model, optimizer, state, loop, summary. Every part is built from plain
+arguments by the package it belongs to; the configuration is read only here.
+"""
+
+import json
+import logging
+import math
+import sys
+import time
+from pathlib import Path
+
+import hydra
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.utils import get_method
+from omegaconf import DictConfig, OmegaConf
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import ModelEmaV3
+from torch.nn import functional as F
+
+from data.loader import BadImagesError
+from vitkernels import attention, models
+from vitkernels import runtime as runtimes
+from vitkernels.environment import git_commit, versions
+from vitkernels.errors import UsageError, unknown_name
+from vitkernels.training import checkpoint as ckpt
+from vitkernels.training import run_folder, sweep
+from vitkernels.training.evaluation import evaluate
+from vitkernels.training.history import History, NonFiniteLossError, check_finite
+from vitkernels.training.run_log import RunLog
+from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
+from vitkernels.training.summary import log_window, mfu, report
+from vitkernels.training.timer import StepTimer
+
+log = logging.getLogger("vitkernels")
+
+
+def run(cfg: DictConfig) -> None:
+    # ------------------------------------------------------------------ config
+    begin = time.time()
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
+    if cfg.mode not in ("train", "eval"):
+        raise unknown_name("mode", cfg.mode, ["train", "eval"])
+    if cfg.mode == "eval" and cfg.checkpoint is None:
+        raise UsageError("mode=eval needs the weights to evaluate: checkpoint=PATH")
+    if cfg.mode == "train":
+        if cfg.resume == "auto" and run_folder.is_done(run_dir) and run_folder.is_same_run(run_dir, cfg):
+            log.info("this run is done: %s", run_dir / "summary.json")
+            return
+        run_folder.claim(run_dir, cfg)
+    torch.manual_seed(cfg.seed)
+
+    # ------------------------------------------------------------------ runtime
+    runtime = runtimes.create(cfg.runtime.name, cfg.runtime.precision)
+    compiled = runtime.compiles_by_default if cfg.compile == "auto" else bool(cfg.compile)
+    log.info("runtime: %s%s", runtime.describe(), ", torch.compile" if compiled else "")
+
+    # ------------------------------------------------------------------ data
+    image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
+    data_args = OmegaConf.to_container(cfg.data, resolve=True)
+    build_data = get_method(data_args.pop("_target_"))  # called here and not by Hydra, which would wrap its errors
+    data = build_data(
+        image_size=image_size,
+        in_chans=in_chans,
+        seed=cfg.seed,
+        train=cfg.mode == "train",
+        pin_memory=runtime.pins_memory,
+        **data_args,
+    )
+    sizes = "" if data.train is None else f"{data.train.num_samples} images to train, "
+    sizes += f"{data.val.num_samples} to evaluate"
+    log.info("data: %s, %d classes, %d px", sizes, data.num_classes, image_size)
+
+    # ------------------------------------------------------------------ model
+    def build(backend):
+        return models.create_model(
+            cfg.model.name,
+            backend,
+            num_classes=data.num_classes,
+            img_size=cfg.model.img_size,
+            in_chans=in_chans,
+            drop_path_rate=cfg.model.drop_path_rate,
+            pretrained=cfg.model.pretrained or None,
+            **cfg.model.kwargs,
+        )
+
+    facts = models.inspect_model(
+        build,
+        image_size=image_size,
+        in_chans=in_chans,
+        batch_size=cfg.data.batch_size,
+        dtype=runtime.dtype,
+        device_type=runtime.device.type,
+    )
+    attn = pick_attention(cfg.attn.name, facts.attention)
+    model = build(attention.get(attn))
+    if cfg.checkpoint is not None:
+        models.load_weights(model, models.read_state_dict(cfg.checkpoint), cfg.checkpoint)
+    model.to(runtime.device)
+    net = runtime.compile(model) if compiled else model  # the same parameters; `model` keeps timm's names
+    log.info("model: %s, %.1f M parameters, attention %s", cfg.model.name, facts.parameters / 1e6, attn)
+
+    if cfg.mode == "eval":
+        result = evaluate(net, data.val, runtime)
+        result = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, **result}
+        run_folder.write_json(run_dir / "eval.json", result)
+        speed = "" if result["images_per_s"] is None else f", {result['images_per_s']:.1f} images/s"
+        log.info(
+            "top-1 %.2f %%  top-5 %.2f %%  on %d images%s", result["top1"], result["top5"], result["images"], speed
+        )
+        return
+
+    # ------------------------------------------------------------------ optimizer
+    train, accum = data.train, cfg.trainer.accum_steps
+    steps_per_epoch = train.batches_per_epoch // accum
+    if steps_per_epoch == 0:
+        raise UsageError(
+            f"trainer.accum_steps={accum} needs {accum} batches for one step, but an epoch has "
+            f"{train.batches_per_epoch}; lower it or data.batch_size"
+        )
+    total_steps = cfg.trainer.max_steps or math.ceil(cfg.trainer.max_epochs * steps_per_epoch)
+    optimizer = create_optimizer_v2(
+        model,
+        opt=cfg.optim.opt,
+        lr=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        layer_decay=cfg.optim.layer_decay,
+        **{**runtime.optimizer_kwargs(), **cfg.optim.kwargs},
+    )
+    warmup_steps = min(round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=cfg.schedule.sched,
+        num_epochs=total_steps,  # the schedule's unit is the step: one "epoch" of one update
+        warmup_epochs=warmup_steps,
+        warmup_lr=cfg.schedule.warmup_lr,
+        min_lr=cfg.schedule.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=1,
+    )
+    scaler = runtime.grad_scaler()
+    ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay else None
+    ema_net = None if ema is None else runtime.compile(ema.module) if compiled else ema.module
+
+    # ------------------------------------------------------------------ state
+    checkpoints = ckpt.Checkpoints(run_dir / "checkpoints", cfg.checkpoints.keep)
+    step, best = 0, {"top1": -1.0, "step": 0}
+    identifying = {
+        "model_name": cfg.model.name,
+        "seed": cfg.seed,
+        "batches_per_epoch": train.batches_per_epoch,
+        "accum_steps": accum,
+        "optimizer_name": cfg.optim.opt,
+        "has_ema": ema is not None,
+    }
+    found = run_folder.find_checkpoint(run_dir, cfg, checkpoints)
+    if found is not None:
+        path, state = found
+        run_folder.refuse_other_run(path, state, identifying)
+        models.load_weights(model, state["model"], str(path))
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        if ema is not None:
+            models.load_weights(ema.module, state["ema"], str(path))
+        ckpt.set_rng_state(state["rng"], runtime)
+        step, best = state["step"], state["best"]
+        log.info("resumed from %s at step %d of %d", path, step, total_steps)
+    scheduler.step_update(step)
+    run_log = RunLog(run_dir, total_steps, step)
+    card = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
+    run_log.card(
+        "run", f"```yaml\n{OmegaConf.to_yaml(cfg, resolve=True)}```\n```json\n{json.dumps(card, indent=1)}\n```"
+    )
+
+    def save(is_best: bool = False) -> None:
+        run_log.sync()
+        state = {
+            **identifying,
+            "model": model.state_dict(),
+            "ema": None if ema is None else ema.module.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scaler": scaler.state_dict(),
+            "rng": ckpt.rng_state(runtime),
+            "best": best,
+        }
+        try:
+            checkpoints.save(ckpt.to_cpu(state), step, is_best)
+        except OSError as error:
+            log.error("no checkpoint at step %d: %s; training goes on, earlier checkpoints stay", step, error)
+
+    def samples_of_step(number: int) -> str:
+        epoch, index = divmod(number - 1, steps_per_epoch)
+        ids = [i for b in range(index * accum, (index + 1) * accum) for i in train.sample_ids(epoch, b)]
+        return ", ".join(train.describe(ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+
+    # ------------------------------------------------------------------ loop
+    stop = StopRequest()
+    timer = StepTimer(runtime, cfg.trainer.warmup_steps)
+    history = History(runtime)
+    images_per_step = cfg.data.batch_size * accum
+    flops_per_step = facts.train_flops_per_image * images_per_step
+    profiler = start_profiler(run_dir, cfg.trainer.warmup_steps) if cfg.trainer.profile else None
+    train_loss, result = None, {}
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    net.train()
+    timer.start()
+    while step < total_steps and not stop:
+        epoch, first = divmod(step, steps_per_epoch)
+        batches = runtime.feed(train.epoch(epoch, start=first * accum))
+        for index in range(first, steps_per_epoch):
+            # One optimizer step. Nothing in it waits for the device.
+            losses = []
+            for _ in range(accum):
+                with timer.waiting():
+                    images, targets = next(batches)
+                with runtime.autocast():
+                    logits = net(images)
+                loss = F.cross_entropy(logits.float(), targets, label_smoothing=cfg.trainer.label_smoothing)
+                scaler.scale(loss / accum).backward()
+                losses.append(loss.detach())
+            scaler.unscale_(optimizer)
+            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            if cfg.trainer.clip_grad:
+                torch.nn.utils.clip_grads_with_norm_(parameters, cfg.trainer.clip_grad, grad_norm)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=True)
+            lr = optimizer.param_groups[-1]["lr"]
+            step += 1
+            scheduler.step_update(step)
+            if ema is not None:
+                ema.update(model, step)
+            history.add(step, sum(losses) / accum, grad_norm, lr)
+            runtime.end_step(images, targets)
+            timer.step_done()
+            if profiler is not None:
+                profiler.step()
+
+            # Boundaries: here, and only here, the device is waited for.
+            last = step == total_steps or bool(stop)
+            epoch_done = index == steps_per_epoch - 1
+            eval_due = (cfg.trainer.eval_every and last) or due(cfg.trainer.eval_every, epoch + 1, epoch_done)
+            save_due = (
+                due(cfg.checkpoints.every_epochs, epoch + 1, epoch_done)
+                or due(cfg.checkpoints.every_steps, step)
+                or (last and cfg.checkpoints.every_epochs)
+                or bool(stop)
+            )
+            if not (last or eval_due or save_due or step % cfg.trainer.log_every == 0):
+                continue
+            window = timer.stop()
+            records = history.read()
+            run_log.steps(records)
+            newest = next(iter(checkpoints.paths()), None)
+            kept = f"The last good checkpoint is {newest}." if newest else "There is no checkpoint yet."
+            check_finite(records, samples_of_step, kept)
+            train_loss = sum(r.loss for r in records) / len(records)
+            log_window(run_log, runtime, epoch, records, window, images_per_step, flops_per_step)
+            is_best = False
+            if eval_due and not stop:
+                result = evaluate(net, data.val, runtime)
+                if ema_net is not None:
+                    result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, runtime).items() if k != "images"}
+                run_log.evaluation(step, {f"val_{name}": value for name, value in result.items()})
+                run_log.scalars(step, {f"val/{name}": value for name, value in result.items()})
+                top1 = result.get("ema_top1", result["top1"])
+                is_best = top1 > best["top1"]
+                best = {"top1": top1, "step": step} if is_best else best
+                log.info(
+                    "epoch %d  step %d  val top-1 %.2f %%  loss %.4f", epoch + 1, step, result["top1"], result["loss"]
+                )
+            if save_due:
+                save(is_best)
+            if last:
+                break
+            timer.start()
+        batches.close()
+    if profiler is not None:
+        profiler.stop()
+
+    # ------------------------------------------------------------------ summary
+    if stop:
+        run_log.close()
+        log.warning(
+            "stopped by %s at step %d of %d; resume=auto goes on from here", stop.signal.name, step, total_steps
+        )
+        sys.exit(EXIT_INTERRUPTED)
+    timing = timer.summary()
+    mean_ms = timing["step_time_ms"]["mean"]
+    summary = {
+        "status": "done",
+        "model": cfg.model.name,
+        "attn": attn,
+        "ops": cfg.ops.name,
+        "runtime": runtime.name,
+        "precision": runtime.precision,
+        "compile": compiled,
+        "device": runtime.device_name,
+        "data": cfg.data["_target_"].split(".")[-2],
+        "batch_size": images_per_step,
+        **timing,
+        "images_per_s": None if mean_ms is None else round(images_per_step / mean_ms * 1e3, 2),
+        "mfu": mfu(runtime, flops_per_step, mean_ms),
+        "train_flops_per_step": flops_per_step,
+        "peak_memory_bytes": runtime.peak_memory_bytes(),
+        "train_loss": train_loss,
+        "val_top1": result.get("top1"),
+        "val_top5": result.get("top5"),
+        "val_ema_top1": result.get("ema_top1"),
+        "best": best if best["step"] else None,
+        "epochs": round(step / steps_per_epoch, 4),
+        "steps": step,
+        "seed": cfg.seed,
+        "seconds": round(time.time() - begin, 1),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+    ckpt.export_safetensors(model.state_dict(), run_dir / "model.safetensors")
+    if ema is not None:
+        ckpt.export_safetensors(ema.module.state_dict(), run_dir / "model_ema.safetensors")
+    run_log.hparams(
+        {"attn": attn, "ops": cfg.ops.name, "model": cfg.model.name, "lr": cfg.optim.lr, "batch_size": images_per_step},
+        {"step_ms": timing["step_time_ms"]["median"], "loss": train_loss, "val_top1": summary["val_top1"]},
+    )
+    run_log.close()
+    run_folder.write_json(run_dir / "summary.json", summary)
+    report(summary, run_dir)
+
+
+def pick_attention(name: str, problems: tuple[attention.Problem, ...]) -> str:
+    """The backend to build with, which takes every attention call of the model; `auto` is settled here, and logged."""
+    if name == "auto":
+        chosen = {}
+        for problem in problems:
+            name, refused = attention.choose(problem)
+            chosen[name] = refused
+        if len(chosen) > 1:
+            name = "sdpa"  # takes every problem
+        why = "".join(f"; not {other}: {reason}" for r in chosen.values() for other, reason in r.items())
+        log.info("attn=auto chose %s%s", name, why)
+    for problem in problems:
+        reason = attention.get(name).unsupported(problem)
+        if reason is not None:
+            others = [n for n in attention.names() if n not in (name, "auto")]
+            takers = [n for n in others if attention.get(n).unsupported(problem) is None]
+            raise UsageError(f"attn={name} cannot run this model here: {reason} These can: {', '.join(takers)}.")
+    return name
+
+
+def due(every: int | None, count: int, complete: bool = True) -> bool:
+    """Whether something done every so many steps or epochs is due when `count` of them are complete."""
+    return bool(every) and complete and count % every == 0
+
+
+def start_profiler(run_dir: Path, warmup_steps: int):
+    """Traces five steps after the warm-up into the run's folder, for TensorBoard and Perfetto."""
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=warmup_steps, warmup=2, active=5, repeat=1),
+        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_dir / "profile")),
+    )
+    profiler.start()
+    return profiler
+
+
+# ---------------------------------------------------------------------- command line
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(cfg: DictConfig) -> float | None:
+    if sweep.is_sweep_job():
+        return sweep.run_job(cfg)
+    try:
+        run(cfg)
+    except (UsageError, NonFiniteLossError, BadImagesError) as error:
+        run_folder.note_failure(Path(HydraConfig.get().runtime.output_dir), str(error))
+        log.error("error: %s", error)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except Exception as error:
+        run_folder.note_failure(Path(HydraConfig.get().runtime.output_dir), f"{type(error).__name__}: {error}")
+        raise
+
+
+if __name__ == "__main__":
+    sys.argv = sweep.name_sweep(sys.argv)
+    main()

@@ -1,0 +1,1 @@
+"""Measurement: comparison tables and plots, and the harnesses behind scripts/bench_*.py."""

@@ -1,0 +1,1 @@
+"""The parts of the training loop that are not the model's: clock, checkpoints, logs, signals, sweeps."""

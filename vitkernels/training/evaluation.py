@@ -1,0 +1,48 @@
+"""Accuracy on a whole data set, every sample counted once."""
+
+import time
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vitkernels.runtime import Runtime
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader, runtime: Runtime) -> dict:
+    """{"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model in its evaluation mode.
+
+    Rows whose target is negative are padding and count nowhere. images_per_s leaves the first batch out, because it
+    may compile; it is None when there is only one batch.
+    """
+    was_training = model.training
+    model.eval()
+    counts = {"images": [], "top1": [], "top5": [], "loss": []}
+    begin, timed_from = time.perf_counter(), 0
+    for i, (images, targets) in enumerate(runtime.feed(loader.epoch(0))):
+        with runtime.autocast():
+            logits = model(images).float()
+        top5 = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+        hits = top5 == targets[:, None]
+        counts["images"].append((targets >= 0).sum())
+        counts["top1"].append(hits[:, :1].sum())
+        counts["top5"].append(hits.sum())
+        counts["loss"].append(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
+        runtime.end_step(images, targets, kind="eval")
+        if i == 0:
+            runtime.synchronize()
+            begin, timed_from = time.perf_counter(), 1
+    totals = {name: runtime.read(values) for name, values in counts.items()}
+    seconds = time.perf_counter() - begin
+    model.train(was_training)
+
+    images = sum(totals["images"])
+    timed = sum(totals["images"][timed_from:])
+    return {
+        "top1": 100 * sum(totals["top1"]) / images,
+        "top5": 100 * sum(totals["top5"]) / images,
+        "loss": sum(totals["loss"]) / images,
+        "images": int(images),
+        "images_per_s": timed / seconds if timed else None,
+    }

@@ -1,0 +1,64 @@
+"""The figures a run ends with."""
+
+import logging
+from pathlib import Path
+
+from vitkernels.runtime import Runtime
+from vitkernels.training.history import StepRecord
+from vitkernels.training.run_log import RunLog
+from vitkernels.training.timer import Window
+
+log = logging.getLogger(__name__)
+
+
+def mfu(runtime: Runtime, flops: float, ms: float | None) -> float | None:
+    """Model FLOP/s utilisation, 0 to 1: the model's products over what the chip could do; None where unknown.
+
+    Model FLOPs are those of the products in forward and backward, recomputation not counted (PaLM, Chowdhery et al.
+    2022, appendix B).
+    """
+    if ms is None or runtime.peak_flops is None:
+        return None
+    return round(flops / (ms * 1e-3) / runtime.peak_flops, 5)
+
+
+def log_window(
+    run_log: RunLog, runtime: Runtime, epoch: int, records: list[StepRecord], window: Window, images: int, flops: float
+) -> None:
+    """One log boundary: TensorBoard's scalars and a line on the terminal."""
+    last = records[-1]
+    loss = sum(r.loss for r in records) / len(records)
+    scalars = {"train/loss": loss, "train/lr": last.lr, "train/grad_norm": last.grad_norm, "train/epoch": epoch}
+    text = f"epoch {epoch + 1}  loss {loss:.4f}  lr {last.lr:.2e}  grad norm {last.grad_norm:.3g}"
+    if window.step_ms:
+        ms = sum(window.step_ms) / len(window.step_ms)
+        wait = sum(window.input_wait_ms) / len(window.input_wait_ms)
+        used = mfu(runtime, flops, ms)
+        memory = runtime.peak_memory_bytes()
+        scalars |= {
+            "time/step_ms": ms,
+            "time/images_per_s": images / ms * 1e3,
+            "time/input_wait_ms": wait,
+            "time/mfu": used,
+            "memory/peak_mib": None if memory is None else memory / 2**20,
+        }
+        text += f"  {ms:.1f} ms/step  {images / ms * 1e3:.0f} images/s  input wait {wait:.1f} ms"
+        text += "" if used is None else f"  MFU {100 * used:.1f} %"
+    run_log.scalars(last.step, scalars)
+    run_log.show(last.step, text)
+
+
+def report(summary: dict, folder: Path) -> None:
+    """The summary's main figures as the run's last lines."""
+    times = summary["step_time_ms"]
+    if times["n"]:
+        used = "unknown for this device" if summary["mfu"] is None else f"{100 * summary['mfu']:.1f} %"
+        log.info(
+            "average step time %.2f ms over %d steps (median %.2f, p10 %.2f, p90 %.2f), %.1f images/s, MFU %s",
+            times["mean"], times["n"], times["median"], times["p10"], times["p90"], summary["images_per_s"], used,
+        )  # fmt: skip
+    else:
+        log.info("no step was timed: training was no longer than trainer.warmup_steps")
+    if summary["val_top1"] is not None:
+        log.info("val top-1 %.2f %%  top-5 %.2f %%", summary["val_top1"], summary["val_top5"])
+    log.info("done in %.0f s: %s", summary["seconds"], folder / "summary.json")

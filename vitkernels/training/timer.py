@@ -1,0 +1,90 @@
+"""Step times as the device saw them, with all that is not training left out."""
+
+import itertools
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from vitkernels.runtime import Runtime
+
+
+@dataclass
+class Window:
+    """The steps between two moments at which the device was synchronized."""
+
+    step_ms: list[float] = field(default_factory=list)
+    input_wait_ms: list[float] = field(default_factory=list)
+
+
+class StepTimer:
+    """Times every training step after the first `warmup_steps` of this process, without waiting for the device.
+
+    A step lasts from the end of the step before it to its own end, so gaps in which the device waits for the host
+    or for input count. Where only windows can be seen (XLA), each step of a window gets the window's mean.
+    Between `stop` and `start` nothing counts: evaluation, checkpoints and logging stay outside.
+
+    Usage: start(); per step: `with waiting(): batch = next(...)`, ..., step_done(); at log boundaries stop(), start().
+    """
+
+    def __init__(self, runtime: Runtime, warmup_steps: int):
+        self.runtime = runtime
+        self.warmup_left = warmup_steps
+        self.step_ms: list[float] = []
+        self.input_wait_ms: list[float] = []
+        self._stamps: list = []
+        self._waits: list[float] = []
+        self._wait = 0.0
+
+    def start(self) -> None:
+        """Begin a window. The device must be idle: at the beginning, or after `stop`."""
+        self._stamps = [self.runtime.stamp()]
+        self._waits = []
+        self._wait = 0.0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Around the host's wait for its next batch."""
+        begin = time.perf_counter()
+        yield
+        self._wait += (time.perf_counter() - begin) * 1e3
+
+    def step_done(self) -> None:
+        self._waits.append(self._wait)
+        self._wait = 0.0
+        self._stamps.append(self.runtime.stamp())
+        if self.warmup_left > 0:
+            self.warmup_left -= 1
+            if self.warmup_left == 0 and not self.runtime.per_step_clock:
+                self.runtime.synchronize()  # so that no warm-up work is left in the first timed window
+            self.start()
+
+    def stop(self) -> Window:
+        """Wait for the device and return the window's steps; they also go into the run's totals."""
+        self.runtime.synchronize()
+        stamps = self._stamps
+        if not self.runtime.per_step_clock and len(stamps) > 1:
+            mean = self.runtime.elapsed_ms(stamps[0], self.runtime.stamp()) / (len(stamps) - 1)
+            window = Window([mean] * (len(stamps) - 1), self._waits)
+        else:
+            step_ms = [self.runtime.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
+            window = Window(step_ms, self._waits)
+        self.step_ms += window.step_ms
+        self.input_wait_ms += window.input_wait_ms
+        self._stamps, self._waits = [], []
+        return window
+
+    def summary(self) -> dict:
+        """{"step_time_ms": {median, p10, p90, mean, n}, "input_wait_ms": mean}; null where no step was timed."""
+        n = len(self.step_ms)
+        if n == 0:
+            nothing = dict.fromkeys(("median", "p10", "p90", "mean"))
+            return {"step_time_ms": {**nothing, "n": 0}, "input_wait_ms": None}
+        p10, median, p90 = np.percentile(self.step_ms, [10, 50, 90])
+        times = {"median": median, "p10": p10, "p90": p90, "mean": np.mean(self.step_ms)}
+        return {
+            "step_time_ms": {**{k: round(float(v), 4) for k, v in times.items()}, "n": n},
+            "input_wait_ms": round(float(np.mean(self.input_wait_ms)), 4),
+        }
