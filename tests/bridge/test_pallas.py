@@ -1,0 +1,256 @@
+"""The bridge on CPU tensors, with the quickstart's kernels as the subjects."""
+
+import functools
+
+import pytest
+import torch
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from vitkernels.bridge import jax_compat, pallas_op
+from vitkernels.bridge.examples import quickstart
+from vitkernels.bridge.examples.quickstart import add_vectors, iota, matmul
+from vitkernels.bridge.pallas_devices import Trace
+from vitkernels.errors import UsageError
+
+# Float32 products here sum at most 128 terms of size about 1: each rounding is 6e-8 of a partial sum of about 11.
+F32 = {"atol": 5e-5, "rtol": 1e-5}
+
+
+def test_add_vectors():
+    x, y = torch.randn(8, 128), torch.randn(8, 128)
+    torch.testing.assert_close(add_vectors(x, y), x + y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.uint8, torch.bool])
+def test_dtypes_pass_unchanged(dtype):
+    x = torch.randint(0, 2, (8, 128)).to(dtype)
+    copy = pallas_op(lambda x: x[::-1], name="flip_rows")
+    torch.testing.assert_close(copy(x), x.flip(0), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("length", [1, 8, 128, 300])
+def test_iota(length):
+    assert iota(length=length).tolist() == list(range(length))
+    assert iota(length=length, device="cpu").dtype == torch.int32
+
+
+def test_matmul_in_blocks():
+    x, y = torch.randn(64, 128), torch.randn(128, 96)
+    torch.testing.assert_close(matmul(x, y, block=(32, 32, 64)), x @ y, **F32)
+
+
+@pytest.mark.parametrize("activation", quickstart.ACTIVATIONS)
+def test_matmul_with_activation_and_its_gradient(activation):
+    x, y = (torch.randn(shape, requires_grad=True) for shape in ((32, 64), (64, 16)))
+    torch_activation = {
+        "none": lambda t: t,
+        "relu": torch.relu,
+        "gelu": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+        "silu": torch.nn.functional.silu,
+    }[activation]
+    out, expected = matmul(x, y, activation=activation, block=(16, 16, 32)), torch_activation(x @ y)
+    torch.testing.assert_close(out, expected, **F32)
+    g = torch.randn_like(out)
+    for ours, theirs in zip(torch.autograd.grad(out, (x, y), g), torch.autograd.grad(expected, (x, y), g), strict=True):
+        torch.testing.assert_close(ours, theirs, **F32)
+
+
+def test_matmul_says_what_does_not_fit():
+    with pytest.raises(ValueError, match="divide into blocks"):
+        matmul(torch.randn(33, 64), torch.randn(64, 16), block=(16, 16, 32))
+    with pytest.raises(ValueError, match="activation must be one of"):
+        matmul(torch.randn(8, 8), torch.randn(8, 8), activation="tanh")
+
+
+def test_vmap_of_torch():
+    xs, ys = torch.randn(3, 8, 128), torch.randn(8, 128)
+    torch.testing.assert_close(torch.func.vmap(add_vectors, in_dims=(0, None))(xs, ys), xs + ys, rtol=0, atol=0)
+    twice = torch.func.vmap(torch.func.vmap(matmul, in_dims=(0, None)), in_dims=(1, 0))
+    a, b = torch.randn(3, 2, 16, 32), torch.randn(2, 32, 8)
+    torch.testing.assert_close(twice(a, b), torch.einsum("ijmk,jkn->jimn", a, b), **F32)
+
+
+def test_vmap_then_backward():
+    a, b = torch.randn(3, 16, 32, requires_grad=True), torch.randn(32, 8, requires_grad=True)
+    out, expected = torch.func.vmap(matmul, in_dims=(0, None))(a, b), a @ b
+    g = torch.randn_like(out)
+    for ours, theirs in zip(torch.autograd.grad(out, (a, b), g), torch.autograd.grad(expected, (a, b), g), strict=True):
+        torch.testing.assert_close(ours, theirs, **F32)
+
+
+def test_gradients_from_jax_where_jax_can():
+    op = pallas_op(lambda x, y: (jnp.sin(x) * y, jnp.argmax(x)), name="sin_times")
+    x, y = (torch.randn(5, 7, requires_grad=True) for _ in range(2))
+    value, index = op(x, y)
+    assert index.dtype == torch.int32 and index.item() == x.argmax().item()
+    value.sum().backward()
+    torch.testing.assert_close(x.grad, x.cos() * y)
+    torch.testing.assert_close(y.grad, x.sin())
+
+
+def test_a_bare_kernel_says_how_to_give_its_gradient():
+    op = pallas_op(quickstart.add_vectors_jax, name="add_without_vjp")
+    x = torch.randn(8, 128, requires_grad=True)
+    with pytest.raises(UsageError, match="vjp="):
+        op(x, x).sum().backward()
+
+
+def test_vjp_gets_outputs_and_only_float_cotangents():
+    def double(x, ids):
+        return 2 * x, ids + 1
+
+    def vjp(primals, outputs, cotangents):
+        assert outputs[0].shape == (4,) and cotangents[1] is None
+        return cotangents[0] * outputs[0], None
+
+    x, ids = torch.randn(4, requires_grad=True), torch.arange(4, dtype=torch.int32)
+    pallas_op(double, vjp=vjp)(x, ids)[0].sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x)
+
+
+def test_wrong_gradient_shapes_are_named():
+    op = pallas_op(lambda x: x * 1.0, vjp=lambda primals, outputs, cotangents: (cotangents[0][:1],), name="bad_vjp")
+    with pytest.raises(UsageError, match="gradient 0 must be shaped like input 0"):
+        op(torch.randn(4, requires_grad=True)).sum().backward()
+
+
+def test_memory_is_shared_with_jax(monkeypatch):
+    seen = []
+    original = jax.dlpack.from_dlpack
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", lambda t: seen.append((t, original(t))) or seen[-1][1])
+    x = torch.randn(64, 128)
+    out = add_vectors(x, x)
+    assert [array.unsafe_buffer_pointer() for _, array in seen] == [x.data_ptr()] * 2
+    assert out.data_ptr() != x.data_ptr()
+
+
+def test_unaligned_views_and_pass_through_outputs():
+    x = torch.randn(129)[1:]  # 4 bytes past what XLA on the CPU can take
+    torch.testing.assert_close(add_vectors(x, x), 2 * x)
+    same, again = pallas_op(lambda x: (x, x), name="twice_itself")(x.clone())
+    assert same.data_ptr() != again.data_ptr()
+
+
+def test_torch_compile_and_export():
+    x, y = torch.randn(8, 128, requires_grad=True), torch.randn(8, 128)
+    compiled = torch.compile(lambda a, b: add_vectors(a, b) * 3, fullgraph=True, backend="aot_eager")
+    out = compiled(x, y)
+    torch.testing.assert_close(out, (x + y) * 3)
+    out.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 3.0))
+
+    class Product(torch.nn.Module):
+        def forward(self, a, b):
+            return matmul(a, b, activation="relu")
+
+    a, b = torch.randn(16, 32), torch.randn(32, 8)
+    program = torch.export.export(Product(), (a, b))
+    assert any(node.target is torch.ops.vitkernels.matmul.default for node in program.graph.nodes)
+    torch.testing.assert_close(program.module()(a, b), torch.relu(a @ b), **F32)
+
+
+def test_opcheck():
+    x = torch.randn(8, 128)
+    torch.library.opcheck(add_vectors.torch_op, ([x, x.clone()], "((), ())", torch.device("cpu")))
+
+
+def test_fake_tensors():
+    with torch._subclasses.FakeTensorMode():
+        out = matmul(torch.empty(16, 32, dtype=torch.bfloat16), torch.empty(32, 8, dtype=torch.bfloat16))
+    assert out.shape == (16, 8) and out.dtype == torch.bfloat16
+
+
+def test_functions_as_static_arguments():
+    def apply(x, *, function):
+        return function(x)
+
+    op = pallas_op(apply, name="apply_function")
+    x = torch.randn(4)
+    torch.testing.assert_close(op(x, function=jax.nn.relu), torch.relu(x))
+    torch.testing.assert_close(op(x, function=jnp.sin), torch.sin(x))
+    with pytest.raises(UsageError, match="hashable"):
+        op(x, function=[1])
+
+
+def test_the_guides_output_shape_function():
+    declared = pallas_op(quickstart.add_vectors_jax, lambda x, y: [(x.shape, x.dtype)], name="add_declared")
+    x = torch.randn(8, 128)
+    torch.testing.assert_close(declared(x, x), 2 * x)
+    wrong = pallas_op(quickstart.add_vectors_jax, lambda x, y: [(x.shape, torch.int32)], name="add_misdeclared")
+    with pytest.raises(UsageError, match="output_shape_dtype_fn says"):
+        wrong(x, x)
+
+
+def test_errors_say_what_to_do():
+    x = torch.randn(8, 128)
+    with pytest.raises(UsageError, match=r"argument 1.* strides .* pass .contiguous\(\)"):
+        add_vectors(torch.randn(128, 8), x.t())
+    with pytest.raises(UsageError, match=r"float64.* pass .to\(torch.float32\)"):
+        add_vectors(x.double(), x.double())
+    with pytest.raises(UsageError, match=r"int64.* pass .to\(torch.int32\)"):
+        add_vectors(x.long(), x.long())
+    with pytest.raises(UsageError, match="complex64; Pallas kernels take"):
+        add_vectors(x.to(torch.complex64), x)
+    with pytest.raises(UsageError, match="one device, got argument 0 on cpu, argument 1 on meta"):
+        add_vectors(x, x.to("meta"))
+    with pytest.raises(UsageError, match="device=meta"):
+        add_vectors(x, x, device="meta")
+    with pytest.raises(TypeError, match="argument 1 is a float; static arguments go by keyword"):
+        add_vectors(x, 1.0)
+
+
+def test_traced_once_per_shape():
+    traced = []
+
+    def count(x):
+        traced.append(x.shape)
+        return x + 1
+
+    op = pallas_op(count)
+    for rows in (2, 2, 3, 2, 3):
+        op(torch.zeros(rows, 4))
+    assert traced == [(2, 4), (3, 4)]
+
+
+def test_kernels_inside_control_flow_and_jit_are_interpreted():
+    def kernel(x_ref, o_ref):
+        o_ref[...] = x_ref[...] + 1
+
+    @jax.jit
+    def bump(x):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    def looped(x):
+        x = jax.lax.fori_loop(0, 3, lambda _, x: bump(x), x)
+        return jax.lax.cond(x[0] > 2, bump, lambda x: -x, x)
+
+    torch.testing.assert_close(pallas_op(looped)(torch.zeros(8)), torch.full((8,), 4.0))
+
+
+def test_lowering_for_the_tpu_needs_no_tpu():
+    module = Trace.of("add", quickstart.add_vectors_jax, (((8, 128), torch.float32),) * 2).hlo("tpu")
+    assert b"tpu_custom_call" in module
+    assert jax.config.jax_platforms == "cpu" or "tpu" not in jax.config.jax_platforms
+
+
+def test_a_jax_that_holds_the_tpu_is_an_error(monkeypatch):
+    monkeypatch.setattr(jax_compat, "_started_backends", lambda: {"cpu": None, "tpu": None})
+    jax_compat.close_tpu(torch_xla_in_use=False)
+    with pytest.raises(UsageError, match="JAX has opened the TPU in this process"):
+        jax_compat.close_tpu(torch_xla_in_use=True)
+
+
+def test_a_jax_that_was_told_to_take_the_tpu_is_an_error(monkeypatch):
+    monkeypatch.setattr(jax_compat, "_started_backends", dict)
+    before = jax.config.jax_platforms
+    jax.config.update("jax_platforms", "tpu,cpu")
+    try:
+        with pytest.raises(UsageError, match="JAX_PLATFORMS"):
+            jax_compat.close_tpu(torch_xla_in_use=True)
+    finally:
+        jax.config.update("jax_platforms", before)

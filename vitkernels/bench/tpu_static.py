@@ -1,0 +1,59 @@
+"""Compile for a TPU with no TPU: libtpu's real compiler, Mosaic included, on a compile-only description of the chip.
+
+A kernel that exceeds VMEM or uses what Mosaic lacks fails here as it would on the chip. Needs the libtpu wheel (the tpu
+extra, Linux x86-64). What it says of time and memory is an estimate; nothing runs.
+"""
+
+import importlib.util
+import os
+from functools import cache
+
+from vitkernels.bridge.jax_compat import jax
+from vitkernels.errors import UsageError
+
+# The smallest slice of each chip that libtpu describes; compilation is for one of its chips.
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+
+
+def unavailable() -> str | None:
+    """Why nothing can be compiled for a TPU here; None when it can."""
+    if importlib.util.find_spec("libtpu") is None:
+        return "libtpu is not installed: pip install 'vitkernels[tpu]' (Linux x86-64)"
+    return None
+
+
+@cache
+def device(chip: str = "v5e"):
+    """A compile-only device; raises UsageError when the chip is unknown or libtpu is missing."""
+    if chip not in TOPOLOGIES:
+        raise UsageError(f"unknown TPU {chip!r}; known: {', '.join(TOPOLOGIES)}")
+    if (reason := unavailable()) is not None:
+        raise UsageError(reason)
+    from jax.experimental import topologies
+
+    # libtpu otherwise asks the cloud's metadata server, at length, which slice this machine is.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing is opened: no lock on the chip is needed
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+
+
+def compile_jax(function, shapes, chip: str = "v5e"):
+    """`function` on jax.ShapeDtypeStructs, compiled for the chip: a jax.stages.Compiled that cannot be called.
+
+    Raises what the compiler raises.
+    """
+    sharding = jax.sharding.SingleDeviceSharding(device(chip))
+    placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
+    return jax.jit(function).trace(*placed).lower().compile()
+
+
+def compile_hlo(module: bytes, chip: str = "v5e"):
+    """A serialized HLO module (a torch_xla graph's, or the bridge's) compiled for the chip: an executable."""
+    from jax._src.lib import _jax, xla_client
+
+    target = device(chip)
+    computation = xla_client.XlaComputation(module)
+    text = _jax.mlir.xla_computation_to_mlir_module(computation)
+    return target.client.compile(text.encode(), _jax.DeviceList((target,)), xla_client.CompileOptions())

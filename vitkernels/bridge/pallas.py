@@ -1,0 +1,299 @@
+"""Any JAX function, Pallas kernels included, as a torch op: `op = pallas_op(jax_fn)`, then `op(*tensors, **static)`.
+
+    @jax.jit
+    def add_vectors(x, y):
+        return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
+
+    add = pallas_op(add_vectors)
+    add(torch.ones(8), torch.ones(8))                                # CPU: interpreted, zero-copy
+    add(torch.ones(8, device="xla"), torch.ones(8, device="xla"))    # in the lazy graph, compiled for the TPU
+
+The op is registered with torch.library and has a fake implementation, so that torch.compile, torch.export and
+FakeTensorMode see through it; it differentiates (once, with autograd; torch.func.grad cannot see into torch.library's
+ops) and it maps (torch.func.vmap). pallas_devices.py runs it on each device.
+"""
+
+import ast
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+
+from vitkernels.bridge import pallas_devices as devices
+from vitkernels.bridge.jax_compat import close_tpu
+from vitkernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Call:
+    """One way to call a JAX function: its static arguments, and the batch axes of each vmap around it, inner first."""
+
+    static: tuple[tuple[str, object], ...] = ()
+    vmaps: tuple[tuple[int | None, ...], ...] = ()
+
+    def bind(self, function: Callable) -> Callable:
+        """`function` of arrays alone."""
+        bound = functools.partial(function, **dict(self.static)) if self.static else function
+        for in_axes in self.vmaps:
+            bound = jax.vmap(bound, in_axes=in_axes)
+        return bound
+
+
+class _CallText:
+    """Calls as strings and back: what a torch op's schema, and so a saved graph, can hold.
+
+    A call of plain values is written out and can be read in another process. One with a static argument that Python
+    cannot write as a literal (a function) gets a name that this process alone can read.
+    """
+
+    def __init__(self):
+        self._named: dict[str, Call] = {}
+        self._names: dict[Call, str] = {}
+
+    def write(self, call: Call) -> str:
+        try:
+            hash(call)
+        except TypeError as error:
+            raise UsageError(f"static arguments must be hashable, got {dict(call.static)}") from error
+        text = repr((call.static, call.vmaps))
+        try:
+            if ast.literal_eval(text) == (call.static, call.vmaps):
+                return text
+        except (ValueError, SyntaxError):
+            pass
+        name = self._names.setdefault(call, f"call {len(self._names)}")
+        self._named[name] = call
+        return name
+
+    def read(self, text: str) -> Call:
+        if text in self._named:
+            return self._named[text]
+        if text.startswith("call "):
+            raise UsageError(
+                "this graph was saved with a static argument that only the process that saved it knows (a function); "
+                "bind it before adopting: pallas_op(functools.partial(jax_fn, ...))"
+            )
+        return Call(*ast.literal_eval(text))
+
+
+_calls = _CallText()
+
+
+def pallas_op(
+    jax_fn: Callable, output_shape_dtype_fn: Callable | None = None, *, vjp: Callable | None = None, name: str = ""
+) -> Callable:
+    """Adopt a JAX function that calls Pallas (or is plain JAX) as a torch op.
+
+    jax_fn: takes arrays by position and static (hashable) arguments by keyword; returns an array, for which the op
+        returns a tensor, or several (any pytree), for which it returns a flat tuple. `interpret` need not be set: the
+        bridge interprets on the CPU and compiles on TPU and GPU.
+    output_shape_dtype_fn: torch_xla's guide's: takes the tensors, returns [(shape, torch dtype), ...]. Not needed
+        (JAX's own shape inference serves); if given it must agree with it.
+    vjp: the backward pass as a JAX function `vjp(primals, outputs, cotangents, **static)` -> one gradient for each
+        primal (None for none). `outputs` and `cotangents` are tuples, `outputs` a flat one; an integer output's
+        cotangent is None. Without it gradients come from jax.vjp, which runs the forward pass again and can
+        differentiate what JAX can: jax.custom_vjp functions and plain JAX, not a bare pallas_call.
+    name: of the torch op, `torch.ops.vitkernels.<name>`; by default jax_fn's own.
+
+    Returns `op(*tensors, **static)`. Tensors must be on one device ("cpu", "cuda" or "xla"), contiguous on CPU and
+    CUDA, and of a dtype that JAX has. A function without tensor arguments takes `device=` as well.
+
+    Raises UsageError (a ValueError) with what is wrong with the tensors and what to do, TypeError for a positional
+    argument that is no tensor.
+    Source: PyTorch/XLA's "Custom kernels via Pallas", whose make_kernel_from_pallas this one line takes the place of.
+    """
+    close_tpu()
+    kernel = _Kernel(_op_name(name or _function_name(jax_fn)), jax_fn)
+    _differentiate(kernel, vjp)
+
+    # Dynamo keeps this call as it is; what is inside, the registered op with its fake, AOTAutograd traces.
+    @torch.compiler.allow_in_graph
+    def run(*tensors, device, **static):
+        target = devices.check_tensors(kernel.name, tensors, device)
+        call = Call(tuple(sorted(static.items())))
+        if output_shape_dtype_fn is not None:
+            _check_declared(kernel, call, tensors, output_shape_dtype_fn(*tensors))
+        flat = kernel.op(list(tensors), _calls.write(call), target)
+        return flat[0] if kernel.trace(call, tensors).single else tuple(flat)
+
+    def op(*tensors: Tensor, device: torch.device | str | None = None, **static):
+        return run(*tensors, device=device, **static)
+
+    op.__name__ = op.__qualname__ = kernel.name
+    op.__doc__ = jax_fn.__doc__
+    op.torch_op = kernel.op
+    return op
+
+
+class _Kernel:
+    """A JAX function registered as `torch.ops.vitkernels.<name>(Tensor[] tensors, str call, Device device)`."""
+
+    def __init__(self, name: str, function: Callable):
+        self.name = name
+        self._function = function
+        self.traces: dict[tuple, devices.Trace] = {}
+        self.op = torch.library.custom_op(
+            f"vitkernels::{name}",
+            self._run,
+            mutates_args=(),
+            schema="(Tensor[] tensors, str call, Device device) -> Tensor[]",
+        )
+        self.op.register_fake(self._fake)
+        self.op.register_vmap(self._vmap)
+
+    def trace(self, call: Call, tensors) -> devices.Trace:
+        """The function's trace for these tensors' shapes; traced once."""
+        shapes = tuple((tuple(map(int, t.shape)), t.dtype) for t in tensors)
+        # The precision is part of a trace: two traces under different settings are different programs.
+        key = (call, shapes, jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
+        if key not in self.traces:
+            close_tpu()
+            self.traces[key] = devices.Trace.of(self.name, call.bind(self._function), shapes)
+        return self.traces[key]
+
+    def _run(self, tensors: list[Tensor], call: str, device: torch.device) -> list[Tensor]:
+        trace = self.trace(_calls.read(call), tensors)
+        return trace.run([t.detach() for t in tensors], device)
+
+    def _fake(self, tensors, call, device):
+        outputs = self.trace(_calls.read(call), tensors).outputs
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
+
+    def _vmap(self, info, in_dims, tensors, call, device):
+        inner = _calls.read(call)
+        mapped = Call(inner.static, (*inner.vmaps, tuple(in_dims[0])))
+        outputs = self.op([t.contiguous() for t in tensors], _calls.write(mapped), device)
+        return outputs, [0] * len(outputs)
+
+
+def _differentiate(kernel: _Kernel, vjp: Callable | None) -> None:
+    """Register the backward pass of `kernel`: a second op, `<name>_backward`."""
+    backward = _Kernel(f"{kernel.name}_backward", _backward_function(kernel._function, vjp))
+
+    def setup(ctx, inputs, output):
+        tensors, ctx.call, ctx.device = inputs
+        ctx.save_for_backward(*tensors, *(output if vjp is not None else ()))
+        ctx.n_in = len(tensors)
+        ctx.out_like = [(o.shape, o.dtype, o.device) for o in output]
+
+    def differentiate(ctx, grads):
+        wanted = tuple(bool(w) for w in ctx.needs_input_grad[0])
+        if not any(wanted):
+            return [None] * ctx.n_in, None, None
+        cotangents = [
+            (torch.zeros(shape, dtype=dtype, device=device) if g is None else g.contiguous())
+            for g, (shape, dtype, device) in zip(grads, ctx.out_like, strict=True)
+            if dtype.is_floating_point
+        ]
+        inner = _calls.read(ctx.call)
+        call = Call((("call", inner), ("n_in", ctx.n_in), ("wanted", wanted)))
+        found = iter(backward.op([*ctx.saved_tensors, *cotangents], _calls.write(call), ctx.device))
+        return [next(found) if w else None for w in wanted], None, None
+
+    kernel.op.register_autograd(differentiate, setup_context=setup)
+
+
+def _backward_function(function: Callable, vjp: Callable | None) -> Callable:
+    """The backward op's JAX function: of (*primals, *outputs if vjp, *cotangents), the wanted gradients."""
+
+    def backward(*arrays, call: Call, n_in: int, wanted: tuple[bool, ...]):
+        primals, rest = arrays[:n_in], arrays[n_in:]
+        forward = call.bind(function)
+        flat_out, out_tree = jax.tree.flatten(jax.eval_shape(forward, *primals))
+        outputs, rest = (rest[: len(flat_out)], rest[len(flat_out) :]) if vjp is not None else ((), rest)
+        given = iter(rest)
+        cotangents = [next(given) if _floats(o) else None for o in flat_out]
+        if vjp is not None and not call.vmaps:
+            gradients = vjp(primals, outputs, tuple(cotangents), **dict(call.static))
+            if len(gradients) != n_in:
+                raise UsageError(f"vjp must return one gradient (or None) for each of {n_in} inputs, got {gradients}")
+        else:
+            adopted = function if vjp is None else _with_vjp(function, vjp, call)
+            differentiable = call.bind(adopted) if vjp is None else Call((), call.vmaps).bind(adopted)
+            gradients = _jax_vjp(differentiable, primals, cotangents, flat_out, out_tree)
+        return [
+            jnp.zeros_like(x) if g is None else _checked_gradient(i, g, x)
+            for i, (g, x, w) in enumerate(zip(gradients, primals, wanted, strict=True))
+            if w
+        ]
+
+    return backward
+
+
+def _jax_vjp(forward, primals, cotangents, flat_out, out_tree):
+    no_cotangent = [np.zeros(o.shape, jax.dtypes.float0) for o in flat_out]
+    cotangents = [zero if c is None else c for c, zero in zip(cotangents, no_cotangent, strict=True)]
+    try:
+        _, pull = jax.vjp(forward, *primals)
+        return pull(jax.tree.unflatten(out_tree, cotangents))
+    except (NotImplementedError, ValueError, AssertionError) as error:  # what JAX raises for a bare pallas_call
+        raise UsageError(
+            "JAX cannot differentiate this function by itself: give its backward pass, pallas_op(jax_fn, vjp=...), or "
+            f"wrap it in jax.custom_vjp. JAX says: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def _with_vjp(function: Callable, vjp: Callable, call: Call) -> Callable:
+    """`function` as a jax.custom_vjp, for vmaps around it to differentiate through; runs the forward pass again."""
+    static = dict(call.static)
+
+    @jax.custom_vjp
+    def adopted(*primals):
+        return function(*primals, **static)
+
+    def forward(*primals):
+        outputs = function(*primals, **static)
+        return outputs, (primals, tuple(jax.tree.leaves(outputs)))
+
+    def backward(residuals, cotangents):
+        primals, outputs = residuals
+        given = [c if _floats(o) else None for c, o in zip(jax.tree.leaves(cotangents), outputs, strict=True)]
+        gradients = vjp(primals, outputs, tuple(given), **static)
+        return tuple(
+            np.zeros(x.shape, jax.dtypes.float0) if not _floats(x) else jnp.zeros_like(x) if g is None else g
+            for g, x in zip(gradients, primals, strict=True)
+        )
+
+    adopted.defvjp(forward, backward)
+    return adopted
+
+
+def _checked_gradient(i: int, gradient, primal):
+    if gradient.shape != primal.shape or gradient.dtype != primal.dtype:
+        raise UsageError(
+            f"vjp's gradient {i} must be shaped like input {i}, {primal.dtype}{list(primal.shape)}; "
+            f"got {gradient.dtype}{list(gradient.shape)}"
+        )
+    return gradient
+
+
+def _floats(array) -> bool:
+    return jnp.issubdtype(array.dtype, jnp.inexact)
+
+
+def _check_declared(kernel: _Kernel, call: Call, tensors, declared) -> None:
+    inferred = [(tuple(shape), dtype) for shape, dtype in kernel.trace(call, tensors).outputs]
+    if [(tuple(shape), dtype) for shape, dtype in declared] != inferred:
+        raise UsageError(f"{kernel.name}: output_shape_dtype_fn says {list(declared)}, but the outputs are {inferred}")
+
+
+def _function_name(function: Callable) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+_taken: dict[str, int] = {}
+
+
+def _op_name(wanted: str) -> str:
+    """A valid op name that no other op of this process has: the second `f` becomes `f_2`."""
+    base = re.sub(r"\W", "_", wanted).strip("_") or "kernel"
+    _taken[base] = _taken.get(base, 0) + 1
+    return base if _taken[base] == 1 else f"{base}_{_taken[base]}"
