@@ -15,13 +15,14 @@ __all__ = ["AttentionBackend", "Problem", "choose", "get", "names"]
 _MODULES = {
     "native": "vitkernels.attention.native",
     "sdpa": "vitkernels.attention.sdpa",
+    "triton_flash": "vitkernels.attention.triton_flash",
     "auto": "vitkernels.attention.auto",
 }
 
 # What `auto` tries, fastest first. The last entry takes every problem.
 _PREFERENCE = {
     "cpu": ("sdpa",),
-    "cuda": ("sdpa",),
+    "cuda": ("triton_flash", "sdpa"),
     "xla": ("sdpa",),
 }
 

@@ -1,0 +1,61 @@
+"""`triton_flash`: flash attention in Triton, for NVIDIA GPUs and, interpreted, for any CPU.
+
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) written for the sequence lengths of vision transformers. It reads q, k
+and v where the projection left them and writes the layout that the next projection reads; its backward pass writes
+one packed gradient. Every call gives the same bits again: nothing is summed by atomics.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
+"""
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from vitkernels.attention.contract import AttentionBackend, Problem
+
+_MISSING = None if find_spec("triton") else "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class TritonFlash(AttentionBackend):
+    """Head dims 32 to 128 in steps of 8, any lengths, bias with gradient, masks, segments, causality; no dropout."""
+
+    name = "triton_flash"
+
+    def unavailable(self) -> str | None:
+        return _MISSING
+
+    def _unsupported(self, problem: Problem) -> str | None:
+        if problem.device_type not in ("cuda", "cpu"):
+            return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {problem.device_type}"
+        if problem.dtype not in _DTYPES:
+            return f"its kernels take bfloat16, float16 and float32, got {problem.dtype}; use attn=native or attn=sdpa"
+        if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
+            return f"its tiles take head dims 32 to 128 in steps of 8, got {problem.head_dim}"
+        if problem.dropout_p:
+            return (
+                f"it has no dropout of attention weights (dropout_p={problem.dropout_p}); "
+                "set the model's attn_drop to 0 or use attn=sdpa"
+            )
+        return None
+
+    def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+        from vitkernels.attention.triton_flash_op import attend  # only here is Triton imported
+
+        q_BHND, k_BHMD, v_BHMD = (_as_autocast_wants(x) for x in (q_BHND, k_BHMD, v_BHMD))
+        return attend(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale)[0]
+
+    def _attend_qkvpacked(self, qkv_BN3HD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+        from vitkernels.attention.triton_flash_op import attend_packed
+
+        return attend_packed(_as_autocast_wants(qkv_BN3HD), bias, mask, segment_ids, is_causal, scale)[0]
+
+
+def _as_autocast_wants(x: Tensor) -> Tensor:
+    """Under autocast attention runs in its dtype, as SDPA does; the gradient comes back in x's."""
+    device_type = x.device.type
+    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
+
+
+BACKEND = TritonFlash()

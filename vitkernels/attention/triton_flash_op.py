@@ -1,0 +1,168 @@
+"""The flash-attention kernels as PyTorch operations: opaque to torch.compile, with gradients and fake outputs.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from vitkernels.attention.triton_flash_launch import Call, backward, bias_gradient, forward
+
+
+def _calculable(x: Tensor | None) -> Tensor | None:
+    """Triton's interpreter has no bfloat16: on the CPU it is calculated in float32, and rounded at the end."""
+    return x.float() if x is not None and x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+
+
+def _parts(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q_BHND, k_BHND, v_BHND = packed_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+    return q_BHND, k_BHND, v_BHND
+
+
+def _rows_like(x_BHND: Tensor) -> Tensor:
+    """A new (B, H, N, D) that lies in memory as (B, N, H, D), what a projection reads and writes."""
+    B, H, N, D = x_BHND.shape
+    return x_BHND.new_empty(B, N, H, D).transpose(1, 2)
+
+
+# --- separate q, k, v -------------------------------------------------------------------------------------------------
+
+
+@custom_op("vitkernels::triton_flash", mutates_args=())
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units, for the backward pass."""
+    call = Call.of(*map(_calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    out_BHND = _rows_like(call.q)
+    lse_BHN = q.new_empty(q.shape[:3], dtype=torch.float32)
+    forward(call, out_BHND, lse_BHN)
+    return out_BHND.to(q.dtype), lse_BHN
+
+
+@attend.register_fake
+def _(q, k, v, bias, mask, segment_ids, is_causal, scale):
+    return _rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@custom_op("vitkernels::triton_flash_backward", mutates_args=())
+def attend_backward(
+    do: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    needs_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dbias; dbias is empty when it is not needed."""
+    call = Call.of(*map(_calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    out, do = _calculable(out), _calculable(do)
+    grads = [_rows_like(x) for x in (call.q, call.k, call.v)]
+    delta = backward(call, out, lse, do, *grads)
+    dbias = _dbias(call, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
+    return *(x.to(q.dtype) for x in grads), dbias
+
+
+@attend_backward.register_fake
+def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias):
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
+    return _rows_like(q), _rows_like(k), _rows_like(v), dbias
+
+
+def _dbias(call: Call, bias: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> Tensor:
+    return bias_gradient(call, tuple(bias.shape), lse, do, delta).to(bias.dtype)
+
+
+def _save(ctx, inputs, output):
+    *tensors, is_causal, scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.is_causal, ctx.scale = is_causal, scale
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 8
+    out, lse, q, k, v, *extras = ctx.saved_tensors
+    needs_dbias = ctx.needs_input_grad[3]
+    dq, dk, dv, dbias = attend_backward(do, out, lse, q, k, v, *extras, ctx.is_causal, ctx.scale, needs_dbias)
+    return dq, dk, dv, dbias if needs_dbias else None, None, None, None, None
+
+
+attend.register_autograd(_differentiate, setup_context=_save)
+
+
+# --- packed qkv -------------------------------------------------------------------------------------------------------
+
+
+@custom_op("vitkernels::triton_flash_packed", mutates_args=())
+def attend_packed(
+    qkv: Tensor, bias: Tensor | None, mask: Tensor | None, segment_ids: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
+    call = Call.of(*_parts(_calculable(qkv)), _calculable(bias), mask, segment_ids, is_causal, scale)
+    out_BHND = _rows_like(call.q)
+    lse_BHN = qkv.new_empty(call.q.shape[:3], dtype=torch.float32)
+    forward(call, out_BHND, lse_BHN)
+    return out_BHND.transpose(1, 2).flatten(2).to(qkv.dtype), lse_BHN
+
+
+@attend_packed.register_fake
+def _(qkv, bias, mask, segment_ids, is_causal, scale):
+    B, N, _, H, D = qkv.shape
+    return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, N, dtype=torch.float32)
+
+
+@custom_op("vitkernels::triton_flash_packed_backward", mutates_args=())
+def attend_packed_backward(
+    do: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    needs_dbias: bool,
+) -> tuple[Tensor, Tensor]:
+    """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
+    B, N, _, H, D = qkv.shape
+    call = Call.of(*_parts(_calculable(qkv)), _calculable(bias), mask, segment_ids, is_causal, scale)
+    out_BHND, do_BHND = (_calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do.contiguous()))
+    dqkv = call.q.new_empty(qkv.shape)
+    delta = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv))
+    dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
+    return dqkv.to(qkv.dtype), dbias
+
+
+@attend_packed_backward.register_fake
+def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias):
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
+    return qkv.new_empty(qkv.shape), dbias
+
+
+def _differentiate_packed(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 6
+    out, lse, qkv, *extras = ctx.saved_tensors
+    needs_dbias = ctx.needs_input_grad[1]
+    dqkv, dbias = attend_packed_backward(do, out, lse, qkv, *extras, ctx.is_causal, ctx.scale, needs_dbias)
+    return dqkv, dbias if needs_dbias else None, None, None, None, None
+
+
+attend_packed.register_autograd(_differentiate_packed, setup_context=_save)
