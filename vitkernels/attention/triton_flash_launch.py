@@ -188,7 +188,7 @@ def fused_backward(call: Call, out, lse_BHN, do, delta_BHN, dq, dk, dv, tiles: T
     B, H, N, _ = call.q.shape
     M = call.k.shape[2]
     one_tile = tiles.m >= M
-    carry_BHND = lse_BHN if one_tile else lse_BHN.new_empty(B, H, N, sum(split(D)))
+    carry_BHND = lse_BHN if one_tile else lse_BHN.new_empty(B, H, N, sum(split(call.q.shape[3])))
     triton_call(
         call.q, call.k, call.v, out, do, dq, dk, dv, lse_BHN, delta_BHN, carry_BHND,
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), *strides(do),
