@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
 from torch.nn import functional as F
 
 from data.loader import Data, DatasetLoader, Problem
@@ -102,6 +100,9 @@ def build(
     set. augment: rotate, shift and scale the training images within degrees, translate and scale (see Affine).
     mixup: settings of data.mixing.Mixing, or None. Raises UsageError for values that cannot work.
     """
+    from sklearn.datasets import load_digits  # takes seconds to import, and the workers need none of it
+    from sklearn.model_selection import train_test_split
+
     digits = load_digits()
     numbers = np.arange(len(digits.target))
     train_numbers, val_numbers = train_test_split(numbers, test_size=0.2, random_state=0, stratify=digits.target)

@@ -7,6 +7,7 @@ import logging
 import math
 import multiprocessing
 import signal
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -173,6 +174,9 @@ class DatasetLoader:
         self._keys: list[tuple[int, int]] = []  # (epoch, batch) of the batches to come: the DataLoader's sampler
         self._serial = 0  # of the newest iterator
         self._dataloader = _dataloader(self._batches, self._keys, num_workers, pin_memory)
+        # Held from outside until this loader dies: if both died in one garbage cycle, the queues to the workers would be
+        # taken apart before the workers were told to stop, and each of them waited for in vain.
+        weakref.finalize(self, _let_go, self._dataloader).atexit = False
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         if not 0 <= start <= self.batches_per_epoch:
@@ -224,7 +228,7 @@ def check_common(batch_size: int, seed: int, pin_memory: bool) -> None:
     if seed < 0:
         raise UsageError(f"seed={seed}: expected 0 or more")
     if pin_memory and not torch.cuda.is_available():
-        raise UsageError("data.pin_memory=true needs an NVIDIA GPU, and torch sees none: use data.pin_memory=false")
+        raise UsageError("pin_memory=True needs an NVIDIA GPU, and torch sees none: use pin_memory=False")
 
 
 def _dataloader(batches: Batches, keys: list[tuple[int, int]], num_workers: int, pin_memory: bool) -> DataLoader:
@@ -241,6 +245,10 @@ def _dataloader(batches: Batches, keys: list[tuple[int, int]], num_workers: int,
         multiprocessing_context=_process_context(),
         worker_init_fn=_ignore_interrupt,
     )
+
+
+def _let_go(dataloader: DataLoader) -> None:
+    """Drop the last reference; the DataLoader's own end stops its workers."""
 
 
 def _process_context() -> multiprocessing.context.BaseContext:

@@ -1,0 +1,57 @@
+"""The files in conf/data fit the functions that they name, and explain themselves."""
+
+import inspect
+import itertools
+from pathlib import Path
+
+import pytest
+from hydra.utils import get_method
+from omegaconf import OmegaConf
+
+FOLDER = Path(__file__).parents[2] / "conf" / "data"
+FILES = sorted(FOLDER.glob("*.yaml"))
+GIVEN = {"image_size", "in_chans", "seed", "train", "pin_memory"}  # what train.py passes
+
+
+def parameters(config) -> dict[str, inspect.Parameter]:
+    return dict(inspect.signature(get_method(config["_target_"])).parameters)
+
+
+def test_there_is_one_for_each_data_set():
+    assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_keys_are_the_arguments(path):
+    config = OmegaConf.to_container(OmegaConf.load(path))
+    expected = parameters(config)
+    assert config.keys() - {"_target_"} == expected.keys() - GIVEN
+    for name, parameter in expected.items():
+        if parameter.default is not inspect.Parameter.empty and name not in GIVEN | {"num_workers"}:
+            default = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+            assert config[name] == pytest.approx(default, abs=1e-4) if default is not None else config[name] is None
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_key_has_a_comment(path):
+    lines = path.read_text().splitlines()
+    assert lines[0].startswith("# ")
+    for before, line in itertools.pairwise(lines):
+        if line and not line.startswith(("#", "_target_")):
+            assert "# " in line or before.startswith("#"), line
+
+
+def build(name, **overrides):
+    config = OmegaConf.merge(OmegaConf.load(FOLDER / f"{name}.yaml"), overrides)
+    arguments = OmegaConf.to_container(config)
+    return get_method(arguments.pop("_target_"))(image_size=24, in_chans=3, seed=0, **arguments)
+
+
+def test_they_build(make_root):
+    mixup = {"mixup_alpha": 0.2, "cutmix_minmax": [0.2, 0.8]}
+    folder = {"root": str(make_root()), "batch_size": 4, "num_workers": 0, "mixup": mixup}
+    for name, overrides in (("digits", {"mixup": mixup}), ("fake", {"batch_size": 4}), ("imagefolder", folder)):
+        data = build(name, **overrides)
+        images, targets = next(data.train.epoch(0))
+        assert images.shape == (data.train.batch_size, 3, 24, 24)
+        assert targets.ndim == (1 if name == "fake" else 2)

@@ -1,0 +1,93 @@
+import pytest
+import torch
+
+from data.mixing import MODES, Mixing, build_mixing
+from vitkernels.errors import UsageError
+
+B, K, SIDE = 8, 10, 16
+TARGETS = torch.arange(B)
+
+
+def ramp() -> torch.Tensor:
+    """Row i is filled with the value i, so that a mixed row shows its ratio."""
+    return torch.arange(B).float().view(B, 1, 1, 1).expand(B, 3, SIDE, SIDE).clone()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_targets_hold_the_share_of_each_image(mode, alphas):
+    mixing = Mixing(K, 0, mixup_alpha=alphas[0], cutmix_alpha=alphas[1], mode=mode)
+    for batch in range(5):
+        images, targets = mixing(ramp(), TARGETS, 0, batch)
+        assert images.dtype == targets.dtype == torch.float32
+        assert targets.shape == (B, K)
+        torch.testing.assert_close(targets.sum(1), torch.ones(B))
+        # The mean of row i is share_i · i + share_partner · partner, whether blended or cut.
+        shares = targets[:, :B] @ torch.arange(B).float()
+        torch.testing.assert_close(images.mean((1, 2, 3)), shares, atol=1e-4, rtol=0)
+
+
+def test_batches_differ_and_repeat(same):
+    def mixed(seed, epoch, batch):
+        return Mixing(K, seed)(ramp(), TARGETS, epoch, batch)
+
+    assert same([mixed(0, 1, 2)], [mixed(0, 1, 2)])
+    for other in ((1, 1, 2), (0, 2, 2), (0, 1, 3)):
+        assert not same([mixed(0, 1, 2)], [mixed(*other)])
+
+
+def test_global_streams_are_left_alone(rng_state):
+    before = rng_state()
+    Mixing(K, 0)(ramp(), TARGETS, 0, 0)
+    assert rng_state() == before
+
+
+def test_off_epoch_keeps_soft_targets():
+    mixing = Mixing(K, 0, off_epoch=2)
+    assert mixing(ramp(), TARGETS, 1, 0)[1].max() < 1
+    for epoch in (2, 3):
+        images, targets = mixing(ramp(), TARGETS, epoch, 0)
+        assert torch.equal(images, ramp())
+        assert torch.equal(targets, torch.nn.functional.one_hot(TARGETS, K).float())
+    assert mixing(ramp(), TARGETS, 1, 0)[1].max() < 1  # an earlier epoch again: nothing is remembered
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_missing_rows_stay_empty_and_their_partners_unmixed(mode):
+    targets = TARGETS.clone()
+    missing = [1, 3, 4]  # 3 and 4 are partners; the partner of 1 is 6
+    targets[missing] = -100
+    images = ramp()
+    images[missing] = 0
+    images, soft = Mixing(K, 0, mode=mode)(images, targets, 0, 0)
+    assert not images[missing].any() and not soft[missing].any()
+    torch.testing.assert_close(images[6], torch.full((3, SIDE, SIDE), 6.0))
+    torch.testing.assert_close(soft[6], torch.nn.functional.one_hot(torch.tensor(6), K).float())
+    torch.testing.assert_close(soft[[0, 2, 5, 7]].sum(1), torch.ones(4))
+    assert soft[[0, 7]].max() < 1
+
+
+def test_cutmix_minmax_sets_the_box():
+    images, targets = Mixing(K, 0, mixup_alpha=0, cutmix_minmax=[0.4, 0.6])(ramp(), TARGETS, 0, 0)
+    partner_share = targets[0, B - 1].item()
+    assert 0.3**2 <= partner_share <= 0.6**2
+    assert ((images[0] == 0) | (images[0] == B - 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "batch_size", "message"),
+    [
+        ({}, 7, r"data\.batch_size=7 is odd.*even batch size or data\.mixup=null"),
+        ({"mixup_alfa": 1.0}, 8, r"unknown data\.mixup setting 'mixup_alfa'; known: .*Did you mean 'mixup_alpha'"),
+        ({"mode": "pairs"}, 8, r"unknown data\.mixup\.mode 'pairs'.*Did you mean 'pair'"),
+        ({"mixup_alpha": 0, "cutmix_alpha": 0}, 8, "mixes nothing.*data.mixup=null"),
+        ({"cutmix_minmax": [0.8, 0.2]}, 8, r"cutmix_minmax=\[0\.8, 0\.2\]"),
+    ],
+)
+def test_settings_that_cannot_work(settings, batch_size, message):
+    with pytest.raises(UsageError, match=message):
+        build_mixing(settings, num_classes=K, seed=0, batch_size=batch_size)
+
+
+def test_null_switches_mixing_off():
+    assert build_mixing(None, num_classes=K, seed=0, batch_size=7) is None

@@ -1,0 +1,49 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data.randomness import Stream, generator, seeded_globals
+
+keys = st.lists(st.integers(0, 2**40), min_size=1, max_size=3)
+
+
+def draws():
+    return random.random(), np.random.rand(), torch.rand(()).item()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**63), key=keys, history=st.integers(0, 2**31))
+def test_draws_depend_on_the_key_alone(seed, key, history):
+    random.seed(history), np.random.seed(history), torch.manual_seed(history)
+    with seeded_globals(seed, Stream.SAMPLE, *key):
+        first = draws()
+    draws()
+    with seeded_globals(seed, Stream.SAMPLE, *key):
+        assert draws() == first
+    with seeded_globals(seed, Stream.MIX, *key):
+        assert all(a != b for a, b in zip(draws(), first, strict=True))
+
+
+def test_outside_streams_go_on_as_if_nothing_was_drawn(rng_state):
+    before = rng_state()
+    with seeded_globals(0, Stream.SAMPLE, 1):
+        draws()
+        assert rng_state() != before
+    assert rng_state() == before
+
+
+def test_streams_are_put_back_after_an_error(rng_state):
+    before = rng_state()
+    with pytest.raises(KeyError), seeded_globals(0, Stream.SAMPLE, 1):
+        draws()
+        raise KeyError
+    assert rng_state() == before
+
+
+def test_generators_of_different_keys_differ():
+    values = {generator(seed, stream, n).random() for seed in range(3) for stream in Stream for n in range(3)}
+    assert len(values) == 3 * len(Stream) * 3
