@@ -174,8 +174,8 @@ class DatasetLoader:
         self._keys: list[tuple[int, int]] = []  # (epoch, batch) of the batches to come: the DataLoader's sampler
         self._serial = 0  # of the newest iterator
         self._dataloader = _dataloader(self._batches, self._keys, num_workers, pin_memory)
-        # Held from outside until this loader dies: if both died in one garbage cycle, the queues to the workers would be
-        # taken apart before the workers were told to stop, and each of them waited for in vain.
+        # Held from outside until this loader dies: if both died in one garbage cycle, the queues to the workers would
+        # be taken apart before the workers were told to stop, and each of them waited for in vain.
         weakref.finalize(self, _let_go, self._dataloader).atexit = False
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
