@@ -27,7 +27,7 @@ from vitkernels import runtime as runtimes
 from vitkernels.environment import git_commit, versions
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.training import checkpoint as ckpt
-from vitkernels.training import run_folder, sweep
+from vitkernels.training import command_line, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite
 from vitkernels.training.run_log import RunLog
@@ -380,9 +380,10 @@ def main(cfg: DictConfig) -> float | None:
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except Exception as error:
         run_folder.note_failure(Path(HydraConfig.get().runtime.output_dir), f"{type(error).__name__}: {error}")
-        raise
+        log.exception("the run ended with an error of the program")
+        sys.exit(1)
 
 
 if __name__ == "__main__":
     sys.argv = sweep.name_sweep(sys.argv)
-    main()
+    sys.exit(command_line.run(main, str(Path(__file__).parent / "conf")))

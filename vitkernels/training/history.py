@@ -53,7 +53,7 @@ def check_finite(records: list[StepRecord], samples_of_step: Callable[[int], str
     for record in records:
         if not math.isfinite(record.loss):
             raise NonFiniteLossError(
-                f"loss is {record.loss} at step {record.step}: lr {record.lr:.3e}, gradient norm {record.grad_norm:.4g}, "
-                f"samples {samples_of_step(record.step)}. {last_good} "
+                f"loss is {record.loss} at step {record.step}: lr {record.lr:.3e}, "
+                f"gradient norm {record.grad_norm:.4g}, samples {samples_of_step(record.step)}. {last_good} "
                 "Lower optim.lr, lengthen schedule.warmup_epochs, or set trainer.clip_grad."
             )

@@ -26,7 +26,7 @@ class RunLog:
     def __init__(self, folder: Path, total_steps: int, first_step: int):
         self.path = folder / "metrics.jsonl"
         _drop_lines_after(self.path, first_step)
-        self._file = open(self.path, "a")
+        self._file = open(self.path, "a")  # noqa: SIM115 (closed by `close`)
         self._board = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
         self._total = total_steps
         self._progress = _progress_bar(total_steps, first_step)

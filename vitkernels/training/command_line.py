@@ -1,0 +1,55 @@
+"""Hydra's complaints about a command line, in one message that names the value, the choices and the mend."""
+
+import difflib
+import os
+import re
+from collections.abc import Callable
+
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from vitkernels.errors import unknown_name
+
+
+def run(main: Callable[[], None], config_dir: str) -> int:
+    """Call a Hydra main function; returns the exit code: 2 after a message about what is wrong in the command line."""
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us as they are
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        print(f"error: {explain(error, config_dir)}", flush=True)
+        return 2
+    return 0
+
+
+def explain(error: Exception, config_dir: str) -> str:
+    """What is wrong, without Hydra's internals."""
+    if isinstance(error, MissingConfigException) and error.options:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        return f"{unknown_name(group, option, error.options)} Choose with {group}=NAME."
+    text = str(error).splitlines()[0]
+    override = re.match(r"Could not override '([^']+)'", text)
+    if override and "not in struct" in str(error):
+        key = override[1]
+        near = difflib.get_close_matches(key, _settings(config_dir), n=3, cutoff=0.6)
+        hint = f"Did you mean {' or '.join(near)}? " if near else ""
+        return f"there is no setting {key!r}. {hint}`python train.py --cfg job` prints all; +{key}=... adds a new one."
+    cause = error.__cause__
+    return f"{text} ({str(cause).splitlines()[0]})" if cause else text
+
+
+def _settings(config_dir: str) -> list[str]:
+    """The dotted names of the default configuration."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(config_dir, version_base="1.3"):
+        return _flat(OmegaConf.to_container(compose("config"), throw_on_missing=False))
+
+
+def _flat(node: dict, prefix: str = "") -> list[str]:
+    names = []
+    for key, child in node.items():
+        names += _flat(child, f"{prefix}{key}.") if isinstance(child, dict) and child else [f"{prefix}{key}"]
+    return names
