@@ -9,7 +9,6 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from vitkernels.attention.triton_flash_backward import dbias_kernel, dkdv_kernel, dq_kernel
@@ -20,16 +19,18 @@ from vitkernels.bridge.triton import triton_call
 
 @dataclass(frozen=True)
 class Tiles:
-    """Queries and keys per tile, warps per program, and how many tiles ahead the loads run."""
+    """Queries and keys per tile, warps per program, how many tiles ahead the loads run, registers per thread."""
 
     n: int
     m: int
     num_warps: int = 4
     num_stages: int = 3
+    maxnreg: int | None = None  # fewer registers: more programs side by side on a multiprocessor
 
     @property
     def options(self) -> dict[str, int]:
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
 
 
 @dataclass(frozen=True)
@@ -85,29 +86,39 @@ class Call:
 
 def readable(x_BHND: Tensor) -> Tensor:
     """x itself where a kernel can load 16 bytes at a time from every row of it (any layout of a model), else a copy."""
-    whole_rows = x_BHND.stride(3) == 1 and all(stride % 8 == 0 for stride in strides(x_BHND))
+    b, h, n = strides(x_BHND)
+    whole_rows = x_BHND.stride(3) == 1 and (b | h | n) % 8 == 0
     return x_BHND if whole_rows and x_BHND.data_ptr() % 16 == 0 else x_BHND.contiguous()
 
 
 def strides(x_BHND: Tensor) -> tuple[int, int, int]:
     """Strides of batch, heads and tokens; 0 where there is one only, whatever stride the tensor gives it."""
-    b, h, n = (0 if size == 1 else stride for size, stride in zip(x_BHND.shape[:3], x_BHND.stride()[:3], strict=True))
-    return b, h, n
+    B, H, N, _ = x_BHND.shape
+    b, h, n, _ = x_BHND.stride()
+    return b if B > 1 else 0, h if H > 1 else 0, n if N > 1 else 0
+
+
+def _cdiv(a: int, b: int) -> int:
+    return -(-a // b)  # Triton's own costs microseconds of host time
+
+
+def _power_of_2(at_least: int) -> int:
+    return 1 << (at_least - 1).bit_length()
 
 
 def split(D: int) -> tuple[int, int]:
     """The two tiles, powers of two, that hold a head dim: 64 -> 64, 0; 80 -> 64, 16; 88 -> 64, 32; 104 -> 128, 0."""
-    power = triton.next_power_of_2(D)
+    power = _power_of_2(D)
     if power == D:
         return D, 0
-    rest = max(16, triton.next_power_of_2(D - power // 2))
+    rest = max(16, _power_of_2(D - power // 2))
     return (power // 2, rest) if power // 2 + rest < power else (power, 0)
 
 
 def tail(length: int, tile: int) -> int:
     """The tile for what is left of `length` after whole tiles: no smaller than a tensor core's (16); 0 for none."""
     rest = length % tile
-    return min(tile, max(16, triton.next_power_of_2(rest))) if rest else 0
+    return min(tile, max(16, _power_of_2(rest))) if rest else 0
 
 
 def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None = None) -> None:
@@ -120,7 +131,7 @@ def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None =
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(out_BHND), *call.extra_strides,
         H, N, M, call.scale,
         kernel=forward_kernel,
-        grid=(B * H * triton.cdiv(N, tiles.n),),
+        grid=(B * H * _cdiv(N, tiles.n),),
         **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
     )  # fmt: skip
 
@@ -161,7 +172,7 @@ def dq_pass(call: Call, out, lse_BHN, do, delta_BHN, dq, tiles: Tiles | None = N
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), *strides(do), *strides(dq),
         *call.extra_strides, H, N, M, call.scale,
         kernel=dq_kernel,
-        grid=(B * H * triton.cdiv(N, tiles.n),),
+        grid=(B * H * _cdiv(N, tiles.n),),
         **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
     )  # fmt: skip
 
@@ -178,7 +189,7 @@ def dkdv_pass(call: Call, lse_BHN, do, delta_BHN, dk, dv, tiles: Tiles | None = 
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(do), *strides(dk), *strides(dv),
         *call.extra_strides, H, N, M, call.scale,
         kernel=dkdv_kernel,
-        grid=(B * H * triton.cdiv(M, tiles.m),),
+        grid=(B * H * _cdiv(M, tiles.m),),
         **call.constants, **_own_and_loop_tiles(call, M, N, tiles, "M", "N"), **tiles.options,
     )  # fmt: skip
 
@@ -215,7 +226,7 @@ def bias_gradient(call: Call, bias_shape: tuple[int, ...], lse_BHN, do, delta_BH
             *strides(call.q), *strides(call.k), *strides(call.v), *strides(do), *call.extra_strides,
             B, H, N, M, bias_H, bias_B, bias_H, call.scale,
             kernel=dbias_kernel,
-            grid=(bias_B * bias_H * triton.cdiv(N, tiles.n) * triton.cdiv(M, tiles.m),),
+            grid=(bias_B * bias_H * _cdiv(N, tiles.n) * _cdiv(M, tiles.m),),
             **call.constants, TILE_N=tiles.n, TILE_M=tiles.m, CAUSAL=call.is_causal, **tiles.options,
         )  # fmt: skip
     summed = [axis for axis, size in ((2, bias_N), (3, bias_M)) if size == 1 != dbias_BHNM.shape[axis]]

@@ -5,9 +5,24 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = 
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
+from torch.library import define, impl, register_autograd, register_fake
 
 from vitkernels.attention.triton_flash_launch import Call, backward, bias_gradient, forward
+
+
+def _operator(schema: str):
+    """Makes a function an operator, opaque to torch.compile.
+
+    What torch.library.custom_op does, without its Python layers: they cost more host time than the kernels need.
+    """
+    name = "vitkernels::" + schema.partition("(")[0]
+    define(name, schema[schema.index("(") :])
+
+    def register(function):
+        impl(name, "CompositeExplicitAutograd")(function)
+        return getattr(torch.ops.vitkernels, name.removeprefix("vitkernels::")).default
+
+    return register
 
 
 def _calculable(x: Tensor | None) -> Tensor | None:
@@ -29,7 +44,11 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 # --- separate q, k, v -------------------------------------------------------------------------------------------------
 
 
-@custom_op("vitkernels::triton_flash", mutates_args=())
+@_operator(
+    "triton_flash(Tensor q, Tensor k, Tensor v, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale)"
+    " -> (Tensor, Tensor)"
+)
 def attend(
     q: Tensor,
     k: Tensor,
@@ -48,12 +67,16 @@ def attend(
     return out_BHND.to(q.dtype), lse_BHN
 
 
-@attend.register_fake
+@register_fake("vitkernels::triton_flash")
 def _(q, k, v, bias, mask, segment_ids, is_causal, scale):
     return _rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@custom_op("vitkernels::triton_flash_backward", mutates_args=())
+@_operator(
+    "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
 def attend_backward(
     do: Tensor,
     out: Tensor,
@@ -77,7 +100,7 @@ def attend_backward(
     return *(x.to(q.dtype) for x in grads), dbias
 
 
-@attend_backward.register_fake
+@register_fake("vitkernels::triton_flash_backward")
 def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
@@ -103,13 +126,16 @@ def _differentiate(ctx, do, _dlse):
     return dq, dk, dv, dbias if needs_dbias else None, None, None, None, None
 
 
-attend.register_autograd(_differentiate, setup_context=_save)
+register_autograd("vitkernels::triton_flash", _differentiate, setup_context=_save)
 
 
 # --- packed qkv -------------------------------------------------------------------------------------------------------
 
 
-@custom_op("vitkernels::triton_flash_packed", mutates_args=())
+@_operator(
+    "triton_flash_packed(Tensor qkv, Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale)"
+    " -> (Tensor, Tensor)"
+)
 def attend_packed(
     qkv: Tensor, bias: Tensor | None, mask: Tensor | None, segment_ids: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
@@ -121,13 +147,17 @@ def attend_packed(
     return out_BHND.transpose(1, 2).flatten(2).to(qkv.dtype), lse_BHN
 
 
-@attend_packed.register_fake
+@register_fake("vitkernels::triton_flash_packed")
 def _(qkv, bias, mask, segment_ids, is_causal, scale):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, N, dtype=torch.float32)
 
 
-@custom_op("vitkernels::triton_flash_packed_backward", mutates_args=())
+@_operator(
+    "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias)"
+    " -> (Tensor, Tensor)"
+)
 def attend_packed_backward(
     do: Tensor,
     out: Tensor,
@@ -150,7 +180,7 @@ def attend_packed_backward(
     return dqkv.to(qkv.dtype), dbias
 
 
-@attend_packed_backward.register_fake
+@register_fake("vitkernels::triton_flash_packed_backward")
 def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
     return qkv.new_empty(qkv.shape), dbias
@@ -165,4 +195,4 @@ def _differentiate_packed(ctx, do, _dlse):
     return dqkv, dbias if needs_dbias else None, None, None, None, None
 
 
-attend_packed.register_autograd(_differentiate_packed, setup_context=_save)
+register_autograd("vitkernels::triton_flash_packed", _differentiate_packed, setup_context=_save)
