@@ -25,12 +25,13 @@ from data.loader import BadImagesError
 from vitkernels import attention, models
 from vitkernels import runtime as runtimes
 from vitkernels.environment import git_commit, versions
-from vitkernels.errors import UsageError, unknown_name
+from vitkernels.errors import UsageError
 from vitkernels.training import checkpoint as ckpt
 from vitkernels.training import command_line, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite
 from vitkernels.training.run_log import RunLog
+from vitkernels.training.settings import check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
 from vitkernels.training.summary import log_window, mfu, report
 from vitkernels.training.timer import StepTimer
@@ -38,14 +39,10 @@ from vitkernels.training.timer import StepTimer
 log = logging.getLogger("vitkernels")
 
 
-def run(cfg: DictConfig) -> None:
+def run(cfg: DictConfig, run_dir: Path) -> None:
     # ------------------------------------------------------------------ config
     begin = time.time()
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
-    if cfg.mode not in ("train", "eval"):
-        raise unknown_name("mode", cfg.mode, ["train", "eval"])
-    if cfg.mode == "eval" and cfg.checkpoint is None:
-        raise UsageError("mode=eval needs the weights to evaluate: checkpoint=PATH")
+    check_settings(cfg)
     if cfg.mode == "train":
         if cfg.resume == "auto" and run_folder.is_done(run_dir) and run_folder.is_same_run(run_dir, cfg):
             log.info("this run is done: %s", run_dir / "summary.json")
@@ -281,6 +278,8 @@ def run(cfg: DictConfig) -> None:
     if profiler is not None:
         profiler.stop()
 
+    stop.release()
+
     # ------------------------------------------------------------------ summary
     if stop:
         run_log.close()
@@ -372,14 +371,15 @@ def start_profiler(run_dir: Path, warmup_steps: int):
 def main(cfg: DictConfig) -> float | None:
     if sweep.is_sweep_job():
         return sweep.run_job(cfg)
+    run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        run(cfg)
+        run(cfg, run_dir)
     except (UsageError, NonFiniteLossError, BadImagesError) as error:
-        run_folder.note_failure(Path(HydraConfig.get().runtime.output_dir), str(error))
+        run_folder.note_failure(run_dir, str(error))
         log.error("error: %s", error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except Exception as error:
-        run_folder.note_failure(Path(HydraConfig.get().runtime.output_dir), f"{type(error).__name__}: {error}")
+        run_folder.note_failure(run_dir, f"{type(error).__name__}: {error}")
         log.exception("the run ended with an error of the program")
         sys.exit(1)
 

@@ -11,6 +11,15 @@ PRESETS = {
         "class_token": False,
         "global_pool": "avg",
     },
-    # Small enough to learn the handwritten digits on two CPU cores in a minute; 49 patches and a class token.
-    "vit_digits": {"img_size": 28, "patch_size": 4, "in_chans": 1, "embed_dim": 96, "depth": 4, "num_heads": 3},
+    # Small enough to learn the handwritten digits on two CPU cores in a minute: 16 tokens.
+    "vit_digits": {
+        "img_size": 16,
+        "patch_size": 4,
+        "in_chans": 1,
+        "embed_dim": 96,
+        "depth": 4,
+        "num_heads": 3,
+        "class_token": False,
+        "global_pool": "avg",
+    },
 }

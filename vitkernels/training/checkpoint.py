@@ -4,6 +4,7 @@ import logging
 import os
 import random
 import re
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,10 @@ def load(path: str | Path) -> dict:
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: no such file")
     try:
+        with zipfile.ZipFile(path) as archive:  # torch.load itself does not look at the checksums
+            damaged = archive.testzip()
+        if damaged is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged}")
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail anywhere in the reader
         reason = (str(error).splitlines() or [type(error).__name__])[0]

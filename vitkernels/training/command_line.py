@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException, MissingConfigException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -31,8 +31,10 @@ def explain(error: Exception, config_dir: str) -> str:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"{unknown_name(group, option, error.options)} Choose with {group}=NAME."
     text = str(error).splitlines()[0]
+    if isinstance(error, OverrideParseException):
+        return f"cannot read {error.override!r}: a setting is name=value, e.g. attn=sdpa or data.batch_size=64"
     override = re.match(r"Could not override '([^']+)'", text)
-    if override and "not in struct" in str(error):
+    if override and "not in" in f"{error} {error.__cause__}":  # "not in struct", or not in one of Hydra's own
         key = override[1]
         near = difflib.get_close_matches(key, _settings(config_dir), n=3, cutoff=0.6)
         hint = f"Did you mean {' or '.join(near)}? " if near else ""

@@ -11,12 +11,16 @@ class StopRequest:
 
     def __init__(self):
         self.signal: signal.Signals | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
+        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
 
     def _ask(self, number: int, frame) -> None:
         self.signal = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def release(self) -> None:
+        """Give the signals back to whoever handled them before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def __bool__(self) -> bool:
         return self.signal is not None

@@ -1,0 +1,45 @@
+"""Fixtures of the whole suite. Warnings are errors, but for those listed in pyproject.toml with their reasons."""
+
+import os
+
+# Set before torch_xla is imported by any test: on a machine without a TPU it trains on the CPU.
+os.environ.setdefault("PJRT_DEVICE", "CPU")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture
+def settings(tmp_path):
+    """compose(*overrides) -> the configuration that `python train.py <overrides>` would run with, kept tiny."""
+    from hydra import compose, initialize_config_dir
+
+    def composed(*overrides: str):
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return compose("config", overrides=list(overrides))
+
+    return composed
+
+
+@pytest.fixture
+def losses():
+    """losses(run_dir) -> the loss of each step in its metrics.jsonl, by step."""
+    import json
+
+    def read(run_dir: Path) -> dict[int, float]:
+        lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+        return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+    return read

@@ -1,0 +1,175 @@
+"""Models: timm's architectures, names and numbers, with the kernel swapped."""
+
+import pytest
+import timm
+import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import VisionTransformer
+
+from vitkernels import attention, models
+from vitkernels.errors import UsageError
+from vitkernels.models.attention_layer import BackendAttention
+
+TINY = {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 5}
+# float32 sums in another order than timm's: a few units in the last place of values near 1.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def swapped(**kwargs):
+    torch.manual_seed(0)
+    plain = VisionTransformer(**{**TINY, **kwargs})
+    ours = VisionTransformer(**{**TINY, **kwargs}, attn_layer=models.attention_layer(attention.get("native")))
+    ours.load_state_dict(plain.state_dict())
+    return plain.eval(), ours.eval()
+
+
+VARIANTS = {
+    "plain": {},
+    "qk_norm": {"qk_norm": True},
+    "scale_norm": {"scale_attn_norm": True},
+    "register tokens": {"reg_tokens": 4},
+    "no class token": {"class_token": False, "global_pool": "avg"},
+    "dynamic size": {"dynamic_img_size": True},
+    "layer scale": {"init_values": 1e-1},
+    "no qkv bias": {"qkv_bias": False},
+    "map pooling": {"global_pool": "map", "class_token": False},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_same_numbers_as_timm(name):
+    plain, ours = swapped(**VARIANTS[name])
+    size = 48 if name == "dynamic size" else 32
+    x = torch.randn(2, 3, size, size)
+    torch.testing.assert_close(ours(x), plain(x), **TOLERANCE)
+    for model in (plain, ours):
+        model(x).square().sum().backward()
+    for (key, a), b in zip(plain.named_parameters(), ours.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, msg=key, rtol=1e-4, atol=1e-4)
+
+
+def test_gated_attention_is_timms():
+    torch.manual_seed(0)
+    try:
+        plain = Attention(64, num_heads=2, gated=True)
+    except TypeError:
+        pytest.skip("this timm has no gated attention")
+    ours = models.attention_layer(attention.get("native"))(64, num_heads=2, gated=True)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 9, 64)
+    torch.testing.assert_close(ours(x), plain(x), **TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "causal"])
+def test_masks_mean_what_they_mean_in_timm(kind):
+    torch.manual_seed(0)
+    plain = Attention(64, num_heads=2)
+    ours = models.attention_layer(attention.get("native"))(64, num_heads=2)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(2, 9, 64)
+    keep = torch.rand(9, 9) > 0.3
+    keep.fill_diagonal_(True)
+    keywords = {"bool": {"attn_mask": keep}, "float": {"attn_mask": torch.randn(9, 9)}, "causal": {"is_causal": True}}
+    torch.testing.assert_close(ours(x, **keywords[kind]), plain(x, **keywords[kind]), **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "vit_wee_patch16_reg1_gap_256"]
+)
+def test_state_dicts_travel_both_ways(name):
+    ours = models.create_model(name, "sdpa", num_classes=10)
+    plain = timm.create_model(name, num_classes=10)
+    assert list(ours.state_dict()) == list(plain.state_dict())
+    plain.load_state_dict(ours.state_dict())
+    models.load_weights(ours, plain.state_dict(), "timm")
+
+
+@pytest.mark.parametrize("attn", [name for name in attention.names() if name != "auto"])
+def test_every_backend_builds_with_the_same_parameters(attn):
+    model = models.create_model("vit_digits", attn, num_classes=10)
+    assert list(model.state_dict()) == list(models.create_model("vit_digits", "native", num_classes=10).state_dict())
+    assert {type(b.attn).backend.name for b in model.blocks} == {attn}
+
+
+def test_set_attention_keeps_the_parameters():
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3).eval()
+    x, before = torch.randn(1, 3, 224, 224), {k: v.data_ptr() for k, v in model.state_dict().items()}
+    expected = model(x)
+    assert models.set_attention(model, "native") is model
+    torch.testing.assert_close(model(x), expected, **TOLERANCE)
+    assert {k: v.data_ptr() for k, v in model.state_dict().items()} == before
+    models.set_attention(model, "sdpa")
+    assert all(type(b.attn).backend.name == "sdpa" and not b.attn.training for b in model.blocks)
+    with pytest.raises(UsageError, match="no timm"):
+        models.set_attention(torch.nn.Linear(2, 2), "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("vit_base_patch16_223", "Did you mean 'vit_base_patch16_224'"),
+        ("resnet50", "cannot take an attention backend"),
+        ("vit_dlittle_patch16_reg1_gap_256", "DiffAttention"),
+        ("eva02_tiny_patch14_224", "EvaAttention"),
+        ("beit_base_patch16_224", "timm.models.beit.Attention"),
+    ],
+)
+def test_models_that_cannot_be_built_say_why(name, message):
+    with pytest.raises(UsageError, match=message):
+        models.create_model(name, "native")
+
+
+def test_unknown_keyword_and_backend():
+    with pytest.raises(UsageError, match="nonsense"):
+        models.create_model("vit_digits", "native", nonsense=1)
+    with pytest.raises(UsageError, match="unknown attention backend 'nosuch'; known: .*native"):
+        models.create_model("vit_digits", "nosuch")
+
+
+def test_flops_are_three_forwards_but_for_the_images():
+    def build(backend):
+        return models.create_model("vit_b16_256", backend, num_classes=1000)
+
+    facts = models.inspect_model(
+        build, image_size=256, in_chans=3, batch_size=128, dtype=torch.bfloat16, device_type="cuda"
+    )
+    n, dim = 256, 768
+    block = 2 * n * 12 * dim * dim + 4 * n * n * dim
+    patches = 2 * n * 3 * 16 * 16 * dim
+    # Images need no gradient: the patch embedding has one product in the backward and not two.
+    assert facts.train_flops_per_image == 3 * (12 * block + 2 * dim * 1000) + 2 * patches
+    (problem,) = facts.attention
+    assert (problem.batch, problem.heads, problem.q_tokens, problem.head_dim) == (128, 12, 256, 64)
+    assert problem.dtype == torch.bfloat16 and problem.device_type == "cuda"
+    assert facts.parameters == sum(p.numel() for p in build("native").parameters())
+
+
+def test_dropout_reaches_the_backend_in_training_only():
+    seen = []
+
+    class Spy(type(attention.get("native"))):
+        def _unsupported(self, problem):
+            seen.append(problem.dropout_p)
+
+    layer = models.attention_layer(Spy())(64, num_heads=2, attn_drop=0.25)
+    layer(torch.randn(1, 4, 64))
+    layer.eval()(torch.randn(1, 4, 64))
+    assert seen == [0.25, 0.0]
+    assert issubclass(type(layer), BackendAttention)
+
+
+def test_weights_files(tmp_path):
+    from safetensors.torch import save_file
+
+    model = models.create_model("vit_digits", "native", num_classes=10)
+    torch.save({"model": model.state_dict(), "ema": None}, tmp_path / "a.pt")
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    for name in ("a.pt", "a.safetensors"):
+        models.load_weights(model, models.read_state_dict(tmp_path / name), name)
+    (tmp_path / "b.pt").write_bytes((tmp_path / "a.pt").read_bytes()[:5000])
+    for name, message in (("b.pt", "cannot be read"), ("none.pt", "no such file")):
+        with pytest.raises(UsageError, match=message):
+            models.read_state_dict(tmp_path / name)
+    other = models.create_model("vit_digits", "native", num_classes=7)
+    with pytest.raises(UsageError, match="another model.*head.weight"):
+        models.load_weights(other, model.state_dict(), "x")

@@ -1,0 +1,22 @@
+"""Losses that are not finite stop the run with what is needed to find the cause."""
+
+import math
+
+import pytest
+import torch
+
+from vitkernels import runtime
+from vitkernels.training.history import History, NonFiniteLossError, check_finite
+
+
+def test_the_first_bad_step_is_named_with_its_circumstances():
+    history = History(runtime.create("cpu"))
+    for step, loss in enumerate([1.0, 2.0, math.nan, math.inf], start=1):
+        history.add(step, torch.tensor(loss), torch.tensor(step * 10.0), lr=step * 1e-3)
+    records = history.read()
+    assert [r.step for r in records] == [1, 2, 3, 4] and history.read() == []
+    with pytest.raises(NonFiniteLossError) as error:
+        check_finite(records, lambda step: f"samples of {step}", "The last good checkpoint is X.")
+    for part in ("loss is nan at step 3", "lr 3.000e-03", "gradient norm 30", "samples of 3", "checkpoint is X"):
+        assert part in str(error.value)
+    check_finite(records[:2], str, "")

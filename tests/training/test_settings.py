@@ -1,0 +1,36 @@
+"""Wrong settings are found before anything is built."""
+
+import pytest
+
+from vitkernels.errors import UsageError
+from vitkernels.training.settings import _NUMBERS, check_settings
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr=abc", "optim.lr must be a number of at least 0; got 'abc'"),
+        ("trainer.max_steps=0", "trainer.max_steps must be a whole number of at least 1, or null; got 0"),
+        ("trainer.max_steps=1.5", "whole number"),
+        ("trainer.log_every=0", "trainer.log_every"),
+        ("trainer.accum_steps=true", "trainer.accum_steps"),
+        ("ema.decay=1.5", "ema.decay must be a number from 0 to 1, or null"),
+        ("data.batch_size=-1", "data.batch_size"),
+        ("mode=evaluate", "mode must be one of train, eval"),
+        ("mode=eval", "checkpoint=PATH"),
+        ("compile=maybe", "compile must be one of True, False, auto"),
+        ("model.name=null", "model.name must be a name"),
+    ],
+)
+def test_wrong_values(settings, override, message):
+    with pytest.raises(UsageError, match=message):
+        check_settings(settings(override))
+
+
+def test_defaults_pass_and_every_checked_setting_exists(settings):
+    from omegaconf import OmegaConf
+
+    cfg = settings()
+    check_settings(cfg)
+    missing = object()
+    assert [name for name in _NUMBERS if OmegaConf.select(cfg, name, default=missing) is missing] == []

@@ -1,0 +1,58 @@
+"""Checks of what was set, before any work is done that a wrong value would lose."""
+
+from omegaconf import DictConfig, OmegaConf
+
+from vitkernels.errors import UsageError
+
+# setting: (type, least value, greatest value or None, whether null is allowed)
+_NUMBERS = {
+    "seed": (int, 0, None, False),
+    "trainer.max_epochs": (float, 0, None, False),
+    "trainer.max_steps": (int, 1, None, True),
+    "trainer.accum_steps": (int, 1, None, False),
+    "trainer.clip_grad": (float, 0, None, True),
+    "trainer.label_smoothing": (float, 0, 1, False),
+    "trainer.log_every": (int, 1, None, False),
+    "trainer.eval_every": (int, 1, None, True),
+    "trainer.warmup_steps": (int, 0, None, False),
+    "ema.decay": (float, 0, 1, True),
+    "checkpoints.every_epochs": (int, 1, None, True),
+    "checkpoints.every_steps": (int, 1, None, True),
+    "checkpoints.keep": (int, 1, None, False),
+    "data.batch_size": (int, 1, None, False),
+    "data.num_workers": (int, 0, None, False),
+    "model.img_size": (int, 1, None, True),
+    "model.in_chans": (int, 1, None, True),
+    "model.drop_path_rate": (float, 0, 1, True),
+    "optim.lr": (float, 0, None, False),
+    "optim.weight_decay": (float, 0, None, False),
+    "optim.layer_decay": (float, 0, 1, True),
+    "schedule.warmup_epochs": (float, 0, None, False),
+    "schedule.warmup_lr": (float, 0, None, False),
+    "schedule.min_lr": (float, 0, None, False),
+}
+_NAMES = ("attn.name", "ops.name", "model.name", "data._target_", "optim.opt", "schedule.sched", "runtime.name")
+_CHOICES = {"mode": ("train", "eval"), "compile": (True, False, "auto"), "ops.name": ("eager",)}
+
+
+def check_settings(cfg: DictConfig) -> None:
+    """Raise UsageError for the first setting whose value has the wrong type or lies out of range."""
+    for name in _NAMES:
+        value = OmegaConf.select(cfg, name, throw_on_missing=False)
+        if not isinstance(value, str):
+            raise UsageError(f"{name} must be a name, got {value!r}")
+    for name, choices in _CHOICES.items():
+        value = OmegaConf.select(cfg, name)
+        if value not in choices:
+            raise UsageError(f"{name} must be one of {', '.join(map(str, choices))}; got {value!r}")
+    for name, (kind, least, greatest, nullable) in _NUMBERS.items():
+        value = OmegaConf.select(cfg, name)
+        allowed = (int,) if kind is int else (int, float)
+        fits = isinstance(value, allowed) and not isinstance(value, bool)
+        fits = fits and least <= value and (greatest is None or value <= greatest)
+        if not fits and not (nullable and value is None):
+            what = "a whole number" if kind is int else "a number"
+            span = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
+            raise UsageError(f"{name} must be {what} {span}{', or null' if nullable else ''}; got {value!r}")
+    if cfg.mode == "eval" and cfg.checkpoint is None:
+        raise UsageError("mode=eval needs the weights to evaluate: checkpoint=PATH")
