@@ -15,6 +15,7 @@ __all__ = ["AttentionBackend", "Problem", "choose", "get", "names"]
 _MODULES = {
     "native": "vitkernels.attention.native",
     "sdpa": "vitkernels.attention.sdpa",
+    "pallas_flash": "vitkernels.attention.pallas_flash",
     "triton_flash": "vitkernels.attention.triton_flash",
     "auto": "vitkernels.attention.auto",
 }
@@ -23,7 +24,7 @@ _MODULES = {
 _PREFERENCE = {
     "cpu": ("sdpa",),
     "cuda": ("triton_flash", "sdpa"),
-    "xla": ("sdpa",),
+    "xla": ("pallas_flash", "sdpa"),
 }
 
 

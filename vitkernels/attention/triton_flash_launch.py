@@ -125,27 +125,36 @@ def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None =
     """Fills out and lse."""
     B, H, N, _ = call.q.shape
     M = call.k.shape[2]
-    tiles = tiles or forward_tiles(call)
+    programs, tiling = _tiling(call, tiles or forward_tiles(call), "N")
     triton_call(
         call.q, call.k, call.v, out_BHND, lse_BHN, *call.extras,
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(out_BHND), *call.extra_strides,
         H, N, M, call.scale,
         kernel=forward_kernel,
-        grid=(B * H * _cdiv(N, tiles.n),),
-        **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
+        grid=(B * H * programs,),
+        **call.constants, **tiling,
     )  # fmt: skip
 
 
-def _own_and_loop_tiles(call: Call, own: int, loop: int, tiles: Tiles, own_name: str, loop_name: str) -> dict:
-    """Tiles of a kernel whose program owns one tile and loops over others. The general one masks all."""
-    own_tile, loop_tile = (tiles.n, tiles.m) if own_name == "N" else (tiles.m, tiles.n)
-    return {
+def _tiling(call: Call, tiles: Tiles, own: str) -> tuple[int, dict]:
+    """For a kernel whose programs own tiles of queries (own "N") or keys ("M") and loop over the others: how many
+    programs a head gets, and the constants. A general call masks every tile, and needs no tails in its loop.
+    """
+    loop = "M" if own == "N" else "N"
+    length = {"N": call.q.shape[2], "M": call.k.shape[2]}
+    tile = {"N": tiles.n, "M": tiles.m}
+    own_tail = tile[own] if call.general else tail(length[own], tile[own])
+    # A short tail rides along with the last whole tile: a program of its own would take as long as any other.
+    take = own_tail == 16 < tile[own] <= length[own]
+    return length[own] // tile[own] if take else _cdiv(length[own], tile[own]), {
         "TILE_N": tiles.n,
         "TILE_M": tiles.m,
-        f"TAIL_{own_name}": own_tile if call.general else tail(own, own_tile),
-        f"TAIL_{loop_name}": 0 if call.general else tail(loop, loop_tile),
+        f"TAIL_{own}": own_tail,
+        f"TAIL_{loop}": 0 if call.general else tail(length[loop], tile[loop]),
+        "TAKE": take,
         "GENERAL": call.general,
         "CAUSAL": call.is_causal,
+        **tiles.options,
     }
 
 
@@ -166,14 +175,14 @@ def dq_pass(call: Call, out, lse_BHN, do, delta_BHN, dq, tiles: Tiles | None = N
     """Fills dq and delta."""
     B, H, N, _ = call.q.shape
     M = call.k.shape[2]
-    tiles = tiles or dq_tiles(call)
+    programs, tiling = _tiling(call, tiles or dq_tiles(call), "N")
     triton_call(
         call.q, call.k, call.v, out, do, dq, lse_BHN, delta_BHN, *call.extras,
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), *strides(do), *strides(dq),
         *call.extra_strides, H, N, M, call.scale,
         kernel=dq_kernel,
-        grid=(B * H * _cdiv(N, tiles.n),),
-        **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
+        grid=(B * H * programs,),
+        **call.constants, **tiling,
     )  # fmt: skip
 
 
@@ -183,14 +192,14 @@ def dkdv_pass(call: Call, lse_BHN, do, delta_BHN, dk, dv, tiles: Tiles | None = 
     M = call.k.shape[2]
     if M == 0:
         return
-    tiles = tiles or dkdv_tiles(call)
+    programs, tiling = _tiling(call, tiles or dkdv_tiles(call), "M")
     triton_call(
         call.q, call.k, call.v, do, dk, dv, lse_BHN, delta_BHN, *call.extras,
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(do), *strides(dk), *strides(dv),
         *call.extra_strides, H, N, M, call.scale,
         kernel=dkdv_kernel,
-        grid=(B * H * _cdiv(M, tiles.m),),
-        **call.constants, **_own_and_loop_tiles(call, M, N, tiles, "M", "N"), **tiles.options,
+        grid=(B * H * programs,),
+        **call.constants, **tiling,
     )  # fmt: skip
 
 
