@@ -6,7 +6,10 @@ Shapes: B batch size, C channels, S image side, K classes.
 import logging
 import math
 import multiprocessing
+import os
 import signal
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -243,7 +246,7 @@ def _dataloader(batches: Batches, keys: list[tuple[int, int]], num_workers: int,
         num_workers=num_workers,
         persistent_workers=True,
         multiprocessing_context=_process_context(),
-        worker_init_fn=_ignore_interrupt,
+        worker_init_fn=_begin_worker,
     )
 
 
@@ -254,15 +257,23 @@ def _let_go(dataloader: DataLoader) -> None:
 def _process_context() -> multiprocessing.context.BaseContext:
     """Workers that inherit neither the threads nor the signal handlers of the training process, as a fork would.
 
-    The fork server imports the heavy packages once, for all workers.
+    The fork server imports heavy packages once, for all workers. (Not this project's own: it looks for modules in the
+    current folder, and someone else's folder `data` might be there.)
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torchvision", "timm.data"])
+    context.set_forkserver_preload([name for name in ("torch", "torchvision", "timm.data") if name in sys.modules])
     return context
 
 
-def _ignore_interrupt(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the training process alone decides what becomes of it."""
+def _begin_worker(worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal; the training process alone decides what becomes of it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_training, daemon=True).start()
+
+
+def _end_with_training() -> None:
+    """Torch's own watch is over the parent, the fork server, which in turn outlives a killed training process."""
+    multiprocessing.parent_process().join()
+    os._exit(1)

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from timm.data import Mixup
 
 from data.randomness import Stream, seeded_globals
 from vitkernels.errors import UsageError, unknown_name
@@ -44,6 +43,8 @@ class Mixing:
         mode: str = "batch",
         off_epoch: int | None = None,
     ):
+        from timm.data import Mixup  # timm takes seconds to import: not where nothing is mixed
+
         if mode not in MODES:
             raise unknown_name("data.mixup.mode", mode, MODES)
         if cutmix_minmax is None and not (mixup_alpha > 0 or cutmix_alpha > 0):

@@ -1,5 +1,3 @@
-import gc
-import multiprocessing
 import time
 
 import numpy as np
@@ -146,18 +144,3 @@ def test_an_epoch_takes_little_time():
         return time.thread_time() - start
 
     assert min(seconds() for _ in range(3)) < 0.3  # of one core, whatever else the machine is doing
-
-
-def test_workers_end_with_their_loader():
-    """Also when it dies in a garbage cycle, as one does that is caught in the traceback of an error."""
-    loader = build(num_workers=2).train
-    batches = loader.epoch(0)
-    next(batches)
-    workers = multiprocessing.active_children()
-    assert len(workers) >= 2
-    loader.cycle = [loader, batches]
-    del loader, batches
-    start = time.perf_counter()
-    gc.collect()
-    assert time.perf_counter() - start < 5  # the patience of torch's DataLoader with one worker
-    assert not any(worker.is_alive() for worker in workers)

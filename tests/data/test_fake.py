@@ -22,6 +22,7 @@ def test_defaults():
 @given(val_items=st.integers(1, 30), pool_batches=st.integers(1, 5), start=st.integers(0, 5))
 def test_counts_padding_and_resuming(val_items, pool_batches, start):
     data = build(val_items=val_items, pool_batches=pool_batches, num_classes=5)
+    pool = torch.cat([images for images, _ in data.train.epoch(0)][:pool_batches])
     for loader, batches, real in ((data.train, 25, 100), (data.val, -(-val_items // 4), val_items)):
         whole = list(loader.epoch(0))
         assert len(whole) == loader.batches_per_epoch == batches
@@ -32,6 +33,7 @@ def test_counts_padding_and_resuming(val_items, pool_batches, start):
         assert images[:real].flatten(1).any(1).all()
         ids = [i for batch in range(batches) for i in loader.sample_ids(0, batch)]
         assert len(ids) == real and max(ids) < 4 * pool_batches
+        assert torch.equal(images[:real], pool[ids])
         skip = min(start, batches)
         rest = list(loader.epoch(0, skip))
         assert len(rest) == batches - skip
