@@ -43,11 +43,14 @@ def _add_to_dq(
 
 
 @triton.jit
-def _query_rows(
-    q_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr, q_n, out_n, do_n, n, N,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, RAGGED: tl.constexpr,
+def _dq_rows(
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
+    q_n, k_m, v_m, out_n, do_n, dq_n, bias_n, bias_m, mask_n, mask_m, segment_n,
+    first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
+    TAIL_M: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What is needed of a tile of queries; stores its delta on the way."""
+    n = first_n + tl.arange(0, TILE_N)
     q1, q2 = load_rows(q_ptr, n, q_n, N, D, D1, D2, RAGGED)
     do1, do2 = load_rows(do_ptr, n, do_n, N, D, D1, D2, RAGGED)
     out1, out2 = load_rows(out_ptr, n, out_n, N, D, D1, D2, RAGGED)
@@ -56,30 +59,7 @@ def _query_rows(
         delta += tl.sum(do2.to(tl.float32) * out2.to(tl.float32), 1)
     tl.store(delta_ptr + n, delta, mask=n < N)
     lse = tl.load(lse_ptr + n, mask=n < N, other=float("inf"))
-    return q1, q2, do1, do2, lse, delta
-
-
-@triton.jit
-def _dq_rows(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
-    q_n, k_m, v_m, out_n, do_n, dq_n, bias_n, bias_m, mask_n, mask_m, segment_n,
-    first_n, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    TAIL_M: tl.constexpr, RAGGED: tl.constexpr, TAKE_N: tl.constexpr,
-    GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Queries first_n to first_n + TILE_N; with TAKE_N > 0 also the at most TAKE_N that are left after them."""
-    n = first_n + tl.arange(0, TILE_N)
-    q1, q2, do1, do2, lse, delta = _query_rows(
-        q_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr, q_n, out_n, do_n, n, N, D, D1, D2, RAGGED
-    )
     dq1, dq2 = zeros(TILE_N, D1, D2)
-    if TAKE_N > 0:
-        left_n = first_n + TILE_N + tl.arange(0, TAKE_N)
-        left_q1, left_q2, left_do1, left_do2, left_lse, left_delta = _query_rows(
-            q_ptr, out_ptr, do_ptr, lse_ptr, delta_ptr, q_n, out_n, do_n, left_n, N, D, D1, D2, True
-        )
-        left1, left2 = zeros(TAKE_N, D1, D2)
     scale_log2 = scale * LOG2E
 
     whole = M // TILE_M * TILE_M
@@ -100,28 +80,13 @@ def _dq_rows(
             bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
             D2, False, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-        if TAKE_N > 0:
-            left1, left2 = _add_to_dq(
-                left_q1, left_q2, left_do1, left_do2, k1, k2, v1, v2, left_lse, left_delta, left1, left2,
-                left_n, m, N, M, scale_log2, bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
-                D2, False, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
     if TAIL_M > 0:
         dq1, dq2 = _add_to_dq(
             q1, q2, do1, do2, tail_k1, tail_k2, tail_v1, tail_v2, lse, delta, dq1, dq2, n, tail_m, N, M, scale_log2,
             bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
             D2, True, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-        if TAKE_N > 0:
-            left1, left2 = _add_to_dq(
-                left_q1, left_q2, left_do1, left_do2, tail_k1, tail_k2, tail_v1, tail_v2, left_lse, left_delta,
-                left1, left2, left_n, tail_m, N, M, scale_log2,
-                bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
-                D2, True, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
     store_rows(dq_ptr, dq1 * scale, dq2 * scale, n, dq_n, N, D, D1, D2, RAGGED)
-    if TAKE_N > 0:
-        store_rows(dq_ptr, left1 * scale, left2 * scale, left_n, dq_n, N, D, D1, D2, True)
 
 
 @triton.jit
@@ -131,11 +96,10 @@ def dq_kernel(
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
     H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, TAKE: tl.constexpr,
-    GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq, and delta_BHN for the other kernels; one program per head and tile of queries. See forward_kernel."""
-    tiles = N // TILE_N if TAKE else tl.cdiv(N, TILE_N)
+    tiles = tl.cdiv(N, TILE_N)
     head = tl.program_id(0) // tiles
     first_n = tl.program_id(0) % tiles * TILE_N
     q_ptr += head_offset(head, H, q_b, q_h)
@@ -164,32 +128,19 @@ def dq_kernel(
         _dq_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, out_n, do_n, dq_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale,
-            D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-    elif TAKE:
-        if first_n + 2 * TILE_N > N:
-            _dq_rows(
-                q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
-                q_n, k_m, v_m, out_n, do_n, dq_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale,
-                D, D1, D2, TILE_N, TILE_M, TAIL_M, False, TAIL_N, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
-        else:
-            _dq_rows(
-                q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
-                q_n, k_m, v_m, out_n, do_n, dq_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale,
-                D, D1, D2, TILE_N, TILE_M, TAIL_M, False, 0, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
     elif first_n + TILE_N > N:
         _dq_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, out_n, do_n, dq_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale,
-            D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     else:
         _dq_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, out_n, do_n, dq_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale,
-            D, D1, D2, TILE_N, TILE_M, TAIL_M, False, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TILE_N, TILE_M, TAIL_M, False, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
 
 
@@ -220,21 +171,13 @@ def _dkdv_rows(
     q_n, k_m, v_m, do_n, dk_m, dv_m, bias_n, bias_m, mask_n, mask_m, segment_n,
     first_m, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    TAIL_N: tl.constexpr, RAGGED: tl.constexpr, TAKE_M: tl.constexpr,
-    GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL_N: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys first_m to first_m + TILE_M; with TAKE_M > 0 also the at most TAKE_M that are left after them."""
     m = first_m + tl.arange(0, TILE_M)
     k1, k2 = load_rows(k_ptr, m, k_m, M, D, D1, D2, RAGGED)
     v1, v2 = load_rows(v_ptr, m, v_m, M, D, D1, D2, RAGGED)
     dk1, dk2 = zeros(TILE_M, D1, D2)
     dv1, dv2 = zeros(TILE_M, D1, D2)
-    if TAKE_M > 0:
-        left_m = first_m + TILE_M + tl.arange(0, TAKE_M)
-        left_k1, left_k2 = load_rows(k_ptr, left_m, k_m, M, D, D1, D2, True)
-        left_v1, left_v2 = load_rows(v_ptr, left_m, v_m, M, D, D1, D2, True)
-        left_dk1, left_dk2 = zeros(TAKE_M, D1, D2)
-        left_dv1, left_dv2 = zeros(TAKE_M, D1, D2)
     scale_log2 = scale * LOG2E
 
     start = 0
@@ -264,31 +207,14 @@ def _dkdv_rows(
             bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
             D2, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-        if TAKE_M > 0:
-            left_dk1, left_dk2, left_dv1, left_dv2 = _add_to_dkdv(
-                q1, q2, do1, do2, left_k1, left_k2, left_v1, left_v2, lse, delta,
-                left_dk1, left_dk2, left_dv1, left_dv2, n, left_m, N, M, scale_log2,
-                bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
-                D2, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
     if TAIL_N > 0:
         dk1, dk2, dv1, dv2 = _add_to_dkdv(
             tail_q1, tail_q2, tail_do1, tail_do2, k1, k2, v1, v2, tail_lse, tail_delta, dk1, dk2, dv1, dv2,
             tail_n, m, N, M, scale_log2, bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
             D2, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-        if TAKE_M > 0:
-            left_dk1, left_dk2, left_dv1, left_dv2 = _add_to_dkdv(
-                tail_q1, tail_q2, tail_do1, tail_do2, left_k1, left_k2, left_v1, left_v2, tail_lse, tail_delta,
-                left_dk1, left_dk2, left_dv1, left_dv2, tail_n, left_m, N, M, scale_log2,
-                bias_ptr, bias_n, bias_m, mask_ptr, mask_n, mask_m, segment_ptr, segment_n,
-                D2, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
     store_rows(dk_ptr, dk1 * scale, dk2 * scale, m, dk_m, M, D, D1, D2, RAGGED)
     store_rows(dv_ptr, dv1, dv2, m, dv_m, M, D, D1, D2, RAGGED)
-    if TAKE_M > 0:
-        store_rows(dk_ptr, left_dk1 * scale, left_dk2 * scale, left_m, dk_m, M, D, D1, D2, True)
-        store_rows(dv_ptr, left_dv1, left_dv2, left_m, dv_m, M, D, D1, D2, True)
 
 
 @triton.jit
@@ -298,11 +224,10 @@ def dkdv_kernel(
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
     H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, TAKE: tl.constexpr,
-    GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv; one program per head and tile of keys. Needs the dq kernel's delta. See forward_kernel."""
-    tiles = M // TILE_M if TAKE else tl.cdiv(M, TILE_M)
+    tiles = tl.cdiv(M, TILE_M)
     head = tl.program_id(0) // tiles
     first_m = tl.program_id(0) % tiles * TILE_M
     q_ptr += head_offset(head, H, q_b, q_h)
@@ -331,32 +256,19 @@ def dkdv_kernel(
         _dkdv_rows(
             q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, do_n, dk_m, dv_m, bias_n, bias_m, mask_n, mask_m, segment_n, first_m, N, M, scale,
-            D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M > 0, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M > 0, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-    elif TAKE:
-        if first_m + 2 * TILE_M > M:
-            _dkdv_rows(
-                q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
-                q_n, k_m, v_m, do_n, dk_m, dv_m, bias_n, bias_m, mask_n, mask_m, segment_n, first_m, N, M, scale,
-                D, D1, D2, TILE_N, TILE_M, TAIL_N, False, TAIL_M, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
-        else:
-            _dkdv_rows(
-                q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
-                q_n, k_m, v_m, do_n, dk_m, dv_m, bias_n, bias_m, mask_n, mask_m, segment_n, first_m, N, M, scale,
-                D, D1, D2, TILE_N, TILE_M, TAIL_N, False, 0, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
     elif first_m + TILE_M > M:
         _dkdv_rows(
             q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, do_n, dk_m, dv_m, bias_n, bias_m, mask_n, mask_m, segment_n, first_m, N, M, scale,
-            D, D1, D2, TILE_N, TAIL_M, TAIL_N, True, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TILE_N, TAIL_M, TAIL_N, True, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     else:
         _dkdv_rows(
             q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, do_n, dk_m, dv_m, bias_n, bias_m, mask_n, mask_m, segment_n, first_m, N, M, scale,
-            D, D1, D2, TILE_N, TILE_M, TAIL_N, False, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TILE_N, TILE_M, TAIL_N, False, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
 
 

@@ -50,21 +50,13 @@ def _attend_rows(
     q_n, k_m, v_m, out_n, bias_n, bias_m, mask_n, mask_m, segment_n,
     first_n, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    TAIL_M: tl.constexpr, RAGGED: tl.constexpr, TAKE_N: tl.constexpr,
-    GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL_M: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries first_n to first_n + TILE_N; with TAKE_N > 0 also the at most TAKE_N that are left after them."""
     n = first_n + tl.arange(0, TILE_N)
     q1, q2 = load_rows(q_ptr, n, q_n, N, D, D1, D2, RAGGED)
     row_max = tl.full([TILE_N], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_N], tl.float32)
     acc1, acc2 = zeros(TILE_N, D1, D2)
-    if TAKE_N > 0:
-        left_n = first_n + TILE_N + tl.arange(0, TAKE_N)
-        left_q1, left_q2 = load_rows(q_ptr, left_n, q_n, N, D, D1, D2, True)
-        left_max = tl.full([TAKE_N], float("-inf"), tl.float32)
-        left_sum = tl.zeros([TAKE_N], tl.float32)
-        left1, left2 = zeros(TAKE_N, D1, D2)
 
     if GENERAL:
         end = M
@@ -96,34 +88,13 @@ def _attend_rows(
             row_max, row_sum, acc1, acc2 = _fold_in(
                 s, v1, v2, row_max, row_sum, acc1, acc2, scale, GENERAL, D2, PRECISION
             )
-            if TAKE_N > 0:
-                s = inner(left_q1, left_q2, k1, k2, D2, PRECISION)
-                left_max, left_sum, left1, left2 = _fold_in(
-                    s, v1, v2, left_max, left_sum, left1, left2, scale, GENERAL, D2, PRECISION
-                )
         if TAIL_M > 0:
             s = inner(q1, q2, tail_k1, tail_k2, D2, PRECISION)
             s = tl.where(tail_m[None, :] < M, s, float("-inf"))
             row_max, row_sum, acc1, acc2 = _fold_in(
                 s, tail_v1, tail_v2, row_max, row_sum, acc1, acc2, scale, GENERAL, D2, PRECISION
             )
-            if TAKE_N > 0:
-                s = inner(left_q1, left_q2, tail_k1, tail_k2, D2, PRECISION)
-                s = tl.where(tail_m[None, :] < M, s, float("-inf"))
-                left_max, left_sum, left1, left2 = _fold_in(
-                    s, tail_v1, tail_v2, left_max, left_sum, left1, left2, scale, GENERAL, D2, PRECISION
-                )
 
-    _finish(out_ptr, lse_ptr, acc1, acc2, row_max, row_sum, n, out_n, N, D, D1, D2, RAGGED, GENERAL)
-    if TAKE_N > 0:
-        _finish(out_ptr, lse_ptr, left1, left2, left_max, left_sum, left_n, out_n, N, D, D1, D2, True, GENERAL)
-
-
-@triton.jit
-def _finish(
-    out_ptr, lse_ptr, acc1, acc2, row_max, row_sum, n, out_n, N,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr,
-):  # fmt: skip
     if GENERAL:  # a query without keys: zeros out, and +inf so that every exp2(score - lse) of the backward pass is 0
         row_max = tl.where(row_sum == 0.0, float("inf"), row_max)
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -139,16 +110,15 @@ def forward_kernel(
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
     H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, TAKE: tl.constexpr,
-    GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * q kᵀ + bias) v and lse_BHN, the log-sum-exp in log2 units.
 
     Strides are in elements, those of q, k, v and out multiples of 8 and 1 along D. Tiles of one head follow each
     other, so that its keys and values come from the L2 cache. TAIL_N and TAIL_M are the tiles for what is left of N
-    and M after the whole tiles; 0 when nothing is. With TAKE the last whole tile's program takes the tail of N along.
+    and M after the whole tiles; 0 when nothing is.
     """
-    tiles = N // TILE_N if TAKE else tl.cdiv(N, TILE_N)
+    tiles = tl.cdiv(N, TILE_N)
     head = tl.program_id(0) // tiles
     first_n = tl.program_id(0) % tiles * TILE_N
     q_ptr += head_offset(head, H, q_b, q_h)
@@ -173,30 +143,17 @@ def forward_kernel(
         _attend_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, out_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale_log2,
-            D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-    elif TAKE:
-        if first_n + 2 * TILE_N > N:
-            _attend_rows(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr,
-                q_n, k_m, v_m, out_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale_log2,
-                D, D1, D2, TILE_N, TILE_M, TAIL_M, False, TAIL_N, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
-        else:
-            _attend_rows(
-                q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr,
-                q_n, k_m, v_m, out_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale_log2,
-                D, D1, D2, TILE_N, TILE_M, TAIL_M, False, 0, GENERAL, CAUSAL, PRECISION,
-            )  # fmt: skip
     elif first_n + TILE_N > N:
         _attend_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, out_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale_log2,
-            D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     else:
         _attend_rows(
             q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr,
             q_n, k_m, v_m, out_n, bias_n, bias_m, mask_n, mask_m, segment_n, first_n, N, M, scale_log2,
-            D, D1, D2, TILE_N, TILE_M, TAIL_M, False, 0, GENERAL, CAUSAL, PRECISION,
+            D, D1, D2, TILE_N, TILE_M, TAIL_M, False, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vitkernels.attention.triton_flash_backward import dbias_kernel, dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash_forward import forward_kernel
-from vitkernels.attention.triton_flash_fused import fused_backward_kernel
 from vitkernels.bridge.triton import triton_call
 
 
@@ -125,36 +124,27 @@ def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None =
     """Fills out and lse."""
     B, H, N, _ = call.q.shape
     M = call.k.shape[2]
-    programs, tiling = _tiling(call, tiles or forward_tiles(call), "N")
+    tiles = tiles or forward_tiles(call)
     triton_call(
         call.q, call.k, call.v, out_BHND, lse_BHN, *call.extras,
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(out_BHND), *call.extra_strides,
         H, N, M, call.scale,
         kernel=forward_kernel,
-        grid=(B * H * programs,),
-        **call.constants, **tiling,
+        grid=(B * H * _cdiv(N, tiles.n),),
+        **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
     )  # fmt: skip
 
 
-def _tiling(call: Call, tiles: Tiles, own: str) -> tuple[int, dict]:
-    """For a kernel whose programs own tiles of queries (own "N") or keys ("M") and loop over the others: how many
-    programs a head gets, and the constants. A general call masks every tile, and needs no tails in its loop.
-    """
-    loop = "M" if own == "N" else "N"
-    length = {"N": call.q.shape[2], "M": call.k.shape[2]}
-    tile = {"N": tiles.n, "M": tiles.m}
-    own_tail = tile[own] if call.general else tail(length[own], tile[own])
-    # A short tail rides along with the last whole tile: a program of its own would take as long as any other.
-    take = own_tail == 16 < tile[own] <= length[own]
-    return length[own] // tile[own] if take else _cdiv(length[own], tile[own]), {
+def _own_and_loop_tiles(call: Call, own: int, loop: int, tiles: Tiles, own_name: str, loop_name: str) -> dict:
+    """Tiles of a kernel whose program owns one tile and loops over others. The general one masks all."""
+    own_tile, loop_tile = (tiles.n, tiles.m) if own_name == "N" else (tiles.m, tiles.n)
+    return {
         "TILE_N": tiles.n,
         "TILE_M": tiles.m,
-        f"TAIL_{own}": own_tail,
-        f"TAIL_{loop}": 0 if call.general else tail(length[loop], tile[loop]),
-        "TAKE": take,
+        f"TAIL_{own_name}": own_tile if call.general else tail(own, own_tile),
+        f"TAIL_{loop_name}": 0 if call.general else tail(loop, loop_tile),
         "GENERAL": call.general,
         "CAUSAL": call.is_causal,
-        **tiles.options,
     }
 
 
@@ -162,12 +152,8 @@ def backward(call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, d
     """Fills dq, dk and dv; returns delta, which `bias_gradient` needs."""
     do = readable(do)
     delta_BHN = torch.empty_like(lse_BHN)
-    tiles = None if call.general else fused_tiles(call)
-    if tiles is not None:
-        fused_backward(call, out, lse_BHN, do, delta_BHN, dq, dk, dv, tiles)
-    else:
-        dq_pass(call, out, lse_BHN, do, delta_BHN, dq)
-        dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv)
+    dq_pass(call, out, lse_BHN, do, delta_BHN, dq)
+    dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv)
     return delta_BHN
 
 
@@ -175,14 +161,14 @@ def dq_pass(call: Call, out, lse_BHN, do, delta_BHN, dq, tiles: Tiles | None = N
     """Fills dq and delta."""
     B, H, N, _ = call.q.shape
     M = call.k.shape[2]
-    programs, tiling = _tiling(call, tiles or dq_tiles(call), "N")
+    tiles = tiles or dq_tiles(call)
     triton_call(
         call.q, call.k, call.v, out, do, dq, lse_BHN, delta_BHN, *call.extras,
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), *strides(do), *strides(dq),
         *call.extra_strides, H, N, M, call.scale,
         kernel=dq_kernel,
-        grid=(B * H * programs,),
-        **call.constants, **tiling,
+        grid=(B * H * _cdiv(N, tiles.n),),
+        **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
     )  # fmt: skip
 
 
@@ -192,32 +178,14 @@ def dkdv_pass(call: Call, lse_BHN, do, delta_BHN, dk, dv, tiles: Tiles | None = 
     M = call.k.shape[2]
     if M == 0:
         return
-    programs, tiling = _tiling(call, tiles or dkdv_tiles(call), "M")
+    tiles = tiles or dkdv_tiles(call)
     triton_call(
         call.q, call.k, call.v, do, dk, dv, lse_BHN, delta_BHN, *call.extras,
         *strides(call.q), *strides(call.k), *strides(call.v), *strides(do), *strides(dk), *strides(dv),
         *call.extra_strides, H, N, M, call.scale,
         kernel=dkdv_kernel,
-        grid=(B * H * programs,),
-        **call.constants, **tiling,
-    )  # fmt: skip
-
-
-def fused_backward(call: Call, out, lse_BHN, do, delta_BHN, dq, dk, dv, tiles: Tiles) -> None:
-    """Fills dq, dk and dv in one pass; for calls that are not general."""
-    B, H, N, _ = call.q.shape
-    M = call.k.shape[2]
-    one_tile = tiles.m >= M
-    carry_BHND = lse_BHN if one_tile else lse_BHN.new_empty(B, H, N, sum(split(call.q.shape[3])))
-    triton_call(
-        call.q, call.k, call.v, out, do, dq, dk, dv, lse_BHN, delta_BHN, carry_BHND,
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), *strides(do),
-        *strides(dq), *strides(dk), *strides(dv), H, N, M, call.scale,
-        kernel=fused_backward_kernel,
-        grid=(B * H,),
-        **call.constants, TILE_N=tiles.n, TILE_M=tiles.m, TAIL_N=tail(N, tiles.n),
-        LAST_M=tail(M, tiles.m) or tiles.m, ONE_TILE=one_tile, RAGGED=M % (tail(M, tiles.m) or tiles.m) != 0,
-        **tiles.options,
+        grid=(B * H * _cdiv(M, tiles.m),),
+        **call.constants, **_own_and_loop_tiles(call, M, N, tiles, "M", "N"), **tiles.options,
     )  # fmt: skip
 
 
@@ -247,23 +215,46 @@ def _is_f32(call: Call) -> bool:
     return call.q.dtype == torch.float32 and call.q.is_cuda
 
 
+def _size(call: Call) -> tuple[int, int]:
+    """The longer of queries and keys, and how many columns a head's tiles have."""
+    return max(call.q.shape[2], call.k.shape[2]), sum(split(call.q.shape[3]))
+
+
 def forward_tiles(call: Call) -> Tiles:
+    """Short sequences want many small programs, long ones large tiles; ragged ones small steps."""
+    length, width = _size(call)
     if _is_f32(call):
         return Tiles(32, 32, 4, 1)
-    return Tiles(64, 64, 4, 3)
+    if call.general:
+        return Tiles(64, 32, 4, 2)
+    if width > 64:
+        return Tiles(64, 64, 4, 2) if length % 64 == 0 else Tiles(128, 64, 8, 3)
+    if length > 2048:
+        return Tiles(64, 64, 4, 3)
+    if length > 512:
+        return Tiles(128, 64, 8, 3, 104)
+    return Tiles(64, 64, 4, 3) if length % 64 == 0 else Tiles(64, 32, 4, 3, 80)
 
 
 def dq_tiles(call: Call) -> Tiles:
+    length, width = _size(call)
     if _is_f32(call):
         return Tiles(32, 16, 4, 1)
-    return Tiles(64, 32, 4, 3)
+    if call.general:
+        return Tiles(64, 32, 4, 2)
+    if width > 64:
+        return Tiles(64, 32, 4, 2) if length % 64 == 0 else Tiles(64, 32, 4, 3)
+    return Tiles(128, 64, 8, 3, 128) if length > 512 else Tiles(64, 32, 4, 3, 96)
 
 
 def dkdv_tiles(call: Call) -> Tiles:
+    length, width = _size(call)
     if _is_f32(call):
         return Tiles(16, 32, 4, 1)
-    return Tiles(32, 64, 4, 3)
-
-
-def fused_tiles(call: Call) -> Tiles | None:
-    return None
+    if call.general:
+        return Tiles(32, 64, 4, 2)
+    if width > 64:
+        return Tiles(32, 64, 4, 3) if length % 64 == 0 else Tiles(64, 64, 4, 3)
+    if length > 2048:
+        return Tiles(64, 64, 4, 2, 168)
+    return Tiles(64, 64, 4, 3, 168) if length > 512 else Tiles(32, 64, 4, 3, 128)
