@@ -261,7 +261,7 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
                 result = evaluate(net, data.val, runtime)
                 if ema_net is not None:
                     result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, runtime).items() if k != "images"}
-                run_log.evaluation(step, {f"val_{name}": value for name, value in result.items()})
+                run_log.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
                 run_log.scalars(step, {f"val/{name}": value for name, value in result.items()})
                 top1 = result.get("ema_top1", result["top1"])
                 is_best = top1 > best["top1"]

@@ -122,7 +122,7 @@ def test_models_that_cannot_be_built_say_why(name, message):
 def test_unknown_keyword_and_backend():
     with pytest.raises(UsageError, match="nonsense"):
         models.create_model("vit_digits", "native", nonsense=1)
-    with pytest.raises(UsageError, match="unknown attention backend 'nosuch'; known: .*native"):
+    with pytest.raises(UsageError, match=r"unknown attention backend 'nosuch'; known: .*native"):
         models.create_model("vit_digits", "nosuch")
 
 
@@ -171,5 +171,5 @@ def test_weights_files(tmp_path):
         with pytest.raises(UsageError, match=message):
             models.read_state_dict(tmp_path / name)
     other = models.create_model("vit_digits", "native", num_classes=7)
-    with pytest.raises(UsageError, match="another model.*head.weight"):
+    with pytest.raises(UsageError, match=r"another model.*head\.weight"):
         models.load_weights(other, model.state_dict(), "x")

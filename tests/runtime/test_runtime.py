@@ -22,7 +22,7 @@ def test_unknown_names_list_the_choices():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu_says_what_to_do():
-    with pytest.raises(UsageError, match="runtime=cuda cannot run here: .*runtime=cpu|CUDA build"):
+    with pytest.raises(UsageError, match=r"runtime=cuda cannot run here: .*runtime=cpu|CUDA build"):
         runtime.create("cuda")
     assert cuda.unavailable()
 

@@ -23,6 +23,7 @@ __all__ = [
     "load_weights",
     "read_state_dict",
     "set_attention",
+    "timm_model",
 ]
 
 
@@ -48,6 +49,11 @@ def create_model(name: str, attn: str | AttentionBackend = "auto", **kwargs) -> 
     if not _blocks_attention(model):
         raise UsageError(_not_swappable(name, "its blocks do not take an attention class"))
     return model
+
+
+def timm_model(name: str, **kwargs) -> nn.Module:
+    """The same architecture with timm's own attention, for comparison."""
+    return _build(name, **kwargs)
 
 
 def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:

@@ -1,0 +1,98 @@
+"""Step time of the bare training loop, of train.py, and of what a user would run instead, in one go.
+
+    python scripts/bench_step.py                                    ViT-B/16 at 256 px, batch 128, AdamW, bf16
+    python scripts/bench_step.py --model vit_digits --batch 8 --steps 4 --warmup 2     anywhere, to try it out
+
+Prints a table whose ratios are to the bare loop over the compiled model with SDPA, and appends its rows to
+results/step.jsonl. `train.py` runs in a process of its own with the same model, batch and optimizer.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from vitkernels import models
+from vitkernels import runtime as runtimes
+from vitkernels.bench import step
+
+ROOT = Path(__file__).resolve().parents[1]
+
+BASELINE = "bare loop, compiled, sdpa"
+
+
+def train_py(args) -> step.StepTimes:
+    """The step times that train.py itself reports, on fake data of the same shape."""
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = [
+            f"model.name={args.model}", f"data.batch_size={args.batch}", f"data.num_classes={args.classes}",
+            f"trainer.max_steps={args.warmup + args.steps}", f"trainer.warmup_steps={args.warmup}",
+            f"runtime={args.runtime}", f"attn={args.attn}", "data=fake", "optim=adamw", "schedule=constant",
+            "trainer.clip_grad=null", "trainer.eval_every=null", "checkpoints.every_epochs=null",
+            f"hydra.run.dir={folder}",
+        ]  # fmt: skip
+        subprocess.run([sys.executable, str(ROOT / "train.py"), *overrides], check=True, cwd=ROOT)
+        summary = json.loads((Path(folder) / "summary.json").read_text())
+    times = summary["step_time_ms"]
+    return step.StepTimes(
+        f"train.py attn={args.attn}",
+        times["median"], times["p10"], times["p90"], times["n"],
+        summary["peak_memory_bytes"], 0.0, summary["train_loss"],
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vit_b16_256")
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--classes", type=int, default=1024)
+    parser.add_argument("--runtime", default="auto")
+    parser.add_argument("--attn", default="sdpa", help="the backend of train.py's own run")
+    parser.add_argument("--warmup", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--peers", nargs="*", default=["eager native", "eager sdpa", "compiled sdpa"])
+    parser.add_argument("--results", type=Path, default=ROOT / "results/step.jsonl")
+    args = parser.parse_args()
+
+    runtime = runtimes.create(args.runtime)
+    image_size, in_chans = models.input_spec(args.model)
+
+    def timm_model(fused: bool):
+        model = models.timm_model(args.model, num_classes=args.classes)
+        for block in model.blocks:
+            block.attn.fused_attn = fused
+        return model.to(runtime.device)
+
+    def ours():
+        return models.create_model(args.model, args.attn, num_classes=args.classes).to(runtime.device)
+
+    peers = {
+        "eager native": lambda: timm_model(fused=False),
+        "eager sdpa": lambda: timm_model(fused=True),
+        "compiled sdpa": lambda: runtime.compile(timm_model(fused=True)),
+    }
+    build = {BASELINE.replace("sdpa", args.attn): lambda: runtime.compile(ours())}
+    build |= {f"timm {name}": peers[name] for name in args.peers}
+    build["the first again"] = next(iter(build.values()))  # the noise between two measurements of the same thing
+    rows = step.run_variants(
+        build, runtime,
+        image_size=image_size, in_chans=in_chans, batch_size=args.batch, num_classes=args.classes,
+        warmup=args.warmup, steps=args.steps,
+    )  # fmt: skip
+    step.free(runtime)
+    rows.append(train_py(args))
+    context = {
+        "model": args.model,
+        "batch_size": args.batch,
+        "device": runtime.device_name,
+        "precision": runtime.precision,
+    }
+    step.append_results(args.results, rows, context)
+    print(f"\n{args.model}, batch {args.batch}, {runtime.describe()}\n")
+    print(step.table(rows, args.batch, rows[0].variant))
+
+
+if __name__ == "__main__":
+    main()

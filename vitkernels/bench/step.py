@@ -1,0 +1,121 @@
+"""Bare training steps: what a model costs with nothing around it, for train.py and the peers to be held against."""
+
+import itertools
+import json
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from vitkernels.environment import git_commit, versions
+from vitkernels.runtime import Runtime
+
+
+@dataclass
+class StepTimes:
+    """Percentiles of step times in ms over n steps, peak memory in bytes, and seconds until the first timed step."""
+
+    variant: str
+    median: float
+    p10: float
+    p90: float
+    n: int
+    peak_memory_bytes: int | None
+    warmup_seconds: float
+    final_loss: float
+
+
+def bare_loop(
+    variant: str,
+    runtime: Runtime,
+    model: nn.Module,
+    *,
+    image_size: int,
+    batch_size: int,
+    num_classes: int,
+    in_chans: int = 3,
+    warmup: int = 20,
+    steps: int = 80,
+    lr: float = 1e-3,
+) -> StepTimes:
+    """Forward, cross-entropy, backward and AdamW on one random batch that stays on the device; each step timed.
+
+    model: on the runtime's device, compiled or not. A step lasts from the end of the one before it to its own end.
+    """
+    torch.manual_seed(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, **runtime.optimizer_kwargs())
+    images = torch.randn(batch_size, in_chans, image_size, image_size, device=runtime.device)
+    targets = torch.randint(0, num_classes, (batch_size,), device=runtime.device)
+
+    def step() -> torch.Tensor:
+        with runtime.autocast():
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        runtime.end_step(images, targets)
+        return loss
+
+    begin = time.perf_counter()
+    if runtime.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(runtime.device)
+    for _ in range(warmup):
+        step()
+    runtime.synchronize()
+    warmup_seconds = time.perf_counter() - begin
+    stamps = [runtime.stamp()]
+    for _ in range(steps):
+        loss = step()
+        stamps.append(runtime.stamp())
+    runtime.synchronize()
+    times = [runtime.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
+    p10, median, p90 = (round(float(t), 4) for t in np.percentile(times, [10, 50, 90]))
+    memory = runtime.peak_memory_bytes()
+    return StepTimes(variant, median, p10, p90, steps, memory, round(warmup_seconds, 1), float(loss.detach()))
+
+
+def free(runtime: Runtime) -> None:
+    """Forget compiled graphs and cached memory, so that the next variant starts like the first."""
+    torch._dynamo.reset()
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_variants(build: dict[str, Callable[[], nn.Module]], runtime: Runtime, **settings) -> list[StepTimes]:
+    """Each variant's bare loop in turn; one that fails is reported and does not stop the others."""
+    rows = []
+    for name, make in build.items():
+        free(runtime)
+        try:
+            rows.append(bare_loop(name, runtime, make(), **settings))
+            print(f"{name}: {rows[-1].median:.2f} ms", flush=True)
+        except (RuntimeError, ValueError) as error:
+            print(f"{name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+    return rows
+
+
+def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
+    """Markdown; ratio is the baseline's median over the row's, so above 1 is faster."""
+    base = next((row.median for row in rows if row.variant == baseline), None)
+    lines = [f"| variant | step ms (p10, p90) | images/s | peak GiB | ratio to {baseline} |", "|---|---|---|---|---|"]
+    for row in rows:
+        memory = "–" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f}"
+        ratio = "–" if base is None else f"{base / row.median:.3f}"
+        times = f"{row.median:.2f} ({row.p10:.2f}, {row.p90:.2f})"
+        lines.append(f"| {row.variant} | {times} | {batch_size / row.median * 1e3:.0f} | {memory} | {ratio} |")
+    return "\n".join(lines)
+
+
+def append_results(path: Path, rows: list[StepTimes], context: dict) -> None:
+    """Append one JSON line per row, with the date, the versions and the commit it was measured with."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    when = {"date": time.strftime("%Y-%m-%d"), "commit": git_commit(), "versions": versions()}
+    with open(path, "a") as file:
+        for row in rows:
+            file.write(json.dumps({**context, **asdict(row), **when}) + "\n")
