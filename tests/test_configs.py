@@ -1,0 +1,55 @@
+"""Every file in conf/ composes into settings that pass their checks, and names things that exist."""
+
+from pathlib import Path
+
+import pytest
+import timm
+from hydra.utils import get_method
+
+from vitkernels import attention, runtime
+from vitkernels.models import PRESETS, input_spec
+from vitkernels.training.settings import check_settings
+
+CONF = Path(__file__).resolve().parents[1] / "conf"
+FILES = sorted(p.relative_to(CONF).with_suffix("") for p in CONF.rglob("*.yaml") if p.parent != CONF)
+GROUPED = [str(path) for path in FILES if path.parts[0] != "hydra"]
+
+
+@pytest.mark.parametrize("path", GROUPED)
+def test_each_option_composes(path, settings):
+    group, option = path.split("/")
+    overrides = [f"{group}={option}"]
+    if path == "model/timm":
+        overrides.append("model.name=vit_tiny_patch16_224")
+    if path == "data/imagefolder":
+        overrides.append("data.root=somewhere")
+    cfg = settings(*overrides)
+    check_settings(cfg)
+    assert cfg.attn.name in attention.names()
+    assert cfg.runtime.name in runtime.names()
+    assert callable(get_method(cfg.data._target_))
+    assert cfg.model.name in PRESETS or timm.is_model(cfg.model.name)
+    assert input_spec(cfg.model.name)[0] > 0
+
+
+def test_each_backend_has_its_file_and_each_file_its_backend():
+    assert {path.stem for path in (CONF / "attn").glob("*.yaml")} == set(attention.names())
+
+
+@pytest.mark.parametrize("path", [str(p) for p in FILES])
+def test_each_file_opens_with_an_explanation(path):
+    lines = (CONF / f"{path}.yaml").read_text().splitlines()
+    assert any(line.startswith("# ") and "@package" not in line for line in lines[:3]) or path == "hydra/help/vitkernels"
+
+
+def test_the_article_experiment_is_what_was_published(settings):
+    cfg = settings("experiment=rise_of_pallas", "attn=sdpa")
+    assert (cfg.model.name, cfg.data.batch_size, cfg.optim.opt) == ("vit_b16_256", 128, "sgd")
+    assert (cfg.data["items"], cfg.data.num_classes, cfg.runtime.precision) == (1_000_000, 1024, "bf16")
+    assert (cfg.trainer.max_steps, cfg.trainer.warmup_steps, cfg.attn.name) == (100, 20, "sdpa")
+
+
+def test_a_model_named_alone_is_that_model(settings):
+    assert settings("model.name=vit_base_patch16_224").model.name == "vit_base_patch16_224"
+    assert input_spec("vit_base_patch16_224") == (224, 3)
+    assert input_spec("vit_digits") == (16, 1)

@@ -1,0 +1,88 @@
+"""Sweeps: where they go, what their table says, and what a command line's mistakes are answered with."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vitkernels.bench import comparison
+from vitkernels.training import command_line
+from vitkernels.training.sweep import _reason, name_sweep
+
+CONF = str(Path(__file__).resolve().parents[2] / "conf")
+
+
+def test_single_runs_are_left_alone():
+    argv = ["train.py", "attn=sdpa"]
+    assert name_sweep(argv) == argv
+
+
+def test_the_same_sweep_gets_the_same_folder_and_jobs_are_named_by_what_varies():
+    argv = ["train.py", "-m", "attn=native,sdpa", "data=fake", "trainer.max_steps=40"]
+    named = name_sweep(argv)
+    assert named == name_sweep(argv)
+    assert named[:5] == argv
+    assert named[5] == "hydra.job.config.override_dirname.exclude_keys=[data,trainer.max_steps]"
+    assert named[6].startswith("hydra.sweep.dir=runs/sweeps/attn-")
+    assert name_sweep([*argv, "seed=1"])[-1] != named[6]
+
+
+def test_an_own_folder_is_kept():
+    named = name_sweep(["train.py", "-m", "attn=native,sdpa", "hydra.sweep.dir=here"])
+    assert not any(word.startswith("hydra.sweep.dir=runs") for word in named)
+
+
+def job(folder, num, variant, status="done", reason=None, **summary):
+    path = folder / variant
+    path.mkdir(parents=True)
+    (path / "job.json").write_text(json.dumps({"num": num, "variant": variant, "status": status, "reason": reason}))
+    if summary:
+        times = {"median": summary.pop("median"), "p10": 9.0, "p90": 99.0, "mean": 10.0, "n": 5}
+        defaults = {"images_per_s": 100.0, "mfu": None, "input_wait_ms": 0.5, "peak_memory_bytes": 2**30}
+        content = {"status": "done", "device": "X", "step_time_ms": times, "train_loss": 1.0, **defaults, **summary}
+        (path / "summary.json").write_text(json.dumps(content))
+
+
+def test_the_verdict(tmp_path, capsys):
+    job(tmp_path, 1, "attn=b", median=20.0, mfu=0.5)
+    job(tmp_path, 0, "attn=a", median=40.0)
+    job(tmp_path, 2, "attn=c", status="failed", reason="out of memory")
+    rows = comparison.compare(tmp_path)
+    assert [(r["variant"], r["ratio"]) for r in rows] == [("attn=a", 1.0), ("attn=b", 2.0), ("attn=c", None)]
+    comparison.write(rows, tmp_path)
+    comparison.show(rows, tmp_path)
+    text = (tmp_path / "comparison.md").read_text()
+    assert "| attn=b | 20.00 (9.00, 99.00) | 100.0 | 50.0 | 0.50 | 1024 | 1.0000 | 2.000 |" in text
+    assert "**attn=c** failed: out of memory" in text
+    assert "attn=c failed: out of memory" in capsys.readouterr().out
+    assert json.loads((tmp_path / "comparison.json").read_text()) == rows
+    assert (tmp_path / "comparison.png").stat().st_size > 5000
+
+
+def test_a_sweep_in_which_all_failed_still_has_its_table(tmp_path):
+    job(tmp_path, 0, "attn=a", status="failed", reason="killed by SIGSEGV")
+    rows = comparison.compare(tmp_path)
+    comparison.write(rows, tmp_path)
+    assert rows[0]["ratio"] is None and "killed by SIGSEGV" in (tmp_path / "comparison.md").read_text()
+
+
+def test_a_process_that_was_killed_is_said_to_be(tmp_path):
+    assert _reason(tmp_path, -11, "step 3\nFatal\n") == "killed by SIGSEGV; its last line: Fatal"
+    assert _reason(tmp_path, 3, "") == "exit code 3"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("attn=nosuch", "unknown attn 'nosuch'; known: auto"),
+        ("trainer.max_step=3", "there is no setting 'trainer.max_step'. Did you mean trainer.max_steps"),
+        ("nonsense", "cannot read 'nonsense': a setting is name=value"),
+    ],
+)
+def test_command_line_mistakes(override, message):
+    from hydra import compose, initialize_config_dir
+    from hydra.errors import HydraException
+
+    with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(HydraException) as error:
+        compose("config", overrides=[override])
+    assert message in command_line.explain(error.value, CONF)
