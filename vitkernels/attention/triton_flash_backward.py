@@ -100,8 +100,10 @@ def dq_kernel(
 ):  # fmt: skip
     """dq, and delta_BHN for the other kernels; one program per head and tile of queries. See forward_kernel."""
     tiles = tl.cdiv(N, TILE_N)
-    head = tl.program_id(0) // tiles
-    first_n = tl.program_id(0) % tiles * TILE_N
+    # Backwards through the heads: the forward pass left the last in the L2 cache, and this leaves the first for dkdv.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = program // tiles
+    first_n = program % tiles * TILE_N
     q_ptr += head_offset(head, H, q_b, q_h)
     k_ptr += head_offset(head, H, k_b, k_h)
     v_ptr += head_offset(head, H, v_b, v_h)

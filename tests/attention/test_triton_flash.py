@@ -1,0 +1,122 @@
+"""What is particular to triton_flash: same bits again, whole graphs, no copies, what it refuses."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from vitkernels import attention
+from vitkernels.attention import Problem
+from vitkernels.attention.triton_flash_launch import readable, split, tail
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLASH = attention.get("triton_flash")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_same_bits_again(device):
+    qkv = torch.randn(2, 70, 3, 2, 64, device=device, requires_grad=True)
+    bias = torch.randn(2, 1, 70, requires_grad=True, device=device)
+
+    def run():
+        out = FLASH.qkvpacked(qkv, bias=bias)
+        return out, *torch.autograd.grad(out, (qkv, bias), torch.ones_like(out).cumsum(0))
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "device, backend", [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("packed", [True, False])
+def test_whole_graph(device, backend, packed):
+    torch._dynamo.reset()
+    x = torch.randn(1, 40, 3, 2, 32, device=device, requires_grad=True)
+
+    def model(x):
+        if packed:
+            return FLASH.qkvpacked(x * 1.5).relu()
+        return FLASH(*(x * 1.5).permute(2, 0, 3, 1, 4).unbind(0), is_causal=True).relu()
+
+    out, compiled = model(x), torch.compile(model, fullgraph=True, backend=backend)(x)
+    # Inductor may fuse the multiplication differently: one float32 rounding.
+    torch.testing.assert_close(compiled, out, rtol=1e-5, atol=1e-5)
+    (grad,), (compiled_grad,) = torch.autograd.grad(out.sum(), x), torch.autograd.grad(compiled.sum(), x)
+    torch.testing.assert_close(compiled_grad, grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operators_keep_their_promises(device):
+    """Schemas, fake outputs and registered gradients, by PyTorch's own checks."""
+    ops = torch.ops.vitkernels
+    qkv = torch.randn(1, 20, 3, 2, 32, device=device, requires_grad=True)
+    bias = torch.randn(20, 20, device=device, requires_grad=True)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    FLASH.qkvpacked(qkv)  # registers them
+    torch.library.opcheck(ops.triton_flash_packed, (qkv, bias, None, None, False, 0.2), test_utils=checks)
+    q, k, v = qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
+    torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, True, 0.2), test_utils=checks)
+
+
+@pytest.mark.gpu
+def test_nothing_is_copied():
+    """Beside its inputs a training call holds out, lse and delta and one dqkv."""
+    qkv = torch.randn(8, 197, 3, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    do = torch.randn(8, 197, 12 * 64, device="cuda", dtype=torch.bfloat16)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    torch.autograd.grad(FLASH.qkvpacked(qkv), qkv, do)
+    used = torch.cuda.max_memory_allocated() - before
+    statistics = 2 * 8 * 12 * 197 * 4
+    assert used < (qkv.numel() + do.numel()) * 2 + statistics + 8 * 512  # the allocator rounds up to 512 bytes
+
+
+def test_layouts_of_models_are_read_in_place():
+    for D in range(32, 129, 8):
+        q, k, v = torch.empty(2, 10, 3, 3, D, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4).unbind(0)
+        assert all(readable(x) is x for x in (q, k, v, q.contiguous(), q[:1, :, :1]))
+    assert readable(q.mT) is not q.mT and readable(q[..., 1:]).is_contiguous()
+
+
+def test_a_head_dim_is_two_tiles():
+    assert {D: split(D) for D in (32, 40, 64, 72, 80, 88, 96, 104, 128)} == {
+        32: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 80: (64, 16), 88: (64, 32), 96: (64, 32),
+        104: (128, 0), 128: (128, 0),
+    }  # fmt: skip
+    assert [tail(n, 64) for n in (64, 65, 80, 81, 127, 5)] == [0, 16, 16, 32, 64, 16]
+
+
+def test_what_it_refuses():
+    def problem(**changes):
+        standard = {"batch": 1, "heads": 1, "q_tokens": 9, "kv_tokens": 9, "head_dim": 64}
+        return Problem(**standard | {"dtype": torch.float32, "device_type": "cuda"} | changes)
+
+    assert FLASH.unsupported(problem()) is None
+    assert "bfloat16, float16 and float32" in FLASH.unsupported(problem(dtype=torch.float64))
+    assert "in steps of 8, got 60" in FLASH.unsupported(problem(head_dim=60))
+    assert "dropout_p=0.1" in FLASH.unsupported(problem(dropout_p=0.1))
+    assert "got xla" in FLASH.unsupported(problem(device_type="xla"))
+
+
+def test_trains_like_sdpa():
+    """A few steps of a small attention layer: the same losses as with sdpa, and falling."""
+
+    def losses(name):
+        torch.manual_seed(0)
+        qkv, head = torch.nn.Linear(32, 96), torch.nn.Linear(32, 10)
+        optimizer = torch.optim.AdamW([*qkv.parameters(), *head.parameters()], lr=1e-2)
+        x, y = torch.randn(4, 17, 32), torch.randint(0, 10, (4,))
+        found = []
+        for _ in range(4):
+            out = attention.get(name).qkvpacked(qkv(x).view(4, 17, 3, 1, 32))
+            loss = torch.nn.functional.cross_entropy(head(out.mean(1)), y)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.item())
+        return found
+
+    ours, theirs = losses("triton_flash"), losses("sdpa")
+    assert ours[-1] < ours[0]
+    assert ours == pytest.approx(theirs, rel=1e-4)  # float32 rounding, amplified by four steps of AdamW
