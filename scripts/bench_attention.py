@@ -41,6 +41,7 @@ def main() -> None:
 
 def rows(shape: tuple[int, int, int, int], backends: tuple[str, ...], flex: bool) -> list[dict]:
     """Prints the table of one shape, bfloat16, milliseconds; returns its rows."""
+    torch._dynamo.reset()  # flex_attention's limit on recompilations is per process
     contenders = bench.attends(backends)
     if not flex:
         del contenders["flex compiled"]

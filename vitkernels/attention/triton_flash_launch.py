@@ -230,7 +230,7 @@ def forward_tiles(call: Call) -> Tiles:
     if width > 64:
         return Tiles(64, 64, 4, 2) if length % 64 == 0 else Tiles(128, 64, 8, 3)
     if length > 2048:
-        return Tiles(64, 64, 4, 3)
+        return Tiles(128, 64, 8, 3, 128)
     if length > 512:
         return Tiles(128, 64, 8, 3, 104)
     return Tiles(64, 64, 4, 3) if length % 64 == 0 else Tiles(64, 32, 4, 3, 80)
@@ -256,5 +256,5 @@ def dkdv_tiles(call: Call) -> Tiles:
     if width > 64:
         return Tiles(32, 64, 4, 3) if length % 64 == 0 else Tiles(64, 64, 4, 3)
     if length > 2048:
-        return Tiles(64, 64, 4, 2, 168)
+        return Tiles(64, 64, 4, 3)
     return Tiles(64, 64, 4, 3, 168) if length > 512 else Tiles(32, 64, 4, 3, 128)

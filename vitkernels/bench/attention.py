@@ -84,7 +84,10 @@ def _flex():
 
 
 def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing.of) -> tuple[Timing, Timing]:
-    """Forward, and forward + backward, in bfloat16."""
+    """Forward, and forward + backward, in bfloat16.
+
+    The gradient is made contiguous in qkv's layout, as the projection's backward product will need it.
+    """
     B, H, N, D = shape
     qkv_BN3HD = torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     do_BNE = torch.randn(B, N, H * D, device="cuda", dtype=torch.bfloat16)
@@ -94,7 +97,8 @@ def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing
             attend(qkv_BN3HD)
 
     def both():
-        torch.autograd.grad(attend(qkv_BN3HD), qkv_BN3HD, do_BNE)
+        (dqkv_BN3HD,) = torch.autograd.grad(attend(qkv_BN3HD), qkv_BN3HD, do_BNE)
+        dqkv_BN3HD.contiguous()
 
     return timing(forward), timing(both)
 

@@ -48,8 +48,12 @@ def triton_call(*args, kernel, grid, **constexprs):
     _check_devices(tensors)
     if tensors[0].device.type == "cuda":
         # A tracer's tensors are subclasses: only they need the wrapped kernel, whose dispatch costs a millisecond.
-        traced = any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors)
-        (wrap_triton(kernel) if traced else kernel)[grid](*args, **constexprs)
+        if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+            wrap_triton(kernel)[grid](*args, **constexprs)
+        elif torch.compiler.is_compiling() or not isinstance(kernel, JITFunction):
+            kernel[grid](*args, **constexprs)
+        else:
+            _launch(args, tensors[0].device.index, kernel, grid, constexprs)
     else:
         _interpret(args, kernel, grid, constexprs)
 
@@ -66,6 +70,40 @@ def _check_devices(tensors: list[torch.Tensor]) -> None:
         )
     if device_type not in ("cuda", "cpu"):
         raise UsageError(f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {device_type}")
+
+
+# --- CUDA -------------------------------------------------------------------------------------------------------------
+# Triton's own launch looks at every argument anew, for 40 to 90 µs of host time: more than a short kernel takes.
+
+_compiled = {}  # what decides over the machine code -> the compiled kernel
+_COMPILED_LIMIT = 4096  # for programs whose integers never repeat
+
+
+def _launch(args, device: int, kernel, grid, constexprs) -> None:
+    if device != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _launch(args, device, kernel, grid, constexprs)
+    key = (kernel, device, tuple(map(_describe, args)), tuple(constexprs.items()))
+    compiled = _compiled.get(key)
+    if compiled is None:
+        if len(_compiled) >= _COMPILED_LIMIT:
+            _compiled.clear()
+        _compiled[key] = kernel[grid](*args, **constexprs)
+    else:
+        grid = grid(constexprs) if callable(grid) else grid
+        compiled[(*grid, 1, 1)[:3]](*args, *_trailing(kernel, len(args), constexprs))
+
+
+def _describe(arg):
+    """All of an argument that Triton specializes a kernel for, and often more."""
+    if isinstance(arg, torch.Tensor):
+        return arg.dtype, arg.data_ptr() % 16 == 0
+    return arg if type(arg) is int else float if type(arg) is float else (type(arg), arg)
+
+
+def _trailing(kernel, given: int, constexprs) -> list:
+    """The constexprs in the kernel's order; a compiled kernel takes them as arguments too, and ignores them."""
+    return [constexprs.get(name) for name in kernel.arg_names[given:]]
 
 
 # --- Triton's interpreter ---------------------------------------------------------------------------------------------
