@@ -138,6 +138,8 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
         step_on_epochs=False,
         updates_per_epoch=1,
     )
+    if scheduler is None:
+        raise UsageError(f"timm has no schedule {cfg.schedule.sched!r}; schedule=cosine and schedule=constant work")
     scaler = runtime.grad_scaler()
     ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay else None
     ema_net = None if ema is None else runtime.compile(ema.module) if compiled else ema.module

@@ -59,7 +59,9 @@ class Runtime:
     # ---- the step ----
 
     def autocast(self) -> contextlib.AbstractContextManager:
-        return torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32)
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, dtype=self.dtype)
 
     def compile(self, model: nn.Module) -> nn.Module:
         return torch.compile(model)
@@ -106,7 +108,7 @@ class Runtime:
     # ---- random state ----
 
     def rng_state(self) -> dict:
-        """State of the device's own random generator, beside the CPU's; tensors only."""
+        """State of the device's own random generator, beside the CPU's; tensors and numbers."""
         return {}
 
     def set_rng_state(self, state: dict) -> None:

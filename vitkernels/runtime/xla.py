@@ -85,13 +85,13 @@ class XlaRuntime(Runtime):
     def rng_state(self) -> dict:
         import torch_xla.core.xla_model as xm
 
-        return {"xla": torch.tensor(xm.get_rng_state())}
+        return {"xla": xm.get_rng_state()}
 
     def set_rng_state(self, state: dict) -> None:
         import torch_xla.core.xla_model as xm
 
         if "xla" in state:
-            xm.set_rng_state(int(state["xla"]))
+            xm.set_rng_state(state["xla"])
 
 
 class _RecompileGuard:

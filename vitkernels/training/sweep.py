@@ -38,8 +38,8 @@ def name_sweep(argv: list[str]) -> list[str]:
         overrides = OverridesParser.create().parse_overrides(words)
     except HydraException:
         return argv  # Hydra reports it better
-    swept = [o.get_key_element() for o in overrides if o.is_sweep_override()]
-    fixed = [o.get_key_element() for o in overrides if not o.is_sweep_override()]
+    swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
+    fixed = [o.key_or_group for o in overrides if not o.is_sweep_override()]
     added = []
     if swept and fixed:
         added.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
