@@ -39,7 +39,9 @@ def test_each_backend_has_its_file_and_each_file_its_backend():
 @pytest.mark.parametrize("path", [str(p) for p in FILES])
 def test_each_file_opens_with_an_explanation(path):
     lines = (CONF / f"{path}.yaml").read_text().splitlines()
-    assert any(line.startswith("# ") and "@package" not in line for line in lines[:3]) or path == "hydra/help/vitkernels"
+    assert (
+        any(line.startswith("# ") and "@package" not in line for line in lines[:3]) or path == "hydra/help/vitkernels"
+    )
 
 
 def test_the_article_experiment_is_what_was_published(settings):
