@@ -1,0 +1,192 @@
+"""pallas_flash's numerics, interpreted on the CPU, against float64. Few heads and images: what matters is the lengths.
+
+The interpreter fills what a block reaches past an array's end with NaN, so a row that a kernel pads and forgets to mask
+fails here.
+"""
+
+import importlib.util
+
+import pytest
+import torch
+
+pytest.importorskip("jax")
+
+from vitkernels import attention
+from vitkernels.attention import pallas_flash, pallas_flash_jax, pallas_flash_long, pallas_flash_short
+from vitkernels.bridge import pallas_op
+from vitkernels.errors import UsageError
+
+FLASH, NATIVE = attention.get("pallas_flash"), attention.get("native")
+
+# Largest error over largest value. float32: sums of up to 4096 products of rounded inputs, 6e-8 each, in random walk:
+# 64 × 6e-8, and a factor 2 for the softmax between two products. bfloat16: inputs are exact, probabilities and outputs
+# round to 8 bits (2e-3 each), and dq and dk take two rounded factors.
+TOLERANCE = {torch.float32: 8e-6, torch.bfloat16: 1e-2}
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((ours.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-6)).item()
+
+
+def check(*, B=1, H=2, N, M=None, D=64, dtype=torch.float32, packed=False, bias=None, **keywords):
+    """Forward and every gradient against the native backend in float64."""
+    torch.manual_seed(N + D)
+    M = N if M is None else M
+    shapes = [(B, N, 3, H, D)] if packed else [(B, H, N, D), (B, H, M, D), (B, H, M, D)]
+    ours = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    exact = [x.detach().double().requires_grad_() for x in ours]
+    flash, native = (FLASH.qkvpacked, NATIVE.qkvpacked) if packed else (FLASH, NATIVE)
+    keywords_ours, keywords_exact = dict(keywords), dict(keywords)
+    if bias is not None:
+        keywords_ours["bias"] = bias.clone().requires_grad_()
+        keywords_exact["bias"] = bias.detach().double().requires_grad_()
+    out, expected = flash(*ours, **keywords_ours), native(*exact, **keywords_exact)
+    assert out.dtype == dtype and out.shape == expected.shape
+    assert error(out, expected) < TOLERANCE[dtype]
+    g = torch.randn_like(out)
+    wanted = ([*ours, keywords_ours["bias"]], [*exact, keywords_exact["bias"]]) if bias is not None else (ours, exact)
+    gradients = torch.autograd.grad(out, wanted[0], g), torch.autograd.grad(expected, wanted[1], g.double())
+    scale = max(x.abs().max() for x in gradients[1])  # a gradient that is nearly 0 is measured against the others
+    for ours_g, exact_g in zip(*gradients, strict=True):
+        assert ours_g.isfinite().all()
+        assert (ours_g.double() - exact_g).abs().max() < TOLERANCE[dtype] * max(exact_g.abs().max(), 0.5 * scale)
+
+
+@pytest.mark.parametrize("N", [1, 49, 196, 197, 256, 257])
+def test_packed_lengths(N):
+    check(N=N, packed=True)
+
+
+@pytest.mark.parametrize("N", [577, 640, 729])
+def test_longer_rows(N):
+    check(N=N, packed=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("N", [1025, 1300])
+def test_online_form(N):
+    check(N=N, packed=True, D=128, H=1)
+
+
+def test_4096_tokens():
+    check(N=4096, D=64, H=2, packed=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("D", range(32, 129, 8))
+def test_head_dims(D):
+    check(N=24, D=D, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("D", "H"), [(64, 3), (80, 8), (32, 4)])
+def test_packed_heads_that_share_lanes(D, H):
+    check(N=40, D=D, H=H, packed=True)
+
+
+@pytest.mark.parametrize(("N", "M"), [(1, 50), (50, 1), (100, 300), (300, 100)])
+def test_cross_attention(N, M):
+    check(N=N, M=M)
+
+
+BIAS_SHAPES = [(2, 2, 40, 40), (1, 2, 40, 40), (2, 1, 1, 40), (40, 40), (1, 1, 1, 40), (1, 40, 1)]
+
+
+@pytest.mark.parametrize("shape", BIAS_SHAPES)
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_bias_and_its_gradient(shape, form, monkeypatch):
+    only(form, monkeypatch)
+    check(B=2, N=40, bias=torch.randn(shape))
+
+
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_all_masks_together_and_rows_without_keys(form, monkeypatch):
+    only(form, monkeypatch)
+    mask = torch.rand(2, 1, 50, 50) > 0.4
+    mask[0, :, 7] = False
+    ids = torch.tensor([[0] * 20 + [1] * 30, [5] * 50])
+    check(B=2, N=50, mask=mask, segment_ids=ids, is_causal=True, scale=-0.3, bias=torch.randn(2, 1, 50), packed=True)
+    q = torch.randn(2, 2, 50, 64)
+    out = FLASH(q, q, q, mask=mask)
+    assert out[0, :, 7].eq(0).all() and out.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_infinite_bias_masks(form, monkeypatch):
+    only(form, monkeypatch)
+    bias = torch.randn(1, 1, 30, 30)
+    bias[..., 20:] = -torch.inf
+    bias[:, :, 3] = -torch.inf
+    q, k, v = torch.randn(3, 1, 2, 30, 64)
+    out = FLASH(q, k, v, bias=bias)
+    torch.testing.assert_close(out, NATIVE(q, k, v, bias=bias), atol=1e-5, rtol=1e-5)
+    assert out[:, :, 3].eq(0).all()
+
+
+def test_long_form_over_several_blocks(monkeypatch):
+    only("long", monkeypatch)
+    monkeypatch.setattr(pallas_flash_long, "_SCORES", 2 * 128 * 128)
+    check(N=130, M=200, bias=torch.randn(1, 2, 130, 200))
+    check(N=200, packed=True, is_causal=True, segment_ids=torch.arange(200)[None] // 70)
+    check(B=2, N=150, bias=torch.randn(1, 1, 150, 1))
+
+
+def only(form: str, monkeypatch) -> None:
+    """Send every problem to one form, with a torch op of this test's own: ops keep their traces."""
+    monkeypatch.setattr(pallas_flash_short, "takes", lambda problem: form == "short")
+    op = pallas_op(pallas_flash_jax.attend, vjp=pallas_flash_jax.attend_vjp, name=f"pallas_flash_{form}")
+    monkeypatch.setattr(pallas_flash, "_flash", op)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = 60 * torch.randn(3, 1, 2, 30, 64)
+    torch.testing.assert_close(FLASH(q, k, v), NATIVE(q, k, v), atol=1e-2, rtol=1e-3)
+
+
+def test_reruns_are_bit_equal():
+    qkv = torch.randn(2, 50, 3, 2, 64, requires_grad=True)
+    runs = []
+    for _ in range(2):
+        out = FLASH.qkvpacked(qkv)
+        runs.append((out, *torch.autograd.grad(out.square().sum(), qkv)))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_torch_compile_and_fake_tensors():
+    qkv = torch.randn(1, 40, 3, 2, 64, requires_grad=True)
+    compiled = torch.compile(lambda x: FLASH.qkvpacked(x).square().sum(), fullgraph=True, backend="aot_eager")
+    ours, eager = (torch.autograd.grad(f(qkv), qkv)[0] for f in (compiled, lambda x: FLASH.qkvpacked(x).square().sum()))
+    torch.testing.assert_close(ours, eager)
+    with torch._subclasses.FakeTensorMode():
+        assert FLASH.qkvpacked(torch.empty(2, 197, 3, 12, 64)).shape == (2, 197, 768)
+
+
+def test_refusals_say_why():
+    q = torch.randn(1, 1, 8, 64)
+    with pytest.raises(UsageError, match="dropout"):
+        FLASH(q, q, q, dropout_p=0.1)
+    with pytest.raises(UsageError, match="float16"):
+        FLASH(*[q.half()] * 3)
+    with pytest.raises(UsageError, match="steps of 8, not 20"):
+        FLASH(*[torch.randn(1, 1, 8, 20)] * 3)
+    problem = attention.Problem(1, 1, 8, 8, 64, torch.bfloat16, "cuda")
+    assert "cuda" in FLASH.unsupported(problem)
+
+
+@pytest.mark.parametrize(("N", "D"), [(256, 64), (256, 128)])
+def test_parity_with_jax_flash_attention(N, D):
+    """Where JAX's own TPU kernel is right, at N of whole blocks; and no less accurate than it."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as theirs
+
+    def run(q, k, v):
+        return theirs.flash_attention(q, k, v, sm_scale=D**-0.5)
+
+    peer = pallas_op(run, name="jax_flash_attention")
+    for dtype in (torch.float32, torch.bfloat16):
+        q, k, v = torch.randn(3, 1, 2, N, D).to(dtype)
+        exact = NATIVE(q.double(), k.double(), v.double())
+        ours, peers = error(FLASH(q, k, v), exact), error(peer(q, k, v), exact)
+        assert ours < max(1.2 * peers, 1e-6), (ours, peers)  # one rounding more or less in the largest element
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the tpu extra")
+def test_xla_prefers_it():
+    problem = attention.Problem(1, 12, 197, 197, 64, torch.bfloat16, "xla")
+    assert attention.choose(problem)[0] == "pallas_flash"

@@ -1,0 +1,90 @@
+"""Each pallas_flash kernel compiles for TPU at the shapes that vision transformers have, by libtpu's own compiler.
+
+No TPU is needed, none is used. One or two images: the batch is the grid, and changes nothing that is compiled.
+"""
+
+import functools
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+
+from vitkernels.attention import pallas_flash_jax
+from vitkernels.bench import tpu_static
+
+pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+
+
+def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, chip="v5e", is_causal=False, **extras):
+    """Forward and backward of one problem; `extras` are shapes of bias, mask and segment_ids."""
+    shape = jax.ShapeDtypeStruct
+    M = N if M is None else M
+    arrays = [shape((B, N, 3 * H * D), dtype)] if packed else [shape((B, t, H * D), dtype) for t in (N, M, M)]
+    dtypes = {"bias": jnp.float32, "mask": jnp.bool_, "segment_ids": jnp.int32}
+    inputs = (*arrays, *[shape(size, dtypes[name]) for name, size in extras.items()])
+    static = {"heads": H, "scale": D**-0.5, "is_causal": is_causal, "extras": tuple(extras)}
+    static["bias_gradient"] = "bias" in extras
+    forward = functools.partial(pallas_flash_jax.attend, **static)
+    outputs = tuple(jax.tree.leaves(jax.eval_shape(forward, *inputs)))
+    n = len(inputs)
+
+    def backward(*all_arrays):
+        primals, rest = all_arrays[:n], all_arrays[n:]
+        gradients = pallas_flash_jax.attend_vjp(primals, rest[:-1], rest[-1:], **static)
+        return [g for g in gradients if g is not None]
+
+    tpu_static.compile_jax(forward, inputs, chip=chip)
+    tpu_static.compile_jax(backward, (*inputs, *outputs, outputs[0]), chip=chip)
+
+
+@pytest.mark.parametrize("N", [1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096])
+def test_lengths(N):
+    compile_both(N)
+
+
+@pytest.mark.parametrize("N", [197, 1025])
+def test_float32(N):
+    compile_both(N, H=2, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("D", [32, 40, 48, 56, 72, 80, 88, 96, 104, 112, 120, 128])
+def test_head_dims(D):
+    compile_both(197, H=3, D=D, packed=False)
+
+
+@pytest.mark.parametrize(("D", "N"), [(72, 256), (80, 257), (72, 729), (88, 4096)])
+def test_packed_heads_of_the_larger_models(D, N):
+    compile_both(N, H=16, D=D, B=1)
+
+
+def test_vit_base():
+    compile_both(197, H=12)
+
+
+def test_three_heads_do_not_fill_lane_tiles():
+    compile_both(197, H=3)
+
+
+@pytest.mark.parametrize(("N", "M"), [(1, 197), (197, 1), (64, 577), (2000, 77)])
+def test_cross_attention(N, M):
+    compile_both(N, M=M, packed=False)
+
+
+@pytest.mark.parametrize("N", [197, 1300])
+def test_extras(N):
+    compile_both(N, H=2, bias=(1, 2, N, N))
+    compile_both(N, H=2, bias=(2, 1, 1, N), mask=(1, 1, N, N), segment_ids=(2, N), is_causal=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 197, 1), (1, 4, 1, 1)])
+def test_bias_of_single_columns(shape):
+    compile_both(197, bias=shape)
+
+
+@pytest.mark.parametrize("chip", ["v5p", "v6e"])
+@pytest.mark.parametrize("N", [197, 1300])
+def test_other_chips(chip, N):
+    compile_both(N, H=2, chip=chip)

@@ -1,0 +1,76 @@
+"""pallas_flash inside torch_xla's lazy graph, in a process of its own (PJRT_DEVICE=CPU stands for the TPU)."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("jax", "torch_xla")), reason="needs the tpu extra"
+)
+
+
+def run(code: str, **environment: str) -> str:
+    """The last line that `code` prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, "PJRT_DEVICE": "CPU", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def test_forward_and_backward():
+    code = """
+    import torch, torch_xla
+    from vitkernels import attention
+
+    flash, native = attention.get("pallas_flash"), attention.get("native")
+    # Of the largest value: float32 sums, and three roundings to bfloat16 in a row (out, its square's slope, qkv.grad).
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        qkv = torch.randn(2, 50, 3, 2, 64).to(dtype)
+        mask = torch.rand(2, 1, 1, 50) > 0.3
+        found = []
+        for x, backend in ((qkv.to("xla"), flash), (qkv.double(), native)):
+            x.requires_grad_()
+            out = backend.qkvpacked(x, mask=mask.to(x.device))
+            out.square().sum().backward()
+            found.append([t.detach().cpu().double() for t in (out, x.grad)])
+        for ours, exact in zip(*found):
+            assert (ours - exact).abs().max() < tolerance * exact.abs().max()
+    print("passed")
+    """
+    assert run(code) == "passed"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_the_graph_a_tpu_would_run_compiles():
+    """qkv projection, attention and output projection as torch_xla builds them, with the TPU's kernel inside."""
+    code = """
+    import torch, torch_xla
+    import torch_xla.core.xla_builder as xla_builder
+    from vitkernels.attention import pallas_flash_jax
+    from vitkernels.bench import tpu_static
+    from vitkernels.bridge.pallas_devices import Trace
+    from functools import partial
+
+    x = torch.randn(2, 197, 256, dtype=torch.bfloat16, device="xla")
+    qkv = torch.nn.Linear(256, 768, dtype=torch.bfloat16, device="xla")(x)
+    attend = partial(
+        pallas_flash_jax.attend, heads=4, scale=0.125, is_causal=False, extras=(), bias_gradient=False
+    )
+    module = Trace.of("flash", attend, (((2, 197, 768), torch.bfloat16),)).hlo("tpu")
+    computation = xla_builder.computation_from_module_proto("flash", module)
+    out = xla_builder.xla_computation_as_func(computation)([qkv])[0]
+    out = torch.nn.Linear(256, 256, dtype=torch.bfloat16, device="xla")(out)
+    graph = torch_xla._XLAC._get_xla_tensors_hlo_proto([out])
+    assert b"tpu_custom_call" in graph
+    print(tpu_static.compile_hlo(graph).get_compiled_memory_stats().output_size_in_bytes > 0)
+    """
+    assert run(code) == "True"

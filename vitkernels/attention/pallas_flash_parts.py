@@ -1,0 +1,253 @@
+"""What the flash kernels for TPU share: the problem's description, heads on lanes, and what is added to scores.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D.
+Token-major arrays (B, N, E) keep a head's D values side by side on the lanes, as the projection writes them.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+LANES = 128  # of a vector register
+ROWS = 16  # bfloat16 rows of a register; float32 has 8
+LOG2E = math.log2(math.e)
+# A row without any key has only -inf: subtracting this instead of its maximum gives exp2(-inf) = 0, not NaN. Scores
+# come nowhere near it, and float32 holds it.
+FLOOR = -1e30
+VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
+
+f32 = jnp.float32
+
+
+def round_up(x: int, to: int) -> int:
+    return -(-x // to) * to
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call's static side."""
+
+    batch: int
+    heads: int
+    head_dim: int
+    q_tokens: int
+    kv_tokens: int
+    scale: float
+    is_causal: bool
+    dtype: str
+    bias: tuple[int, int, int, int] | None  # its shape; a dimension of 1 is broadcast
+    mask: tuple[int, int, int, int] | None
+    segments: bool
+
+    @property
+    def width(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def may_lose_rows(self) -> bool:
+        """Whether a query can be left without any key."""
+        return self.bias is not None or self.mask is not None or self.segments
+
+
+@dataclass(frozen=True)
+class Window:
+    """The whole lane tiles [lo, hi) that hold one head, which is lanes [start, stop) of the window."""
+
+    lo: int
+    hi: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.hi - self.lo
+
+
+def windows(heads: int, head_dim: int) -> list[Window]:
+    """Where each head lies; a head of up to 128 lanes touches one tile or two, and shares them with its neighbours."""
+    found = []
+    for first in range(0, heads * head_dim, head_dim):
+        lo = first // LANES * LANES
+        hi = min(round_up(first + head_dim, LANES), heads * head_dim)
+        found.append(Window(lo, hi, first - lo, first - lo + head_dim))
+    return found
+
+
+def group_of_heads(problem: Problem) -> int:
+    """The fewest heads that fill whole lane tiles (64 lanes: 2, 72: 16); all heads when that does not divide them."""
+    fewest = math.lcm(problem.head_dim, LANES) // problem.head_dim
+    return fewest if problem.heads % fewest == 0 else problem.heads
+
+
+def dot(a, b, contract: tuple[int, int]):
+    """A product with float32 sums; of float32 inputs an honest one, not the MXU's single bfloat16 pass."""
+    precision = lax.Precision.HIGHEST if a.dtype == f32 else None
+    dims = (((contract[0],), (contract[1],)), ((), ()))
+    return lax.dot_general(a, b, dims, preferred_element_type=f32, precision=precision)
+
+
+def only_head(x, window: Window):
+    """x of the window's lanes with zeros in those of other heads, so that a product over all of them is the head's."""
+    if window.start == 0 and window.stop == window.size:
+        return x
+    lane = lax.broadcasted_iota(jnp.int32, (1, window.size), 1)
+    return jnp.where((lane >= window.start) & (lane < window.stop), x, jnp.zeros_like(x))
+
+
+def clear_tail(x, valid: int):
+    """x with zeros in the rows from `valid` on: a block's rows past the array's end hold anything, NaN included."""
+    return _on_tail(x, 0, valid, 0)
+
+
+def mask_keys(s, axis: int, valid: int):
+    """Scores with -inf at the keys from `valid` on."""
+    return _on_tail(s, axis, valid, -jnp.inf)
+
+
+def clear_rows(x, valid):
+    """`clear_tail` for an end that only the running kernel knows."""
+    return jnp.where(lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0) < valid, x, jnp.zeros_like(x))
+
+
+def _on_tail(x, axis: int, valid: int, fill: float):
+    """Replace from `valid` on along an axis, touching no more than the tiles that hold the end."""
+    size = x.shape[axis]
+    if valid >= size:
+        return x
+    first = valid // LANES * LANES
+    tail = lax.slice_in_dim(x, first, size, axis=axis)
+    shape = [1, 1]
+    shape[axis] = size - first
+    index = lax.broadcasted_iota(jnp.int32, tuple(shape), axis) + first
+    tail = jnp.where(index < valid, tail, jnp.full_like(tail, fill))
+    if first == 0:
+        return tail
+    return jnp.concatenate([lax.slice_in_dim(x, 0, first, axis=axis), tail], axis=axis)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """The refs of what joins the scores. In the transposed form (keys by queries) their last two axes are swapped.
+
+    bias and mask are (1, heads or 1, rows or 1, columns or 1); the mask is 0 where it keeps and -inf elsewhere.
+    row_ids is (1, rows, 1), column_ids (1, 1, columns).
+    """
+
+    bias: object = None
+    mask: object = None
+    row_ids: object = None
+    column_ids: object = None
+
+    def join(self, s, problem: Problem, head, rows: slice, columns: slice, transposed: bool, origin=(0, 0)):
+        """Scores in powers of two: scale, bias, mask, segments, causality.
+
+        `s` is the part at these rows and columns of the refs' blocks; `origin` is where the blocks themselves begin.
+        """
+        s = s * (problem.scale * LOG2E)
+        for ref, factor in ((self.bias, LOG2E), (self.mask, None)):
+            if ref is not None:
+                term = _block(ref, head, rows, columns).astype(f32)
+                s = s + (term if factor is None else term * factor)
+        if self.row_ids is not None:
+            same = self.row_ids[0, rows, :] == self.column_ids[0, :, columns]
+            s = jnp.where(same, s, -jnp.inf)
+        if problem.is_causal:
+            row = lax.broadcasted_iota(jnp.int32, s.shape, 0) + (rows.start + origin[0])
+            column = lax.broadcasted_iota(jnp.int32, s.shape, 1) + (columns.start + origin[1])
+            s = jnp.where(row <= column if transposed else column <= row, s, -jnp.inf)
+        return s
+
+
+def _block(ref, head, rows: slice, columns: slice):
+    _, heads, n, m = ref.shape
+    return ref[0, head if heads > 1 else 0, rows if n > 1 else slice(0, 1), columns if m > 1 else slice(0, 1)]
+
+
+def extra_arrays(problem: Problem, bias, mask, ids, transposed: bool) -> list:
+    """The arrays behind Extras, in its order, swapped for the transposed form; None where there is none."""
+    swap = partial(jnp.swapaxes, axis1=-1, axis2=-2) if transposed else (lambda x: x)
+    if mask is not None:
+        mask = jnp.where(mask, 0.0, -jnp.inf).astype(jnp.bfloat16)
+    ids = None if ids is None else ids.astype(jnp.int32)
+    return [
+        None if bias is None else swap(bias),
+        None if mask is None else swap(mask),
+        None if ids is None else ids[:, :, None],
+        None if ids is None else ids[:, None, :],
+    ]
+
+
+def turned(x, window: Window):
+    """The head's rows of xᵀ, (D, tokens). 16-bit rows come in pairs of 8, so other offsets turn over in float32."""
+    if window.start % ROWS == 0 and window.stop % ROWS == 0:
+        return x.T[window.start : window.stop]
+    return x.astype(f32).T[window.start : window.stop].astype(x.dtype)
+
+
+def pipelined(items, first, second) -> None:
+    """first(item) of the next item is issued before second(item, ...) of this one.
+
+    The compiler does not move a product across the softmax before it; written in this order, the MXU and the vector
+    units work at the same time.
+    """
+    waiting = None
+    for item in items:
+        issued = first(item)
+        if waiting is not None:
+            second(*waiting)
+        waiting = (item, issued)
+    second(*waiting)
+
+
+def safe_reciprocal(x, may_be_zero: bool):
+    return jnp.where(x > 0, 1 / x, 0.0) if may_be_zero else 1 / x
+
+
+def lanes(first, size: int):
+    """Lanes [first, first + size) of a ref; a first lane that only the kernel knows is a multiple of a tile."""
+    return pl.ds(first if isinstance(first, int) else pl.multiple_of(first, LANES), size)
+
+
+class LaneTiles:
+    """Puts heads that share lane tiles together: takes each head's window in order, stores each tile when complete."""
+
+    def __init__(self, store):
+        self._store = store  # (first lane, value)
+        self._open: dict[int, jax.Array] = {}
+
+    def add(self, x, window: Window, is_last: bool) -> None:
+        """x: (rows, window.size), of which the head's own lanes count."""
+        for lo in range(window.lo, window.hi, LANES):
+            hi = min(lo + LANES, window.hi)
+            tile = x[:, lo - window.lo : hi - window.lo]
+            if lo in self._open:
+                lane = lax.broadcasted_iota(jnp.int32, (1, hi - lo), 1)
+                tile = jnp.where(lane >= window.lo + window.start - lo, tile, self._open[lo])
+            self._open[lo] = tile
+            if is_last or window.lo + window.stop >= hi:
+                self._store(lo, self._open.pop(lo))
+
+
+class RowTiles:
+    """The same for transposed results (head dim, tokens): stacks heads on the rows, stores 128 of them turned over."""
+
+    def __init__(self, store):
+        self._store = store  # (first lane, value of (tokens, lanes))
+        self._rows: list[jax.Array] = []
+        self._lane = 0
+
+    def add(self, x_DN, is_last: bool) -> None:
+        self._rows.append(x_DN)
+        while (waiting := sum(x.shape[0] for x in self._rows)) >= LANES or (is_last and waiting):
+            size = min(LANES, waiting)
+            *whole, x_DN = self._rows  # only the newest head can reach over the tile's end
+            cut = size - sum(x.shape[0] for x in whole)
+            tile = jnp.concatenate([*whole, x_DN[:cut]], axis=0) if whole else x_DN[:cut]
+            self._store(self._lane, tile.T)
+            self._lane += size
+            self._rows = [x_DN[cut:]] if cut < x_DN.shape[0] else []
