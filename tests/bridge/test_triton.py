@@ -10,6 +10,7 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
 from vitkernels.bridge import triton_call  # noqa: E402
+from vitkernels.bridge.triton import bind  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -66,6 +67,15 @@ def test_device_functions_reductions_and_launch_options(device):
     out = torch.full((1,), float("nan"), device=device)
     triton_call(x, out, 1000, kernel=norm_kernel, grid=(1,), BLOCK=128, num_warps=2, num_stages=1)
     torch.testing.assert_close(out[0], x.norm())  # 1000 squares in float32: the default tolerance, 1.3e-6
+
+
+@pytest.mark.gpu
+def test_bound_launch():
+    x, y, z = torch.randn(3, 1000, device="cuda")
+    out, again = torch.empty(2, 1000, device="cuda")
+    launch = bind(x, y, out, 1000, kernel=add_kernel, grid=(4,), BLOCK_SIZE=256)
+    launch(x, z, again)
+    assert torch.equal(out, x + y) and torch.equal(again, x + z)
 
 
 def test_interpreter_leaves_no_trace():

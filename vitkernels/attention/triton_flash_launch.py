@@ -7,13 +7,15 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+from triton import JITFunction
 
 from vitkernels.attention.triton_flash_backward import dbias_kernel, dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash_forward import forward_kernel
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import bind, triton_call
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,14 @@ class Call:
         of_segments = (0,) * 2 if self.segment_ids is None else self.segment_ids.stride()
         return *of_bias, *of_mask, *of_segments
 
+    @cached_property
+    def layout(self) -> tuple:
+        """All that decides over a launch but the addresses of the tensors."""
+        q, k, v = self.q, self.k, self.v
+        of_extras = [x if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
+        return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras,
+                self.is_causal, self.scale)  # fmt: skip
+
     @property
     def constants(self) -> dict:
         D = self.q.shape[3]
@@ -122,30 +132,7 @@ def tail(length: int, tile: int) -> int:
 
 def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None = None) -> None:
     """Fills out and lse."""
-    B, H, N, _ = call.q.shape
-    M = call.k.shape[2]
-    tiles = tiles or forward_tiles(call)
-    triton_call(
-        call.q, call.k, call.v, out_BHND, lse_BHN, *call.extras,
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(out_BHND), *call.extra_strides,
-        H, N, M, call.scale,
-        kernel=forward_kernel,
-        grid=(B * H * _cdiv(N, tiles.n),),
-        **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
-    )  # fmt: skip
-
-
-def _own_and_loop_tiles(call: Call, own: int, loop: int, tiles: Tiles, own_name: str, loop_name: str) -> dict:
-    """Tiles of a kernel whose program owns one tile and loops over others. The general one masks all."""
-    own_tile, loop_tile = (tiles.n, tiles.m) if own_name == "N" else (tiles.m, tiles.n)
-    return {
-        "TILE_N": tiles.n,
-        "TILE_M": tiles.m,
-        f"TAIL_{own_name}": own_tile if call.general else tail(own, own_tile),
-        f"TAIL_{loop_name}": 0 if call.general else tail(loop, loop_tile),
-        "GENERAL": call.general,
-        "CAUSAL": call.is_causal,
-    }
+    _run(call, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
 
 
 def backward(call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
@@ -153,40 +140,60 @@ def backward(call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, d
     do = readable(do)
     delta_BHN = torch.empty_like(lse_BHN)
     dq_pass(call, out, lse_BHN, do, delta_BHN, dq)
-    dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv)
+    if call.k.shape[2]:
+        dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv)
     return delta_BHN
 
 
 def dq_pass(call: Call, out, lse_BHN, do, delta_BHN, dq, tiles: Tiles | None = None) -> None:
     """Fills dq and delta."""
-    B, H, N, _ = call.q.shape
-    M = call.k.shape[2]
-    tiles = tiles or dq_tiles(call)
-    triton_call(
-        call.q, call.k, call.v, out, do, dq, lse_BHN, delta_BHN, *call.extras,
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(out), *strides(do), *strides(dq),
-        *call.extra_strides, H, N, M, call.scale,
-        kernel=dq_kernel,
-        grid=(B * H * _cdiv(N, tiles.n),),
-        **call.constants, **_own_and_loop_tiles(call, N, M, tiles, "N", "M"), **tiles.options,
-    )  # fmt: skip
+    _run(call, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN), tiles, dq_tiles)
 
 
 def dkdv_pass(call: Call, lse_BHN, do, delta_BHN, dk, dv, tiles: Tiles | None = None) -> None:
     """Fills dk and dv, from delta."""
+    _run(call, dkdv_kernel, "M", (do, dk, dv), (lse_BHN, delta_BHN), tiles, dkdv_tiles)
+
+
+_bound = {}  # the layout of a call -> its launch, ready but for the tensors: host time is dear where kernels are short
+_BOUND_LIMIT = 1024  # for programs whose shapes never repeat
+
+
+def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Tiles | None, choose) -> None:
+    """Launches a kernel whose programs own tiles of queries (own "N") or of keys ("M") and loop over the others."""
+    tensors = call.q, call.k, call.v, *rows, *statistics, *call.extras
+    device = call.q.device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return _run(call, kernel, own, rows, statistics, tiles, choose)
+    key = kernel, tiles, call.layout, *(x.stride() for x in rows)
+    again = _bound.get(key)
+    if again is not None:
+        again(*tensors)
+        return None
+    tiles = tiles or choose(call)
     B, H, N, _ = call.q.shape
     M = call.k.shape[2]
-    if M == 0:
-        return
-    tiles = tiles or dkdv_tiles(call)
-    triton_call(
-        call.q, call.k, call.v, do, dk, dv, lse_BHN, delta_BHN, *call.extras,
-        *strides(call.q), *strides(call.k), *strides(call.v), *strides(do), *strides(dk), *strides(dv),
-        *call.extra_strides, H, N, M, call.scale,
-        kernel=dkdv_kernel,
-        grid=(B * H * _cdiv(M, tiles.m),),
-        **call.constants, **_own_and_loop_tiles(call, M, N, tiles, "M", "N"), **tiles.options,
-    )  # fmt: skip
+    of_rows = (stride for x in (call.q, call.k, call.v, *rows) for stride in strides(x))
+    numbers = *of_rows, *call.extra_strides, H, N, M, call.scale
+    programs = B * H * (_cdiv(N, tiles.n) if own == "N" else _cdiv(M, tiles.m))
+    constants = call.constants | _tiling(call, tiles, own) | tiles.options
+    if device.type == "cpu" or not isinstance(kernel, JITFunction):  # interpreted
+        triton_call(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
+        return None
+    if len(_bound) >= _BOUND_LIMIT:
+        _bound.clear()
+    _bound[key] = bind(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
+    return None
+
+
+def _tiling(call: Call, tiles: Tiles, own: str) -> dict:
+    """A general call's kernel masks every tile: its own are all ragged, and its loop has no tail."""
+    N, M = call.q.shape[2], call.k.shape[2]
+    tails = {"TAIL_N": tail(N, tiles.n), "TAIL_M": tail(M, tiles.m)}
+    if call.general:
+        tails = {"TAIL_N": tiles.n if own == "N" else 0, "TAIL_M": tiles.m if own == "M" else 0}
+    return {"TILE_N": tiles.n, "TILE_M": tiles.m, **tails, "GENERAL": call.general, "CAUSAL": call.is_causal}
 
 
 def bias_gradient(call: Call, bias_shape: tuple[int, ...], lse_BHN, do, delta_BHN) -> Tensor:

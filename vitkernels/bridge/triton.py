@@ -79,6 +79,19 @@ _compiled = {}  # what decides over the machine code -> the compiled kernel
 _COMPILED_LIMIT = 4096  # for programs whose integers never repeat
 
 
+def bind(*args, kernel, grid, **constexprs):
+    """Launches as triton_call does on CUDA tensors, eagerly; returns a function that launches it again on other ones.
+
+    `args` are tensors (or None) first, then numbers. The function takes the tensors alone, of the same dtypes, device
+    and 16-byte alignment; numbers, grid and constexprs stay. It costs a third of triton_call's host time.
+    """
+    compiled = kernel[grid](*args, **constexprs)
+    tensors = next(i for i, arg in enumerate((*args, 0)) if not (arg is None or isinstance(arg, torch.Tensor)))
+    rest = *args[tensors:], *_trailing(kernel, len(args), constexprs)
+    launch = compiled[(*grid, 1, 1)[:3]]
+    return lambda *tensors: launch(*tensors, *rest)
+
+
 def _launch(args, device: int, kernel, grid, constexprs) -> None:
     if device != torch.cuda.current_device():
         with torch.cuda.device(device):
