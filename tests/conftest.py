@@ -4,6 +4,8 @@ import os
 
 # Set before torch_xla is imported by any test: on a machine without a TPU it trains on the CPU.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
+# Set before torch loads: threads that sleep while they wait, and do not spin, let tests run beside other work.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from pathlib import Path
 
