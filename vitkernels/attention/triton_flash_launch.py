@@ -227,6 +227,11 @@ def _size(call: Call) -> tuple[int, int]:
     return max(call.q.shape[2], call.k.shape[2]), sum(split(call.q.shape[3]))
 
 
+def _fits_128(length: int) -> bool:
+    """Whether tiles of 128 rows leave little of themselves empty."""
+    return length > 512 or length % 128 > 64
+
+
 def forward_tiles(call: Call) -> Tiles:
     """Short sequences want many small programs, long ones large tiles; ragged ones small steps."""
     length, width = _size(call)
@@ -234,8 +239,12 @@ def forward_tiles(call: Call) -> Tiles:
         return Tiles(32, 32, 4, 1)
     if call.general:
         return Tiles(64, 32, 4, 2)
+    if width > 64 and length % 64 == 0:
+        return Tiles(64, 64, 4, 2)
+    if width > 80:
+        return Tiles(128, 64, 8, 3)
     if width > 64:
-        return Tiles(64, 64, 4, 2) if length % 64 == 0 else Tiles(128, 64, 8, 3)
+        return Tiles(128, 64, 8, 3, 128) if _fits_128(length) else Tiles(64, 64, 4, 3, 128)
     if length > 2048:
         return Tiles(128, 64, 8, 3, 128)
     if length > 512:
@@ -249,8 +258,12 @@ def dq_tiles(call: Call) -> Tiles:
         return Tiles(32, 16, 4, 1)
     if call.general:
         return Tiles(64, 32, 4, 2)
+    if width > 64 and length % 64 == 0:
+        return Tiles(64, 32, 4, 2)
+    if width > 80:
+        return Tiles(64, 32, 4, 3)
     if width > 64:
-        return Tiles(64, 32, 4, 2) if length % 64 == 0 else Tiles(64, 32, 4, 3)
+        return Tiles(128, 64, 8, 3, 128) if length > 512 else Tiles(64, 32, 4, 2, 128)
     return Tiles(128, 64, 8, 3, 128) if length > 512 else Tiles(64, 32, 4, 3, 96)
 
 
@@ -260,8 +273,12 @@ def dkdv_tiles(call: Call) -> Tiles:
         return Tiles(16, 32, 4, 1)
     if call.general:
         return Tiles(32, 64, 4, 2)
+    if width > 64 and length % 64 == 0:
+        return Tiles(32, 64, 4, 3)
+    if width > 80:
+        return Tiles(64, 64, 4, 3)
     if width > 64:
-        return Tiles(32, 64, 4, 3) if length % 64 == 0 else Tiles(64, 64, 4, 3)
+        return Tiles(32, 128, 8, 3, 128) if _fits_128(length) else Tiles(64, 64, 4, 2, 168)
     if length > 2048:
         return Tiles(64, 64, 4, 3)
     return Tiles(64, 64, 4, 3, 168) if length > 512 else Tiles(32, 64, 4, 3, 128)
