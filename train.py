@@ -6,7 +6,7 @@ arguments by the package it belongs to; the configuration is read only here.
 
 import os
 
-# Must be set before torch loads: OpenMP threads that spin while they wait slow training tenfold on cores that are shared.
+# Set before torch loads: OpenMP threads that spin while they wait slow training tenfold where cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import json
