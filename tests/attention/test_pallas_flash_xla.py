@@ -74,3 +74,36 @@ def test_the_graph_a_tpu_would_run_compiles():
     print(tpu_static.compile_hlo(graph).get_compiled_memory_stats().output_size_in_bytes > 0)
     """
     assert run(code) == "True"
+
+
+def test_spmd_runs_on_each_devices_part_of_the_batch():
+    code = """
+    import numpy as np
+    import torch, torch_xla
+    import torch_xla.distributed.spmd as spmd
+    import torch_xla.runtime as runtime
+    from vitkernels import attention
+
+    runtime.use_spmd()
+    mesh = spmd.Mesh(np.arange(4), (4, 1), ("data", "model"))
+    spmd.set_global_mesh(mesh)
+    x, w = torch.randn(8, 20, 384), 0.05 * torch.randn(384, 384)
+
+    def loss(backend, x, w):
+        return backend.qkvpacked((x @ w).unflatten(2, (3, 2, 64))).square().sum()
+
+    sharded, weight = x.to("xla"), w.to("xla").requires_grad_()
+    spmd.mark_sharding(sharded, mesh, ("data", None, None))
+    ours = loss(attention.get("pallas_flash"), sharded, weight)
+    ours.backward()
+    graph = torch_xla._XLAC._get_xla_tensors_hlo([ours, weight.grad])
+    assert graph.count("SPMDFullToShardShape") >= 3, "qkv forward; qkv and the gradient backward"
+    assert "f32[2,20,384]" in graph
+    exact = w.double().requires_grad_()
+    expected = loss(attention.get("native"), x.double(), exact)
+    expected.backward()
+    torch.testing.assert_close(ours.cpu().double(), expected, rtol=1e-5, atol=0)
+    assert (weight.grad.cpu() - exact.grad).abs().max() < 1e-5 * exact.grad.abs().max()
+    print("passed")
+    """
+    assert run(code, CPU_NUM_DEVICES="4") == "passed"

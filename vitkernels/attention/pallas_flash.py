@@ -21,7 +21,7 @@ except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TP
     _unavailable, _flash = str(error), None
 else:
     _unavailable = None
-    _flash = pallas_op(pallas_flash_jax.attend, vjp=pallas_flash_jax.attend_vjp, name="pallas_flash")
+    _flash = pallas_op(pallas_flash_jax.attend, vjp=pallas_flash_jax.attend_vjp, name="pallas_flash", shard_batch=True)
 
 _DTYPES = (torch.bfloat16, torch.float32)
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge import pallas_devices as devices
+from vitkernels.bridge import pallas_spmd
 from vitkernels.bridge.jax_compat import close_tpu
 from vitkernels.errors import UsageError
 
@@ -86,7 +87,12 @@ _calls = _CallText()
 
 
 def pallas_op(
-    jax_fn: Callable, output_shape_dtype_fn: Callable | None = None, *, vjp: Callable | None = None, name: str = ""
+    jax_fn: Callable,
+    output_shape_dtype_fn: Callable | None = None,
+    *,
+    vjp: Callable | None = None,
+    name: str = "",
+    shard_batch: bool = False,
 ) -> Callable:
     """Adopt a JAX function that calls Pallas (or is plain JAX) as a torch op.
 
@@ -100,6 +106,9 @@ def pallas_op(
         cotangent is None. Without it gradients come from jax.vjp, which runs the forward pass again and can
         differentiate what JAX can: jax.custom_vjp functions and plain JAX, not a bare pallas_call.
     name: of the torch op, `torch.ops.vitkernels.<name>`; by default jax_fn's own.
+    shard_batch: the function treats each entry of dimension 0 by itself. Under torch_xla's SPMD with a global mesh it
+        then runs on each device's part of the batch, forward and backward (pallas_spmd.py); XLA by itself would gather
+        the whole batch on every device, because it cannot look into a kernel.
 
     Returns `op(*tensors, **static)`. Tensors must be on one device ("cpu", "cuda" or "xla"), contiguous on CPU and
     CUDA, and of a dtype that JAX has. A function without tensor arguments takes `device=` as well.
@@ -109,7 +118,7 @@ def pallas_op(
     Source: PyTorch/XLA's "Custom kernels via Pallas", whose make_kernel_from_pallas this one line takes the place of.
     """
     close_tpu()
-    kernel = _Kernel(_op_name(name or _function_name(jax_fn)), jax_fn)
+    kernel = _Kernel(_op_name(name or _function_name(jax_fn)), jax_fn, shard_batch)
     _differentiate(kernel, vjp)
 
     # Dynamo keeps this call as it is; what is inside, the registered op with its fake, AOTAutograd traces.
@@ -134,8 +143,9 @@ def pallas_op(
 class _Kernel:
     """A JAX function registered as `torch.ops.vitkernels.<name>(Tensor[] tensors, str call, Device device)`."""
 
-    def __init__(self, name: str, function: Callable):
+    def __init__(self, name: str, function: Callable, shard_batch: bool):
         self.name = name
+        self.shard_batch = shard_batch
         self._function = function
         self.traces: dict[tuple, devices.Trace] = {}
         self.op = torch.library.custom_op(
@@ -158,8 +168,14 @@ class _Kernel:
         return self.traces[key]
 
     def _run(self, tensors: list[Tensor], call: str, device: torch.device) -> list[Tensor]:
-        trace = self.trace(_calls.read(call), tensors)
-        return trace.run([t.detach() for t in tensors], device)
+        read = _calls.read(call)
+
+        def run(tensors):
+            return self.trace(read, tensors).run([t.detach() for t in tensors], device)
+
+        if self.shard_batch and device.type == "xla" and not read.vmaps:
+            return pallas_spmd.run_per_shard(run, tensors, self.trace(read, tensors).outputs)
+        return run(tensors)
 
     def _fake(self, tensors, call, device):
         outputs = self.trace(_calls.read(call), tensors).outputs
@@ -174,7 +190,7 @@ class _Kernel:
 
 def _differentiate(kernel: _Kernel, vjp: Callable | None) -> None:
     """Register the backward pass of `kernel`: a second op, `<name>_backward`."""
-    backward = _Kernel(f"{kernel.name}_backward", _backward_function(kernel._function, vjp))
+    backward = _Kernel(f"{kernel.name}_backward", _backward_function(kernel._function, vjp), kernel.shard_batch)
 
     def setup(ctx, inputs, output):
         tensors, ctx.call, ctx.device = inputs
