@@ -8,6 +8,8 @@ from hydra.utils import get_method
 
 from vitkernels import attention, runtime
 from vitkernels.models import PRESETS, input_spec
+from vitkernels.runtime.cuda import CudaRuntime
+from vitkernels.runtime.xla import XlaRuntime
 from vitkernels.training.settings import check_settings
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
@@ -47,7 +49,8 @@ def test_each_file_opens_with_an_explanation(path):
 def test_the_article_experiment_is_what_was_published(settings):
     cfg = settings("experiment=rise_of_pallas", "attn=sdpa")
     assert (cfg.model.name, cfg.data.batch_size, cfg.optim.opt) == ("vit_b16_256", 128, "sgd")
-    assert (cfg.data["items"], cfg.data.num_classes, cfg.runtime.precision) == (1_000_000, 1024, "bf16")
+    assert (cfg.data["items"], cfg.data.num_classes, cfg.runtime.precision) == (1_000_000, 1024, "auto")
+    assert CudaRuntime.default_precision == XlaRuntime.default_precision == "bf16"
     assert (cfg.trainer.max_steps, cfg.trainer.warmup_steps, cfg.attn.name) == (100, 20, "sdpa")
 
 

@@ -96,7 +96,8 @@ def _check(q, k, v, bias, mask, segment_ids, dropout_p) -> None:
 
 
 def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
-    fits = 1 <= x.ndim <= 4 and all(a in (1, b) for a, b in zip(x.shape[::-1], shape[::-1], strict=False))
+    first = len(shape) - x.ndim
+    fits = 1 <= x.ndim <= len(shape) and all(x.shape[i] in (1, shape[first + i]) for i in range(x.ndim))
     if not fits:
         raise UsageError(f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(x.shape)}")
 

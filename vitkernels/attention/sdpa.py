@@ -1,5 +1,6 @@
 """torch.nn.functional.scaled_dot_product_attention: PyTorch's own choice of flash, cuDNN, efficient or math."""
 
+import torch
 from torch.nn import functional as F
 
 from vitkernels.attention.contract import AttentionBackend, keep_mask
@@ -20,6 +21,7 @@ class Sdpa(AttentionBackend):
             finite = bias != float("-inf")
             keep = finite if keep is None else keep & finite
         # SDPA's kernels disagree on a query that has no key: let it see every key, then clear its output.
+        keep = torch.atleast_2d(keep)  # SDPA takes no mask over keys alone
         has_key = keep.any(-1, keepdim=True)
         keep = keep | ~has_key
         if bias is None:
