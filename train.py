@@ -9,6 +9,7 @@ import os
 # Set before torch loads: OpenMP threads that spin while they wait slow training tenfold where cores are shared.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import contextlib
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, random_seed
 from torch.nn import functional as F
 
 from data.loader import BadImagesError
@@ -45,6 +46,12 @@ log = logging.getLogger("vitkernels")
 
 
 def run(cfg: DictConfig, run_dir: Path) -> None:
+    """Do what `cfg` says, in the folder `run_dir`."""
+    with contextlib.ExitStack() as cleanup:  # whatever happens, logs are closed and signals given back
+        train_or_evaluate(cfg, run_dir, cleanup)
+
+
+def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitStack) -> None:
     # ------------------------------------------------------------------ config
     begin = time.time()
     check_settings(cfg)
@@ -53,7 +60,7 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
             log.info("this run is done: %s", run_dir / "summary.json")
             return
         run_folder.claim(run_dir, cfg)
-    torch.manual_seed(cfg.seed)
+    random_seed(cfg.seed)
 
     # ------------------------------------------------------------------ runtime
     runtime = runtimes.create(cfg.runtime.name, cfg.runtime.precision)
@@ -165,7 +172,7 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
         path, state = found
         run_folder.refuse_other_run(path, state, identifying)
         models.load_weights(model, state["model"], str(path))
-        optimizer.load_state_dict(state["optimizer"])
+        run_folder.load_optimizer(optimizer, state["optimizer"], path)
         scaler.load_state_dict(state["scaler"])
         if ema is not None:
             models.load_weights(ema.module, state["ema"], str(path))
@@ -174,6 +181,7 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
     run_log = RunLog(run_dir, total_steps, step)
+    cleanup.callback(run_log.close)
     card = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
     run_log.card(
         "run", f"```yaml\n{OmegaConf.to_yaml(cfg, resolve=True)}```\n```json\n{json.dumps(card, indent=1)}\n```"
@@ -202,18 +210,20 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
 
     # ------------------------------------------------------------------ loop
     stop = StopRequest()
+    cleanup.callback(stop.release)
     timer = StepTimer(runtime, cfg.trainer.warmup_steps)
     history = History(runtime)
     images_per_step = cfg.data.batch_size * accum
     flops_per_step = facts.train_flops_per_image * images_per_step
     profiler = start_profiler(run_dir, cfg.trainer.warmup_steps) if cfg.trainer.profile else None
-    train_loss, result = None, {}
+    train_loss, result, stopping = None, {}, False
     parameters = [p for p in model.parameters() if p.requires_grad]
     net.train()
     timer.start()
-    while step < total_steps and not stop:
+    while step < total_steps and not stopping:
         epoch, first = divmod(step, steps_per_epoch)
         batches = runtime.feed(train.epoch(epoch, start=first * accum))
+        cleanup.callback(batches.close)
         for index in range(first, steps_per_epoch):
             # One optimizer step. Nothing in it waits for the device.
             losses = []
@@ -244,16 +254,16 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
                 profiler.step()
 
             # Boundaries: here, and only here, the device is waited for.
-            last = step == total_steps or bool(stop)
+            done = step == total_steps
+            stopping = bool(stop) and not done
             epoch_done = index == steps_per_epoch - 1
-            eval_due = (cfg.trainer.eval_every and last) or due(cfg.trainer.eval_every, epoch + 1, epoch_done)
+            eval_due = not stopping and due(cfg.trainer.eval_every, epoch + 1, epoch_done, done)
             save_due = (
-                due(cfg.checkpoints.every_epochs, epoch + 1, epoch_done)
+                stopping
+                or due(cfg.checkpoints.every_epochs, epoch + 1, epoch_done, done)
                 or due(cfg.checkpoints.every_steps, step)
-                or (last and cfg.checkpoints.every_epochs)
-                or bool(stop)
             )
-            if not (last or eval_due or save_due or step % cfg.trainer.log_every == 0):
+            if not (done or eval_due or save_due or due(cfg.trainer.log_every, step)):
                 continue
             window = timer.stop()
             records = history.read()
@@ -264,12 +274,12 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
             train_loss = sum(r.loss for r in records) / len(records)
             log_window(run_log, runtime, epoch, records, window, images_per_step, flops_per_step)
             is_best = False
-            if eval_due and not stop:
+            if eval_due:
                 result = evaluate(net, data.val, runtime)
                 if ema_net is not None:
                     result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, runtime).items() if k != "images"}
                 run_log.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
-                run_log.scalars(step, {f"val/{name}": value for name, value in result.items()})
+                run_log.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
                 top1 = result.get("ema_top1", result["top1"])
                 is_best = top1 > best["top1"]
                 best = {"top1": top1, "step": step} if is_best else best
@@ -278,18 +288,15 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
                 )
             if save_due:
                 save(is_best)
-            if last:
+            if done or stopping:
                 break
             timer.start()
         batches.close()
     if profiler is not None:
         profiler.stop()
 
-    stop.release()
-
     # ------------------------------------------------------------------ summary
-    if stop:
-        run_log.close()
+    if stopping:
         log.warning(
             "stopped by %s at step %d of %d; resume=auto goes on from here", stop.signal.name, step, total_steps
         )
@@ -331,7 +338,6 @@ def run(cfg: DictConfig, run_dir: Path) -> None:
         {"attn": attn, "ops": cfg.ops.name, "model": cfg.model.name, "lr": cfg.optim.lr, "batch_size": images_per_step},
         {"step_ms": timing["step_time_ms"]["median"], "loss": train_loss, "val_top1": summary["val_top1"]},
     )
-    run_log.close()
     run_folder.write_json(run_dir / "summary.json", summary)
     report(summary, run_dir)
 
@@ -356,9 +362,9 @@ def pick_attention(name: str, problems: tuple[attention.Problem, ...]) -> str:
     return name
 
 
-def due(every: int | None, count: int, complete: bool = True) -> bool:
-    """Whether something done every so many steps or epochs is due when `count` of them are complete."""
-    return bool(every) and complete and count % every == 0
+def due(every: int | None, count: int, complete: bool = True, at_the_end: bool = False) -> bool:
+    """Whether something done every so many steps or epochs is due when `count` of them are complete, or at the end."""
+    return bool(every) and (at_the_end or (complete and count % every == 0))
 
 
 def start_profiler(run_dir: Path, warmup_steps: int):

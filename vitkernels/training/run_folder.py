@@ -100,6 +100,17 @@ def refuse_other_run(path: Path, state: dict, expected: dict) -> None:
         )
 
 
+def load_optimizer(optimizer, state: dict, path: Path) -> None:
+    """Restore an optimizer; UsageError when the state is of differently grouped parameters."""
+    try:
+        optimizer.load_state_dict(state)
+    except (ValueError, KeyError) as error:
+        raise UsageError(
+            f"the optimizer state in {path} does not fit: {error}. Give the optim.* settings it was made with, "
+            "or start anew from its weights alone with checkpoint=PATH"
+        ) from error
+
+
 def note_failure(folder: Path, reason: str) -> None:
     """Leave a summary.json that says why there is no result, unless there is one."""
     if not is_done(folder):

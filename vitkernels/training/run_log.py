@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from rich.console import Console
+from rich.highlighter import NullHighlighter
 from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.utils.tensorboard import SummaryWriter
@@ -51,10 +52,10 @@ class RunLog:
             if value is not None:
                 self._board.add_scalar(name, value, step)
 
-    def show(self, step: int, text: str) -> None:
-        """A window's figures, on the bar or as a line."""
+    def show(self, step: int, text: str, brief: str) -> None:
+        """A window's figures: briefly beside the bar, or all of them as a line."""
         if self._progress is not None:
-            self._progress.update(self._progress.task_ids[0], completed=step, description=text)
+            self._progress.update(self._progress.task_ids[0], completed=step, description=brief)
         else:
             log.info("step %d/%d  %s", step, self._total, text)
 
@@ -70,6 +71,7 @@ class RunLog:
             self._board.add_scalar(name, value)
 
     def close(self) -> None:
+        """Write out what is pending and give the terminal back; a second call does nothing."""
         if self._progress is not None:
             self._progress.stop()
         self._file.close()
@@ -108,6 +110,7 @@ def _progress_bar(total: int, completed: int) -> Progress | None:
     root = logging.getLogger()
     for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
         root.removeHandler(handler)
-        root.addHandler(RichHandler(handler.level, console, show_time=False, show_level=False, show_path=False))
+        plain = {"show_time": False, "show_level": False, "show_path": False, "highlighter": NullHighlighter()}
+        root.addHandler(RichHandler(handler.level, console, **plain))
     bar.start()
     return bar

@@ -29,6 +29,7 @@ def log_window(
     last = records[-1]
     loss = sum(r.loss for r in records) / len(records)
     scalars = {"train/loss": loss, "train/lr": last.lr, "train/grad_norm": last.grad_norm, "train/epoch": epoch}
+    brief = f"loss {loss:.4f}"
     text = f"epoch {epoch + 1}  loss {loss:.4f}  lr {last.lr:.2e}  grad norm {last.grad_norm:.3g}"
     if window.step_ms:
         ms = sum(window.step_ms) / len(window.step_ms)
@@ -42,10 +43,12 @@ def log_window(
             "time/mfu": used,
             "memory/peak_mib": None if memory is None else memory / 2**20,
         }
-        text += f"  {ms:.1f} ms/step  {images / ms * 1e3:.0f} images/s  input wait {wait:.1f} ms"
+        speed = f"  {ms:.1f} ms/step  {images / ms * 1e3:.0f} images/s"
+        brief += speed
+        text += f"{speed}  input wait {wait:.1f} ms"
         text += "" if used is None else f"  MFU {100 * used:.1f} %"
     run_log.scalars(last.step, scalars)
-    run_log.show(last.step, text)
+    run_log.show(last.step, text, brief)
 
 
 def report(summary: dict, folder: Path) -> None:
