@@ -269,3 +269,31 @@ def test_cuda_trains_with_each_backend(attn, settings, losses, tmp_path):
     train.run(cfg, tmp_path)
     # bf16 products: three digits.
     assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=2e-2)
+
+
+@pytest.mark.gpu
+def test_the_cuda_loop_waits_for_the_device_at_log_boundaries_only(settings, monkeypatch, tmp_path):
+    """Between two boundaries any operation that would make the host wait is an error."""
+    from vitkernels.training.timer import StepTimer
+
+    start, stop = StepTimer.start, StepTimer.stop
+    seen = []
+
+    def strict_start(timer):
+        start(timer)
+        if timer.warmup_left == 0:
+            torch.cuda.set_sync_debug_mode("error")
+            seen.append("window")
+
+    def lenient_stop(timer):
+        torch.cuda.set_sync_debug_mode("default")
+        return stop(timer)
+
+    monkeypatch.setattr(StepTimer, "start", strict_start)
+    monkeypatch.setattr(StepTimer, "stop", lenient_stop)
+    cfg = settings(*RICH, "runtime=cuda", "attn=sdpa", "trainer.max_steps=20", "trainer.eval_every=null")
+    try:
+        train.run(cfg, tmp_path)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(seen) > 2
