@@ -272,6 +272,7 @@ def test_cuda_trains_with_each_backend(attn, settings, losses, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 def test_the_cuda_loop_waits_for_the_device_at_log_boundaries_only(settings, monkeypatch, tmp_path):
     """Between two boundaries any operation that would make the host wait is an error."""
     from vitkernels.training.timer import StepTimer
