@@ -186,7 +186,8 @@ def test_parity_with_jax_flash_attention(N, D):
         assert ours < max(1.2 * peers, 1e-6), (ours, peers)  # one rounding more or less in the largest element
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the tpu extra")
-def test_xla_prefers_it():
+@pytest.mark.parametrize("on_tpu", [True, False])
+def test_auto_prefers_it_on_a_tpu_and_never_interpreted(monkeypatch, on_tpu):
     problem = attention.Problem(1, 12, 197, 197, 64, torch.bfloat16, "xla")
-    assert attention.choose(problem)[0] == "pallas_flash"
+    monkeypatch.setattr(attention, "_xla_is_tpu", lambda: on_tpu)
+    assert attention.choose(problem)[0] == ("pallas_flash" if on_tpu else "sdpa")

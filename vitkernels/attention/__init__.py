@@ -20,8 +20,8 @@ _MODULES = {
     "auto": "vitkernels.attention.auto",
 }
 
-# What `auto` tries, fastest first. The last entry takes every problem. Measured on CUDA; on TPU by the estimate from the
-# compiler's schedule, for no TPU was at hand. Kernels that would only be interpreted are not in the running.
+# What `auto` tries, fastest first; the last entry takes every problem. Measured on CUDA; on TPU by the estimate from
+# the compiler's schedule, for no TPU was at hand. Kernels that would only be interpreted are not in the running.
 _PREFERENCE = {
     "cpu": ("sdpa",),
     "cuda": ("triton_flash", "sdpa"),
