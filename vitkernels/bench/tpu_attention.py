@@ -1,0 +1,107 @@
+"""Attention on a TPU v5e, estimated: pallas_flash beside XLA's own.
+
+`pallas_flash` and `xla` go from a packed qkv (B, N, 3E) to (B, N, E), so XLA pays the copies between that and its own
+layouts; `xla_apart` is given q, k and v as (B, H, N, D) and returns that: no such copy is counted, as if the layers
+around it wrote and read XLA's layouts at no cost. A module's XLA attention lies between the two.
+
+Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D.
+"""
+
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from vitkernels.bench import tpu_dump, tpu_program
+from vitkernels.bridge.jax_compat import jax
+
+CONTENDERS = ("pallas_flash", "xla", "xla_apart")
+PASSES = ("forward", "forward+backward")
+
+# (what, estimated ms, published ms on a real v5e)
+VALIDATION = (
+    ("XLA matmul bf16 4096³ (JAX's Pallas matmul notebook)", 0.825, 0.827),
+    ("XLA matmul bf16 8192³", 5.917, 6.047),
+    ("Pallas matmul 512×1024×1024 blocks, 1024³", 0.122, 0.127),
+    ("Pallas matmul 512×1024×1024 blocks, 4096³", 0.853, 0.889),
+    ("Pallas matmul 512×1024×1024 blocks, 8192³", 5.984, 6.099),
+    ("Pallas matmul, right side transposed, 1024³", 0.122, 0.121),
+    ("Pallas matmul, right side transposed, 4096³", 0.854, 0.879),
+    ("Pallas matmul, right side transposed, 8192³", 5.991, 6.108),
+    ("Pallas matmul 128³ blocks, 1024³", 0.289, 0.298),
+    ("Pallas matmul 128³ blocks, 8192³", 93.2, 91.8),
+    ("XLA matmul bf16 16384³ (JAX's sparse notebook)", 46.28, 46.95),
+    ("XLA mask · (x @ y), the same", 48.37, 49.99),
+    ("Pallas sparse mask, the same", 32.2, 28.65),
+    ("JAX flash forward B32 H8 D64, N 512 (jax issue 24633)", 2.15, 2.36),
+    ("JAX flash forward, N 1024", 8.47, 9.49),
+    ("JAX flash forward, N 2048", 33.3, 37.6),
+    ("JAX flash forward, N 4096", 130.0, 145.0),
+)
+CAVEAT = (
+    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. Against published timings (the "
+    "estimates' own study; host dispatch of 0.105 ms added there): within 10-15 % for compute-bound Pallas kernels, "
+    "-5/+20 % for memory-bound XLA. No measured backward kernel is among them. Differences under 10 % say nothing."
+)
+
+
+def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int):
+    """A contender's pass as a JAX function, and the shapes of its arrays (bfloat16). Backward returns gradients too."""
+    width = heads * head_dim
+    if contender == "xla_apart":
+        forward, sizes = _softmax_attention, [(batch, heads, tokens, head_dim)] * 4
+    else:
+        forward = partial({"pallas_flash": _pallas_flash, "xla": _xla}[contender], heads)
+        sizes = [(batch, tokens, 3 * width), (batch, tokens, width)]
+    arrays = [jax.ShapeDtypeStruct(size, "bfloat16") for size in sizes]
+    if which == "forward":
+        return forward, arrays[:-1]
+    return (partial(_pallas_flash_both, heads) if contender == "pallas_flash" else partial(_both, forward)), arrays
+
+
+def _static(heads: int, qkv) -> dict:
+    head_dim = qkv.shape[2] // 3 // heads
+    return {"heads": heads, "scale": head_dim**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
+
+
+def _pallas_flash_outputs(heads: int, qkv) -> tuple:
+    from vitkernels.attention import pallas_flash_jax
+
+    found = pallas_flash_jax.attend(qkv, **_static(heads, qkv))
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _pallas_flash(heads: int, qkv):
+    return _pallas_flash_outputs(heads, qkv)[0]
+
+
+def _pallas_flash_both(heads: int, qkv, do):
+    from vitkernels.attention import pallas_flash_jax
+
+    found = _pallas_flash_outputs(heads, qkv)
+    return found[0], pallas_flash_jax.attend_vjp((qkv,), found, (do,), **_static(heads, qkv))[0]
+
+
+def _softmax_attention(q_BHND, k_BHND, v_BHND):
+    """What jax.nn.dot_product_attention(implementation="xla") computes; given apart, it has the same estimate."""
+    s = jax.numpy.einsum("bhqd,bhkd->bhqk", q_BHND, k_BHND, preferred_element_type="float32")
+    p = jax.nn.softmax(s * q_BHND.shape[-1] ** -0.5, axis=-1).astype(q_BHND.dtype)
+    return jax.numpy.einsum("bhqk,bhkd->bhqd", p, v_BHND)
+
+
+def _xla(heads: int, qkv):
+    B, N, _ = qkv.shape
+    q, k, v = qkv.reshape(B, N, 3, heads, -1).transpose(2, 0, 3, 1, 4)
+    return _softmax_attention(q, k, v).transpose(0, 2, 1, 3).reshape(B, N, -1)
+
+
+def _both(forward, *arrays_and_do):
+    *arrays, do = arrays_and_do
+    o, vjp = jax.vjp(forward, *arrays)
+    return o, vjp(do)
+
+
+def estimate(contender: str, which: str, shape: tuple[int, int, int, int]) -> tpu_program.Program:
+    """Compile and estimate; raises UsageError where the contender does not compile for the shape (B, H, N, D)."""
+    with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
+        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, which, *shape)
+        return tpu_program.estimate(dump)

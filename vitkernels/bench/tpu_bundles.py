@@ -1,0 +1,242 @@
+"""The text of libtpu's schedule dumps, read: bundles, how busy each unit is in them, and their scalar instructions.
+
+A scalar instruction reads `%s12_s3`: value s12, held in register s3. Vector instructions are left out: they take the
+cycle of their bundle and decide nothing.
+"""
+
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)?:[ >]*\{(.*?)\}\s*$", re.MULTILINE | re.DOTALL)
+_TEXT = re.compile(r"(?:%(\w+) = )?([a-z][\w.<> ]*?)(?: +(.*))?$", re.DOTALL)
+_REGISTER = re.compile(r"%([sp])\d+_[sp](\d+)")
+_COMMA = re.compile(r",\s*(?![^\[]*\])")
+
+
+def parse_bundles(text: str) -> list[tuple[str, ...]]:
+    """The instructions of each bundle, by address; comments dropped but for operands' names (`/*src=*/` to `src=`)."""
+    text = re.sub(r"/\*(\w+)=\*/", r"\1=", text)
+    text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
+    found = {}
+    for address, body in _BUNDLE.findall(text):
+        found[int(address, 16)] = tuple(part for piece in body.split(";;") if (part := piece.strip()))
+    if not found:
+        raise ValueError("no bundles: not a packed-bundles dump")
+    return [found.get(address, ()) for address in range(max(found) + 1)]
+
+
+def parse_utilisation(text: str) -> tuple[dict[str, int], list[list[int]]]:
+    """({unit: how many there are}, for each bundle the number of each unit it uses)."""
+    names, capacities, rows = [], [], []
+    for line in text.splitlines():
+        if "MXU" in line:
+            names = [name.strip().split(":")[-1] for name in line.split(",")]  # VLOAD:FILL is FILL
+        elif re.fullmatch(r"[\d ]+", line) and line.strip():
+            rows.append([int(number) for number in line.split()])
+    if rows:
+        capacities = rows.pop(0)
+    return dict(zip(names, capacities, strict=True)), rows
+
+
+def _signed(x: int) -> int:
+    return ((x + 0x80000000) & 0xFFFFFFFF) - 0x80000000
+
+
+def _unsigned(function: Callable) -> Callable:
+    return lambda a, b: function(a & 0xFFFFFFFF, b & 0xFFFFFFFF)
+
+
+_BINARY = {
+    "sadd": operator.add,
+    "scalar_lea": operator.add,
+    "ssub": operator.sub,
+    "smul": operator.mul,
+    "sand": operator.and_,
+    "sor": operator.or_,
+    "sxor": operator.xor,
+    "sshll": lambda a, b: a << (b & 31),
+    "sshrl": lambda a, b: (a & 0xFFFFFFFF) >> (b & 31),
+    "sshra": lambda a, b: a >> (b & 31),
+    "smin": min,
+    "smax": max,
+}
+_PREDICATES = {
+    "por": lambda a, b: a or b,
+    "pand": lambda a, b: a and b,
+    "pnor": lambda a, b: not (a or b),
+    "pnand": lambda a, b: not (a and b),
+    "pxor": operator.ne,
+    "pneg": operator.not_,
+    "pmov": bool,
+}
+_COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+
+
+def _function(opcode: str) -> Callable | None:
+    """What a scalar opcode computes of its operands; None for one that is not known."""
+    name, *suffixes = opcode.split(".")
+    if name in ("smov", "int_to_ptr"):
+        return lambda a: a
+    if name == "scalar_select":
+        return lambda condition, yes, no: yes if condition else no
+    if name == "scmp" and suffixes[0] in _COMPARISONS:
+        compare = _COMPARISONS[suffixes[0]]
+        return _unsigned(compare) if "u32" in suffixes else compare
+    if name in _PREDICATES:
+        return _PREDICATES[name]
+    if name in _BINARY and "f32" not in suffixes:
+        compute = _BINARY[name]
+        return lambda a, b: _signed(compute(a, b))
+    return None
+
+
+@dataclass
+class Instruction:
+    """One scalar instruction: `target` gets function(operands) where the predicate holds, as slots of the machine."""
+
+    opcode: str
+    name: str | None  # the value it defines, as the dump names it
+    target: int | None
+    function: Callable | None
+    operands: list[list[int]]  # slots; the ones of one operand are summed
+    predicate: int | None = None
+    wanted: bool = True
+    sources: tuple[str, ...] = ()  # values it reads
+    jump: int | None = None
+    unread: tuple[str, ...] = ()  # operands that could not be read
+
+    @property
+    def is_effect(self) -> bool:
+        """Whether time depends on it directly, and not only through what it computes."""
+        return self.jump is not None or self.opcode.startswith(("dma.", "vdelay", "sdelay"))
+
+    def doubt(self) -> str | None:
+        """Why it cannot be run; None when it can."""
+        if self.unread or "unknown" in self.opcode:
+            return f"{self.opcode} ({', '.join(self.unread) or 'of a pointer to an unknown space'})"
+        computes = self.target is not None and self.opcode != "sld"
+        return self.opcode if computes and self.function is None else None
+
+
+class Decoder:
+    """Turns text into instructions. A machine's slots: 64 scalar registers, 32 predicates, then constants."""
+
+    def __init__(self, bundles):
+        self.values: list[int] = [0] * 96
+        self._constants: dict[int, int] = {}
+        self._allocations: dict[str, int] = {}
+        self.spaces: dict[str, str] = {}
+        for bundle in bundles:
+            for text in bundle:
+                if found := re.match(r"%(\w+) = (?:int_to_ptr|scalar_lea|inlined_call_operand)\.(\w+)", text):
+                    self.spaces[found[1]] = found[2]
+
+    def decode(self, text: str) -> Instruction | None:
+        """None for what takes no part: vector instructions, barriers, bounds checks."""
+        found = _TEXT.match(text)
+        if not found:
+            return None
+        name, opcode, rest = found[1], found[2].split(" ")[0], found[3] or ""
+        if opcode.startswith("inlined_call_operand"):
+            index = re.search(r"index: (\d+)", rest)
+            return self._define(name, "smov", [[self._constant((int(index[1]) + 1 if index else 0) << 20)]])
+        vector = opcode.startswith("v") and opcode != "vdelay"
+        if vector or opcode in ("shalt.err", "compiler", "sfence", "setrngseed", "inlined_call"):
+            return None
+        sources = tuple(re.findall(r"%([sp]\d+_[sp]\d+)", rest))
+        if opcode == "sphi":  # the values share a register
+            return Instruction(opcode, name, None, None, [], sources=sources)
+        smem = None
+        if opcode in ("sld", "sst"):
+            address, rest = re.match(r"\[smem:\[(.*?)\]\](?!\])\s*,?\s*(.*)$", rest, re.DOTALL).groups()
+            smem = self._operand(f"[{address}]") if "#" in address or "+" in address else self._operand(address)
+        rest = re.sub(r"^\[[a-z]+:\$?\w+\]\s*", "", rest)
+        instruction = self._predicated(name, opcode, rest, smem)
+        instruction.sources = sources
+        if opcode.startswith("int_to_ptr") and instruction.operands == [[instruction.target]]:
+            instruction.target = None
+        return instruction
+
+    def _predicated(self, name, opcode, rest, smem) -> Instruction:
+        predicate, wanted = None, True
+        if chosen := re.match(r"\((!?)(%p\d+_p\d+), (.*?)\),\s*(.*)$", rest, re.DOTALL):  # move over another value
+            slots = [self._operand(part) for part in (chosen[2], chosen[4], chosen[3])]
+            if chosen[1]:
+                slots[1], slots[2] = slots[2], slots[1]
+            return self._define(name, "scalar_select", slots)
+        if found := re.match(r"\((!?)(%p\d+_p\d+)\),?\s*(.*)$", rest, re.DOTALL):
+            predicate, wanted, rest = self._operand(found[2])[0], not found[1], found[3]
+        if opcode == "sbr.rel":
+            jump = int(re.search(r"target bundleno = (\d+)", rest)[1])
+            return Instruction(opcode, name, None, None, [], predicate, wanted, jump=jump)
+        if opcode.startswith("dma.") and opcode != "dma.done.wait":
+            parts = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,\n]+)", rest))
+            operands = [self._operand(parts.get(key, "?")) for key in ("size_in_granules", "dst_syncflagno")]
+            unread = tuple(key for key, slot in zip(("size", "flag"), operands, strict=True) if slot is None)
+            instruction = Instruction(self._copy(opcode, parts), name, None, None, operands, predicate, wanted)
+            instruction.unread = unread
+            return instruction
+        operands = [self._operand(part) for part in _COMMA.split(rest)] if rest else []
+        if opcode == "dma.done.wait":
+            operands = operands[:1]
+        if smem is not None or opcode in ("sld", "sst"):
+            operands = [smem, *operands[: opcode == "sst"]]
+        return self._define(name, opcode, operands, predicate, wanted)
+
+    def _copy(self, opcode: str, parts: dict[str, str]) -> str:
+        """`dma.<from>_to_<to>`; a general copy names only pointers."""
+        if opcode != "dma.general":
+            return opcode
+        places = (self.spaces.get(parts.get(key, "").strip(" %"), "unknown") for key in ("src", "dst"))
+        return "dma.{}_to_{}".format(*places)
+
+    def _define(self, name, opcode, operands, predicate=None, wanted=True) -> Instruction:
+        found = _REGISTER.fullmatch(f"%{name}")
+        target = None if found is None else int(found[2]) + (64 if found[1] == "p" else 0)
+        unread = tuple(f"operand {n}" for n, slots in enumerate(operands) if slots is None)
+        return Instruction(opcode, name, target, _function(opcode), operands, predicate, wanted, unread=unread)
+
+    def _operand(self, text: str) -> list[int] | None:
+        """The slots whose sum is the operand; None where it cannot be read."""
+        text = re.sub(r"^\w+=", "", text.strip())
+        text = re.sub(r"\s+\[.*\]$", "", text)  # what a constant or pointer stands for
+        slots = []
+        for part in (text[1:-1] if text.startswith("[") else text).split(" + "):
+            if found := _REGISTER.fullmatch(part):
+                slots.append(int(found[2]) + (64 if found[1] == "p" else 0))
+            elif part.startswith("#"):
+                slots.append(self._constant(self._allocations.setdefault(part, (len(self._allocations) + 1) << 18)))
+            elif found := re.fullmatch(r"\$0x([0-9a-f]+)|(-?\d+)", part):
+                slots.append(self._constant(_signed(int(found[1], 16) if found[1] else int(found[2]))))
+            else:
+                return None
+        return slots
+
+    def _constant(self, value: int) -> int:
+        if value not in self._constants:
+            self._constants[value] = len(self.values)
+            self.values.append(value)
+        return self._constants[value]
+
+
+def relevant(program: list[list[Instruction]]) -> list[list[Instruction]]:
+    """Only what branches, copies and waits depend on."""
+    writers: dict[str, list[Instruction]] = {}
+    stores = [i for bundle in program for i in bundle if i.opcode == "sst"]
+    for bundle in program:
+        for instruction in bundle:
+            writers.setdefault(instruction.name, []).append(instruction)
+    pending = [i for bundle in program for i in bundle if i.is_effect]
+    kept = set()
+    while pending:
+        instruction = pending.pop()
+        if id(instruction) in kept:
+            continue
+        kept.add(id(instruction))
+        for name in instruction.sources:
+            pending += writers.get(name, [])
+        if instruction.opcode == "sld":
+            pending += stores
+    return [[i for i in bundle if id(i) in kept and i.opcode != "sphi"] for bundle in program]

@@ -1,0 +1,146 @@
+"""The estimated time of a whole compiled program: its operations in the compiler's order, each from its schedule.
+
+An operation's time is its schedule's (tpu_schedule); one that has no readable schedule takes XLA's own
+`estimated_cycles`, or nothing, and is named in `untimed`. Copies that XLA starts early (copy-start, slice-start) use
+the HBM while the operations in between do not; waiting for the rest is the time of the matching done. Copies that XLA
+starts before the program itself (cross-program prefetch) are free here, as they are in a loop of steps.
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from vitkernels.bench.tpu_dump import Dump
+from vitkernels.bench.tpu_schedule import CLOCK_HZ, HBM_BYTES_PER_SECOND, Schedule, simulate
+
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
+_ARRAY = re.compile(r"([a-z]+\d*)[a-z0-9]*\[([\d,]*)\](?:\{([\d,]*)(?::T\((\d+),(\d+)\))?)?")
+_NOTHING_RUNS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
+_MARKERS = ("ConcatBitcast", "AllocateBuffer")  # custom calls that only name memory
+
+
+@dataclass
+class Operation:
+    """One HLO operation: milliseconds, estimated."""
+
+    name: str
+    kind: str  # the HLO opcode, or the custom call's target
+    source: str  # the JAX operation it comes from
+    estimate_ms: float
+    xla_ms: float | None = None  # XLA's own estimated_cycles; it has none for Pallas kernels
+    vmem: int | None = None  # bytes of scratch and operands' windows
+    schedule: Schedule | None = None
+
+
+@dataclass
+class Program:
+    """A compiled program's estimate."""
+
+    operations: list[Operation] = field(default_factory=list)
+    prefetched: int = 0  # bytes that XLA copies beside other operations
+    untimed: list[str] = field(default_factory=list)  # operations that the estimate lacks or takes from XLA
+    memory: dict[str, int] = field(default_factory=dict)  # HBM bytes: arguments, outputs, temporaries
+
+    @property
+    def estimate_ms(self) -> float:
+        return sum(operation.estimate_ms for operation in self.operations)
+
+    @property
+    def compute_ms(self) -> float:
+        return sum(o.schedule.compute_ms for o in self.operations if o.schedule)
+
+    @property
+    def hbm_bytes(self) -> int:
+        return self.prefetched + sum(o.schedule.read + o.schedule.written for o in self.operations if o.schedule)
+
+    @property
+    def memory_ms(self) -> float:
+        return self.hbm_bytes / HBM_BYTES_PER_SECOND * 1e3
+
+
+def array_bytes(text: str) -> int:
+    """Bytes of an array as XLA writes its type, padded to whole tiles: `bf16[2,577]{1,0:T(8,128)(2,1)}`."""
+    kind, sizes, order, rows, lanes = _ARRAY.match(text).groups()
+    sizes = [int(n) for n in sizes.split(",") if n]
+    order = [int(n) for n in (order or "").split(",") if n]
+    if rows and len(order) > 1:
+        for axis, tile in zip(order, (int(lanes), int(rows)), strict=False):
+            sizes[axis] = -(-sizes[axis] // tile) * tile
+    bits = 8 if kind == "pred" else int(re.search(r"\d+", kind)[0])
+    count = 1
+    for n in sizes:
+        count *= n
+    return count * bits // 8
+
+
+class _Background:
+    """Copies that run beside other operations; times in seconds."""
+
+    def __init__(self):
+        self.queued = 0.0
+        self._left: dict[str, float] = {}
+
+    def start(self, name: str, size: int) -> None:
+        self.queued += size / HBM_BYTES_PER_SECOND
+        self._left[name] = self.queued
+
+    def run(self, seconds: float) -> None:
+        """So long the HBM is free for them."""
+        seconds = min(seconds, self.queued)
+        self.queued -= seconds
+        self._left = {name: left - seconds for name, left in self._left.items()}
+
+    def wait(self, name: str) -> float:
+        """For one of them to be done."""
+        seconds = max(0.0, self._left.pop(name, 0.0))
+        self.run(seconds)
+        return seconds
+
+
+def estimate(dump: Dump) -> Program:
+    """The estimate of what `tpu_dump.compile_in` compiled."""
+    module = dump.module
+    program, background = Program(memory=dump.memory), _Background()
+    for name, result, kind, rest in _OPERATION.findall(module[module.index("\nENTRY") :]):
+        if kind in _NOTHING_RUNS or any(f'custom_call_target="{marker}"' in rest for marker in _MARKERS):
+            continue
+        if kind in ("copy-start", "slice-start"):
+            if "cross_program_prefetch_index" not in rest:
+                arrays = [found[0] for found in re.finditer(r"[a-z]+\d+\w*\[[^}]*\}", result)]
+                size = array_bytes(arrays[kind == "slice-start"])
+                program.prefetched += size
+                background.start(name, size)
+        elif kind in ("copy-done", "slice-done"):
+            seconds = background.wait(re.match(r"%([\w.\-]+)", rest)[1])
+            program.operations.append(Operation(name, kind, "", seconds * 1e3))
+        else:
+            operation = _operation(dump, name, kind, rest)
+            if operation.schedule is None or not operation.schedule.trustworthy:
+                program.untimed.append(name)
+            else:
+                background.run((operation.estimate_ms - operation.schedule.memory_ms) / 1e3)
+            program.operations.append(operation)
+    return program
+
+
+def _operation(dump: Dump, name: str, kind: str, rest: str) -> Operation:
+    target = re.search(r'custom_call_target="(\w+)"', rest)
+    source = re.search(r'op_name="([^"]*)"', rest)
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
+    operation = Operation(name, target[1] if target else kind, source[1] if source else "", 0.0)
+    operation.xla_ms = int(cycles[1]) / CLOCK_HZ * 1e3 if cycles else None
+    operation.estimate_ms = operation.xla_ms or 0.0
+    bundles = dump.text(name, "packed-bundles-post-ra")
+    if bundles is None:
+        return operation
+    utilisation = dump.text(name, "pre-delay_hlo-static-per-bundle-utilization") or ""
+    operation.schedule = simulate(bundles, utilisation)
+    if operation.schedule.trustworthy:
+        operation.estimate_ms = operation.schedule.estimate_ms
+    operation.vmem = _vmem(dump.text(name, "post-ra") or "")
+    return operation
+
+
+def _vmem(text: str) -> int | None:
+    """Bytes of VMEM that a kernel declares, spills included; arrays that XLA keeps there are not in it."""
+    sizes = re.findall(r"#allocation\w+ \[.*?space=vmem, size = 0x([0-9a-f]+)", text)
+    return sum(int(size, 16) for size in sizes) if sizes else None

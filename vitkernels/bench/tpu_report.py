@@ -1,0 +1,109 @@
+"""The attention report: estimated rows as dictionaries (for JSON), as a table, and the validation beside them."""
+
+from vitkernels.bench import tpu_attention
+from vitkernels.bench.tpu_attention import CAVEAT, VALIDATION
+from vitkernels.bench.tpu_program import Operation, Program
+from vitkernels.errors import UsageError
+
+
+def row(contender: str, which: str, shape: tuple[int, int, int, int]) -> dict:
+    """One contender's pass; where it does not compile, the reason as `error`. Every time in it is an estimate."""
+    named = {"shape_BHND": list(shape), "dtype": "bfloat16", "chip": "v5e", "contender": contender, "pass": which}
+    try:
+        program = tpu_attention.estimate(contender, which, shape)
+    except UsageError as error:
+        return named | {"error": str(error)}
+    return named | summary(program) | {"operations": [_operation(operation) for operation in program.operations]}
+
+
+def summary(program: Program) -> dict:
+    """Milliseconds and bytes of a whole program."""
+    schedules = [(o.schedule, o.vmem or 0) for o in program.operations if o.schedule]
+    cycles = sum(schedule.cycles for schedule, _ in schedules)
+    busy = sum(schedule.busy.get("MXU", 0.0) * schedule.cycles for schedule, _ in schedules)
+    return {
+        "estimate_ms": program.estimate_ms,
+        "estimate_compute_ms": program.compute_ms,
+        "estimate_memory_ms": program.memory_ms,
+        "estimate_mxu_share": busy / cycles if cycles else 0.0,
+        "scheduled_bundles": sum(schedule.issued for schedule, _ in schedules),
+        "spilled_registers": sum(schedule.spills for schedule, _ in schedules),
+        "hbm_traffic_bytes": program.hbm_bytes,
+        "vmem_bytes": max((vmem for _, vmem in schedules), default=0),
+        "hbm_size_bytes": sum(program.memory.get(part, 0) for part in ("argument", "output", "temp")),
+        "untimed": program.untimed,
+    }
+
+
+def _operation(operation: Operation) -> dict:
+    found = {
+        "name": operation.name,
+        "kind": operation.kind,
+        "source": operation.source,
+        "estimate_ms": operation.estimate_ms,
+        "estimate_of_xla_ms": operation.xla_ms,
+        "vmem_bytes": operation.vmem,
+    }
+    if (schedule := operation.schedule) is not None:
+        found |= {
+            "estimate_compute_ms": schedule.compute_ms,
+            "estimate_memory_ms": schedule.memory_ms,
+            "bundles": schedule.bundles,
+            "scheduled_bundles": schedule.issued,
+            "empty_bundles": schedule.empty,
+            "stalled_cycles": schedule.stalled,
+            "read_bytes": schedule.read,
+            "written_bytes": schedule.written,
+            "busy": schedule.busy,
+            "spilled_registers": schedule.spills,
+            "filled_registers": schedule.fills,
+            "not_interpreted": list(schedule.unknown),
+        }
+    return found
+
+
+_COLUMNS = ("pass", "contender", "ESTIMATE ms", "compute ms", "HBM ms", "MXU", "spills", "VMEM MiB", "HBM MiB", "ratio")
+
+
+def table(rows: list[dict]) -> str:
+    """Rows of one shape as Markdown. Ratio: an estimate over that of the first contender in the same pass."""
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
+    first: dict[str, float] = {}
+    for found in rows:
+        cells = [found["pass"], found["contender"]]
+        if "error" in found:
+            lines.append("| " + " | ".join(cells) + f" | {found['error'].splitlines()[-1][:150]} |")
+            continue
+        base = first.setdefault(found["pass"], found["estimate_ms"])
+        cells += [f"{found[key]:.3f}" for key in ("estimate_ms", "estimate_compute_ms", "estimate_memory_ms")]
+        cells += [f"{found['estimate_mxu_share']:.0%}", str(found["spilled_registers"])]
+        cells += [f"{found[key] / 2**20:.1f}" for key in ("vmem_bytes", "hbm_size_bytes")]
+        cells.append(f"{found['estimate_ms'] / base:.2f} ×" if base else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+        if found["untimed"]:
+            lines.append(f"| | not read from a schedule: {', '.join(found['untimed'])} |")
+    return "\n".join(lines)
+
+
+def operations_table(found: dict) -> str:
+    """The operations of one row that take time, longest first."""
+    lines = ["| operation | kind | ESTIMATE ms | XLA's own ms | compute ms | HBM ms |", "|---" * 6 + "|"]
+    for operation in sorted(found.get("operations", ()), key=lambda o: -o["estimate_ms"]):
+        times = [operation["estimate_ms"], operation["estimate_of_xla_ms"]]
+        times += [operation.get(key) for key in ("estimate_compute_ms", "estimate_memory_ms")]
+        cells = ["–" if time is None else f"{time:.4f}" for time in times]
+        lines.append("| " + " | ".join([operation["name"], operation["kind"], *cells]) + " |")
+    return "\n".join(lines)
+
+
+def validation() -> str:
+    """The caveat, and the method's estimates beside what others measured on a real v5e."""
+    lines = [CAVEAT, "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]
+    lines += [f"| {what} | {ours:g} | {theirs:g} | {ours / theirs:.2f} |" for what, ours, theirs in VALIDATION]
+    return "\n".join(lines)
+
+
+def document(rows: list[dict]) -> dict:
+    """Everything, for JSON."""
+    cases = [{"case": what, "estimate_ms": ours, "published_ms": theirs} for what, ours, theirs in VALIDATION]
+    return {"label": "ESTIMATE", "caveat": CAVEAT, "validation": cases, "rows": rows}
