@@ -44,23 +44,33 @@ from vitkernels.training.timer import StepTimer
 
 log = logging.getLogger("vitkernels")
 
+PROFILED_STEPS = 8  # two to start the profiler, five in the trace, one during which it is written
+
 
 def run(cfg: DictConfig, run_dir: Path) -> None:
     """Do what `cfg` says, in the folder `run_dir`."""
-    with contextlib.ExitStack() as cleanup:  # whatever happens, logs are closed and signals given back
-        train_or_evaluate(cfg, run_dir, cleanup)
+    check_settings(cfg)
+    if cfg.mode == "train":
+        done = run_folder.find_done(run_dir, cfg) if cfg.resume == "auto" else None
+        if done is not None:
+            log.info("this run is done: %s", done / "summary.json")
+            return
+        run_folder.claim(run_dir, cfg)
+    try:
+        with contextlib.ExitStack() as cleanup:  # whatever happens, logs are closed and signals given back
+            train_or_evaluate(cfg, run_dir, cleanup)
+    except Exception as error:
+        run_folder.note_failure(run_dir, str(error) or type(error).__name__)
+        raise
 
 
 def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitStack) -> None:
     # ------------------------------------------------------------------ config
     begin = time.time()
-    check_settings(cfg)
-    if cfg.mode == "train":
-        if cfg.resume == "auto" and run_folder.is_done(run_dir) and run_folder.is_same_run(run_dir, cfg):
-            log.info("this run is done: %s", run_dir / "summary.json")
-            return
-        run_folder.claim(run_dir, cfg)
     random_seed(cfg.seed)
+    model_kwargs, optim_kwargs = (
+        OmegaConf.to_container(group.kwargs, resolve=True) for group in (cfg.model, cfg.optim)
+    )
 
     # ------------------------------------------------------------------ runtime
     runtime = runtimes.create(cfg.runtime.name, cfg.runtime.precision)
@@ -84,7 +94,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     log.info("data: %s, %d classes, %d px", sizes, data.num_classes, image_size)
 
     # ------------------------------------------------------------------ model
-    def build(backend):
+    def build(backend, pretrained=None):
         return models.create_model(
             cfg.model.name,
             backend,
@@ -92,8 +102,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
             img_size=cfg.model.img_size,
             in_chans=in_chans,
             drop_path_rate=cfg.model.drop_path_rate,
-            pretrained=cfg.model.pretrained or None,
-            **cfg.model.kwargs,
+            pretrained=pretrained,
+            **model_kwargs,
         )
 
     facts = models.inspect_model(
@@ -105,7 +115,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         device_type=runtime.device.type,
     )
     attn = pick_attention(cfg.attn.name, facts.attention)
-    model = build(attention.get(attn))
+    model = build(attention.get(attn), pretrained=cfg.model.pretrained or None)
     if cfg.checkpoint is not None:
         models.load_weights(model, models.read_state_dict(cfg.checkpoint), cfg.checkpoint)
     model.to(runtime.device)
@@ -131,14 +141,17 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
             f"{train.batches_per_epoch}; lower it or data.batch_size"
         )
     total_steps = cfg.trainer.max_steps or math.ceil(cfg.trainer.max_epochs * steps_per_epoch)
-    optimizer = create_optimizer_v2(
-        model,
-        opt=cfg.optim.opt,
-        lr=cfg.optim.lr,
-        weight_decay=cfg.optim.weight_decay,
-        layer_decay=cfg.optim.layer_decay,
-        **{**runtime.optimizer_kwargs(), **cfg.optim.kwargs},
-    )
+    try:
+        optimizer = create_optimizer_v2(
+            model,
+            opt=cfg.optim.opt,
+            lr=cfg.optim.lr,
+            weight_decay=cfg.optim.weight_decay,
+            layer_decay=cfg.optim.layer_decay,
+            **{**runtime.optimizer_kwargs(cfg.optim.opt), **optim_kwargs},
+        )
+    except (ValueError, TypeError, AssertionError) as error:
+        raise UsageError(f"optim.opt={cfg.optim.opt} with these settings cannot be built by timm: {error}") from error
     warmup_steps = min(round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10)
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -158,7 +171,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
 
     # ------------------------------------------------------------------ state
     checkpoints = ckpt.Checkpoints(run_dir / "checkpoints", cfg.checkpoints.keep)
-    step, best = 0, {"top1": -1.0, "step": 0}
+    step, best, result, train_loss, eval_pending = 0, {"top1": -1.0, "step": 0}, {}, None, False
     identifying = {
         "model_name": cfg.model.name,
         "seed": cfg.seed,
@@ -177,17 +190,19 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         if ema is not None:
             models.load_weights(ema.module, state["ema"], str(path))
         ckpt.set_rng_state(state["rng"], runtime)
-        step, best = state["step"], state["best"]
+        step, best, result = state["step"], state["best"], state["result"]
+        train_loss, eval_pending = state["train_loss"], state["eval_pending"]
+        del found, state  # a whole model and its optimizer
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
-    run_log = RunLog(run_dir, total_steps, step)
+    run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending)
     cleanup.callback(run_log.close)
     card = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
     run_log.card(
         "run", f"```yaml\n{OmegaConf.to_yaml(cfg, resolve=True)}```\n```json\n{json.dumps(card, indent=1)}\n```"
     )
 
-    def save(is_best: bool = False) -> None:
+    def save() -> Path | None:
         run_log.sync()
         state = {
             **identifying,
@@ -197,11 +212,29 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
             "scaler": scaler.state_dict(),
             "rng": ckpt.rng_state(runtime),
             "best": best,
+            "result": result,
+            "train_loss": train_loss,
+            "eval_pending": eval_due,
         }
         try:
-            checkpoints.save(ckpt.to_cpu(state), step, is_best)
+            return checkpoints.save(ckpt.to_cpu(state), step)
         except OSError as error:
             log.error("no checkpoint at step %d: %s; training goes on, earlier checkpoints stay", step, error)
+
+    def evaluate_now(saved: Path | None) -> None:
+        """Evaluate, log, and keep the checkpoint just saved if the weights in it are the best so far."""
+        nonlocal result, best
+        result = evaluate(net, data.val, runtime)
+        if ema_net is not None:
+            result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, runtime).items() if k != "images"}
+        run_log.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
+        run_log.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
+        top1 = result.get("ema_top1", result["top1"])
+        if top1 > best["top1"]:
+            best = {"top1": top1, "step": step}
+            if saved is not None:
+                checkpoints.mark_best(saved)
+        log.info("step %d  val top-1 %.2f %%  loss %.4f", step, result["top1"], result["loss"])
 
     def samples_of_step(number: int) -> str:
         epoch, index = divmod(number - 1, steps_per_epoch)
@@ -211,13 +244,17 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     # ------------------------------------------------------------------ loop
     stop = StopRequest()
     cleanup.callback(stop.release)
-    timer = StepTimer(runtime, cfg.trainer.warmup_steps)
+    profiled = PROFILED_STEPS if cfg.trainer.profile else 0
+    timer = StepTimer(runtime, cfg.trainer.warmup_steps + profiled)
     history = History(runtime)
     images_per_step = cfg.data.batch_size * accum
     flops_per_step = facts.train_flops_per_image * images_per_step
     profiler = start_profiler(run_dir, cfg.trainer.warmup_steps) if cfg.trainer.profile else None
-    train_loss, result, stopping = None, {}, False
+    saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps
+    stopping = False
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if eval_pending:  # the run was ended between this step's checkpoint and its evaluation
+        evaluate_now(path)
     net.train()
     timer.start()
     while step < total_steps and not stopping:
@@ -257,9 +294,10 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
             done = step == total_steps
             stopping = bool(stop) and not done
             epoch_done = index == steps_per_epoch - 1
-            eval_due = not stopping and due(cfg.trainer.eval_every, epoch + 1, epoch_done, done)
+            eval_due = due(cfg.trainer.eval_every, epoch + 1, epoch_done, done)
             save_due = (
                 stopping
+                or (eval_due and saves)
                 or due(cfg.checkpoints.every_epochs, epoch + 1, epoch_done, done)
                 or due(cfg.checkpoints.every_steps, step)
             )
@@ -270,24 +308,13 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
             run_log.steps(records)
             newest = next(iter(checkpoints.paths()), None)
             kept = f"The last good checkpoint is {newest}." if newest else "There is no checkpoint yet."
-            check_finite(records, samples_of_step, kept)
+            check_finite(records, samples_of_step, kept, gradients=not scaler.is_enabled())
             train_loss = sum(r.loss for r in records) / len(records)
             log_window(run_log, runtime, epoch, records, window, images_per_step, flops_per_step)
-            is_best = False
-            if eval_due:
-                result = evaluate(net, data.val, runtime)
-                if ema_net is not None:
-                    result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, runtime).items() if k != "images"}
-                run_log.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
-                run_log.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
-                top1 = result.get("ema_top1", result["top1"])
-                is_best = top1 > best["top1"]
-                best = {"top1": top1, "step": step} if is_best else best
-                log.info(
-                    "epoch %d  step %d  val top-1 %.2f %%  loss %.4f", epoch + 1, step, result["top1"], result["loss"]
-                )
-            if save_due:
-                save(is_best)
+            # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
+            saved = save() if save_due else None
+            if eval_due and not stopping:
+                evaluate_now(saved)
             if done or stopping:
                 break
             timer.start()
@@ -368,9 +395,9 @@ def due(every: int | None, count: int, complete: bool = True, at_the_end: bool =
 
 
 def start_profiler(run_dir: Path, warmup_steps: int):
-    """Traces five steps after the warm-up into the run's folder, for TensorBoard and Perfetto."""
+    """Traces five steps after the warm-up, which are not timed, into the run's folder, for TensorBoard and Perfetto."""
     profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=warmup_steps, warmup=2, active=5, repeat=1),
+        schedule=torch.profiler.schedule(wait=warmup_steps, warmup=2, active=PROFILED_STEPS - 3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_dir / "profile")),
     )
     profiler.start()
@@ -384,15 +411,12 @@ def start_profiler(run_dir: Path, warmup_steps: int):
 def main(cfg: DictConfig) -> float | None:
     if sweep.is_sweep_job():
         return sweep.run_job(cfg)
-    run_dir = Path(HydraConfig.get().runtime.output_dir)
     try:
-        run(cfg, run_dir)
+        run(cfg, Path(HydraConfig.get().runtime.output_dir))
     except (UsageError, NonFiniteLossError, BadImagesError) as error:
-        run_folder.note_failure(run_dir, str(error))
         log.error("error: %s", error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except Exception as error:
-        run_folder.note_failure(run_dir, f"{type(error).__name__}: {error}")
+    except Exception:
         log.exception("the run ended with an error of the program")
         sys.exit(1)
 

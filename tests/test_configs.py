@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import timm
+import torch
 from hydra.utils import get_method
 
 from vitkernels import attention, runtime
-from vitkernels.models import PRESETS, input_spec
+from vitkernels.models import PRESETS, create_model, input_spec, inspect_model
 from vitkernels.runtime.cuda import CudaRuntime
 from vitkernels.runtime.xla import XlaRuntime
 from vitkernels.training.settings import check_settings
@@ -31,7 +32,12 @@ def test_each_option_composes(path, settings):
     assert cfg.runtime.name in runtime.names()
     assert callable(get_method(cfg.data._target_))
     assert cfg.model.name in PRESETS or timm.is_model(cfg.model.name)
-    assert input_spec(cfg.model.name)[0] > 0
+    size, chans = input_spec(cfg.model.name)
+    facts = inspect_model(
+        lambda backend: create_model(cfg.model.name, backend, num_classes=10),
+        image_size=size, in_chans=chans, batch_size=1, dtype=torch.float32, device_type="cpu",
+    )  # fmt: skip
+    assert facts.parameters > 1e4 and facts.attention
 
 
 def test_each_backend_has_its_file_and_each_file_its_backend():

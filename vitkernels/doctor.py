@@ -2,9 +2,6 @@
 
 import platform
 
-from rich.console import Console
-from rich.table import Table
-
 from vitkernels import attention
 from vitkernels.environment import git_commit, versions
 from vitkernels.runtime import cuda, xla
@@ -34,24 +31,15 @@ def devices() -> list[str]:
     return found
 
 
-def _verdicts(title: str, verdicts: dict[str, str | None]) -> Table:
-    table = Table(title, "", "")
-    for name, reason in verdicts.items():
-        table.add_row(name, "[green]runs[/]" if reason is None else "[red]cannot[/]", reason or "")
-    return table
-
-
 def main() -> None:
-    console = Console()
-    table = Table("package", "version")
-    for name, version in versions().items():
-        table.add_row(name, version or "[dim]not installed[/]")
-    table.add_row("git commit", git_commit() or "[dim]not in a checkout[/]")
-    console.print(table)
-    for device in devices():
-        console.print(device)
-    console.print(_verdicts("runtime=", runtimes()))
-    console.print(_verdicts("attn=", backends()))
+    for name, version in {**versions(), "git commit": git_commit()}.items():
+        print(f"{name:14}{version or '-'}")
+    print()
+    print(*devices(), sep="\n")
+    for setting, verdicts in (("runtime", runtimes()), ("attn", backends())):
+        print()
+        for name, reason in verdicts.items():
+            print(f"{setting}={name:14}{'runs' if reason is None else 'cannot run: ' + reason}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ The interpreter fills what a block reaches past an array's end with NaN, so a ro
 fails here.
 """
 
-
 import pytest
 import torch
 

@@ -20,7 +20,9 @@ STATE = {"model": {"w": torch.arange(1000.0)}, "best": {"top1": 1.0}}
 def test_round_trip_keeps_the_newest_and_the_best(tmp_path):
     store = ckpt.Checkpoints(tmp_path, keep=2)
     for step in range(1, 6):
-        store.save({**STATE, "mark": step}, step, is_best=step == 2)
+        path = store.save({**STATE, "mark": step}, step)
+        if step == 2:
+            store.mark_best(path)
     assert [p.name for p in store.paths()] == ["step_00000005.pt", "step_00000004.pt"]
     path, state = store.newest_whole()
     assert state["mark"] == 5 and state["step"] == 5 and path == store.paths()[0]
@@ -86,6 +88,28 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
 
 
+def test_a_disk_that_fills_while_torch_writes(tmp_path):
+    """The kernel refuses to let the file grow, as on a full disk; torch reports it as an error of its own."""
+    resource = pytest.importorskip("resource")
+    store = ckpt.Checkpoints(tmp_path)
+    store.save({**STATE, "mark": 1}, 1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"could not be written|too large"):
+            store.save({"w": torch.zeros(10**6)}, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000001.pt"]
+
+
+def test_a_new_checkpoint_stays_beside_broken_ones_of_later_steps(tmp_path):
+    store = ckpt.Checkpoints(tmp_path, keep=1)
+    (tmp_path / "step_00000009.pt").write_bytes(b"torn")
+    store.save({**STATE, "mark": 3}, 3)
+    assert store.newest_whole()[1]["mark"] == 3
+
+
 WRITER = """
 import sys, torch
 from vitkernels.training.checkpoint import Checkpoints
@@ -93,7 +117,9 @@ store = Checkpoints(sys.argv[1])
 first = store.newest_whole()[1]["step"] + 1 if store.paths() else 1
 print("ready", flush=True)
 for step in range(first, 10**6):
-    store.save({"w": torch.full((300_000,), float(step))}, step, is_best=step % 3 == 0)
+    path = store.save({"w": torch.full((300_000,), float(step))}, step)
+    if step % 3 == 0:
+        store.mark_best(path)
 """
 
 

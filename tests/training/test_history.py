@@ -17,6 +17,15 @@ def test_the_first_bad_step_is_named_with_its_circumstances():
     assert [r.step for r in records] == [1, 2, 3, 4] and history.read() == []
     with pytest.raises(NonFiniteLossError) as error:
         check_finite(records, lambda step: f"samples of {step}", "The last good checkpoint is X.")
-    for part in ("loss is nan at step 3", "lr 3.000e-03", "gradient norm 30", "samples of 3", "checkpoint is X"):
+    for part in ("loss is nan, gradient norm 30 at step 3", "lr 3.000e-03", "samples of 3", "checkpoint is X"):
         assert part in str(error.value)
     check_finite(records[:2], str, "")
+
+
+def test_a_gradient_that_is_not_finite_counts_unless_losses_are_scaled():
+    history = History(runtime.create("cpu"))
+    history.add(1, torch.tensor(1.0), torch.tensor(math.inf), lr=1e-3)
+    records = history.read()
+    with pytest.raises(NonFiniteLossError, match="loss is 1, gradient norm inf at step 1"):
+        check_finite(records, str, "")
+    check_finite(records, str, "", gradients=False)

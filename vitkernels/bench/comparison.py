@@ -1,12 +1,11 @@
 """The verdict on a sweep: one row per variant, as a table, JSON, Markdown and a bar chart."""
 
-import json
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from vitkernels.training.run_folder import read_json
+from vitkernels.training.run_folder import read_json, write_json
 
 # (heading, function of a row): what the tables show, in order.
 _COLUMNS = (
@@ -21,14 +20,17 @@ _COLUMNS = (
 )
 
 
-def compare(folder: Path) -> list[dict]:
+def compare(folder: Path, since: float = 0.0) -> list[dict]:
     """One row per job in a sweep's folder, in the order they were launched.
+
+    since: seconds of the epoch; jobs that ended earlier, and so belong to another sweep in the folder, are left out.
 
     Keys: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n}, images_per_s, mfu
     (0 to 1), input_wait_ms, peak_memory_bytes, train_loss, val_top1, ratio (median step time of the first variant
     over this one's: above 1 is faster), folder. What is not known is None.
     """
-    jobs = [(job, path.parent) for path in folder.rglob("job.json") if (job := read_json(path)) is not None]
+    files = [path for path in folder.rglob("job.json") if path.stat().st_mtime >= since]
+    jobs = [(job, path.parent) for path in files if (job := read_json(path)) is not None]
     jobs.sort(key=lambda pair: (pair[0]["num"], pair[0]["variant"]))
     rows = [_row(job, path, folder) for job, path in jobs]
     first = next((_median(row) for row in rows), None)
@@ -72,7 +74,7 @@ def _step(row: dict) -> str:
 
 def write(rows: list[dict], folder: Path) -> None:
     """comparison.json, comparison.md and comparison.png in the sweep's folder."""
-    (folder / "comparison.json").write_text(json.dumps(rows, indent=2) + "\n")
+    write_json(folder / "comparison.json", rows)
     (folder / "comparison.md").write_text(markdown(rows))
     plot(rows, folder / "comparison.png")
 

@@ -48,7 +48,7 @@ def bare_loop(
     model: on the runtime's device, compiled or not. A step lasts from the end of the one before it to its own end.
     """
     torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, **runtime.optimizer_kwargs())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, **runtime.optimizer_kwargs("adamw"))
     images = torch.randn(batch_size, in_chans, image_size, image_size, device=runtime.device)
     targets = torch.randint(0, num_classes, (batch_size,), device=runtime.device)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)?:[ >]*\{(.*?)\}\s*$", re.MULTILINE | re.DOTALL)
 _TEXT = re.compile(r"(?:%(\w+) = )?([a-z][\w.<> ]*?)(?: +(.*))?$", re.DOTALL)
 _REGISTER = re.compile(r"%([sp])\d+_[sp](\d+)")
+_VALUE = re.compile(r"%([sp]\d+_[sp]\d+)")
 _COMMA = re.compile(r",\s*(?![^\[]*\])")
 
 
@@ -79,6 +80,8 @@ def _function(opcode: str) -> Callable | None:
     name, *suffixes = opcode.split(".")
     if name in ("smov", "int_to_ptr"):
         return lambda a: a
+    if opcode == "sdivrem.u32":
+        return lambda a, b: [_signed(part) for part in divmod(a & 0xFFFFFFFF, b & 0xFFFFFFFF)]
     if name == "scalar_select":
         return lambda condition, yes, no: yes if condition else no
     if name == "scmp" and suffixes[0] in _COMPARISONS:
@@ -116,8 +119,9 @@ class Instruction:
         """Why it cannot be run; None when it can."""
         if self.unread or "unknown" in self.opcode:
             return f"{self.opcode} ({', '.join(self.unread) or 'of a pointer to an unknown space'})"
-        computes = self.target is not None and self.opcode != "sld"
-        return self.opcode if computes and self.function is None else None
+        computes = self.target is not None or self.opcode.startswith("sdivrem")
+        runs_without = self.opcode in ("sld", "spop.drf")
+        return self.opcode if computes and self.function is None and not runs_without else None
 
 
 class Decoder:
@@ -139,51 +143,61 @@ class Decoder:
         if not found:
             return None
         name, opcode, rest = found[1], found[2].split(" ")[0], found[3] or ""
-        if opcode.startswith("inlined_call_operand"):
+        if opcode.startswith("inlined_call_operand") and "<" not in opcode:  # an array: its address
             index = re.search(r"index: (\d+)", rest)
             return self._define(name, "smov", [[self._constant((int(index[1]) + 1 if index else 0) << 20)]])
         vector = opcode.startswith("v") and opcode != "vdelay"
         if vector or opcode in ("shalt.err", "compiler", "sfence", "setrngseed", "inlined_call"):
             return None
-        sources = tuple(re.findall(r"%([sp]\d+_[sp]\d+)", rest))
+        sources = tuple(_VALUE.findall(rest))
         if opcode == "sphi":  # the values share a register
             return Instruction(opcode, name, None, None, [], sources=sources)
+        if opcode.startswith("spop."):
+            instruction = self._define(name, opcode, [])
+            instruction.sources = (rest.strip(" %"),)
+            return instruction
         smem = None
         if opcode in ("sld", "sst"):
             address, rest = re.match(r"\[smem:\[(.*?)\]\](?!\])\s*,?\s*(.*)$", rest, re.DOTALL).groups()
             smem = self._operand(f"[{address}]") if "#" in address or "+" in address else self._operand(address)
         rest = re.sub(r"^\[[a-z]+:\$?\w+\]\s*", "", rest)
         instruction = self._predicated(name, opcode, rest, smem)
-        instruction.sources = sources
+        if not opcode.startswith("dma."):
+            instruction.sources = sources
         if opcode.startswith("int_to_ptr") and instruction.operands == [[instruction.target]]:
             instruction.target = None
         return instruction
 
     def _predicated(self, name, opcode, rest, smem) -> Instruction:
-        predicate, wanted = None, True
+        predicate, wanted, condition = None, True, ""
         if chosen := re.match(r"\((!?)(%p\d+_p\d+), (.*?)\),\s*(.*)$", rest, re.DOTALL):  # move over another value
             slots = [self._operand(part) for part in (chosen[2], chosen[4], chosen[3])]
             if chosen[1]:
                 slots[1], slots[2] = slots[2], slots[1]
             return self._define(name, "scalar_select", slots)
         if found := re.match(r"\((!?)(%p\d+_p\d+)\),?\s*(.*)$", rest, re.DOTALL):
-            predicate, wanted, rest = self._operand(found[2])[0], not found[1], found[3]
+            predicate, wanted, condition, rest = self._operand(found[2])[0], not found[1], found[2], found[3]
         if opcode == "sbr.rel":
             jump = int(re.search(r"target bundleno = (\d+)", rest)[1])
             return Instruction(opcode, name, None, None, [], predicate, wanted, jump=jump)
-        if opcode.startswith("dma.") and opcode != "dma.done.wait":
-            parts = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,\n]+)", rest))
-            operands = [self._operand(parts.get(key, "?")) for key in ("size_in_granules", "dst_syncflagno")]
-            unread = tuple(key for key, slot in zip(("size", "flag"), operands, strict=True) if slot is None)
-            instruction = Instruction(self._copy(opcode, parts), name, None, None, operands, predicate, wanted)
-            instruction.unread = unread
-            return instruction
+        if opcode.startswith("dma."):
+            return self._dma(name, opcode, rest, predicate, wanted, condition)
         operands = [self._operand(part) for part in _COMMA.split(rest)] if rest else []
-        if opcode == "dma.done.wait":
-            operands = operands[:1]
         if smem is not None or opcode in ("sld", "sst"):
             operands = [smem, *operands[: opcode == "sst"]]
         return self._define(name, opcode, operands, predicate, wanted)
+
+    def _dma(self, name, opcode, rest, predicate, wanted, condition) -> Instruction:
+        """A wait, of its flag; or a copy, of its size and flag. Their other operands take no time."""
+        parts = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,\n]+)", rest))
+        if opcode == "dma.done.wait":
+            texts = [_COMMA.split(rest)[0]]
+        else:
+            texts = [parts.get(key, "?") for key in ("size_in_granules", "dst_syncflagno")]
+            opcode = self._copy(opcode, parts)
+        instruction = self._define(name, opcode, [self._operand(text) for text in texts], predicate, wanted)
+        instruction.sources = tuple(_VALUE.findall(" ".join([*texts, condition])))
+        return instruction
 
     def _copy(self, opcode: str, parts: dict[str, str]) -> str:
         """`dma.<from>_to_<to>`; a general copy names only pointers."""
@@ -221,22 +235,29 @@ class Decoder:
         return self._constants[value]
 
 
-def relevant(program: list[list[Instruction]]) -> list[list[Instruction]]:
-    """Only what branches, copies and waits depend on."""
+def relevant(program: list[list[Instruction]]) -> tuple[list[list[Instruction]], set[str]]:
+    """Only what branches, copies and waits depend on, and what among it cannot be run."""
     writers: dict[str, list[Instruction]] = {}
     stores = [i for bundle in program for i in bundle if i.opcode == "sst"]
+    results = [i for bundle in program for i in bundle if i.opcode == "spop.drf"]
     for bundle in program:
         for instruction in bundle:
             writers.setdefault(instruction.name, []).append(instruction)
     pending = [i for bundle in program for i in bundle if i.is_effect]
-    kept = set()
+    kept, unknown = set(), set()
     while pending:
         instruction = pending.pop()
         if id(instruction) in kept:
             continue
         kept.add(id(instruction))
+        if doubt := instruction.doubt():
+            unknown.add(doubt)
         for name in instruction.sources:
+            if name not in writers:
+                unknown.add(f"a value that no scalar instruction defines, for {instruction.opcode}")
             pending += writers.get(name, [])
         if instruction.opcode == "sld":
             pending += stores
-    return [[i for i in bundle if id(i) in kept and i.opcode != "sphi"] for bundle in program]
+        if instruction.opcode.startswith("sdivrem"):  # each of its results leaves the queue, used or not
+            pending += [i for i in results if instruction.name in i.sources]
+    return [[i for i in bundle if id(i) in kept and i.opcode != "sphi"] for bundle in program], unknown

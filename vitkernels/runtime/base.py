@@ -66,8 +66,8 @@ class Runtime:
     def compile(self, model: nn.Module) -> nn.Module:
         return torch.compile(model)
 
-    def optimizer_kwargs(self) -> dict:
-        """Arguments for the optimizer's constructor that pay on this device."""
+    def optimizer_kwargs(self, name: str) -> dict:
+        """Arguments for the constructor of timm's optimizer `name` that pay on this device."""
         return {}
 
     def grad_scaler(self) -> torch.amp.GradScaler:

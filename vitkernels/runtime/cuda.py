@@ -28,8 +28,8 @@ class CudaRuntime(Runtime):
     def device_name(self) -> str:
         return torch.cuda.get_device_name(self.device)
 
-    def optimizer_kwargs(self) -> dict:
-        return {"fused": True}
+    def optimizer_kwargs(self, name: str) -> dict:
+        return {"fused": True} if name in ("adam", "adamw", "sgd", "momentum") else {}  # torch's own have fused kernels
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Copy one batch ahead on a side stream, from pinned memory and without blocking the host."""
@@ -77,7 +77,7 @@ class CudaRuntime(Runtime):
 def unavailable() -> str | None:
     """Why CUDA cannot be used here and what would mend it; None when it can."""
     if torch.version.cuda is None:
-        return f"this PyTorch ({torch.__version__}) is built without CUDA. Install a CUDA build of torch."
+        return f"this PyTorch ({torch.__version__}) has no CUDA: pip install --force-reinstall torch (on Linux)."
     if not torch.cuda.is_available():
         return "PyTorch sees no NVIDIA GPU. Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use runtime=cpu."
     return None

@@ -4,12 +4,13 @@ import logging
 import os
 import random
 import re
+import shutil
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as serialize
 
 from vitkernels.errors import UsageError
 
@@ -32,24 +33,29 @@ class Checkpoints:
         self.folder = Path(folder)
         self.keep = keep
 
-    def save(self, state: dict, step: int, is_best: bool = False) -> Path:
+    def save(self, state: dict, step: int) -> Path:
         """Write the state of `step`; a process killed at any moment leaves the earlier checkpoints whole.
 
-        The newest `keep` stay, and the best one under its own name. A disk that is full raises OSError and leaves
-        what was there.
+        The newest `keep` up to this step stay. A disk that is full raises OSError and leaves what was there.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._remove_leftovers()
         path = self.folder / f"step_{step:08d}.pt"
         write_atomically(path, lambda file: torch.save({"format": FORMAT, "step": step, **state}, file))
-        if is_best:
-            link = self.folder / "best.pt.tmp"
-            link.unlink(missing_ok=True)
-            os.link(path, link)  # the same bytes under a second name, and renamed in one piece
-            os.replace(link, self.folder / "best.pt")
-        for old in self.paths()[self.keep :]:
+        paths = self.paths()
+        for old in paths[paths.index(path) :][self.keep :]:
             old.unlink()
         return path
+
+    def mark_best(self, path: Path) -> None:
+        """Keep a checkpoint as best.pt, however many follow."""
+        link = self.folder / "best.pt.tmp"
+        link.unlink(missing_ok=True)
+        try:
+            os.link(path, link)  # the same bytes under a second name, and renamed in one piece
+        except OSError:  # another file system, or one without links
+            shutil.copyfile(path, link)
+        os.replace(link, self.folder / "best.pt")
 
     def paths(self) -> list[Path]:
         """The run's checkpoints, newest first."""
@@ -102,8 +108,10 @@ def write_atomically(path: Path, write) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError):  # torch's writer reports a full disk as an internal error of its own
+            raise OSError(f"{path} could not be written: {str(error).splitlines()[0]}") from error
         raise
     os.replace(temporary, path)
     folder = os.open(path.parent, os.O_RDONLY)
@@ -115,9 +123,8 @@ def write_atomically(path: Path, write) -> None:
 
 def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:
     """Weights under timm's names as safetensors, replaced in one piece."""
-    temporary = path.with_name(path.name + ".tmp")
-    save_file({name: t.detach().cpu().contiguous() for name, t in state_dict.items()}, temporary)
-    os.replace(temporary, path)
+    content = serialize({name: t.detach().cpu().contiguous() for name, t in state_dict.items()})
+    write_atomically(path, lambda file: file.write(content))
 
 
 def to_cpu(state):

@@ -1,4 +1,4 @@
-"""Per-step figures that stay on the device until a log boundary, and the watch for losses that are not finite."""
+"""Per-step figures that stay on the device until a log boundary, and the watch for values that are not finite."""
 
 import math
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from vitkernels.runtime import Runtime
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss became NaN or infinite."""
+    """The loss or the gradient became NaN or infinite."""
 
 
 @dataclass
@@ -48,12 +48,17 @@ class History:
         return records
 
 
-def check_finite(records: list[StepRecord], samples_of_step: Callable[[int], str], last_good: str) -> None:
-    """Raise NonFiniteLossError at the first record whose loss is not finite, with all that helps to find the cause."""
+def check_finite(
+    records: list[StepRecord], samples_of_step: Callable[[int], str], last_good: str, gradients: bool = True
+) -> None:
+    """Raise NonFiniteLossError at the first record that is not finite, with all that helps to find the cause.
+
+    gradients: whether gradient norms must be finite too. Not under loss scaling, which tries scales until they are.
+    """
     for record in records:
-        if not math.isfinite(record.loss):
+        if not math.isfinite(record.loss) or (gradients and not math.isfinite(record.grad_norm)):
             raise NonFiniteLossError(
-                f"loss is {record.loss} at step {record.step}: lr {record.lr:.3e}, "
-                f"gradient norm {record.grad_norm:.4g}, samples {samples_of_step(record.step)}. {last_good} "
+                f"loss is {record.loss:.6g}, gradient norm {record.grad_norm:.4g} at step {record.step}: "
+                f"lr {record.lr:.3e}, samples {samples_of_step(record.step)}. {last_good} "
                 "Lower optim.lr, lengthen schedule.warmup_epochs, or set trainer.clip_grad."
             )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -13,6 +14,12 @@ log = logging.getLogger(__name__)
 
 # Settings that steer how a run is carried out and not what it computes.
 _NOT_IDENTITY = ("resume", "sweep", "checkpoints")
+_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
+# Settings that may change between one part of a run and the next.
+_MAY_CHANGE = (
+    "trainer.max_epochs", "trainer.max_steps", "trainer.log_every", "trainer.eval_every", "trainer.warmup_steps",
+    "trainer.profile", "data.num_workers", "data.root", "runtime", "compile",
+)  # fmt: skip
 
 
 def read_json(path: Path) -> dict | None:
@@ -44,38 +51,64 @@ def is_done(folder: Path) -> bool:
     return (read_json(folder / "summary.json") or {}).get("status") == "done"
 
 
+def find_done(folder: Path, cfg: DictConfig) -> Path | None:
+    """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it."""
+    newest = [folder] if _is_taken(folder) else _same_runs_beside(folder, cfg)
+    return newest[0] if newest and is_done(newest[0]) and is_same_run(newest[0], cfg) else None
+
+
 def claim(folder: Path, cfg: DictConfig) -> None:
-    """Note in the folder which run it is; refuse one that holds an earlier run, unless that is to be resumed."""
-    taken = any((folder / name).exists() for name in ("summary.json", "metrics.jsonl", "checkpoints"))
-    if taken and cfg.resume is None:
-        raise UsageError(
-            f"{folder} already holds a run, which would be overwritten. resume=auto goes on with it; "
-            "hydra.run.dir=FOLDER puts this run elsewhere"
-        )
+    """Note in the folder which run it is. Raise UsageError when it holds a run that this one would overwrite."""
+    if _is_taken(folder):
+        elsewhere = "hydra.run.dir=FOLDER puts this run elsewhere"
+        if cfg.resume is None:
+            raise UsageError(
+                f"{folder} already holds a run, which would be overwritten. resume=auto goes on with it; {elsewhere}"
+            )
+        changed = _differences(read_json(folder / "config.json") or {}, identity(cfg))
+        if changed:
+            raise UsageError(f"{folder} holds a run with other settings: {'; '.join(changed)}. {elsewhere}")
+    elif (folder / "summary.json").exists():
+        (folder / "summary.json").unlink()  # of an attempt that failed before it had anything to keep
     write_json(folder / "config.json", identity(cfg))
+
+
+def _is_taken(folder: Path) -> bool:
+    """Whether there is anything of a run in the folder that must not be lost."""
+    log_file = folder / "metrics.jsonl"
+    logged = log_file.exists() and log_file.stat().st_size > 0
+    return logged or is_done(folder) or any((folder / "checkpoints").glob("*.pt"))
+
+
+def _differences(before: dict, now: dict, prefix: str = "") -> list[str]:
+    """The settings that differ and matter, as sentences. A run may be made longer, or log and load otherwise."""
+    found = []
+    for key in sorted({*before, *now}):
+        a, b, name = before.get(key), now.get(key), f"{prefix}{key}"
+        if a == b or name in _MAY_CHANGE:
+            continue
+        if isinstance(a, dict) and isinstance(b, dict):
+            found += _differences(a, b, f"{name}.")
+        else:
+            found.append(f"{name} is {a!r} there and {b!r} here")
+    return found
 
 
 def find_checkpoint(folder: Path, cfg: DictConfig, checkpoints: ckpt.Checkpoints) -> tuple[Path, dict] | None:
     """The checkpoint that `resume` asks for, with its content; None to start from nothing.
 
-    resume=auto looks in this run's folder, then in unfinished runs of the same configuration beside it, and takes the
-    newest whole checkpoint; broken ones are passed over with a line in the log. resume=PATH takes that file, or the
-    newest whole checkpoint of that run folder, and nothing else.
+    resume=auto looks in this run's folder, then (where folders are named by time) in runs of the same configuration
+    beside it, and takes the newest whole checkpoint; broken ones are passed over with a line in the log.
+    resume=PATH takes that file, or the newest whole checkpoint of that run folder, and nothing else.
     """
     if cfg.resume is None:
         return None
     if cfg.resume != "auto":
-        path = Path(cfg.resume)
-        if not path.is_dir():
-            return path, ckpt.load(path)
-        found = ckpt.Checkpoints(path if path.name == "checkpoints" else path / "checkpoints").newest_whole()
-        if found is None:
-            raise UsageError(f"resume={path}: no whole checkpoint in that folder")
-        return found
+        return _asked_for(Path(cfg.resume), checkpoints)
     found = checkpoints.newest_whole()
     if found is not None:
         return found
-    for run in _unfinished_beside(folder, cfg):
+    for run in _same_runs_beside(folder, cfg):
         found = ckpt.Checkpoints(run / "checkpoints").newest_whole()
         if found is not None:
             return found
@@ -83,11 +116,32 @@ def find_checkpoint(folder: Path, cfg: DictConfig, checkpoints: ckpt.Checkpoints
     return None
 
 
-def _unfinished_beside(folder: Path, cfg: DictConfig) -> list[Path]:
-    """Unfinished runs of the same configuration in the folder's parent, newest first."""
+def _asked_for(path: Path, own: ckpt.Checkpoints) -> tuple[Path, dict]:
+    if path.is_dir():
+        found = ckpt.Checkpoints(path if path.name == "checkpoints" else path / "checkpoints").newest_whole()
+        if found is None:
+            raise UsageError(f"resume={path}: no whole checkpoint in that folder")
+        return found
+    state = ckpt.load(path)
+    newest = own.newest_whole()
+    if newest is not None and newest[1]["step"] > state["step"]:
+        raise UsageError(
+            f"{own.folder} has checkpoints newer than {path}, which going back would overwrite; "
+            "hydra.run.dir=FOLDER branches off into another folder"
+        )
+    return path, state
+
+
+def _same_runs_beside(folder: Path, cfg: DictConfig) -> list[Path]:
+    """Runs of the same configuration in the folder's parent that have checkpoints, newest first.
+
+    Only among folders named by their time, as runs get them by default: a folder that was named by hand is meant.
+    """
+    if not _BY_TIME.fullmatch(folder.name):
+        return []
     runs = [p.parent for p in folder.parent.glob("*/checkpoints") if p.parent != folder]
-    runs = [run for run in runs if not is_done(run) and is_same_run(run, cfg)]
-    return sorted(runs, key=lambda run: (run / "checkpoints").stat().st_mtime, reverse=True)
+    runs = [run for run in runs if _BY_TIME.fullmatch(run.name) and is_same_run(run, cfg)]
+    return sorted(runs, key=lambda run: (run / "checkpoints").stat().st_mtime_ns, reverse=True)
 
 
 def refuse_other_run(path: Path, state: dict, expected: dict) -> None:

@@ -12,21 +12,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
+from vitkernels.training.checkpoint import write_atomically
 from vitkernels.training.history import StepRecord
 
 log = logging.getLogger("vitkernels")
 
 
 class RunLog:
-    """The log of one run folder. After a resume at `first_step`, what was logged past it is taken back first.
+    """The log of one run folder. After a resume at `first_step`, what was logged past it is taken back first, and
+    with `evaluates_first` that step's evaluation too, for it will be made again.
 
     metrics.jsonl has a line per step and per evaluation, in full precision; TensorBoard has a point per window.
     On a terminal a progress bar shows the last window; elsewhere each window is a plain line.
     """
 
-    def __init__(self, folder: Path, total_steps: int, first_step: int):
+    def __init__(self, folder: Path, total_steps: int, first_step: int, evaluates_first: bool = False):
         self.path = folder / "metrics.jsonl"
-        _drop_lines_after(self.path, first_step)
+        _drop_lines_after(self.path, first_step, evaluates_first)
         self._file = open(self.path, "a")  # noqa: SIM115 (closed by `close`)
         self._board = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
         self._total = total_steps
@@ -78,20 +80,20 @@ class RunLog:
         self._board.close()
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Keep the whole lines up to `step`; a torn last line goes too."""
+def _drop_lines_after(path: Path, step: int, drop_evaluation: bool) -> None:
+    """Keep the whole lines up to `step`; a torn last line goes too, and on demand that step's evaluation."""
     if not path.exists():
         return
     kept = []
     for line in path.read_text().splitlines():
         try:
-            if json.loads(line)["step"] <= step:
+            content = json.loads(line)
+            evaluated_here = drop_evaluation and content["step"] == step and "loss" not in content
+            if content["step"] <= step and not evaluated_here:
                 kept.append(line + "\n")
         except (json.JSONDecodeError, KeyError):
             continue
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text("".join(kept))
-    os.replace(temporary, path)
+    write_atomically(path, lambda file: file.write("".join(kept).encode()))
 
 
 def _progress_bar(total: int, completed: int) -> Progress | None:

@@ -54,5 +54,11 @@ def check_settings(cfg: DictConfig) -> None:
             what = "a whole number" if kind is int else "a number"
             span = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
             raise UsageError(f"{name} must be {what} {span}{', or null' if nullable else ''}; got {value!r}")
+    for name in ("resume", "checkpoint"):
+        value = OmegaConf.select(cfg, name)
+        if not (value is None or isinstance(value, str)):
+            raise UsageError(f"{name} must be a path{', auto' if name == 'resume' else ''} or null; got {value!r}")
+    if cfg.trainer.max_epochs == 0 and cfg.trainer.max_steps is None:
+        raise UsageError("trainer.max_epochs=0 trains nothing; mode=eval checkpoint=PATH evaluates weights")
     if cfg.mode == "eval" and cfg.checkpoint is None:
         raise UsageError("mode=eval needs the weights to evaluate: checkpoint=PATH")

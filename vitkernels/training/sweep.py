@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +21,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from vitkernels.bench import comparison
+from vitkernels.environment import git_commit
 from vitkernels.training.run_folder import is_done, is_same_run, read_json, write_json
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
@@ -44,7 +46,8 @@ def name_sweep(argv: list[str]) -> list[str]:
     if swept and fixed:
         added.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
     if not any(word.split("=")[0] == "hydra.sweep.dir" for word in words):
-        digest = hashlib.sha256("\0".join(sorted(words)).encode()).hexdigest()[:8]
+        deciding = sorted(word for word in words if not word.startswith(("sweep.", "resume=")))
+        digest = hashlib.sha256("\0".join(deciding).encode()).hexdigest()[:8]
         name = "-".join([*(key.replace("/", ".") for key in swept), digest])
         added.append(f"hydra.sweep.dir=runs/sweeps/{name}")
     return [*argv, *added]
@@ -65,23 +68,32 @@ def run_job(config: DictConfig) -> float | None:
     variant = hydra.job.override_dirname or "default"
     job = {"num": hydra.job.num, "variant": variant, "overrides": list(hydra.overrides.task)}
     if is_done(folder) and is_same_run(folder, config) and not config.sweep.rerun:
-        log.info("%s: done before, skipped (sweep.rerun=true runs it again)", variant)
+        log.info("%s: done before, skipped (%s; sweep.rerun=true runs it again)", variant, _measured_with(folder))
         write_json(folder / "job.json", {**job, "status": "done"})
         return _objective(folder, config)
-    if config.sweep.rerun or not is_same_run(folder, config):
+    if config.sweep.rerun:
         _clear(folder)
-    code, last_words = _run_in_own_process(folder, config, list(hydra.overrides.task))
-    if code == EXIT_INTERRUPTED or code in (-signal.SIGINT, 130):
+    elif not is_done(folder):
+        (folder / "summary.json").unlink(missing_ok=True)  # an earlier failure's reason is not this one's
+    code, last_words, stopped = _run_in_own_process(folder, config, list(hydra.overrides.task))
+    if code == EXIT_INTERRUPTED or (stopped and code != 0):
         write_json(folder / "job.json", {**job, "status": "failed", "reason": "interrupted"})
-        log.error("interrupted; the same command continues the sweep")
-        sys.exit(EXIT_INTERRUPTED)
-    if code != 0:
+    elif code != 0:
         reason = _reason(folder, code, last_words)
         write_json(folder / "job.json", {**job, "status": "failed", "reason": reason})
         log.error("%s failed: %s", variant, reason)
-        return None
-    write_json(folder / "job.json", {**job, "status": "done"})
-    return _objective(folder, config)
+    else:
+        write_json(folder / "job.json", {**job, "status": "done"})
+    if stopped or code == EXIT_INTERRUPTED:
+        log.error("interrupted; the same command continues the sweep")
+        sys.exit(EXIT_INTERRUPTED)
+    return _objective(folder, config) if code == 0 else None
+
+
+def _measured_with(folder: Path) -> str:
+    """With which code the figures in the folder were made, beside the code that is here now."""
+    then, now = (read_json(folder / "summary.json") or {}).get("git_commit"), git_commit()
+    return f"measured at commit {then}" + ("" if then == now else f", and this is {now}")
 
 
 def _objective(folder: Path, config: DictConfig) -> float | None:
@@ -98,28 +110,37 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _run_in_own_process(folder: Path, config: DictConfig, overrides: list[str]) -> tuple[int, str]:
-    """(exit code, last lines) of the job's own process; its output is shown as it comes and kept in output.log."""
+def _run_in_own_process(folder: Path, config: DictConfig, overrides: list[str]) -> tuple[int, str, bool]:
+    """(exit code, last lines, whether the sweep was asked to stop meanwhile) of the job's own process.
+
+    Its output is shown as it comes and kept in output.log.
+    """
     words = [word for word in overrides if not word.startswith("resume=")]
     words += [f"resume={config.resume or 'auto'}", f"hydra.run.dir={_quoted(folder)}"]
     command = [sys.executable, str(Path(sys.argv[0]).resolve()), *words]
+    stopped = False
+
+    def pass_on(number, frame):
+        nonlocal stopped
+        stopped = True
+        process.send_signal(number)
+
     with open(folder / "output.log", "wb") as output:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        previous = signal.signal(signal.SIGTERM, lambda number, frame: process.send_signal(number))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             for line in process.stdout:
                 output.write(line)
                 sys.stdout.buffer.write(line)
                 sys.stdout.flush()
             code = process.wait()
-        except KeyboardInterrupt:  # the terminal sent it to the job as well: let it write its checkpoint
-            code = process.wait()
         finally:
-            signal.signal(signal.SIGTERM, previous)
+            for number, handler in before.items():
+                signal.signal(number, handler)
     with open(folder / "output.log", "rb") as output:
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4096))
-        return code, output.read().decode(errors="replace")
+        return code, output.read().decode(errors="replace"), stopped
 
 
 def _quoted(path: Path) -> str:
@@ -140,9 +161,12 @@ def _reason(folder: Path, code: int, last_words: str) -> str:
 class VerdictTable(Callback):
     """Hydra callback: when all jobs of a sweep have ended, compare them. Exits with 1 if any of them failed."""
 
+    def on_multirun_start(self, config: DictConfig, **kwargs) -> None:
+        self.begin = time.time() - 1  # file systems round their times
+
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
         folder = Path(config.hydra.sweep.dir)
-        rows = comparison.compare(folder)
+        rows = comparison.compare(folder, since=self.begin)
         comparison.write(rows, folder)
         comparison.show(rows, folder)
         if any(row["status"] != "done" for row in rows):
