@@ -101,6 +101,8 @@ def test_a_copy_inside_the_chip_uses_no_hbm():
         (["%p1_p0 = scmp.lt.s32.totalorder 2, 1", "%s2_s2 = smov (%p1_p0, 5), 7"], 5),
         (["%p1_p0 = scmp.lt.s32.totalorder 1, 2", "%s2_s2 = smov (!%p1_p0, 5), 7"], 5),
         (["%p1_p0 = scmp.lt.u32.totalorder 4294967295, 1", "%s2_s2 = smov (%p1_p0, 5), 7"], 5),
+        (["%9 = sdivrem.u32 17, 3", "%s2_s2 = spop.drf %9"], 5),
+        (["%9 = sdivrem.u32 17, 3", "%s3_s3 = spop.drf %9", "%s2_s2 = spop.drf %9"], 2),
         (["%s3_s3 = smov 6", "%s2_s2 = sshll.u32 %s3_s3, 2"], 24),
         (["%s3_s3 = smov 9", "%9 = sst [smem:[#a + $0x1]] %s3_s3", "%s2_s2 = sld [smem:[#a + $0x1]]"], 9),
         # All of a bundle's instructions read before any writes.
@@ -112,7 +114,14 @@ def test_a_copy_inside_the_chip_uses_no_hbm():
             ],
             8 + 3 + 8,
         ),
-        (["%p1_p0 = pneg %p0_p1", "%s2_s2 = scalar_select /*predicate=*/%p1_p0, /*on_true=*/4, /*on_false=*/6"], 4),
+        (
+            [
+                "%p0_p1 = scmp.eq.s32.totalorder 1, 2",
+                "%p1_p0 = pneg %p0_p1",
+                "%s2_s2 = scalar_select /*predicate=*/%p1_p0, /*on_true=*/4, /*on_false=*/6",
+            ],
+            4,
+        ),
     ],
 )
 def test_scalar_instructions(setup, granules):
@@ -133,6 +142,20 @@ def test_what_cannot_be_interpreted_is_named_where_it_matters():
     schedule = simulate(straight(odd, copy("%s2_s2")))
     assert not schedule.trustworthy
     assert schedule.unknown == ("sfrobnicate.s32",)
+
+
+@pytest.mark.parametrize(
+    ("setup", "reason"),
+    [
+        ("%1 = vpush %v1_v1  ;;  %s2_s2 = vpop.sfrf %1", "no scalar instruction defines"),
+        ("%s2_s2 = sld [smem:[#allocation5]]", "does not write"),
+        ("%s2_s2 = inlined_call_operand.<no memory space> [shape: s32[], index: 1]", "inlined_call_operand"),
+    ],
+)
+def test_a_copy_s_size_that_only_the_run_would_tell_is_not_made_up(setup, reason):
+    schedule = simulate(straight(setup, copy("%s2_s2")))
+    assert not schedule.trustworthy
+    assert reason in " ".join(schedule.unknown)
 
 
 def test_an_endless_loop_is_given_up():

@@ -98,13 +98,13 @@ class _Core:
     def __init__(self, bundles):
         decoder = Decoder(bundles)
         decoded = [[i for text in bundle if (i := decoder.decode(text)) is not None] for bundle in bundles]
-        self.program = relevant(decoded)
+        self.program, self.unknown = relevant(decoded)
         self.registers = decoder.values
         self.targets = {i.jump for bundle in self.program for i in bundle if i.jump is not None}
-        self.unknown = {what for bundle in self.program for i in bundle if (what := i.doubt())}
         self.copies = _CopyQueue()
         self.issued, self.stalled = 0, 0.0
         self.memory: dict[int, int] = {}
+        self.divided: dict[str, list[int]] = {}
         self.segments: dict[int, _Segment] = {}
         self.visits: Counter[int] = Counter()  # how often each segment ran, by its start
 
@@ -158,12 +158,22 @@ class _Core:
                 self.stalled += values[0]
             elif i.opcode == "sst":
                 self.memory[values[0]] = values[1]
+            elif i.opcode.startswith("sdivrem"):
+                self.divided[i.name] = i.function(*values)
             elif i.target is not None:
-                value = self.memory.get(values[0], 0) if i.opcode == "sld" else i.function(*values)
-                writes.append((i.target, value))
+                writes.append((i.target, self._value(i, values)))
         for target, value in writes:
             registers[target] = value
         return jump
+
+    def _value(self, instruction: Instruction, values: list[int]) -> int:
+        if instruction.opcode == "spop.drf":  # the quotient first, then the remainder
+            return self.divided[instruction.sources[0]].pop(0)
+        if instruction.opcode != "sld":
+            return instruction.function(*values)
+        if values[0] not in self.memory:
+            self.unknown.add("scalar memory that the program itself does not write")
+        return self.memory.get(values[0], 0)
 
 
 def simulate(bundles_text: str, utilisation_text: str = "", most_segments: int = 2_000_000) -> Schedule:
