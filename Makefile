@@ -12,7 +12,7 @@ help: ## This list
 
 setup: $(VENV)/.ready ## Make .venv with locked versions (on Linux x86-64 with torch_xla: trains on CPU, CUDA and TPU)
 
-train: setup ## Train a small ViT on handwritten digits, on this machine, in about a minute; ARGS="..." adds settings
+train: setup ## Train a small ViT on handwritten digits, on this machine, in a minute or two; ARGS="..." adds settings
 	$(BIN)/python train.py $(ARGS)
 
 test: setup ## Run the tests; ARGS="..." goes to pytest

@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def settings(tmp_path):
-    """compose(*overrides) -> the configuration that `python train.py <overrides>` would run with, kept tiny."""
+    """compose(*overrides) -> the configuration that `python train.py <overrides>` would run with."""
     from hydra import compose, initialize_config_dir
 
     def composed(*overrides: str):
