@@ -1,0 +1,73 @@
+"""How an op finds the implementation that runs: one module per backend, imported when it is first asked for.
+
+A backend module has two functions with the same parameters, those of the op without `backend`:
+    unsupported(...) -> str | None    why it cannot take these arguments here, and what would mend it
+    run(...)                          the result
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from vitkernels.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True)
+class Backends:
+    """The implementations of one op.
+
+    op: the op's public name, for messages.
+    modules: backend name -> module; "reference" is among them and takes everything.
+    preference: place (cpu, cuda, tpu, xla) -> names that `auto` tries there, fastest first. Kernels that would only be
+        interpreted do not belong in it. A place that is not listed, or where all refuse, gets the reference.
+    """
+
+    op: str
+    modules: Mapping[str, str]
+    preference: Mapping[str, tuple[str, ...]]
+
+    def names(self) -> tuple[str, ...]:
+        """Every backend's name; "auto" chooses among them."""
+        return tuple(self.modules)
+
+    def get(self, name: str) -> ModuleType:
+        """The module of that backend; an unknown name raises UsageError that lists the names."""
+        if name not in self.modules:
+            raise unknown_name(f"{self.op} backend", name, ("auto", *self.modules))
+        return import_module(self.modules[name])
+
+    def pick(self, backend: str, device: torch.device, *args, **kwargs) -> ModuleType:
+        """The module to run a call with these arguments: the named one or UsageError; for "auto" the first that can."""
+        if backend != "auto":
+            module = self.get(backend)
+            reason = module.unsupported(*args, **kwargs)
+            if reason is not None:
+                raise UsageError(f"{self.op} backend {backend!r} cannot take this call: {reason}")
+            return module
+        for name in self.preference.get(place_of(device), ()):
+            module = self.get(name)
+            if module.unsupported(*args, **kwargs) is None:
+                return module
+        return self.get("reference")
+
+    def refusals(self, device: torch.device, *args, **kwargs) -> dict[str, str]:
+        """Why `auto` passes over the faster backends for these arguments: name -> reason, up to the one it takes."""
+        refused = {}
+        for name in self.preference.get(place_of(device), ()):
+            reason = self.get(name).unsupported(*args, **kwargs)
+            if reason is None:
+                break
+            refused[name] = reason
+        return refused
+
+
+def place_of(device: torch.device) -> str:
+    """cpu, cuda, tpu, or xla for an XLA device that is no TPU (such as PJRT_DEVICE=CPU gives)."""
+    if device.type != "xla":
+        return device.type
+    import torch_xla.runtime
+
+    return "tpu" if torch_xla.runtime.device_type() == "TPU" else "xla"
