@@ -5,29 +5,10 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = 
 
 import torch
 from torch import Tensor
-from torch.library import define, impl, register_autograd, register_fake
+from torch.library import register_autograd, register_fake
 
 from vitkernels.attention.triton_flash_launch import Call, backward, bias_gradient, forward
-
-
-def _operator(schema: str):
-    """Makes a function an operator, opaque to torch.compile.
-
-    What torch.library.custom_op does, without its Python layers: they cost more host time than the kernels need.
-    """
-    name = "vitkernels::" + schema.partition("(")[0]
-    define(name, schema[schema.index("(") :])
-
-    def register(function):
-        impl(name, "CompositeExplicitAutograd")(function)
-        return getattr(torch.ops.vitkernels, name.removeprefix("vitkernels::")).default
-
-    return register
-
-
-def _calculable(x: Tensor | None) -> Tensor | None:
-    """Triton's interpreter has no bfloat16: on the CPU it is calculated in float32, and rounded at the end."""
-    return x.float() if x is not None and x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+from vitkernels.bridge.operator import calculable, operator
 
 
 def _parts(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,7 +25,7 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 # --- separate q, k, v -------------------------------------------------------------------------------------------------
 
 
-@_operator(
+@operator(
     "triton_flash(Tensor q, Tensor k, Tensor v, "
     "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale)"
     " -> (Tensor, Tensor)"
@@ -60,7 +41,7 @@ def attend(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units, for the backward pass."""
-    call = Call.of(*map(_calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
     out_BHND = _rows_like(call.q)
     lse_BHN = q.new_empty(q.shape[:3], dtype=torch.float32)
     forward(call, out_BHND, lse_BHN)
@@ -72,7 +53,7 @@ def _(q, k, v, bias, mask, segment_ids, is_causal, scale):
     return _rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@_operator(
+@operator(
     "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
     "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
@@ -92,8 +73,8 @@ def attend_backward(
     needs_dbias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dbias; dbias is empty when it is not needed."""
-    call = Call.of(*map(_calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
-    out, do = _calculable(out), _calculable(do)
+    call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    out, do = calculable(out), calculable(do)
     grads = [_rows_like(x) for x in (call.q, call.k, call.v)]
     delta = backward(call, out, lse, do, *grads)
     dbias = _dbias(call, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
@@ -132,7 +113,7 @@ register_autograd("vitkernels::triton_flash", _differentiate, setup_context=_sav
 # --- packed qkv -------------------------------------------------------------------------------------------------------
 
 
-@_operator(
+@operator(
     "triton_flash_packed(Tensor qkv, Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale)"
     " -> (Tensor, Tensor)"
 )
@@ -140,7 +121,7 @@ def attend_packed(
     qkv: Tensor, bias: Tensor | None, mask: Tensor | None, segment_ids: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
-    call = Call.of(*_parts(_calculable(qkv)), _calculable(bias), mask, segment_ids, is_causal, scale)
+    call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
     out_BHND = _rows_like(call.q)
     lse_BHN = qkv.new_empty(call.q.shape[:3], dtype=torch.float32)
     forward(call, out_BHND, lse_BHN)
@@ -153,7 +134,7 @@ def _(qkv, bias, mask, segment_ids, is_causal, scale):
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, N, dtype=torch.float32)
 
 
-@_operator(
+@operator(
     "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
     "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias)"
     " -> (Tensor, Tensor)"
@@ -172,8 +153,8 @@ def attend_packed_backward(
 ) -> tuple[Tensor, Tensor]:
     """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
     B, N, _, H, D = qkv.shape
-    call = Call.of(*_parts(_calculable(qkv)), _calculable(bias), mask, segment_ids, is_causal, scale)
-    out_BHND, do_BHND = (_calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do.contiguous()))
+    call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
+    out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do.contiguous()))
     dqkv = call.q.new_empty(qkv.shape)
     delta = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv))
     dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
