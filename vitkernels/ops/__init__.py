@@ -1,16 +1,11 @@
 """Operations with swappable implementations: one folder each, with a contract, a reference and a file per backend.
 
 Every op takes `backend`: "auto" (the fastest one that takes the call here) or a name, which runs or raises.
+Backends are imported when they are first asked for; this imports torch alone.
 """
 
-from importlib import import_module
+# One line per op. Not lazy: a folder has its function's name, and importing the folder would hide the function.
+from vitkernels.ops.int8_matmul import int8_matmul
+from vitkernels.ops.layer_norm_residual import layer_norm_residual
 
-_OPS = {}
-
-__all__ = list(_OPS)
-
-
-def __getattr__(name: str):
-    if name not in _OPS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_OPS[name]), name)
+__all__ = ["int8_matmul", "layer_norm_residual"]

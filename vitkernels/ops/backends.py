@@ -5,6 +5,7 @@ A backend module has two functions with the same parameters, those of the op wit
     run(...)                          the result
 """
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -37,7 +38,8 @@ class Backends:
         """The module of that backend; an unknown name raises UsageError that lists the names."""
         if name not in self.modules:
             raise unknown_name(f"{self.op} backend", name, ("auto", *self.modules))
-        return import_module(self.modules[name])
+        _import(self.modules[name])
+        return sys.modules[self.modules[name]]
 
     def pick(self, backend: str, device: torch.device, *args, **kwargs) -> ModuleType:
         """The module to run a call with these arguments: the named one or UsageError; for "auto" the first that can."""
@@ -62,6 +64,11 @@ class Backends:
                 break
             refused[name] = reason
         return refused
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace an import, and need not
+def _import(module: str) -> None:
+    import_module(module)
 
 
 def place_of(device: torch.device) -> str:
