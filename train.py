@@ -37,7 +37,7 @@ from vitkernels.training import command_line, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite
 from vitkernels.training.run_log import RunLog
-from vitkernels.training.settings import check_settings
+from vitkernels.training.settings import COMPILE_MODES, check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
 from vitkernels.training.summary import log_window, mfu, report
 from vitkernels.training.timer import StepTimer
@@ -75,7 +75,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     # ------------------------------------------------------------------ runtime
     runtime = runtimes.create(cfg.runtime.name, cfg.runtime.precision)
     compiled = runtime.compiles_by_default if cfg.compile == "auto" else bool(cfg.compile)
-    log.info("runtime: %s%s", runtime.describe(), ", torch.compile" if compiled else "")
+    compile_mode = cfg.compile if cfg.compile in COMPILE_MODES else None
+    how = ", torch.compile" + (f" ({compile_mode})" if compile_mode else "") if compiled else ""
+    log.info("runtime: %s%s", runtime.describe(), how)
 
     # ------------------------------------------------------------------ data
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
@@ -119,7 +121,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     if cfg.checkpoint is not None:
         models.load_weights(model, models.read_state_dict(cfg.checkpoint), cfg.checkpoint)
     model.to(runtime.device)
-    net = runtime.compile(model) if compiled else model  # the same parameters; `model` keeps timm's names
+    net = runtime.compile(model, compile_mode) if compiled else model  # the same parameters; `model` keeps timm's names
     log.info("model: %s, %.1f M parameters, attention %s", cfg.model.name, facts.parameters / 1e6, attn)
 
     if cfg.mode == "eval":
@@ -167,7 +169,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         raise UsageError(f"timm has no schedule {cfg.schedule.sched!r}; schedule=cosine and schedule=constant work")
     scaler = runtime.grad_scaler()
     ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay else None
-    ema_net = None if ema is None else runtime.compile(ema.module) if compiled else ema.module
+    ema_net = None if ema is None else runtime.compile(ema.module, compile_mode) if compiled else ema.module
 
     # ------------------------------------------------------------------ state
     checkpoints = ckpt.Checkpoints(run_dir / "checkpoints", cfg.checkpoints.keep)
@@ -337,7 +339,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         "ops": cfg.ops.name,
         "runtime": runtime.name,
         "precision": runtime.precision,
-        "compile": compiled,
+        "compile": compile_mode or compiled,
         "device": runtime.device_name,
         "data": cfg.data["_target_"].split(".")[-2],
         "batch_size": images_per_step,

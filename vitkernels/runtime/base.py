@@ -63,8 +63,9 @@ class Runtime:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=self.dtype)
 
-    def compile(self, model: nn.Module) -> nn.Module:
-        return torch.compile(model)
+    def compile(self, model: nn.Module, mode: str | None = None) -> nn.Module:
+        """torch.compile's view of the model, in one of torch.compile's modes."""
+        return torch.compile(model, mode=mode)
 
     def optimizer_kwargs(self, name: str) -> dict:
         """Arguments for the constructor of timm's optimizer `name` that pay on this device."""

@@ -43,7 +43,9 @@ class XlaRuntime(Runtime):
 
         return _CHIPS.get(tpu.get_tpu_type().split("-")[0], "TPU")
 
-    def compile(self, model: nn.Module) -> nn.Module:
+    def compile(self, model: nn.Module, mode: str | None = None) -> nn.Module:
+        if mode is not None:
+            raise UsageError(f"compile={mode} is a mode of torch.compile's own compiler; with runtime=xla: true or false")
         return torch.compile(model, backend="openxla")
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -32,7 +32,12 @@ _NUMBERS = {
     "schedule.min_lr": (float, 0, None, False),
 }
 _NAMES = ("attn.name", "ops.name", "model.name", "data._target_", "optim.opt", "schedule.sched", "runtime.name")
-_CHOICES = {"mode": ("train", "eval"), "compile": (True, False, "auto"), "ops.name": ("eager",)}
+COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
+_CHOICES = {
+    "mode": ("train", "eval"),
+    "compile": (True, False, "auto", *COMPILE_MODES),
+    "ops.name": ("eager", "fused", "auto"),
+}
 
 
 def check_settings(cfg: DictConfig) -> None:
