@@ -45,7 +45,7 @@ class XlaRuntime(Runtime):
 
     def compile(self, model: nn.Module, mode: str | None = None) -> nn.Module:
         if mode is not None:
-            raise UsageError(f"compile={mode} is a mode of torch.compile's own compiler; with runtime=xla: true or false")
+            raise UsageError(f"compile={mode} is for CUDA and CPU; with runtime=xla it is true or false")
         return torch.compile(model, backend="openxla")
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
