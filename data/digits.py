@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from data.loader import Data, DatasetLoader, Problem
+from data.loader import WHOLE, Data, DatasetLoader, Problem, Shard
 from data.mixing import build_mixing
 from data.randomness import Stream, generator
 from vitkernels.errors import UsageError
@@ -88,6 +88,7 @@ def build(
     num_workers: int = 0,
     pin_memory: bool = False,
     train: bool = True,
+    shard: Shard = WHOLE,
     augment: bool = True,
     degrees: float = 10.0,
     translate: float = 0.1,
@@ -97,7 +98,8 @@ def build(
     """Images float32 (batch_size, in_chans, image_size, image_size); 1437 for training, 360 for evaluation, 10 classes.
 
     The split is stratified and the same for every seed, so that results compare. train=False leaves out the training
-    set. augment: rotate, shift and scale the training images within degrees, translate and scale (see Affine).
+    set. shard: the rows of each batch that this process loads.
+    augment: rotate, shift and scale the training images within degrees, translate and scale (see Affine).
     mixup: settings of data.mixing.Mixing, or None. Raises UsageError for values that cannot work.
     """
     from sklearn.datasets import load_digits  # takes seconds to import, and the workers need none of it
@@ -120,7 +122,13 @@ def build(
             affine=affine,
         )
         return DatasetLoader(
-            samples, batch_size=batch_size, seed=seed, num_workers=num_workers, pin_memory=pin_memory, **kwargs
+            samples,
+            batch_size=batch_size,
+            seed=seed,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            shard=shard,
+            **kwargs,
         )
 
     return Data(

@@ -15,7 +15,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from data.augment import Transform, eval_transform, train_transform
 from data.folder import Folder, check_headers, scan_splits
-from data.loader import IGNORE, Data, DatasetLoader, Problem
+from data.loader import IGNORE, WHOLE, Data, DatasetLoader, Problem, Shard
 from data.mixing import build_mixing
 from data.randomness import Stream, seeded_globals
 from vitkernels.errors import UsageError
@@ -87,6 +87,7 @@ def build(
     num_workers: int = 0,
     pin_memory: bool = False,
     train: bool = True,
+    shard: Shard = WHOLE,
     root: str | None = None,
     mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
     std: Sequence[float] = IMAGENET_DEFAULT_STD,
@@ -107,7 +108,8 @@ def build(
 ) -> Data:
     """Images float32 (batch_size, 3, image_size, image_size); the classes are the folders' names in sorted order.
 
-    train=False leaves out the training set: train/ need not exist. conf/data/imagefolder.yaml explains the other
+    train=False leaves out the training set: train/ need not exist. shard: the rows of each batch that
+    this process loads. conf/data/imagefolder.yaml explains the other
     arguments. Raises UsageError, before any image is decoded, for a folder or values that cannot work.
     """
     if in_chans != 3:
@@ -144,6 +146,7 @@ def build(
             training=split == "train",
             num_workers=num_workers,
             pin_memory=pin_memory,
+            shard=shard,
             mixing=mixing if split == "train" else None,
             max_bad_share=max_bad_share,
             log=log,

@@ -32,6 +32,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 class Loader(Protocol):
     """Batches of one split.
 
+    Each of several processes gets its Shard of every batch: batch_size rows of the batch's world * batch_size.
+
     Every batch is (images, targets) with exactly batch_size rows: images float32 (B, C, S, S), normalised; targets
     int64 (B,), or float32 (B, K) when the training set mixes its images. Rows that are no samples (the padding of the
     last evaluation batch, corrupt images) have an image of zeros and the target -100 or, if soft, all zeros.
@@ -49,8 +51,8 @@ class Loader(Protocol):
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
         """The batches of `epoch`, from the batch with index `start` on; it ends the iterator of an earlier call."""
 
-    def sample_ids(self, epoch: int, batch: int) -> list[int]:
-        """Data set indices of the samples in a batch, in the order of its rows."""
+    def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
+        """Data set indices of the samples in a batch, in the order of its rows; of another process with `rank`."""
 
     def describe(self, ids: list[int]) -> list[str]:
         """What a person calls these samples: paths, or like "digits[17]"."""
@@ -77,6 +79,25 @@ class BadImagesError(RuntimeError):
             f"{len(bad_images)} of {num_samples} images could not be read, more than the {allowed} that "
             f"data.max_bad_share allows. Mend or remove them, or raise the share:{listed}{more}"
         )
+
+
+class Shard(NamedTuple):
+    """Which of `world` processes this is, each of which loads its own rows of every batch."""
+
+    rank: int = 0
+    world: int = 1
+
+    def rows(self, batch_size: int) -> list[int]:
+        """This process's rows of a batch of world * batch_size: as many from its front as mirrored from its back.
+
+        Mixing pairs row i with its mirror image, so each process has both rows of its pairs.
+        """
+        head, tail, end = batch_size // 2, batch_size - batch_size // 2, self.world * batch_size
+        front = range(self.rank * head, (self.rank + 1) * head)
+        return [*front, *range(end - (self.rank + 1) * tail, end - self.rank * tail)]
+
+
+WHOLE = Shard()  # one process: all rows are its own
 
 
 class Problem(NamedTuple):
@@ -109,32 +130,41 @@ class Batches(Dataset):
     seed: int
     training: bool
     mixing: Mixing | None = None
+    shard: Shard = WHOLE
     _order: tuple[int, torch.Tensor] | None = field(default=None, init=False)  # the last epoch asked for, its order
 
     @property
     def per_epoch(self) -> int:
-        whole, rest = divmod(len(self.samples), self.batch_size)
+        whole, rest = divmod(len(self.samples), self.batch_size * self.shard.world)
         return whole if self.training or not rest else whole + 1
 
-    def ids(self, epoch: int, batch: int) -> list[int]:
-        """The one place that deals out the samples: a share for each of several processes would be taken here."""
-        first, last = batch * self.batch_size, min((batch + 1) * self.batch_size, len(self.samples))
+    def ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
+        """The one place that deals out the samples, to each of several processes its own (or those of `rank`)."""
+        shard = self.shard if rank is None else self.shard._replace(rank=rank)
+        first = batch * self.batch_size * shard.world
+        places = [first + row for row in shard.rows(self.batch_size) if first + row < len(self.samples)]
         if not self.training:
-            return list(range(first, last))
+            return places
         if self._order is None or self._order[0] != epoch:
             permutation = generator(self.seed, Stream.ORDER, epoch).permutation(len(self.samples))
             self._order = epoch, torch.from_numpy(permutation)
-        return self._order[1][first:last].tolist()
+        return self._order[1][places].tolist()
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, list[Problem]]:
         epoch, batch = key
-        images, targets, problems = self.samples.load(self.ids(epoch, batch), epoch)
+        ids = self.ids(epoch, batch)
+        # The last images of an evaluation may all be other processes': then any sample gives the padding its shape.
+        images, targets, problems = self.samples.load(ids or [0], epoch)
+        if not ids:
+            images, targets, problems = images[:0], targets[:0], []
         padding = self.batch_size - len(targets)
         if padding:
             images = F.pad(images, (0, 0, 0, 0, 0, 0, 0, padding))
             targets = F.pad(targets, (0, padding), value=IGNORE)
         if self.mixing is not None:
-            images, targets = self.mixing(images, targets, epoch, batch)
+            # One mixture for the whole batch is that of one process; single rows draw their own.
+            number = batch if self.mixing.whole_batch else batch * self.shard.world + self.shard.rank
+            images, targets = self.mixing(images, targets, epoch, number)
         return images, targets, problems
 
 
@@ -143,8 +173,9 @@ class DatasetLoader:
 
     num_workers: processes that make batches ahead; 0 makes them in the calling process.
     pin_memory: batches in page-locked memory, for asynchronous copies to an NVIDIA GPU; UsageError without one.
-    max_bad_share: share of the images (rounded up, at least one image) that may be unreadable before an epoch stops
-        with BadImagesError. log: where unreadable images and warnings are named, each once.
+    shard: which rows of each batch are this process's, where there are several.
+    max_bad_share: share of the images that a process loads (rounded up, at least one image) that may be unreadable
+        before an epoch stops with BadImagesError. log: where unreadable images and warnings are named, each once.
     """
 
     def __init__(
@@ -157,21 +188,23 @@ class DatasetLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
         mixing: Mixing | None = None,
+        shard: Shard = WHOLE,
         max_bad_share: float = 0.01,
         log: logging.Logger | None = None,
     ):
         check_common(batch_size, seed, pin_memory)
-        if training and len(samples) < batch_size:
+        if training and len(samples) < batch_size * shard.world:
+            times = f" on {shard.world} processes" if shard.world > 1 else ""
             raise UsageError(
-                f"data.batch_size={batch_size} is more than the {len(samples)} images of the training set, "
-                f"so that no batch could be filled: use data.batch_size={len(samples)} or less"
+                f"data.batch_size={batch_size}{times} is more than the {len(samples)} images of the training set, "
+                f"so that no batch could be filled: use data.batch_size={len(samples) // shard.world} or less"
             )
         self.batch_size = batch_size
         self.num_samples = len(samples)
         self.bad_images: dict[str, str] = {}
-        self._batches = Batches(samples, batch_size, seed, training, mixing)
+        self._batches = Batches(samples, batch_size, seed, training, mixing, shard)
         self.batches_per_epoch = self._batches.per_epoch
-        self._allowed = max(1, math.ceil(max_bad_share * len(samples)))
+        self._allowed = max(1, math.ceil(max_bad_share * len(samples) / shard.world))
         self._log = log or logging.getLogger(__name__)
         self._warned: set[tuple[str, str]] = set()
         self._keys: list[tuple[int, int]] = []  # (epoch, batch) of the batches to come: the DataLoader's sampler
@@ -188,8 +221,8 @@ class DatasetLoader:
         self._keys[:] = [(epoch, batch) for batch in range(start, self.batches_per_epoch)]
         return self._strip(iter(self._dataloader), self._serial)  # iter() already sets the workers to work
 
-    def sample_ids(self, epoch: int, batch: int) -> list[int]:
-        return self._batches.ids(epoch, batch)
+    def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
+        return self._batches.ids(epoch, batch, rank)
 
     def describe(self, ids: list[int]) -> list[str]:
         return self._batches.samples.describe(ids)

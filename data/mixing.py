@@ -57,6 +57,7 @@ class Mixing:
         ):
             raise UsageError(f"data.mixup.cutmix_minmax={list(cutmix_minmax)}: expected two shares like [0.2, 0.8]")
         self.seed = seed
+        self.whole_batch = mode == "batch"
         self.off_epoch = off_epoch
         self.mixup = Mixup(
             mixup_alpha=mixup_alpha,

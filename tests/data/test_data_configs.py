@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 FOLDER = Path(__file__).parents[2] / "conf" / "data"
 FILES = sorted(FOLDER.glob("*.yaml"))
-GIVEN = {"image_size", "in_chans", "seed", "train", "pin_memory"}  # what train.py passes
+GIVEN = {"image_size", "in_chans", "seed", "train", "pin_memory", "shard"}  # what train.py passes
 
 
 def parameters(config) -> dict[str, inspect.Parameter]:
