@@ -5,7 +5,10 @@ Backends are imported when they are first asked for; this imports torch alone.
 """
 
 # One line per op. Not lazy: a folder has its function's name, and importing the folder would hide the function.
+from vitkernels.ops.cross_entropy import cross_entropy
 from vitkernels.ops.int8_matmul import int8_matmul
 from vitkernels.ops.layer_norm_residual import layer_norm_residual
+from vitkernels.ops.paged_attention import paged_attention
+from vitkernels.ops.patch_embed import patch_embed
 
-__all__ = ["int8_matmul", "layer_norm_residual"]
+__all__ = ["cross_entropy", "int8_matmul", "layer_norm_residual", "paged_attention", "patch_embed"]
