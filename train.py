@@ -27,18 +27,21 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3, random_seed
 from torch.nn import functional as F
 
-from data.loader import BadImagesError
+from data.loader import BadImagesError, Shard
 from vitkernels import attention, models
+from vitkernels import parallel as parallels
 from vitkernels import runtime as runtimes
 from vitkernels.environment import git_commit, versions
 from vitkernels.errors import UsageError
+from vitkernels.parallel import Parallel
 from vitkernels.training import checkpoint as ckpt
 from vitkernels.training import command_line, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite
-from vitkernels.training.run_log import RunLog
+from vitkernels.training.run_log import NoLog, RunLog
 from vitkernels.training.settings import COMPILE_MODES, check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
+from vitkernels.training.stragglers import name_straggler
 from vitkernels.training.summary import log_window, mfu, report
 from vitkernels.training.timer import StepTimer
 
@@ -50,21 +53,24 @@ PROFILED_STEPS = 8  # two to start the profiler, five in the trace, one during w
 def run(cfg: DictConfig, run_dir: Path) -> None:
     """Do what `cfg` says, in the folder `run_dir`."""
     check_settings(cfg)
-    if cfg.mode == "train":
-        done = run_folder.find_done(run_dir, cfg) if cfg.resume == "auto" else None
-        if done is not None:
-            log.info("this run is done: %s", done / "summary.json")
-            return
-        run_folder.claim(run_dir, cfg)
+    is_ours = not run_folder.is_taken(run_dir)  # a folder that turns out to be another run's is left as it is
     try:
-        with contextlib.ExitStack() as cleanup:  # whatever happens, logs are closed and signals given back
-            train_or_evaluate(cfg, run_dir, cleanup)
+        runtime = runtimes.create(cfg.runtime.name, cfg.runtime.precision)
+        with parallels.create(cfg.parallel.name, runtime, cfg.parallel.lost_after) as parallel:
+            run_dir, done = parallel.on_main(run_folder.open_for, run_dir, cfg)
+            is_ours = True
+            if done:
+                log.info("this run is done: %s", run_dir / "summary.json")
+                return
+            with contextlib.ExitStack() as cleanup:  # whatever happens, logs are closed and signals given back
+                train_or_evaluate(cfg, run_dir, parallel, cleanup)
     except Exception as error:
-        run_folder.note_failure(run_dir, str(error) or type(error).__name__)
+        if is_ours and parallels.is_main():
+            run_folder.note_failure(run_dir, str(error) or type(error).__name__)
         raise
 
 
-def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitStack) -> None:
+def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanup: contextlib.ExitStack) -> None:
     # ------------------------------------------------------------------ config
     begin = time.time()
     random_seed(cfg.seed)
@@ -73,15 +79,16 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     )
 
     # ------------------------------------------------------------------ runtime
-    runtime = runtimes.create(cfg.runtime.name, cfg.runtime.precision)
+    runtime = parallel.runtime
     compiled = runtime.compiles_by_default if cfg.compile == "auto" else bool(cfg.compile)
     compile_mode = cfg.compile if cfg.compile in COMPILE_MODES else None
     how = ", torch.compile" + (f" ({compile_mode})" if compile_mode else "") if compiled else ""
-    log.info("runtime: %s%s", runtime.describe(), how)
+    log.info("runtime: %s, %s%s", runtime.describe(), parallel.describe(), how)
 
     # ------------------------------------------------------------------ data
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
     data_args = OmegaConf.to_container(cfg.data, resolve=True)
+    data_args["batch_size"] *= parallel.local_devices
     build_data = get_method(data_args.pop("_target_"))  # called here and not by Hydra, which would wrap its errors
     data = build_data(
         image_size=image_size,
@@ -89,6 +96,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         seed=cfg.seed,
         train=cfg.mode == "train",
         pin_memory=runtime.pins_memory,
+        shard=Shard(parallel.rank, parallel.world),
         **data_args,
     )
     sizes = "" if data.train is None else f"{data.train.num_samples} images to train, "
@@ -121,13 +129,17 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     if cfg.checkpoint is not None:
         models.load_weights(model, models.read_state_dict(cfg.checkpoint), cfg.checkpoint)
     model.to(runtime.device)
-    net = runtime.compile(model, compile_mode) if compiled else model  # the same parameters; `model` keeps timm's names
+    if not parallel.is_main:
+        random_seed(cfg.seed, parallel.rank)  # the same weights everywhere, but each its own drop path
+    ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay and cfg.mode == "train" else None
+    net = parallel.wrap(model, compiled, compile_mode)  # the same parameters; `model` keeps timm's names
+    ema_net = None if ema is None else parallel.wrap(ema.module, compiled, compile_mode)
     log.info("model: %s, %.1f M parameters, attention %s", cfg.model.name, facts.parameters / 1e6, attn)
 
     if cfg.mode == "eval":
-        result = evaluate(net, data.val, runtime)
+        result = evaluate(net, data.val, parallel)
         result = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, **result}
-        run_folder.write_json(run_dir / "eval.json", result)
+        parallel.on_main(run_folder.write_json, run_dir / "eval.json", result)
         speed = "" if result["images_per_s"] is None else f", {result['images_per_s']:.1f} images/s"
         log.info(
             "top-1 %.2f %%  top-5 %.2f %%  on %d images%s", result["top1"], result["top5"], result["images"], speed
@@ -136,6 +148,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
 
     # ------------------------------------------------------------------ optimizer
     train, accum = data.train, cfg.trainer.accum_steps
+    images_per_step = train.batch_size * parallel.world * accum
     steps_per_epoch = train.batches_per_epoch // accum
     if steps_per_epoch == 0:
         raise UsageError(
@@ -168,8 +181,6 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     if scheduler is None:
         raise UsageError(f"timm has no schedule {cfg.schedule.sched!r}; schedule=cosine and schedule=constant work")
     scaler = runtime.grad_scaler()
-    ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay else None
-    ema_net = None if ema is None else runtime.compile(ema.module, compile_mode) if compiled else ema.module
 
     # ------------------------------------------------------------------ state
     checkpoints = ckpt.Checkpoints(run_dir / "checkpoints", cfg.checkpoints.keep)
@@ -177,8 +188,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     identifying = {
         "model_name": cfg.model.name,
         "seed": cfg.seed,
-        "batches_per_epoch": train.batches_per_epoch,
-        "accum_steps": accum,
+        "images_per_step": images_per_step,
+        "steps_per_epoch": steps_per_epoch,
         "optimizer_name": cfg.optim.opt,
         "has_ema": ema is not None,
     }
@@ -197,7 +208,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         del found, state  # a whole model and its optimizer
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
-    run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending)
+    run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending) if parallel.is_main else NoLog()
     cleanup.callback(run_log.close)
     card = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
     run_log.card(
@@ -226,9 +237,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     def evaluate_now(saved: Path | None) -> None:
         """Evaluate, log, and keep the checkpoint just saved if the weights in it are the best so far."""
         nonlocal result, best
-        result = evaluate(net, data.val, runtime)
+        result = evaluate(net, data.val, parallel)
         if ema_net is not None:
-            result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, runtime).items() if k != "images"}
+            result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, parallel).items() if k != "images"}
         run_log.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
         run_log.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
         top1 = result.get("ema_top1", result["top1"])
@@ -238,9 +249,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
                 checkpoints.mark_best(saved)
         log.info("step %d  val top-1 %.2f %%  loss %.4f", step, result["top1"], result["loss"])
 
-    def samples_of_step(number: int) -> str:
+    def samples_of_step(number: int, rank: int) -> str:
         epoch, index = divmod(number - 1, steps_per_epoch)
-        ids = [i for b in range(index * accum, (index + 1) * accum) for i in train.sample_ids(epoch, b)]
+        ids = [i for b in range(index * accum, (index + 1) * accum) for i in train.sample_ids(epoch, b, rank)]
         return ", ".join(train.describe(ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
 
     # ------------------------------------------------------------------ loop
@@ -248,9 +259,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     cleanup.callback(stop.release)
     profiled = PROFILED_STEPS if cfg.trainer.profile else 0
     timer = StepTimer(runtime, cfg.trainer.warmup_steps + profiled)
-    history = History(runtime)
-    images_per_step = cfg.data.batch_size * accum
-    flops_per_step = facts.train_flops_per_image * images_per_step
+    history = History(parallel)
+    flops_per_step = facts.train_flops_per_image * images_per_step / parallel.devices  # of each device
     profiler = start_profiler(run_dir, cfg.trainer.warmup_steps) if cfg.trainer.profile else None
     saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps
     stopping = False
@@ -261,21 +271,24 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
     timer.start()
     while step < total_steps and not stopping:
         epoch, first = divmod(step, steps_per_epoch)
-        batches = runtime.feed(train.epoch(epoch, start=first * accum))
+        batches = parallel.feed(train.epoch(epoch, start=first * accum))
         cleanup.callback(batches.close)
         for index in range(first, steps_per_epoch):
             # One optimizer step. Nothing in it waits for the device.
             losses = []
-            for _ in range(accum):
+            for batch in range(accum):
                 with timer.waiting():
                     images, targets = next(batches)
-                with runtime.autocast():
-                    logits = net(images)
-                loss = F.cross_entropy(logits.float(), targets, label_smoothing=cfg.trainer.label_smoothing)
-                scaler.scale(loss / accum).backward()
+                with parallel.accumulating(net, last=batch == accum - 1):
+                    with runtime.autocast():
+                        logits = net(images)
+                    loss = F.cross_entropy(logits.float(), targets, label_smoothing=cfg.trainer.label_smoothing)
+                    timer.forward_done()
+                    scaler.scale(loss / accum).backward()
                 losses.append(loss.detach())
             scaler.unscale_(optimizer)
-            grad_norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            grad_norm = parallel.full(torch.nn.utils.get_total_norm(gradients))
             if cfg.trainer.clip_grad:
                 torch.nn.utils.clip_grads_with_norm_(parameters, cfg.trainer.clip_grad, grad_norm)
             scaler.step(optimizer)
@@ -294,7 +307,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
 
             # Boundaries: here, and only here, the device is waited for.
             done = step == total_steps
-            stopping = bool(stop) and not done
+            stopping = parallel.agree(bool(stop)) and not done
             epoch_done = index == steps_per_epoch - 1
             eval_due = due(cfg.trainer.eval_every, epoch + 1, epoch_done, done)
             save_due = (
@@ -308,6 +321,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
             window = timer.stop()
             records = history.read()
             run_log.steps(records)
+            name_straggler(parallel, step, window)
             newest = next(iter(checkpoints.paths()), None)
             kept = f"The last good checkpoint is {newest}." if newest else "There is no checkpoint yet."
             check_finite(records, samples_of_step, kept, gradients=not scaler.is_enabled())
@@ -326,9 +340,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
 
     # ------------------------------------------------------------------ summary
     if stopping:
-        log.warning(
-            "stopped by %s at step %d of %d; resume=auto goes on from here", stop.signal.name, step, total_steps
-        )
+        by = ", ".join(sorted({name for name in parallel.gather(stop.signal and stop.signal.name) if name}))
+        log.warning("stopped by %s at step %d of %d; resume=auto goes on from here", by, step, total_steps)
         sys.exit(EXIT_INTERRUPTED)
     timing = timer.summary()
     mean_ms = timing["step_time_ms"]["mean"]
@@ -341,12 +354,14 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         "precision": runtime.precision,
         "compile": compile_mode or compiled,
         "device": runtime.device_name,
+        "parallel": parallel.name,
+        "devices": parallel.devices,
         "data": cfg.data["_target_"].split(".")[-2],
         "batch_size": images_per_step,
         **timing,
         "images_per_s": None if mean_ms is None else round(images_per_step / mean_ms * 1e3, 2),
         "mfu": mfu(runtime, flops_per_step, mean_ms),
-        "train_flops_per_step": flops_per_step,
+        "train_flops_per_step": flops_per_step * parallel.devices,
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "train_loss": train_loss,
         "val_top1": result.get("top1"),
@@ -360,14 +375,15 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, cleanup: contextlib.ExitSt
         "versions": versions(),
         "git_commit": git_commit(),
     }
-    ckpt.export_safetensors(model.state_dict(), run_dir / "model.safetensors")
-    if ema is not None:
-        ckpt.export_safetensors(ema.module.state_dict(), run_dir / "model_ema.safetensors")
+    for name, weights in (("model", model), ("model_ema", None if ema is None else ema.module)):
+        if weights is not None:
+            exported = parallel.full_state_dict(weights)
+            parallel.on_main(ckpt.export_safetensors, exported, run_dir / f"{name}.safetensors")
     run_log.hparams(
         {"attn": attn, "ops": cfg.ops.name, "model": cfg.model.name, "lr": cfg.optim.lr, "batch_size": images_per_step},
         {"step_ms": timing["step_time_ms"]["median"], "loss": train_loss, "val_top1": summary["val_top1"]},
     )
-    run_folder.write_json(run_dir / "summary.json", summary)
+    parallel.on_main(run_folder.write_json, run_dir / "summary.json", summary)
     report(summary, run_dir)
 
 
@@ -424,5 +440,5 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv = sweep.name_sweep(sys.argv)
+    sys.argv = parallels.rank_arguments(sweep.name_sweep(sys.argv))
     sys.exit(command_line.run(main, str(Path(__file__).parent / "conf")))

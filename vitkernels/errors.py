@@ -7,6 +7,8 @@ from collections.abc import Iterable
 class UsageError(ValueError):
     """What was asked cannot be done as asked; the message names the value, the choices and the mend."""
 
+    on_every_rank = True  # processes that train together all come to it
+
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UsageError:
     """The error for a name that is not in a table, with the table and the nearest names in its message."""

@@ -1,5 +1,6 @@
 """NVIDIA GPUs through PyTorch itself."""
 
+import os
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -22,7 +23,12 @@ class CudaRuntime(Runtime):
         reason = unavailable()
         if reason is not None:
             raise UsageError(f"runtime=cuda cannot run here: {reason}")
-        return torch.device("cuda", torch.cuda.current_device())
+        number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # torchrun's processes: one GPU each
+        count = torch.cuda.device_count()
+        if number >= count:
+            raise UsageError(f"torchrun --nproc-per-node asks for more than this host's GPUs, {count}")
+        torch.cuda.set_device(number)
+        return torch.device("cuda", number)
 
     @property
     def device_name(self) -> str:

@@ -6,21 +6,23 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vitkernels.runtime import Runtime
+from vitkernels.parallel import Parallel
+from vitkernels.parallel.base import sums
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader, runtime: Runtime) -> dict:
-    """{"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model in its evaluation mode.
+def evaluate(model: nn.Module, loader, parallel: Parallel) -> dict:
+    """{"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model in its evaluation mode, over all ranks.
 
     Rows whose target is negative are padding and count nowhere. images_per_s leaves the first batch out, because it
     may compile; it is None when there is only one batch.
     """
+    runtime = parallel.runtime
     was_training = model.training
     model.eval()
     counts = {"images": [], "top1": [], "top5": [], "loss": []}
     begin, timed_from = time.perf_counter(), 0
-    for i, (images, targets) in enumerate(runtime.feed(loader.epoch(0))):
+    for i, (images, targets) in enumerate(parallel.feed(loader.epoch(0))):
         with runtime.autocast():
             logits = model(images).float()
         top5 = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
@@ -33,16 +35,17 @@ def evaluate(model: nn.Module, loader, runtime: Runtime) -> dict:
         if i == 0:
             runtime.synchronize()
             begin, timed_from = time.perf_counter(), 1
-    totals = {name: runtime.read(values) for name, values in counts.items()}
+    read = {name: runtime.read(values) for name, values in counts.items()}
     seconds = time.perf_counter() - begin
     model.train(was_training)
 
-    images = sum(totals["images"])
-    timed = sum(totals["images"][timed_from:])
+    own = {name: sum(values) for name, values in read.items()}
+    totals = sums(parallel, {**own, "timed": sum(read["images"][timed_from:])})
+    images = totals["images"]
     return {
-        "top1": 100 * sum(totals["top1"]) / images,
-        "top5": 100 * sum(totals["top5"]) / images,
-        "loss": sum(totals["loss"]) / images,
+        "top1": 100 * totals["top1"] / images,
+        "top5": 100 * totals["top5"] / images,
+        "loss": totals["loss"] / images,
         "images": int(images),
-        "images_per_s": timed / seconds if timed else None,
+        "images_per_s": totals["timed"] / seconds if totals["timed"] else None,
     }

@@ -13,12 +13,13 @@ from vitkernels.training import checkpoint as ckpt
 log = logging.getLogger(__name__)
 
 # Settings that steer how a run is carried out and not what it computes.
-_NOT_IDENTITY = ("resume", "sweep", "checkpoints")
+_NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel")
 _BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
 # Settings that may change between one part of a run and the next.
 _MAY_CHANGE = (
     "trainer.max_epochs", "trainer.max_steps", "trainer.log_every", "trainer.eval_every", "trainer.warmup_steps",
     "trainer.profile", "data.num_workers", "data.root", "runtime", "compile",
+    "data.batch_size", "trainer.accum_steps",  # but not the images of a step: the checkpoint knows them
 )  # fmt: skip
 
 
@@ -53,13 +54,24 @@ def is_done(folder: Path) -> bool:
 
 def find_done(folder: Path, cfg: DictConfig) -> Path | None:
     """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it."""
-    newest = [folder] if _is_taken(folder) else _same_runs_beside(folder, cfg)
+    newest = [folder] if is_taken(folder) else _same_runs_beside(folder, cfg)
     return newest[0] if newest and is_done(newest[0]) and is_same_run(newest[0], cfg) else None
+
+
+def open_for(folder: Path, cfg: DictConfig) -> tuple[Path, bool]:
+    """(the folder to write to, False), claimed for this run; or with True the folder where it is already finished."""
+    if cfg.mode != "train":
+        return folder, False
+    done = find_done(folder, cfg) if cfg.resume == "auto" else None
+    if done is not None:
+        return done, True
+    claim(folder, cfg)
+    return folder, False
 
 
 def claim(folder: Path, cfg: DictConfig) -> None:
     """Note in the folder which run it is. Raise UsageError when it holds a run that this one would overwrite."""
-    if _is_taken(folder):
+    if is_taken(folder):
         elsewhere = "hydra.run.dir=FOLDER puts this run elsewhere"
         if cfg.resume is None:
             raise UsageError(
@@ -73,7 +85,7 @@ def claim(folder: Path, cfg: DictConfig) -> None:
     write_json(folder / "config.json", identity(cfg))
 
 
-def _is_taken(folder: Path) -> bool:
+def is_taken(folder: Path) -> bool:
     """Whether there is anything of a run in the folder that must not be lost."""
     log_file = folder / "metrics.jsonl"
     logged = log_file.exists() and log_file.stat().st_size > 0

@@ -80,6 +80,13 @@ class RunLog:
         self._board.close()
 
 
+class NoLog:
+    """The log of a process that is not the main one: takes everything and keeps nothing."""
+
+    def __getattr__(self, name: str):
+        return lambda *args, **keywords: None
+
+
 def _drop_lines_after(path: Path, step: int, drop_evaluation: bool) -> None:
     """Keep the whole lines up to `step`; a torn last line goes too, and on demand that step's evaluation."""
     if not path.exists():

@@ -17,6 +17,7 @@ class Window:
 
     step_ms: list[float] = field(default_factory=list)
     input_wait_ms: list[float] = field(default_factory=list)
+    forward_done_ms: list[float] = field(default_factory=list)  # from a step's begin: all that waits for no other rank
 
 
 class StepTimer:
@@ -26,7 +27,8 @@ class StepTimer:
     or for input count. Where only windows can be seen (XLA), each step of a window gets the window's mean.
     Between `stop` and `start` nothing counts: evaluation, checkpoints and logging stay outside.
 
-    Usage: start(); per step: `with waiting(): batch = next(...)`, ..., step_done(); at log boundaries stop(), start().
+    Usage: start(); per step: `with waiting(): batch = next(...)`, forward, forward_done(), ..., step_done(); at log
+    boundaries stop(), start().
     """
 
     def __init__(self, runtime: Runtime, warmup_steps: int):
@@ -35,14 +37,17 @@ class StepTimer:
         self.step_ms: list[float] = []
         self.input_wait_ms: list[float] = []
         self._stamps: list = []
+        self._forwards: list = []
         self._waits: list[float] = []
         self._wait = 0.0
 
     def start(self) -> None:
         """Begin a window. The device must be idle: at the beginning, or after `stop`."""
         self._stamps = [self.runtime.stamp()]
+        self._forwards = []
         self._waits = []
         self._wait = 0.0
+        self._forward = None
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -51,8 +56,15 @@ class StepTimer:
         yield
         self._wait += (time.perf_counter() - begin) * 1e3
 
+    def forward_done(self) -> None:
+        """After a forward pass; of several in a step the last counts."""
+        if self.runtime.per_step_clock:
+            self._forward = self.runtime.stamp()
+
     def step_done(self) -> None:
         self._waits.append(self._wait)
+        if self._forward is not None:
+            self._forwards.append(self._forward)
         self._wait = 0.0
         self._stamps.append(self.runtime.stamp())
         if self.warmup_left > 0:
@@ -70,10 +82,11 @@ class StepTimer:
             window = Window([mean] * (len(stamps) - 1), self._waits)
         else:
             step_ms = [self.runtime.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
-            window = Window(step_ms, self._waits)
+            forward_ms = [self.runtime.elapsed_ms(a, b) for a, b in zip(stamps, self._forwards, strict=False)]
+            window = Window(step_ms, self._waits, forward_ms)
         self.step_ms += window.step_ms
         self.input_wait_ms += window.input_wait_ms
-        self._stamps, self._waits = [], []
+        self._stamps, self._waits, self._forwards = [], [], []
         return window
 
     def summary(self) -> dict:

@@ -1,0 +1,68 @@
+"""How several devices and hosts train one model: none, ddp, fsdp, each behind the same small set of methods."""
+
+import os
+
+from vitkernels.errors import UsageError, unknown_name
+from vitkernels.parallel.base import Parallel
+from vitkernels.runtime import Runtime
+
+__all__ = ["Parallel", "create", "is_main", "names", "rank_arguments"]
+
+
+def names() -> tuple[str, ...]:
+    return ("auto", "none", "ddp", "fsdp")
+
+
+def create(name: str, runtime: Runtime, lost_after: float = 30.0) -> Parallel:
+    """The engine of that name, joined to the other processes; a context manager that leaves them.
+
+    auto: ddp where there are several devices (torchrun's processes, or the chips of a TPU slice), none otherwise.
+    lost_after: seconds without a sign of life after which a process counts as lost.
+    Raises UsageError when the name is unknown, or does not fit how this process was started.
+    """
+    if name not in names():
+        raise unknown_name("parallel", name, names())
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if runtime.name == "xla":
+        return _spmd(name, runtime, world)
+    if name == "auto":
+        name = "ddp" if world > 1 else "none"
+    if name == "none":
+        if world > 1:
+            raise UsageError(f"parallel=none is for one process, and torchrun started {world}: parallel=ddp or fsdp")
+        return Parallel(runtime)
+    from vitkernels.parallel import processes
+
+    return {"ddp": processes.Ddp, "fsdp": processes.Fsdp}[name](runtime, lost_after)
+
+
+def _spmd(name: str, runtime: Runtime, world: int) -> Parallel:
+    if world > 1:
+        raise UsageError(
+            "on a TPU one process drives all chips of its host: start train.py without torchrun, once on each host"
+        )
+    import torch_xla.runtime as xr
+
+    devices = xr.global_runtime_device_count()
+    if name == "auto":
+        name = "ddp" if devices > 1 else "none"
+    if name == "none":
+        return Parallel(runtime)
+    from vitkernels.parallel import spmd
+
+    return {"ddp": spmd.SpmdData, "fsdp": spmd.SpmdFsdp}[name](runtime)
+
+
+def is_main() -> bool:
+    """Whether this process is the one that writes files, before any engine exists."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def rank_arguments(argv: list[str]) -> list[str]:
+    """The command line for this process: all but the main one neither write nor log more than warnings."""
+    if is_main():
+        return argv
+    if {"-m", "--multirun"} & set(argv):
+        raise UsageError("a sweep starts its own processes: run it without torchrun")
+    mine = [word for word in argv if not word.startswith("hydra.run.dir=")]
+    return [*mine, "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=other_rank"]

@@ -1,0 +1,90 @@
+"""What the training loop asks of the processes and devices that train together. One subclass per way to share work."""
+
+import contextlib
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from vitkernels.runtime import Runtime
+
+
+class Parallel:
+    """One process on one device: the methods are the identities that a single process needs.
+
+    rank, world: of this process among all. local_devices: devices that this process feeds; data.batch_size is for each.
+    checkpoint_group: a process group of its own for a thread that writes checkpoints; None for one process.
+    """
+
+    name = "none"
+    rank, world = 0, 1
+    local_devices = 1
+    checkpoint_group = None
+
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one process that writes files and talks."""
+        return self.rank == 0
+
+    @property
+    def devices(self) -> int:
+        """Devices of all processes."""
+        return self.world * self.local_devices
+
+    def describe(self) -> str:
+        return "one device"
+
+    # ---- the model ----
+
+    def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
+        """What to call instead of `model`, through torch.compile (in its `mode`) if `compiled`.
+
+        Parameters may be replaced, by parts of them: the optimizer is to be made afterwards.
+        """
+        return self.runtime.compile(model, mode) if compiled else model
+
+    def accumulating(self, net: nn.Module, last: bool) -> contextlib.AbstractContextManager:
+        """Around forward and backward of one of a step's batches: gradients are shared with the last one alone."""
+        return contextlib.nullcontext()
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """The whole of a tensor of which each process may hold a part. All processes must call it."""
+        return tensor
+
+    def full_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's whole state dict on the CPU. All processes must call it."""
+        return {name: self.full(tensor).detach().cpu() for name, tensor in model.state_dict().items()}
+
+    def feed(self, batches):
+        """The batches on this process's devices."""
+        return self.runtime.feed(batches)
+
+    # ---- talking: on the host, never through the device ----
+
+    def agree(self, asked: bool) -> bool:
+        """Whether any process asked for something: the same answer for all, at the same step. Called once a step."""
+        return asked
+
+    def gather(self, value) -> list:
+        """Every process's value, by rank; plain Python objects. All processes must call it."""
+        return [value]
+
+    def on_main(self, function: Callable, *args):
+        """`function(*args)`, run by the main process alone: its result for all. An error there is an error for all."""
+        return function(*args)
+
+    # ---- beginning and end ----
+
+    def __enter__(self) -> "Parallel":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Leave together, unless an error ends this process."""
+
+
+def sums(parallel: Parallel, values: dict[str, float]) -> dict[str, float]:
+    """Each value summed over all processes."""
+    everyone = parallel.gather(values)
+    return {name: sum(one[name] for one in everyone) for name in values}

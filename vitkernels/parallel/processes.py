@@ -1,0 +1,142 @@
+"""Several processes, one device each, started by torchrun: DistributedDataParallel and FSDP2.
+
+Sources: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704);
+Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), in its second form, torch.distributed.fsdp.fully_shard.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from vitkernels.errors import UsageError
+from vitkernels.parallel.base import Parallel
+from vitkernels.parallel.watch import Watch
+from vitkernels.runtime import Runtime
+
+_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # what the host says goes through gloo, beside the GPUs
+
+
+class Processes(Parallel):
+    """The process group that torchrun described in the environment, and what both ways to train in it share."""
+
+    def __init__(self, runtime: Runtime, lost_after: float):
+        super().__init__(runtime)
+        self.device = runtime.device
+        self.rank, self.world = dist_environment()
+        dist.init_process_group(
+            _BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None
+        )
+        # Python objects go through gloo: through NCCL they would wait for all that the device was given.
+        self._host = dist.new_group(backend="gloo")
+        self.checkpoint_group = dist.new_group(backend="gloo")
+        self._vote: tuple[dist.Work, Tensor] | None = None
+        self._watch = Watch(self.rank, self.world, lost_after)
+
+    def describe(self) -> str:
+        return f"{self.name}, {self.world} processes, {_BACKENDS[self.device.type].rpartition(':')[2]}"
+
+    def agree(self, asked: bool) -> bool:
+        """The votes of the step before: those are in by now, so that nothing waits for them."""
+        agreed = False
+        if self._vote is not None:
+            work, votes = self._vote
+            work.wait()
+            agreed = bool(votes)
+        votes = torch.tensor(int(asked))
+        self._vote = dist.all_reduce(votes, group=self._host, async_op=True), votes
+        return agreed
+
+    def gather(self, value) -> list:
+        values = [None] * self.world
+        dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def on_main(self, function: Callable, *args):
+        result, error = None, None
+        if self.is_main:
+            try:
+                result = function(*args)
+            except Exception as raised:
+                error = raised
+        shared = [result, error is not None]
+        dist.broadcast_object_list(shared, src=0, group=self._host)
+        if error is not None:
+            raise error
+        if shared[1]:
+            raise UsageError("ended by what rank 0 reports")
+        return shared[0]
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or isinstance(error, SystemExit):
+            self._watch.stop()  # before the barrier: nobody is missed who was allowed to go
+            dist.barrier(group=self._host)
+            dist.destroy_process_group()
+        elif getattr(error, "on_every_rank", False):
+            self._watch.stop()
+        else:
+            # A peer that died breaks our connection to it first: then the watch ends us before it is our error.
+            self._watch.fail(error)
+
+
+class Ddp(Processes):
+    """Each process has the whole model; gradients are averaged while backward still runs."""
+
+    name = "ddp"
+
+    def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
+        if any(p.requires_grad for p in model.parameters()):
+            devices = [self.device] if self.device.type == "cuda" else None
+            model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        return super().wrap(model, compiled, mode)
+
+    @contextlib.contextmanager
+    def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
+        with contextlib.nullcontext() if last else getattr(net, "_orig_mod", net).no_sync():
+            yield
+
+
+class Fsdp(Processes):
+    """Each process has a part of every parameter, gradient and optimizer state, and gathers a block when it runs it.
+
+    Blocks are gathered in the precision that they are run in; gradients are summed in float32. Each block is compiled
+    by itself, so that the gathering stays between compiled parts.
+    """
+
+    name = "fsdp"
+
+    def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
+        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("data",))
+        # The residual stream stays in float32, as under autocast alone: only parameters are cast.
+        low = self.runtime.dtype if self.runtime.dtype != torch.float32 else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for block in model.blocks:
+            if compiled:
+                block.compile(mode=mode)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh)
+
+    @contextlib.contextmanager
+    def accumulating(self, net: FSDPModule, last: bool) -> Iterator[None]:
+        net.set_requires_gradient_sync(last)
+        yield
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def dist_environment() -> tuple[int, int]:
+    """(rank, world) as torchrun sets them."""
+    try:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            "parallel=ddp and parallel=fsdp train on several processes, which torchrun starts: "
+            "torchrun --nproc-per-node=NUMBER train.py parallel=ddp ..."
+        ) from error

@@ -1,0 +1,36 @@
+"""Which of several processes keeps the others waiting."""
+
+import logging
+import socket
+from statistics import fmean, median
+
+from vitkernels.parallel import Parallel
+from vitkernels.training.timer import Window
+
+log = logging.getLogger(__name__)
+
+FACTOR, LEAST_MS = 1.5, 5.0  # times the others' median, and at least so many ms more, make a straggler
+
+
+def name_straggler(parallel: Parallel, step: int, window: Window) -> None:
+    """Warn of the slowest process of a window if it is much slower than the others. All processes must call it.
+
+    Compared is the time from the beginning of a step to the end of its last forward pass, input included: with
+    gradients averaged (ddp) it has no waiting for others in it, as the step as a whole has. (Under fsdp it does.)
+    """
+    if parallel.world == 1:
+        return
+    mean = fmean(window.forward_done_ms) if window.forward_done_ms else None
+    wait = fmean(window.input_wait_ms) if window.input_wait_ms else None
+    everyone = parallel.gather((mean, wait, socket.gethostname()))
+    if any(ms is None for ms, _, _ in everyone):
+        return
+    slowest = max(range(parallel.world), key=lambda rank: everyone[rank][0])
+    ms, wait, host = everyone[slowest]
+    others = median(one[0] for rank, one in enumerate(everyone) if rank != slowest)
+    if parallel.is_main and ms > FACTOR * others and ms - others > LEAST_MS:
+        log.warning(
+            "rank %d on %s keeps the others waiting: up to step %d it took %.1f ms to the end of its forward pass, of "
+            "which %.1f ms for its input, and the others %.1f ms (median)",
+            *(slowest, host, step, ms, wait, others),
+        )
