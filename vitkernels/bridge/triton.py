@@ -16,6 +16,7 @@ try:
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:  # there are no wheels for macOS and Windows
     raise UsageError("Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)") from error
 
@@ -25,7 +26,7 @@ _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 def triton_call(*args, kernel, grid, **constexprs):
     """Launches `kernel` over `grid` and returns None for tensors, the new output (or tuple of them) for JAX arrays.
 
-    `args` are the kernel's run-time parameters in its own order: tensors, numbers, None. Outputs are among them:
+    `args` are the kernel's run-time parameters in its own order: tensors, TensorDescriptors, numbers, None. Outputs are among them:
     tensors that the caller allocated and the kernel fills. `constexprs` are the kernel's `tl.constexpr` parameters by
     name, and launch options (num_warps, num_stages, num_ctas, maxnreg). `grid` is a tuple of one to three integers,
     or a function from the constexprs to one.
@@ -42,7 +43,7 @@ def triton_call(*args, kernel, grid, **constexprs):
 
     Raises UsageError for tensors on several devices, on an XLA device, or on one that Triton does not know.
     """
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    tensors = _tensors(args)
     if not tensors:
         return _call_jax(args, kernel, grid, constexprs)
     _check_devices(tensors)
@@ -56,6 +57,11 @@ def triton_call(*args, kernel, grid, **constexprs):
             _launch(args, tensors[0].device.index, kernel, grid, constexprs)
     else:
         _interpret(args, kernel, grid, constexprs)
+
+
+def _tensors(args) -> list[torch.Tensor]:
+    args = (arg.base if isinstance(arg, TensorDescriptor) else arg for arg in args)
+    return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
 
 def _check_devices(tensors: list[torch.Tensor]) -> None:
@@ -111,6 +117,8 @@ def _describe(arg):
     """All of an argument that Triton specializes a kernel for, and often more."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0
+    if isinstance(arg, TensorDescriptor):
+        return arg.base.dtype, *arg.block_shape, arg.padding
     return arg if type(arg) is int else float if type(arg) is float else (type(arg), arg)
 
 
@@ -129,7 +137,7 @@ _interpreter_lock = threading.RLock()  # the interpreter keeps its program ids i
 
 @torch.compiler.disable
 def _interpret(args, kernel, grid, constexprs) -> None:
-    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    tensors = _tensors(args)
     if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
         raise UsageError(
             "Triton's interpreter cannot be traced: on CPU tensors, put triton_call into a torch.library.custom_op "

@@ -19,37 +19,36 @@ def _tile_of(program, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: t
 
 @triton.jit
 def product_kernel(
-    x_ptr, w_ptr, out_ptr, x_scale_ptr, w_scale_ptr,
-    x_stride_m, x_stride_k, w_stride_k, w_stride_n, out_stride_m, M, N, K,
+    x_MK, w_NK, out_ptr, x_scale_ptr, w_scale_ptr, out_stride_m, M, N, K, programs,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    RAGGED: tl.constexpr, SUM: tl.constexpr,
+    OVERLAP: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out (M, N), row-major. RAGGED: K is no multiple of TILE_K. SUM: the dtype of the sums."""
-    tile_m, tile_n = _tile_of(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
-    m = tile_m * TILE_M + tl.arange(0, TILE_M)
-    n = tile_n * TILE_N + tl.arange(0, TILE_N)
-    k = tl.arange(0, TILE_K)
-    # Past the edge rows and columns come round again: loads need no mask, and what they give is not stored.
-    x_at = x_ptr + (m % M).to(tl.int64)[:, None] * x_stride_m + k[None, :] * x_stride_k
-    w_at = w_ptr + k[:, None] * w_stride_k + (n % N).to(tl.int64)[None, :] * w_stride_n
-    acc = tl.zeros([TILE_M, TILE_N], SUM)
-    for first in range(0, K, TILE_K):
-        if RAGGED:
-            x = tl.load(x_at, mask=k[None, :] < K - first, other=0.0)
-            w = tl.load(w_at, mask=k[:, None] < K - first, other=0.0)
-        else:
-            x, w = tl.load(x_at), tl.load(w_at)
-        acc = tl.dot(x, w, acc, out_dtype=SUM)
-        x_at += TILE_K * x_stride_k
-        w_at += TILE_K * w_stride_k
-    _store(acc, out_ptr, x_scale_ptr, w_scale_ptr, m, n, out_stride_m, M, N)
+    """Tiles of out (M, N), row-major; x and w are descriptors, which read zeros past the edges.
+
+    OVERLAP: the next tile's loads begin while this one is stored. SUM: the dtype of the sums.
+    """
+    tiles = tl.cdiv(M, TILE_M) * tl.cdiv(N, TILE_N)
+    for tile in tl.range(tl.program_id(0), tiles, programs, flatten=OVERLAP):
+        tile_m, tile_n = _tile_of(tile, M, N, TILE_M, TILE_N, GROUP)
+        acc = tl.zeros([TILE_M, TILE_N], SUM)
+        for k in range(0, K, TILE_K):
+            x, w = x_MK.load([tile_m * TILE_M, k]), w_NK.load([tile_n * TILE_N, k])
+            acc = tl.dot(x, w.T, acc, out_dtype=SUM)
+        m = tile_m * TILE_M + tl.arange(0, TILE_M)
+        n = tile_n * TILE_N + tl.arange(0, TILE_N)
+        if x_scale_ptr is not None:
+            acc = acc.to(tl.float32) * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+        if w_scale_ptr is not None:
+            acc = acc.to(tl.float32) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+        at = out_ptr + m.to(tl.int64)[:, None] * out_stride_m + n[None, :]
+        tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 
 
 @triton.jit
-def _store(acc, out_ptr, x_scale_ptr, w_scale_ptr, m, n, out_stride_m, M, N):
-    if x_scale_ptr is not None:
-        acc = acc.to(tl.float32) * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
-    if w_scale_ptr is not None:
-        acc = acc.to(tl.float32) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
-    at = out_ptr + m.to(tl.int64)[:, None] * out_stride_m + n[None, :]
-    tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
+def copy_kernel(x_ptr, out_ptr, x_stride_r, x_stride_k, out_stride_r, R, K, TILE_R: tl.constexpr, TILE_K: tl.constexpr):
+    """A matrix (R, K) of any strides to one with K last."""
+    r = (tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
+    k = (tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
+    inside = (r[:, None] < R) & (k[None, :] < K)
+    x = tl.load(x_ptr + r[:, None] * x_stride_r + k[None, :] * x_stride_k, mask=inside)
+    tl.store(out_ptr + r[:, None] * out_stride_r + k[None, :], x, mask=inside)
