@@ -26,9 +26,9 @@ _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 def triton_call(*args, kernel, grid, **constexprs):
     """Launches `kernel` over `grid` and returns None for tensors, the new output (or tuple of them) for JAX arrays.
 
-    `args` are the kernel's run-time parameters in its own order: tensors, TensorDescriptors, numbers, None. Outputs are among them:
-    tensors that the caller allocated and the kernel fills. `constexprs` are the kernel's `tl.constexpr` parameters by
-    name, and launch options (num_warps, num_stages, num_ctas, maxnreg). `grid` is a tuple of one to three integers,
+    `args` are the kernel's run-time parameters in its own order: tensors, TensorDescriptors, numbers, None. Outputs are
+    among them: tensors that the caller allocated and the kernel fills. `constexprs` are the kernel's `tl.constexpr`
+    parameters by name, and launch options (num_warps, num_stages, num_ctas, maxnreg). `grid` is a tuple of one to three integers,
     or a function from the constexprs to one.
 
         output = torch.empty_like(x)

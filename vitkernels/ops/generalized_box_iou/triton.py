@@ -2,7 +2,6 @@
 
 from importlib.util import find_spec
 
-import torch
 from torch import Tensor
 
 _MISSING = None if find_spec("triton") else "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
