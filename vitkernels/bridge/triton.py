@@ -28,8 +28,8 @@ def triton_call(*args, kernel, grid, **constexprs):
 
     `args` are the kernel's run-time parameters in its own order: tensors, TensorDescriptors, numbers, None. Outputs are
     among them: tensors that the caller allocated and the kernel fills. `constexprs` are the kernel's `tl.constexpr`
-    parameters by name, and launch options (num_warps, num_stages, num_ctas, maxnreg). `grid` is a tuple of one to three integers,
-    or a function from the constexprs to one.
+    parameters by name, and launch options (num_warps, num_stages, num_ctas, maxnreg). `grid` is a tuple of one to
+    three integers, or a function from the constexprs to one.
 
         output = torch.empty_like(x)
         triton_call(x, y, output, n, kernel=add_kernel, grid=(triton.cdiv(n, 1024),), BLOCK_SIZE=1024)
