@@ -46,12 +46,12 @@ class Timing:
         return cls(low, median, high)
 
     @classmethod
-    def on_device(cls, function: Callable[[], object]) -> "Timing":
+    def on_device(cls, function: Callable[[], object], milliseconds: float = 100) -> "Timing":
         """Of replays of a CUDA graph: what the GPU needs, without the host."""
         from triton.testing import do_bench_cudagraph
 
         with torch.cuda.stream(torch.cuda.Stream()):
-            low, median, high = do_bench_cudagraph(function, rep=100, quantiles=[0.2, 0.5, 0.8])
+            low, median, high = do_bench_cudagraph(function, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
         return cls(low, median, high)
 
 

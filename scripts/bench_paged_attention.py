@@ -1,0 +1,97 @@
+"""Paged attention on this GPU beside gathering the pages for SDPA, and flex_attention; on TPU v5e, estimated.
+
+    python scripts/bench_paged_attention.py                 # where an NVIDIA GPU is: measured
+    python scripts/bench_paged_attention.py --tpu           # anywhere: pallas_tpu beside JAX's own kernel, ESTIMATED
+
+Prints a table and, measured on a GPU, appends its rows to results/paged_attention.jsonl. Each estimate takes 10 to 30
+seconds to compile and needs the tpu extra (libtpu, Linux x86-64).
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vitkernels.bench import paged_attention as bench  # noqa: E402
+from vitkernels.bench.attention import Timing  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--no-flex", action="store_true", help="skip flex_attention, which takes long to compile")
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "paged_attention.jsonl")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("measuring needs an NVIDIA GPU; --tpu estimates for a TPU v5e on any machine")
+    measure(options)
+
+
+def measure(options) -> None:
+    """The table of the GPU at hand."""
+    machine = _machine()
+    bandwidth = copy_bandwidth()
+    print(", ".join(f"{name} {value}" for name, value in machine.items()), f"copy {bandwidth / 1e12:.2f} TB/s")
+    print("MEASURED; bfloat16; median ms [20 %, 80 %], host included on a cold L2, and of CUDA-graph replays")
+    print("| case | contender | ms | graph ms | of copy bandwidth | error |\n|---|---|---|---|---|---|")
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    with options.results.open("a") as file:
+        for case in bench.CASES:
+            for row in rows(case, bandwidth, not options.no_flex):
+                file.write(json.dumps(machine | {"copy_bytes_per_second": bandwidth} | row) + "\n")
+
+
+def rows(case: bench.Case, bandwidth: float, flex: bool) -> list[dict]:
+    """Times every contender of a case, and holds its result against the reference's."""
+    torch.manual_seed(0)
+    tensors = bench.Tensors.of(case)
+    exact = bench.exact(tensors)
+    found = []
+    for name, call in bench.contenders(tensors, flex).items():
+        row = {"case": asdict(case), "contender": name}
+        try:
+            error = float((call().double() - exact).norm() / exact.norm())
+            row |= {"error": error, "ms": asdict(Timing.of(call, 50)), "graph_ms": asdict(Timing.on_device(call, 20))}
+        except Exception as problem:  # a peer that cannot take the case is a result too
+            row["problem"] = f"{type(problem).__name__}: {str(problem)[:200]}"
+        found.append(row)
+        _print(case, row, tensors.bytes() / bandwidth * 1e3)
+    return found
+
+
+def _print(case: bench.Case, row: dict, floor_ms: float) -> None:
+    cells = [case.what, row["contender"]]
+    if "problem" in row:
+        cells.append(row["problem"])
+    else:
+        cells += [f"{t['median']:.4f} [{t['low']:.4f}, {t['high']:.4f}]" for t in (row["ms"], row["graph_ms"])]
+        cells += [f"{floor_ms / row['graph_ms']['median']:.0%}", f"{row['error']:.1e}"]
+    print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large copy on the device."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / Timing.of(lambda: target.copy_(source)).median * 1e3
+
+
+def _machine() -> dict[str, str]:
+    import triton
+
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+if __name__ == "__main__":
+    main()
