@@ -1,0 +1,159 @@
+"""Kernels for GELU beside matrix products: in a product's epilogue, and as one pass of their own.
+
+Shape suffixes: M rows (tokens), K columns of the left factor, N columns of the product.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction
+
+
+@triton.jit
+def gelu_and_slope(x, TANH: tl.constexpr):
+    """gelu(x) and gelu'(x) in float32, from two special-function instructions and a dozen others.
+
+    Exact: x Φ(x), with Φ(-|x|) by Abramowitz and Stegun 7.1.26 (error at most 0.75e-7), whose exp(-x²/2) is Φ' too.
+    Reciprocals are squared reciprocal roots, one instruction each where a division takes nine.
+    """
+    if TANH:
+        # (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = sqrt(2/π) (x + 0.044715 x³)
+        square = x * x
+        root = tl.rsqrt(1.0 + tl.exp2(x * (-2.302208198144325 - 0.1029432396 * square)))  # -2 log2(e) u
+        cdf = root * root
+        slope = cdf + x * cdf * (1.0 - cdf) * (1.5957691216057308 + 0.2140644488 * square)
+    else:
+        bell = tl.exp2((-0.5 * LOG2E) * x * x)
+        root = tl.rsqrt(1.0 + 0.23164190 * tl.abs(x))  # 0.3275911 / sqrt(2)
+        t = root * root
+        tail = (((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796
+        tail *= t * bell
+        cdf = tl.where(x < 0, tail, 1.0 - tail)
+        slope = cdf + x * bell * 0.3989422804014327  # 1 / sqrt(2π)
+    return x * cdf, slope
+
+
+# --- in the product's epilogue ----------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _product(a, b, m, n, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
+             B_IS_NK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+    """Rows m.. and columns n.. of a b (or a bᵀ), in float32. Descriptors give zeros outside of the matrices."""
+    acc = tl.zeros([TILE_M, TILE_N], tl.float32)
+    for k in range(0, K, TILE_K):
+        if B_IS_NK:
+            acc = tl.dot(a.load([m, k]), b.load([n, k]).T, acc, input_precision=PRECISION)
+        else:
+            acc = tl.dot(a.load([m, k]), b.load([k, n]), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
+
+
+@triton.jit
+def _quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """A tile's columns in four parts: an epilogue of the whole at once needs more registers than there are."""
+    left, right = _halves(x, ROWS, COLUMNS)
+    first, second = _halves(left, ROWS, COLUMNS // 2)
+    third, fourth = _halves(right, ROWS, COLUMNS // 2)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _activate(acc, bias_N, pre_MN, act_MN, m, n, N, COLUMNS: tl.constexpr, TANH: tl.constexpr):
+    columns = n + tl.arange(0, COLUMNS)
+    pre = acc + tl.load(bias_N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    pre = pre.to(act_MN.dtype)
+    act_MN.store([m, n], gelu_and_slope(pre.to(tl.float32), TANH)[0].to(act_MN.dtype))
+    if pre_MN is not None:
+        pre_MN.store([m, n], pre)
+
+
+@triton.jit
+def linear_gelu_kernel(
+    bias_N, x_MK, weight_NK, pre_MN, act_MN, M, N, K,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, FLATTEN: tl.constexpr,
+    TANH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """act = gelu(x weightᵀ + bias), and what gelu was given, if it is wanted. Matrices come as descriptors."""
+    tiles_n = tl.cdiv(N, TILE_N)
+    tiles = tl.cdiv(M, TILE_M) * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        m, n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N  # a row of tiles reads x from memory once
+        acc = _product(x_MK, weight_NK, m, n, K, TILE_M, TILE_N, TILE_K, True, PRECISION)
+        quarter: tl.constexpr = TILE_N // 4
+        first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
+        _activate(first, bias_N, pre_MN, act_MN, m, n, N, quarter, TANH)
+        _activate(second, bias_N, pre_MN, act_MN, m, n + quarter, N, quarter, TANH)
+        _activate(third, bias_N, pre_MN, act_MN, m, n + 2 * quarter, N, quarter, TANH)
+        _activate(fourth, bias_N, pre_MN, act_MN, m, n + 3 * quarter, N, quarter, TANH)
+
+
+@triton.jit
+def _deactivate(dact, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, COLUMNS: tl.constexpr, TANH: tl.constexpr):
+    act, slope = gelu_and_slope(pre_MN.load([m, n]).to(tl.float32), TANH)
+    act_MN.store([m, n], act.to(act_MN.dtype))
+    dpre = dact * slope
+    dpre_MN.store([m, n], dpre.to(dpre_MN.dtype))
+    columns = n + tl.arange(0, COLUMNS)
+    # Rows beyond M have dact = 0, and add nothing.
+    tl.store(sums_TN + tile_m.to(tl.int64) * N + columns, tl.sum(dpre, 0), mask=columns < N)
+
+
+@triton.jit
+def gelu_linear_backward_kernel(
+    sums_TN, dy_MK, weight_KN, pre_MN, dpre_MN, act_MN, M, N, K,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, FLATTEN: tl.constexpr,
+    TANH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dpre = (dy weight) gelu'(pre), its sums over each tile's rows, and gelu(pre) again."""
+    tiles_n = tl.cdiv(N, TILE_N)
+    tiles = tl.cdiv(M, TILE_M) * tiles_n
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
+        tile_m = tile // tiles_n
+        m, n = tile_m * TILE_M, tile % tiles_n * TILE_N
+        acc = _product(dy_MK, weight_KN, m, n, K, TILE_M, TILE_N, TILE_K, False, PRECISION)
+        quarter: tl.constexpr = TILE_N // 4
+        first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
+        _deactivate(first, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, quarter, TANH)
+        _deactivate(second, pre_MN, dpre_MN, act_MN, sums_TN, m, n + quarter, tile_m, N, quarter, TANH)
+        _deactivate(third, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 2 * quarter, tile_m, N, quarter, TANH)
+        _deactivate(fourth, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 3 * quarter, tile_m, N, quarter, TANH)
+
+
+# --- as passes of their own -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def gelu_kernel(pre, act, size, BLOCK: tl.constexpr, TANH: tl.constexpr):
+    """act = gelu(pre), elementwise."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(pre + at, mask=at < size, other=0.0).to(tl.float32)
+    tl.store(act + at, gelu_and_slope(x, TANH)[0], mask=at < size)
+
+
+@triton.jit
+def gelu_backward_kernel(
+    dact_MN, pre_MN, dpre_MN, act_MN, sums_PN, M, N,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, TANH: tl.constexpr,
+):  # fmt: skip
+    """dpre = dact gelu'(pre) and its sums over ROWS * STEPS rows; gelu(pre) again where act_MN is given."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * (ROWS * STEPS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(STEPS):
+        rows = first + step * ROWS + tl.arange(0, ROWS)
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        at = rows.to(tl.int64)[:, None] * N + columns[None, :]
+        act, slope = gelu_and_slope(tl.load(pre_MN + at, mask=inside, other=0.0).to(tl.float32), TANH)
+        dpre = tl.load(dact_MN + at, mask=inside, other=0.0).to(tl.float32) * slope
+        tl.store(dpre_MN + at, dpre, mask=inside)
+        if act_MN is not None:
+            tl.store(act_MN + at, act, mask=inside)
+        total += dpre
+    tl.store(sums_PN + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, 0), mask=columns < N)
