@@ -176,7 +176,7 @@ def _forward_tile(block: int) -> tuple[int, int]:
 
 def _backward_tile(block: int) -> tuple[int, int, int, int]:
     """Rows at a time, warps, pipeline stages, and programs per multiprocessor."""
-    return max(1, 2048 // block), 4 if block <= 1024 else 8, 1, 4 if block <= 1024 else 2
+    return max(1, 2048 // block), 4 if block <= 1024 else 8, 2, 4 if block <= 1024 else 2
 
 
 def _backward(
@@ -206,7 +206,7 @@ def _backward(
     sums = parts.new_empty(parts.shape[1:])
     triton_call(
         parts, sums, programs, sums.numel(),
-        kernel=_sum_kernel, grid=(triton.cdiv(sums.numel(), 32),), BLOCK_P=64, BLOCK_K=32, num_warps=4,
+        kernel=_sum_kernel, grid=(triton.cdiv(sums.numel(), 16),), BLOCK_P=256, BLOCK_K=16, num_warps=8,
     )  # fmt: skip
     return dx.to(total.dtype), None if dbranch is None else dbranch.to(branch_dtype), sums
 
