@@ -9,7 +9,8 @@ from vitkernels.training.timer import Window
 
 log = logging.getLogger(__name__)
 
-FACTOR, LEAST_MS = 1.5, 5.0  # times the others' median, and at least so many ms more, make a straggler
+FACTOR, LEAST_MS = 2.0, 5.0  # times the others' median, and at least so many ms more, make a straggler
+LEAST_STEPS = 8  # fewer are no habit
 
 
 def name_straggler(parallel: Parallel, step: int, window: Window) -> None:
@@ -20,11 +21,10 @@ def name_straggler(parallel: Parallel, step: int, window: Window) -> None:
     """
     if parallel.world == 1:
         return
-    mean = fmean(window.forward_done_ms) if window.forward_done_ms else None
-    wait = fmean(window.input_wait_ms) if window.input_wait_ms else None
-    everyone = parallel.gather((mean, wait, socket.gethostname()))
-    if any(ms is None for ms, _, _ in everyone):
+    if len(window.forward_done_ms) < LEAST_STEPS:  # the same on all processes
         return
+    own = fmean(window.forward_done_ms), fmean(window.input_wait_ms), socket.gethostname()
+    everyone = parallel.gather(own)
     slowest = max(range(parallel.world), key=lambda rank: everyone[rank][0])
     ms, wait, host = everyone[slowest]
     others = median(one[0] for rank, one in enumerate(everyone) if rank != slowest)
