@@ -1,0 +1,350 @@
+"""scripts/provision_v5litepod.sh, run for real against gcloud_stand_in.py: every verb, every failure, every interruption.
+
+The worker's half, scripts/v5litepod_worker.sh, is run for real too, in the stand-in's folders; only what it would install
+and train with is replaced: `uv` and `make` do nothing, and train.py is a few lines that obey SIGTERM as the real one does.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+STAND_IN = Path(__file__).with_name("gcloud_stand_in.py")
+PLACE = ["--project", "p", "--zone", "us-central1-a"]
+LIFE = [*PLACE, "--lifetime", "1h"]
+
+DOCTOR = 'echo "${DOCTOR:-TPU: attached}"'
+# Trains $STEPS tenths of a second, keeps count in a checkpoint, and goes on from it.
+TRAINER = r"""#!/bin/bash
+case "$*" in *vitkernels.doctor*) DOCTOR; exit ;; esac
+for word in "$@"; do case $word in hydra.run.dir=*) run=${word#*=} ;; esac; done
+mkdir -p "$run/checkpoints"; newest=$run/checkpoints/step; step=$(cat "$newest" 2>/dev/null || echo 0)
+echo "from step $step with $*"
+trap 'echo $step >$newest; echo stopped at $step; exit 75' TERM
+while ((step < ${STEPS:-3})); do step=$((step + 1)); sleep 0.1; done
+echo $step >"$newest"; echo "{\"status\": \"done\"}" >"$run/summary.json"; echo done; exit ${TRAIN_EXIT:-0}
+"""
+MAKE = "#!/bin/bash\nmkdir -p .venv/bin && cp train.py .venv/bin/python && chmod +x .venv/bin/python\n"
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    return Cloud(tmp_path)
+
+
+class Cloud:
+    """A checkout to call the script in, and the stand-in's state."""
+
+    def __init__(self, path: Path):
+        self.state, self.checkout, bin_dir = path / "state", path / "checkout", path / "bin"
+        for folder in (self.state, self.checkout / "scripts", bin_dir):
+            folder.mkdir(parents=True)
+        for script in ("provision_v5litepod.sh", "v5litepod_worker.sh"):
+            shutil.copy(ROOT / "scripts" / script, self.checkout / "scripts")
+        (self.checkout / "train.py").write_text(TRAINER.replace("DOCTOR;", f"{DOCTOR};"))
+        subprocess.run(["git", "init", "-q"], cwd=self.checkout, check=True)
+        (self.checkout / ".git/info/exclude").write_text("runs\nv5litepod.conf\n")
+        commands = {"gcloud": f'#!/bin/sh\nexec "{sys.executable}" -S "{STAND_IN}" "$@"\n', "make": MAKE}
+        commands["uv"] = "#!/bin/sh\necho python3\n"
+        for name, text in commands.items():
+            (bin_dir / name).write_text(text)
+            (bin_dir / name).chmod(0o755)
+        self.environment = {k: v for k, v in os.environ.items() if not k.startswith("V5E_")}
+        self.environment |= {"PATH": f"{bin_dir}:{os.environ['PATH']}", "GCLOUD_STAND_IN": str(self.state)}
+        self.environment["V5E_POLL"] = "0.05"
+        self.plan()
+
+    def plan(self, *faults, **plan):
+        (self.state / "plan.json").write_text(json.dumps({"faults": faults, **plan}))
+
+    def start(self, *words, **environment):
+        return subprocess.Popen(
+            [str(self.checkout / "scripts/provision_v5litepod.sh"), *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.checkout,
+            env={**self.environment, **environment},
+        )
+
+    def __call__(self, *words, code=0, **environment):
+        process = self.start(*words, **environment)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == code, output
+        return output
+
+    @property
+    def calls(self):
+        path = self.state / "calls.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def steps(self):
+        return [call["step"] for call in self.calls]
+
+    @property
+    def exists(self):
+        return (self.state / "node.json").exists()
+
+    @property
+    def fetched(self):
+        return self.checkout / "runs/vitkernels"
+
+    def until(self, step, process):
+        end = time.monotonic() + 30
+        while step not in self.steps:
+            assert time.monotonic() < end and process.poll() is None, (self.steps, process.communicate())
+            time.sleep(0.01)
+
+
+# ---------------------------------------------------------------------- verbs
+
+
+def test_each_step_of_a_node_s_life(cloud):
+    cloud.plan(states=["ACCEPTED", *["WAITING_FOR_RESOURCES"] * 4, "PROVISIONING", "ACTIVE"])
+    bill = cloud("create", *LIFE, "--accelerator", "v5litepod-16", "--price", "1.2", "--capacity", "spot", "--tags", "a,b")
+    assert "16 v5e chip(s), spot" in bill and "16.0 chip hours" in bill and "at most 19.20 USD" in bill
+    flags = cloud.calls[-1]["flags"]
+    expected = {"node-id": "vitkernels", "accelerator-type": "v5litepod-16", "runtime-version": "v2-alpha-tpuv5-lite"}
+    expected |= {"valid-until-duration": "3600s", "spot": True, "tags": "a,b", "project": "p", "zone": "us-central1-a"}
+    assert expected.items() <= flags.items() and "reserved" not in flags and "service-account" not in flags
+    assert "exists already: ACCEPTED" in cloud("create", *LIFE, "--accelerator", "v5litepod-16")
+    assert "is a v5litepod-16" in cloud("create", *LIFE, code=2)
+    assert cloud("status", *PLACE) == "WAITING_FOR_RESOURCES\n"
+    waited = cloud("wait", *PLACE)
+    seen = [line.split()[-1] for line in waited.splitlines()]
+    assert seen == ["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]
+    cloud("setup", *PLACE)
+    for worker in ("worker0", "worker1"):
+        assert (cloud.state / worker / "vitkernels/doctor.txt").read_text() == "TPU: attached\n"
+    output = cloud("train", *PLACE, "--", "model=x", "data.root=/with space")
+    assert output.count("resume=auto hydra.run.dir=runs/vitkernels model=x data.root=/with space") == 2  # workers
+    assert not cloud.fetched.exists()
+    cloud("fetch", *PLACE)
+    assert (cloud.fetched / "summary.json").exists() and not (cloud.fetched / "pid").exists()
+    assert "worker1" in cloud("ssh", *PLACE, "--worker", "1", "--", "pwd")
+    assert "not deleted" in cloud("delete", *PLACE, code=1) and cloud.exists
+    assert "is deleted" in cloud("delete", *PLACE, "--quiet") and not cloud.exists
+    assert "nothing to delete" in cloud("delete", *PLACE, "--quiet")
+    assert cloud("status", *PLACE) == "ABSENT\n"
+
+
+def test_run_does_all_of_it_and_deletes(cloud):
+    cloud.plan(states=["WAITING_FOR_RESOURCES", "ACTIVE"])
+    output = cloud("run", *LIFE, "--", "seed=1")
+    assert "done" in output and not cloud.exists and (cloud.fetched / "summary.json").exists()
+    steps = [step for step in cloud.steps if step != "describe"]
+    assert steps == ["create", "scp", "ssh install", "ssh train", "ssh fetch", "delete"]
+
+
+def test_a_dry_run_prints_every_command_and_runs_none(cloud):
+    output = cloud("run", *LIFE, "--dry-run", "--capacity", "reserved", "--", "seed=1")
+    assert cloud.steps == [] and not (cloud.checkout / "runs").exists()
+    for command in ("create vitkernels", "describe vitkernels", "tpu-vm scp", "worker.sh\\ install", "-czf", "delete vitkernels"):
+        assert command in output
+    assert "--reserved" in output and "seed=1" in output and "--on-active=3600s" in output
+
+
+def test_settings_come_from_flags_then_the_environment_then_a_file(cloud):
+    (cloud.checkout / "v5litepod.conf").write_text('# ours\nV5E_PROJECT=file\nexport V5E_ZONE="file"\nV5E_NAME=file\n')
+    output = cloud("create", "--lifetime=30m", "--dry-run", "--name", "flag", V5E_ZONE="environment", V5E_NAME="no")
+    assert "create flag --project=file --zone=environment" in output
+    other = cloud.checkout / "other"
+    other.write_text("V5E_PROJECT=$(touch hacked)\n")
+    assert "touch hacked" in cloud("status", "--dry-run", "--zone=z", "--config", str(other))
+    assert not (cloud.checkout / "hacked").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "VERB"),
+        (["fly", *PLACE], "there is no 'fly'"),
+        (["create", *PLACE], "no lifetime"),
+        (["run", *PLACE], "no lifetime"),
+        (["create", "--zone", "z"], "no project: which project pays. Give --project, the environment variable V5E_PROJECT"),
+        (["status", "--project", "p"], "no zone"),
+        (["create", *PLACE, "--lifetime", "4"], "--lifetime 4: a duration"),
+        (["create", *LIFE, "--accelerator", "v5litepod-3"], "v5litepod-3: v5litepod-1, 4, 8"),
+        (["create", *LIFE, "--capacity", "free"], "on-demand, spot or reserved"),
+        (["create", *LIFE, "--name", "Big"], "lower-case"),
+        (["create", *LIFE, "--zoen", "z"], "there is no flag --zoen"),
+        (["create", *LIFE, "--zone"], "--zone needs a value"),
+        (["status", *PLACE, "--", "x"], "status takes nothing after --"),
+        (["train", *PLACE, "model=x"], "settings of train.py come after --"),
+        (["status", *PLACE, "--config", "nosuch"], "no configuration file nosuch"),
+    ],
+)
+def test_mistakes_are_named_before_anything_is_called(cloud, words, message):
+    assert message in cloud(*words, code=2)
+    assert cloud.steps == []
+
+
+def test_a_broken_configuration_file_is_named_with_its_line(cloud):
+    (cloud.checkout / "v5litepod.conf").write_text("V5E_ZONE=z\nV5E_ZOEN=z\n")
+    assert "v5litepod.conf:2: there is no setting V5E_ZOEN" in cloud("status", *PLACE, code=2)
+
+
+def test_help_names_every_verb_and_setting(cloud):
+    text = cloud("--help")
+    for word in ("create", "status", "wait", "ssh", "setup", "train", "fetch", "delete", "run", "V5E_LIFETIME", "--dry-run"):
+        assert word in text
+
+
+# ---------------------------------------------------------------------- failures
+
+
+def test_wait_says_why_a_node_failed(cloud):
+    cloud.plan(states=["PROVISIONING", "FAILED"], error="RESOURCE_EXHAUSTED: no v5e left")
+    cloud("create", *LIFE)
+    assert "reason: RESOURCE_EXHAUSTED: no v5e left" in cloud("wait", *PLACE, code=3)
+    assert "no v5e left" in cloud("status", *PLACE)
+    cloud.plan(states=["ACTIVE"], error="RESOURCE_EXHAUSTED: no v5e left")
+    assert "no use any more" in cloud("create", *LIFE)  # and is made anew
+    assert cloud.steps.count("create") == 2 and cloud("status", *PLACE) == "ACTIVE\n"
+
+
+@pytest.mark.parametrize("state", ["SUSPENDING", "SUSPENDED"])
+def test_wait_says_that_a_node_was_taken_back(cloud, state):
+    cloud.plan(states=["PROVISIONING", state])
+    cloud("create", *LIFE)
+    assert "preempted" in cloud("wait", *PLACE, code=75)
+
+
+def test_wait_ends_with_its_time_limit(cloud):
+    cloud.plan(states=["WAITING_FOR_RESOURCES"])
+    cloud("create", *LIFE)
+    assert "WAITING_FOR_RESOURCES after 1s" in cloud("wait", *PLACE, "--timeout", "1s", code=4)
+    assert cloud.exists
+
+
+def test_nothing_is_done_on_a_node_that_is_not_there(cloud):
+    assert "create it first" in cloud("wait", *PLACE, code=3)
+    for verb in ("setup", "train", "fetch", "ssh"):
+        assert "ABSENT and not ACTIVE" in cloud(verb, *PLACE, code=3)
+
+
+@pytest.mark.parametrize(
+    ("step", "code"),
+    [("create", 1), ("describe", 1), ("scp", 1), ("ssh install", 7), ("ssh train", 7), ("ssh fetch", 1)],
+)
+def test_run_deletes_the_node_whatever_step_fails(cloud, step, code):
+    """The step fails for good; what the script does not repeat fails at once."""
+    cloud.plan({"step": step, "code": code, "times": 40 if step == "describe" else 9, "message": "broken"})
+    output = cloud("run", *LIFE, "--", code=0 if step == "ssh fetch" else code)
+    assert not cloud.exists and "broken" in output
+    if step == "ssh fetch":
+        assert "nothing could be fetched" in output
+
+
+def test_what_fails_once_is_done_again(cloud):
+    cloud.plan(
+        {"step": "describe", "code": 1, "message": "UNAVAILABLE"},
+        {"step": "scp", "code": 255},
+        {"step": "ssh install", "code": 1},
+        {"step": "ssh train", "code": 255},
+        {"step": "delete", "code": 1, "times": 2, "message": "FAILED_PRECONDITION"},
+    )
+    cloud("run", *LIFE, "--")
+    assert not cloud.exists and (cloud.fetched / "summary.json").exists()
+    assert cloud.steps.count("delete") == 3 and cloud.steps.count("ssh train") == 2
+
+
+def test_a_node_that_cannot_be_deleted_is_cried_out(cloud):
+    cloud("create", *LIFE)
+    cloud.plan({"step": "delete", "code": 1, "times": 99, "message": "PERMISSION_DENIED"})
+    output = cloud("delete", *PLACE, "--quiet", code=1, V5E_POLL="0")
+    assert "IS STILL THERE (ACTIVE) AND MAY BE BILLED" in output
+    assert "gcloud compute tpus queued-resources delete vitkernels --project=p --zone=us-central1-a --quiet --force" in output
+
+
+def test_a_worker_without_a_tpu_is_named_and_the_node_deleted(cloud):
+    output = cloud("run", *LIFE, "--", code=1, DOCTOR="CPU: only")
+    assert "the doctor sees no TPU on" in output and not cloud.exists
+
+
+def test_the_exit_code_of_the_training_comes_through(cloud):
+    output = cloud("run", *LIFE, "--", code=9, TRAIN_EXIT="9")
+    assert "the training ended with exit code 9" in output and not cloud.exists
+    assert (cloud.fetched / "output.log").exists()
+
+
+def test_a_preempted_node_asks_to_be_run_again_and_goes_on_from_what_was_fetched(cloud):
+    cloud("create", *LIFE)
+    cloud("setup", *PLACE)
+    process = cloud.start("train", *PLACE, "--", STEPS="300")
+    cloud.until("ssh train", process)
+    (cloud.fetched / "checkpoints").mkdir(parents=True)
+    (cloud.fetched / "checkpoints/step").write_text("298")
+    node = json.loads((cloud.state / "node.json").read_text())
+    (cloud.state / "node.json").write_text(json.dumps({**node, "states": ["SUSPENDED"]}))
+    cloud("status", *PLACE)  # the stand-in takes the workers away when it reports the state
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75 and "preempted" in output
+    output = cloud("run", *LIFE, "--", STEPS="300")
+    assert "from step 298" in output and not cloud.exists
+    assert (cloud.fetched / "checkpoints/step").read_text() == "300\n"
+
+
+def test_the_lifetime_ends_a_run_with_a_checkpoint_fetched(cloud):
+    output = cloud("run", *PLACE, "--lifetime", "2s", "--", code=4, STEPS="600")
+    assert "the lifetime of 2s is over" in output and not cloud.exists
+    assert int((cloud.fetched / "checkpoints/step").read_text()) > 0
+
+
+# ---------------------------------------------------------------------- interruptions
+
+STEPS = ["describe", "create", "scp", "ssh install", "ssh train"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("step", STEPS)
+def test_an_interrupted_run_deletes_its_node(cloud, step, number):
+    cloud.plan({"step": step, "hang": 0.3 if step == "create" else 20, "after": step == "create"})
+    process = cloud.start("run", *LIFE, "--")
+    cloud.until(step, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, output
+    assert not cloud.exists and "is deleted" in output
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_killed_run_is_run_again(cloud, step):
+    cloud.plan({"step": step, "hang": 1, "after": step == "create"})
+    process = cloud.start("run", *LIFE, "--")
+    cloud.until(step, process)
+    process.kill()
+    process.communicate()
+    output = cloud("run", *LIFE, "--")
+    assert "done" in output and not cloud.exists and (cloud.fetched / "summary.json").exists()
+
+
+def test_a_killed_train_goes_on_and_is_joined(cloud):
+    cloud("create", *LIFE)
+    cloud("setup", *PLACE)
+    process = cloud.start("train", *PLACE, "--", STEPS="20")
+    cloud.until("ssh train", process)
+    pid = cloud.state / "worker0/vitkernels/runs/vitkernels/pid"
+    while not pid.exists():
+        time.sleep(0.01)
+    process.kill()
+    process.communicate()
+    output = cloud("train", *PLACE, "--")
+    assert "joining the training that goes on" in output and output.count("from step 0") == 1
+    cloud("delete", *PLACE, "--quiet")
+
+
+def test_shellcheck_finds_nothing():
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    scripts = [str(path) for path in (ROOT / "scripts").glob("*.sh")]
+    run = subprocess.run([str(shellcheck), *scripts], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
