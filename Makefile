@@ -18,13 +18,14 @@ train: setup ## Train a small ViT on handwritten digits, on this machine, in a m
 test: setup ## Run the tests; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: setup ## Check style with ruff
+lint: setup ## Check style with ruff, and shell scripts with shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck scripts/*.sh .ci/run
 
 lock: $(VENV)/uv/bin/uv ## Resolve requirements/lock.txt anew from pyproject.toml
 	$(VENV)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
-	  --extra train --extra tpu --extra cuda --group dev --no-annotate --no-header --upgrade --output-file $(LOCK)
+	  --extra train --extra tpu --extra cuda --extra cluster --group dev --no-annotate --no-header --upgrade --output-file $(LOCK)
 
 clean: ## Remove .venv and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
