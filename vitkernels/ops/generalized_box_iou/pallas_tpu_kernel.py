@@ -1,7 +1,9 @@
-"""Generalized IoU and its gradient in Pallas for TPU, on planes of corners.
+"""Generalized IoU and its gradient in Pallas for TPU, on boxes as XLA keeps them.
 
-XLA keeps an array of boxes (B, N, 4) with the corners outermost, because 4 values on 128 lanes would waste the rest; so
-the kernels take it as (4, B, N), which costs no copy: x1 of many boxes side by side, then y1, and so on.
+4 values on 128 lanes would waste the rest, so XLA lays an array of boxes (B, N, 4) out with N on the lanes, in tiles of
+4 × 128: x1 of 128 boxes side by side, then their y1, and so on. Row by row of 128 that is a matrix, which the kernels
+take without a copy; they read every fourth row of it, so that a register holds one corner of eight times 128 boxes.
+Of bfloat16 a row of 32-bit words holds x in the lower and y in the upper halves.
 
 Shape suffixes: B images, N boxes of each, 4 = x1, y1, x2, y2.
 """
@@ -10,49 +12,106 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-f32 = jnp.float32
+f32, i32 = jnp.float32, jnp.int32
+LANES = 128
+TILES = 512  # of 128 boxes in a block: 1 MiB, enough to hide a copy's latency, and few enough that copies overlap
 
 
-def blocks_for(B: int, N: int) -> tuple[int, int]:
-    """Images and boxes of a block: large enough to hide a copy's latency, several of them so that copies overlap."""
-    n = min(N, 2048)
-    return min(B, max(8, 32768 // (-(-n // 128) * 128) // 32 * 32)), n
-
-
-def giou(preds_BN4, targets_BN4, *, eps: float | None, blocks: tuple[int, int] | None = None):
+def giou(preds_BN4, targets_BN4, *, eps: float | None):
     """(B, N) in float32."""
-    return _call(_forward_kernel, (), (preds_BN4, targets_BN4), [f32], eps, blocks)[0]
+    return _call(_forward_kernel, (), (preds_BN4, targets_BN4), eps)[0]
 
 
-def giou_vjp(primals, outputs, cotangents, *, eps: float | None, blocks: tuple[int, int] | None = None):
+def giou_vjp(primals, outputs, cotangents, *, eps: float | None):
     """Gradients of both arrays of boxes, in their own dtype."""
-    dtypes = [x.dtype for x in primals]
-    gradients = _call(_backward_kernel, cotangents, primals, dtypes, eps, blocks)
-    return tuple(jnp.moveaxis(gradient, 0, 2) for gradient in gradients)
+    return tuple(_call(_backward_kernel, cotangents, primals, eps))
 
 
-def _call(kernel, scores, boxes, out_dtypes, eps, blocks):
-    """`kernel` on blocks of scores (B, N) and boxes (4, B, N); what it gives per corner is (4, B, N) too."""
+def _call(kernel, scores, boxes, eps):
+    """`kernel` on scores (B, N) and boxes (B, N, 4); from scores it makes boxes, else scores."""
     B, N, _ = boxes[0].shape
-    b, n = blocks or blocks_for(B, N)
-    score_spec = pl.BlockSpec((b, n), lambda i, j: (i, j))
-    box_spec = pl.BlockSpec((4, b, n), lambda i, j: (0, i, j))
-    out_spec, out_shape = (box_spec, (4, B, N)) if scores else (score_spec, (B, N))
-    return pl.pallas_call(
+    if B >= 32 and N <= 16 * LANES:
+        images, width = B, -(-N // LANES) * LANES
+    else:  # of few images, or many boxes, 128 boxes are as good as an image
+        images, width = -(-B * N // LANES), LANES
+    group = partial(_group, images=images, width=width)
+    b = min(-(-images // 8) * 8, max(8, TILES * LANES // width // 8 * 8))
+    score_spec = pl.BlockSpec((b, width), lambda i: (i, 0))
+    score_shape = jax.ShapeDtypeStruct((images, width), f32)
+    rows = [_rows(group(x)) for x in boxes]
+    row_specs = [pl.BlockSpec((b * width * x.shape[0] // (images * width), LANES), lambda i: (i, 0)) for x in rows]
+    outputs = pl.pallas_call(
         partial(kernel, eps=eps),
-        grid=(pl.cdiv(B, b), pl.cdiv(N, n)),
-        in_specs=[score_spec] * len(scores) + [box_spec] * len(boxes),
-        out_specs=[out_spec] * len(out_dtypes),
-        out_shape=[jax.ShapeDtypeStruct(out_shape, dtype) for dtype in out_dtypes],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
-    )(*scores, *[jnp.moveaxis(x, 2, 0) for x in boxes])
+        grid=(pl.cdiv(images, b),),
+        in_specs=[score_spec] * len(scores) + row_specs,
+        out_specs=row_specs if scores else [score_spec],
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows] if scores else [score_shape],
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
+    )(*map(group, scores), *rows)
+    if scores:
+        outputs = [_boxes(y, images, width, x.dtype) for y, x in zip(outputs, boxes, strict=True)]
+    return [_ungroup(y, B, N) for y in outputs]
 
 
-def _corners(boxes_ref):
-    return [boxes_ref[corner].astype(f32) for corner in range(4)]
+def _group(x, images: int, width: int):
+    """(B, N, ...) as (images, width, ...), filled up with zeros."""
+    B, N, *rest = x.shape
+    if images == B:
+        return jnp.pad(x, [(0, 0), (0, width - N)] + [(0, 0)] * len(rest))
+    flat = jnp.pad(x.reshape(B * N, *rest), [(0, images * width - B * N)] + [(0, 0)] * len(rest))
+    return flat.reshape(images, width, *rest)
+
+
+def _ungroup(x, B: int, N: int):
+    if x.shape[0] == B:
+        return x[:, :N]
+    return x.reshape(-1, *x.shape[2:])[: B * N].reshape(B, N, *x.shape[2:])
+
+
+def _rows(boxes):
+    """(B, N, 4), N whole tiles, as the matrix of 128 columns that it is in memory: 4 rows, or of bfloat16 2, a tile."""
+    B, N, _ = boxes.shape
+    if boxes.dtype == jnp.bfloat16:
+        boxes = lax.bitcast_convert_type(boxes.reshape(B, N, 2, 2), i32)
+    return jnp.swapaxes(boxes.reshape(B, N // LANES, LANES, -1), 2, 3).reshape(-1, LANES)
+
+
+def _boxes(rows, B: int, N: int, dtype):
+    """The opposite of `_rows`."""
+    boxes = jnp.swapaxes(rows.reshape(B, N // LANES, -1, LANES), 2, 3).reshape(B, N, -1)
+    return boxes if boxes.dtype == dtype else lax.bitcast_convert_type(boxes, dtype).reshape(B, N, 4)
+
+
+def _tiles(scores_ref, rows_ref):
+    """The tiles of a block: where each lies among the scores, and where row r of it lies among the rows."""
+    b, width = scores_ref.shape
+    tiles = width // LANES
+    per_tile = rows_ref.shape[0] // (b * tiles)
+    for tile in range(tiles):
+        at = [pl.ds(tile * per_tile + r, b, tiles * per_tile) for r in range(per_tile)]
+        yield (slice(None), slice(tile * LANES, (tile + 1) * LANES)), [(rows, slice(None)) for rows in at]
+
+
+def _corners(ref, at):
+    """x1, y1, x2, y2 of a tile, each (b, 128) in float32."""
+    rows = [ref[row] for row in at]
+    if ref.dtype == f32:
+        return rows
+    return [lax.bitcast_convert_type(half, f32) for word in rows for half in (word << 16, word & -65536)]
+
+
+def _store_corners(ref, at, x1, y1, x2, y2):
+    if ref.dtype == f32:
+        values = x1, y1, x2, y2
+    else:
+        bits = [lax.bitcast_convert_type(v.astype(jnp.bfloat16).astype(f32), i32) for v in (x1, y1, x2, y2)]
+        values = [lax.shift_right_logical(x, 16) | y for x, y in (bits[:2], bits[2:])]
+    for row, value in zip(at, values, strict=True):
+        ref[row] = value
 
 
 def _extents(p1, p2, t1, t2):
@@ -61,8 +120,20 @@ def _extents(p1, p2, t1, t2):
 
 
 def _forward_kernel(preds_ref, targets_ref, out_ref, *, eps):
-    px1, py1, px2, py2 = _corners(preds_ref)
-    tx1, ty1, tx2, ty2 = _corners(targets_ref)
+    for tile, rows in _tiles(out_ref, preds_ref):
+        out_ref[tile] = _giou(_corners(preds_ref, rows), _corners(targets_ref, rows), eps)
+
+
+def _backward_kernel(grad_ref, preds_ref, targets_ref, d_preds_ref, d_targets_ref, *, eps):
+    for tile, rows in _tiles(grad_ref, preds_ref):
+        boxes = _corners(preds_ref, rows), _corners(targets_ref, rows)
+        d_preds, d_targets = _gradients(grad_ref[tile], *boxes, eps)
+        _store_corners(d_preds_ref, rows, *d_preds)
+        _store_corners(d_targets_ref, rows, *d_targets)
+
+
+def _giou(preds, targets, eps):
+    (px1, py1, px2, py2), (tx1, ty1, tx2, ty2) = preds, targets
     (width, hull_width), (height, hull_height) = _extents(px1, px2, tx1, tx2), _extents(py1, py2, ty1, ty2)
     if eps is None:
         width, height, hull_width, hull_height = (jnp.maximum(x, 0.0) for x in (width, height, hull_width, hull_height))
@@ -71,12 +142,11 @@ def _forward_kernel(preds_ref, targets_ref, out_ref, *, eps):
         intersection = jnp.where((width > 0) & (height > 0), width * height, 0.0)
     hull = hull_width * hull_height
     union = (px2 - px1) * (py2 - py1) + (tx2 - tx1) * (ty2 - ty1) - intersection
-    out_ref[...] = intersection / (union + (eps or 0.0)) - (hull - union) / (hull + (eps or 0.0))
+    return intersection / (union + (eps or 0.0)) - (hull - union) / (hull + (eps or 0.0))
 
 
-def _backward_kernel(grad_ref, preds_ref, targets_ref, d_preds_ref, d_targets_ref, *, eps):
-    px1, py1, px2, py2 = _corners(preds_ref)
-    tx1, ty1, tx2, ty2 = _corners(targets_ref)
+def _gradients(grad, preds, targets, eps):
+    (px1, py1, px2, py2), (tx1, ty1, tx2, ty2) = preds, targets
     (width, hull_width), (height, hull_height) = _extents(px1, px2, tx1, tx2), _extents(py1, py2, ty1, ty2)
     if eps is None:
         # A clamp's gradient passes at 0 too, as in PyTorch.
@@ -96,19 +166,13 @@ def _backward_kernel(grad_ref, preds_ref, targets_ref, d_preds_ref, d_targets_re
     p_width, p_height, t_width, t_height = px2 - px1, py2 - py1, tx2 - tx1, ty2 - ty1
     union = p_width * p_height + t_width * t_height - intersection
     per_union, per_hull = 1.0 / (union + (eps or 0.0)), 1.0 / (hull + (eps or 0.0))
-    grad = grad_ref[...]
     d_union = grad * (per_hull - intersection * per_union * per_union)
     d_hull = grad * ((hull - union) * per_hull * per_hull - per_hull)
     d_intersection = grad * per_union - d_union
     d_x = _axis(px1, px2, tx1, tx2, d_intersection * along_x, d_hull * hull_along_x, d_union, p_height, t_height)
     d_y = _axis(py1, py2, ty1, ty2, d_intersection * along_y, d_hull * hull_along_y, d_union, p_width, t_width)
-    for first, gradients in ((0, d_x), (1, d_y)):
-        for (ref, corner), gradient in zip(
-            ((d_preds_ref, first), (d_preds_ref, first + 2), (d_targets_ref, first), (d_targets_ref, first + 2)),
-            gradients,
-            strict=True,
-        ):
-            ref[corner] = gradient.astype(ref.dtype)
+    (d_px1, d_px2, d_tx1, d_tx2), (d_py1, d_py2, d_ty1, d_ty2) = d_x, d_y
+    return (d_px1, d_py1, d_px2, d_py2), (d_tx1, d_ty1, d_tx2, d_ty2)
 
 
 def _axis(p1, p2, t1, t2, d_extent, d_hull, d_union, p_across, t_across):
