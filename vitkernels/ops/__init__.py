@@ -8,8 +8,19 @@ Backends are imported when they are first asked for; this imports torch alone.
 from vitkernels.ops.cross_entropy import cross_entropy
 from vitkernels.ops.int8_matmul import int8_matmul
 from vitkernels.ops.layer_norm_residual import layer_norm_residual
+from vitkernels.ops.linear_gelu import linear_gelu
+from vitkernels.ops.mlp import mlp
 from vitkernels.ops.paged_attention import paged_attention
 from vitkernels.ops.patch_embed import patch_embed
 from vitkernels.ops.quantized_matmul import quantized_matmul
 
-__all__ = ["cross_entropy", "int8_matmul", "layer_norm_residual", "paged_attention", "patch_embed", "quantized_matmul"]
+__all__ = [
+    "cross_entropy",
+    "int8_matmul",
+    "layer_norm_residual",
+    "linear_gelu",
+    "mlp",
+    "paged_attention",
+    "patch_embed",
+    "quantized_matmul",
+]

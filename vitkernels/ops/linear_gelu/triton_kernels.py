@@ -19,7 +19,8 @@ def gelu_and_slope(x, TANH: tl.constexpr):
     if TANH:
         # (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = sqrt(2/π) (x + 0.044715 x³)
         square = x * x
-        root = tl.rsqrt(1.0 + tl.exp2(x * (-2.302208198144325 - 0.1029432396 * square)))  # -2 log2(e) u
+        exponent = x * (-2.302208198144325 - 0.1029432396 * square)  # -2 log2(e) u
+        root = tl.rsqrt(1.0 + tl.exp2(tl.minimum(exponent, 126.0)))
         cdf = root * root
         slope = cdf + x * cdf * (1.0 - cdf) * (1.5957691216057308 + 0.2140644488 * square)
     else:
@@ -70,28 +71,26 @@ def _activate(acc, bias_N, pre_MN, act_MN, m, n, N, COLUMNS: tl.constexpr, TANH:
     pre = acc + tl.load(bias_N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     pre = pre.to(act_MN.dtype)
     act_MN.store([m, n], gelu_and_slope(pre.to(tl.float32), TANH)[0].to(act_MN.dtype))
-    if pre_MN is not None:
-        pre_MN.store([m, n], pre)
+    pre_MN.store([m, n], pre)
 
 
 @triton.jit
 def linear_gelu_kernel(
     bias_N, x_MK, weight_NK, pre_MN, act_MN, M, N, K,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, FLATTEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     TANH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """act = gelu(x weightᵀ + bias), and what gelu was given, if it is wanted. Matrices come as descriptors."""
+    """act = gelu(x weightᵀ + bias), and what gelu was given. Matrices come as descriptors."""
     tiles_n = tl.cdiv(N, TILE_N)
-    tiles = tl.cdiv(M, TILE_M) * tiles_n
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        m, n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N  # a row of tiles reads x from memory once
-        acc = _product(x_MK, weight_NK, m, n, K, TILE_M, TILE_N, TILE_K, True, PRECISION)
-        quarter: tl.constexpr = TILE_N // 4
-        first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
-        _activate(first, bias_N, pre_MN, act_MN, m, n, N, quarter, TANH)
-        _activate(second, bias_N, pre_MN, act_MN, m, n + quarter, N, quarter, TANH)
-        _activate(third, bias_N, pre_MN, act_MN, m, n + 2 * quarter, N, quarter, TANH)
-        _activate(fourth, bias_N, pre_MN, act_MN, m, n + 3 * quarter, N, quarter, TANH)
+    tile = tl.program_id(0)
+    m, n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N  # a row of tiles reads x from memory once
+    acc = _product(x_MK, weight_NK, m, n, K, TILE_M, TILE_N, TILE_K, True, PRECISION)
+    quarter: tl.constexpr = TILE_N // 4
+    first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
+    _activate(first, bias_N, pre_MN, act_MN, m, n, N, quarter, TANH)
+    _activate(second, bias_N, pre_MN, act_MN, m, n + quarter, N, quarter, TANH)
+    _activate(third, bias_N, pre_MN, act_MN, m, n + 2 * quarter, N, quarter, TANH)
+    _activate(fourth, bias_N, pre_MN, act_MN, m, n + 3 * quarter, N, quarter, TANH)
 
 
 @triton.jit
@@ -108,22 +107,20 @@ def _deactivate(dact, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, COLUMNS
 @triton.jit
 def gelu_linear_backward_kernel(
     sums_TN, dy_MK, weight_KN, pre_MN, dpre_MN, act_MN, M, N, K,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, FLATTEN: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     TANH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dpre = (dy weight) gelu'(pre), its sums over each tile's rows, and gelu(pre) again."""
     tiles_n = tl.cdiv(N, TILE_N)
-    tiles = tl.cdiv(M, TILE_M) * tiles_n
-    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=FLATTEN):
-        tile_m = tile // tiles_n
-        m, n = tile_m * TILE_M, tile % tiles_n * TILE_N
-        acc = _product(dy_MK, weight_KN, m, n, K, TILE_M, TILE_N, TILE_K, False, PRECISION)
-        quarter: tl.constexpr = TILE_N // 4
-        first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
-        _deactivate(first, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, quarter, TANH)
-        _deactivate(second, pre_MN, dpre_MN, act_MN, sums_TN, m, n + quarter, tile_m, N, quarter, TANH)
-        _deactivate(third, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 2 * quarter, tile_m, N, quarter, TANH)
-        _deactivate(fourth, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 3 * quarter, tile_m, N, quarter, TANH)
+    tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
+    m, n = tile_m * TILE_M, tile_n * TILE_N
+    acc = _product(dy_MK, weight_KN, m, n, K, TILE_M, TILE_N, TILE_K, False, PRECISION)
+    quarter: tl.constexpr = TILE_N // 4
+    first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
+    _deactivate(first, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, quarter, TANH)
+    _deactivate(second, pre_MN, dpre_MN, act_MN, sums_TN, m, n + quarter, tile_m, N, quarter, TANH)
+    _deactivate(third, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 2 * quarter, tile_m, N, quarter, TANH)
+    _deactivate(fourth, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 3 * quarter, tile_m, N, quarter, TANH)
 
 
 # --- as passes of their own -------------------------------------------------------------------------------------------
@@ -156,4 +153,21 @@ def gelu_backward_kernel(
         if act_MN is not None:
             tl.store(act_MN + at, act, mask=inside)
         total += dpre
+    tl.store(sums_PN + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, 0), mask=columns < N)
+
+
+@triton.jit
+def column_sums_kernel(
+    x_MN, sums_PN, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr
+):  # fmt: skip
+    """Sums over ROWS * STEPS rows."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    first = tl.program_id(1) * (ROWS * STEPS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(STEPS):
+        rows = first + step * ROWS + tl.arange(0, ROWS)
+        inside = (rows < M)[:, None] & (columns < N)[None, :]
+        total += tl.load(x_MN + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
     tl.store(sums_PN + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, 0), mask=columns < N)

@@ -1,0 +1,265 @@
+"""The conformance suite of linear_gelu and mlp: every backend against float64, gradients of everything."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from vitkernels.errors import UsageError
+from vitkernels.ops import linear_gelu, mlp
+from vitkernels.ops.linear_gelu import BACKENDS
+from vitkernels.ops.mlp import BACKENDS as MLP_BACKENDS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Relative to the norm. float32: sums of up to a few hundred products. 16 bits: inputs are exact, what GELU is given,
+# the result and the gradients that pass between products are rounded once each.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-14}
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES)]
+each_backend = pytest.mark.parametrize("backend", BACKENDS.names())
+each_mlp_backend = pytest.mark.parametrize("backend", MLP_BACKENDS.names())
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """New tensors are full of NaN, so that an element which nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(device, M=40, K=32, N=48, O=None, dtype=torch.float32, bias_dtype=None):
+    """x, weight, bias, and with O the second weight and bias."""
+    shapes = [(2, M // 2, K) if M % 2 == 0 else (M, K), (N, K), (N,)]
+    shapes += [] if O is None else [(O, N), (O,)]
+    leaves = []
+    for shape in shapes:
+        scale = shape[1] ** -0.5 if len(shape) == 2 and shape[0] != M else 1.0
+        x = (torch.randn(shape, device=device) * scale).to(bias_dtype or dtype if len(shape) == 1 else dtype)
+        leaves.append(x.requires_grad_())
+    return leaves
+
+
+def taken(op, backends, backend, leaves, tanh):
+    """Skips where the backend refuses, once the call itself has refused with the same reason."""
+    args = leaves if len(leaves) in (3, 5) else [*leaves, None]
+    reason = backends.get(backend).unsupported(*args, tanh)
+    if reason is not None:
+        with pytest.raises(UsageError) as raised:
+            op(*leaves, approximate="tanh" if tanh else "none", backend=backend)
+        assert reason in str(raised.value)
+        pytest.skip(reason)
+
+
+def reference(x, weight1, bias1=None, weight2=None, bias2=None, approximate="none"):
+    hidden = F.gelu(F.linear(x, weight1, bias1), approximate=approximate)
+    return hidden if weight2 is None else F.linear(hidden, weight2, bias2)
+
+
+def check(op, leaves, approximate="none", backend="auto"):
+    out = op(*leaves, approximate=approximate, backend=backend)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, leaves, dout)
+    copies = [x.detach().double().requires_grad_() for x in leaves]
+    exact = reference(*copies, approximate=approximate)
+    exact_grads = torch.autograd.grad(exact, copies, dout.double())
+    assert out.shape == exact.shape and out.dtype == leaves[0].dtype
+    names = ("out", "dx", "dweight1", "dbias1", "dweight2", "dbias2")
+    for name, x, y in zip(names, (out, *grads), (exact, *exact_grads), strict=False):
+        assert (x.double() - y).norm() / y.norm() < TOLERANCE[out.dtype], name
+    for x, grad in zip(leaves, grads, strict=True):
+        assert grad.dtype == x.dtype and grad.shape == x.shape
+
+
+@each_backend
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("M, K, N", [(40, 32, 48), (1, 16, 16), (33, 48, 80), (7, 5, 3)])
+def test_linear_gelu(device, backend, approximate, M, K, N):
+    leaves = draw(device, M, K, N)
+    taken(linear_gelu, BACKENDS, backend, leaves, approximate == "tanh")
+    check(linear_gelu, leaves, approximate, backend)
+
+
+@each_mlp_backend
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("M, K, N, O", [(40, 32, 80, 48), (33, 16, 48, 16), (7, 5, 9, 3)])
+def test_mlp(device, backend, approximate, M, K, N, O):
+    leaves = draw(device, M, K, N, O)
+    taken(mlp, MLP_BACKENDS, backend, leaves, approximate == "tanh")
+    check(mlp, leaves, approximate, backend)
+
+
+@pytest.mark.gpu
+@each_mlp_backend
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize(
+    "M, K, N, O", [(1000, 768, 3072, 768), (394, 192, 768, 192), (130, 1280, 5120, 1280), (50, 80, 208, 48)]
+)
+def test_mlp_of_models(device, backend, approximate, M, K, N, O):
+    if device == "cpu":
+        pytest.skip("a GPU's sizes")
+    leaves = draw(device, M, K, N, O, torch.bfloat16, torch.float32)
+    taken(mlp, MLP_BACKENDS, backend, leaves, approximate == "tanh")
+    check(mlp, leaves, approximate, backend)
+    taken(linear_gelu, BACKENDS, backend, leaves[:3], approximate == "tanh")
+    check(linear_gelu, leaves[:3], approximate, backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32])
+def test_dtypes(device, backend, dtype, bias_dtype):
+    leaves = draw(device, dtype=dtype, bias_dtype=bias_dtype)
+    taken(linear_gelu, BACKENDS, backend, leaves, False)
+    check(linear_gelu, leaves, backend=backend)
+
+
+@each_mlp_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mlp_dtypes(device, backend, dtype):
+    leaves = draw(device, 20, O=32, dtype=dtype, bias_dtype=torch.float32)
+    taken(mlp, MLP_BACKENDS, backend, leaves, False)
+    check(mlp, leaves, backend=backend)
+
+
+@each_mlp_backend
+def test_float64_is_exact_or_refused(device, backend):
+    leaves = draw(device, O=16, dtype=torch.float64)
+    taken(mlp, MLP_BACKENDS, backend, leaves, False)
+    check(mlp, leaves, backend=backend)
+
+
+@each_mlp_backend
+def test_autocast(device, backend):
+    leaves = draw(device, 20, O=16)
+    halves = [x.detach().bfloat16().requires_grad_() for x in leaves]
+    taken(mlp, MLP_BACKENDS, backend, halves, False)
+    with torch.autocast(device, torch.bfloat16):
+        out = mlp(*leaves, backend=backend)
+        hidden = linear_gelu(*leaves[:3])
+    assert out.dtype == hidden.dtype == torch.bfloat16
+    grads = torch.autograd.grad(out.float().sum() + hidden.float().sum(), leaves)
+    assert all(grad.dtype == torch.float32 for grad in grads)
+    exact = reference(*(x.double() for x in leaves))
+    assert (out.double() - exact).norm() / exact.norm() < 2 * TOLERANCE[torch.bfloat16]  # inputs are rounded too
+
+
+@each_mlp_backend
+def test_without_biases(device, backend):
+    x, weight1, bias1, weight2, _ = leaves = draw(device, 20, O=16, dtype=torch.float16)
+    taken(mlp, MLP_BACKENDS, backend, leaves, False)
+    check(mlp, [x, weight1, bias1, weight2], backend=backend)
+    out = mlp(x, weight1, None, weight2, backend=backend)
+    exact = reference(x.double(), weight1.double(), None, weight2.double())
+    assert (out.double() - exact).norm() / exact.norm() < TOLERANCE[torch.float16]
+    assert torch.autograd.grad(out.sum(), (x, weight2))[0].isfinite().all()
+
+
+@each_mlp_backend
+def test_odd_strides_and_few_gradients(device, backend):
+    x, weight1, bias1, weight2, bias2 = draw(device, 20, O=16, dtype=torch.float16)
+    taken(mlp, MLP_BACKENDS, backend, (x, weight1, bias1, weight2, bias2), False)
+    transposed = [t.detach().mT.contiguous().mT for t in (x, weight1, weight2)]
+    x, weight1, weight2 = (t.requires_grad_() for t in transposed)
+    check(mlp, [x, weight1, bias1, weight2, bias2], backend=backend)
+    out = mlp(x.detach(), weight1.detach(), bias1, weight2, None, backend=backend)
+    found = torch.autograd.grad(out.sum(), (bias1, weight2))  # an expanded gradient
+    copies = [t.detach().double().requires_grad_() for t in (bias1, weight2)]
+    exact = reference(x.double(), weight1.double(), copies[0], copies[1])
+    for ours, theirs in zip(found, torch.autograd.grad(exact.sum(), copies), strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < TOLERANCE[torch.float16]
+
+
+@each_mlp_backend
+def test_no_rows(device, backend):
+    leaves = draw(device, O=16, dtype=torch.float16)
+    leaves[0] = leaves[0].detach()[:, :0].requires_grad_()
+    taken(mlp, MLP_BACKENDS, backend, leaves, False)
+    out = mlp(*leaves, backend=backend)
+    assert out.shape == (2, 0, 16)
+    assert all(torch.count_nonzero(g) == 0 for g in torch.autograd.grad(out.sum(), leaves))
+
+
+@each_mlp_backend
+def test_same_bits_again(device, backend):
+    leaves = draw(device, 40, O=16, dtype=torch.float16)
+    taken(mlp, MLP_BACKENDS, backend, leaves, False)
+
+    def once():
+        out = mlp(*leaves, backend=backend)
+        return out, *torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    assert all(torch.equal(a, b) for a, b in zip(once(), once(), strict=True))
+
+
+@each_mlp_backend
+def test_whole_graph(device, backend):
+    torch._dynamo.reset()
+    leaves = draw(device, 20, 16, 16, 16, dtype=torch.float32)
+    taken(mlp, MLP_BACKENDS, backend, leaves, False)
+
+    def model(x, weight1, bias1, weight2, bias2):
+        x = x + mlp(x, weight1, bias1, weight2, bias2, backend=backend)
+        return linear_gelu(x, weight1, bias1, "tanh", backend=backend) * 2
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    outs = [function(*leaves) for function in (model, compiled)]
+    torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)  # other kernels, other order of sums
+    grads = [torch.autograd.grad(out.sum(), leaves) for out in outs]
+    torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-4)
+
+
+def test_large_arguments_of_gelu(device):
+    """Both tails: nothing overflows, and what is nearly nothing is right to float32's absolute precision."""
+    x = torch.tensor([-1e4, -40.0, -12.0, -6.0, -3.0, -1e-3, 0.0, 1e-3, 3.0, 6.0, 40.0, 1e4], device=device)
+    for approximate in ("none", "tanh"):
+        column = x[:, None].clone().requires_grad_()
+        out = linear_gelu(column, torch.ones(1, 1, device=device), approximate=approximate, backend="passes")
+        (slope,) = torch.autograd.grad(out.sum(), column)
+        wide = x.double().requires_grad_()
+        exact = F.gelu(wide, approximate=approximate)
+        (exact_slope,) = torch.autograd.grad(exact.sum(), wide)
+        torch.testing.assert_close(out[:, 0], exact.float(), rtol=3e-7, atol=5e-7)
+        torch.testing.assert_close(slope[:, 0], exact_slope.float(), rtol=1e-6, atol=1e-6)
+
+
+def test_operators_keep_their_promises(device):
+    """Schemas, fake outputs and registered gradients, by PyTorch's own checks."""
+    x, weight1, bias1, weight2, bias2 = draw(device, 6, 16, 16, 16)
+    ops = torch.ops.vitkernels
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(ops.linear_gelu, (x, weight1, bias1, False, "passes"), test_utils=checks)
+    torch.library.opcheck(ops.mlp, (x, weight1, bias1, weight2, bias2, True, "passes"), test_utils=checks)
+    dy, pre = torch.randn(6, 16, device=device), torch.randn(6, 16, device=device)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.gelu_backward_with_sums, (dy, pre, False), test_utils=checks)
+    torch.library.opcheck(
+        ops.linear_into_gelu_backward, (dy, weight2.detach(), pre, False, "passes"), test_utils=checks
+    )
+    torch.library.opcheck(ops.column_sums, (dy,), test_utils=checks)
+
+
+@pytest.mark.parametrize("M", [1, 63, 65, 2049, 5000])
+def test_column_sums(device, M):
+    linear_gelu(*draw(device, 2))  # registers the operators
+    x = torch.randn(M, 33, device=device)
+    torch.testing.assert_close(
+        torch.ops.vitkernels.column_sums(x), x.double().sum(0).float(), rtol=1e-5, atol=1e-6 * M**0.5
+    )
+
+
+def test_mistakes_are_named(device):
+    x, weight1, bias1, weight2, bias2 = draw(device, O=16)
+    with pytest.raises(UsageError, match=r"approximate must be 'none' \(exact\) or 'tanh', got 'erf'"):
+        linear_gelu(x, weight1, bias1, "erf")
+    with pytest.raises(UsageError, match=r"weight must be \(outputs, 32\)"):
+        linear_gelu(x, weight2, bias2)
+    with pytest.raises(UsageError, match=r"weight2 must be \(outputs, 48\)"):
+        mlp(x, weight1, bias1, weight1)
+    with pytest.raises(UsageError, match=r"bias2 must be floating, of shape \(16,\)"):
+        mlp(x, weight1, bias1, weight2, bias1)
+    with pytest.raises(UsageError, match=r"x is torch\.float32 and weight torch\.bfloat16"):
+        linear_gelu(x, weight1.bfloat16(), bias1)
+    with pytest.raises(UsageError, match="unknown mlp backend 'hoper'"):
+        mlp(x, weight1, bias1, weight2, backend="hoper")

@@ -1,0 +1,119 @@
+"""Which kernel, which tiles, which grid: from matrices to launches.
+
+Tiles are those that measured best on one H200 (notes/fused_ops.md).
+
+Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from triton import cdiv
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vitkernels.bridge.triton import triton_call
+from vitkernels.ops.linear_gelu.triton_kernels import (
+    column_sums_kernel,
+    gelu_backward_kernel,
+    gelu_kernel,
+    gelu_linear_backward_kernel,
+    linear_gelu_kernel,
+)
+
+
+def forward(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool, form: str) -> tuple[Tensor, Tensor]:
+    """gelu(x weightᵀ + bias) and what GELU was given."""
+    M, N = len(x_MK), len(weight_NK)
+    if form == "passes" or not M:
+        with torch.autocast(x_MK.device.type, enabled=False):  # the CPU's float32 stands for bfloat16 already
+            pre_MN = F.linear(x_MK, weight_NK, None if bias_N is None else bias_N.to(x_MK.dtype))
+        return gelu_pass(pre_MN, tanh), pre_MN
+    act_MN, pre_MN = (x_MK.new_empty(M, N) for _ in range(2))
+    bias_N = x_MK.new_zeros(N) if bias_N is None else bias_N
+    if form == "hopper":
+        from vitkernels.ops.linear_gelu import hopper_launch
+
+        hopper_launch.forward(x_MK, weight_NK, bias_N, pre_MN, act_MN, tanh)
+    else:
+        _product(linear_gelu_kernel, bias_N, x_MK, weight_NK, True, (pre_MN, act_MN), tanh)
+    return act_MN, pre_MN
+
+
+def backward(dy_MK: Tensor, weight_KN: Tensor, pre_MN: Tensor, tanh: bool, form: str) -> tuple[Tensor, Tensor, Tensor]:
+    """dpre = (dy weight) gelu'(pre), gelu(pre) again, and dpre's sums over rows."""
+    M, N = pre_MN.shape
+    if form == "passes" or not M:
+        return backward_pass(dy_MK @ weight_KN, pre_MN, tanh, needs_act=True)
+    dpre_MN, act_MN = (torch.empty_like(pre_MN) for _ in range(2))
+    sums_TN = pre_MN.new_empty(cdiv(M, _tiles(pre_MN)[0]), N, dtype=torch.float32)
+    if form == "hopper":
+        from vitkernels.ops.linear_gelu import hopper_launch
+
+        hopper_launch.backward(dy_MK, weight_KN, pre_MN, dpre_MN, act_MN, sums_TN, tanh)
+    else:
+        outputs = pre_MN, dpre_MN, act_MN
+        _product(gelu_linear_backward_kernel, sums_TN, dy_MK, weight_KN, False, outputs, tanh)
+    return dpre_MN, act_MN, column_sums(sums_TN)
+
+
+def _tiles(x: Tensor) -> tuple[int, int, int]:
+    """Rows, columns and depth of a product's tiles: small where they are interpreted."""
+    return (128, 128, 64) if x.is_cuda else (32, 64, 16)
+
+
+def _product(kernel, plain: Tensor, a_MK: Tensor, b: Tensor, b_is_NK: bool, tiles_MN: tuple, tanh: bool) -> None:
+    """`plain` goes to the kernel as it is; the matrices as descriptors, which load and store whole tiles."""
+    M, K = a_MK.shape
+    N = tiles_MN[0].shape[1]
+    tile_m, tile_n, tile_k = _tiles(a_MK)
+    descriptors = (
+        TensorDescriptor.from_tensor(a_MK, [tile_m, tile_k]),
+        TensorDescriptor.from_tensor(b, [tile_n, tile_k] if b_is_NK else [tile_k, tile_n]),
+        *(TensorDescriptor.from_tensor(x, [tile_m, tile_n // 4]) for x in tiles_MN),
+    )
+    grid = (cdiv(M, tile_m) * cdiv(N, tile_n),)
+    constants = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TANH": tanh, "PRECISION": "ieee"}
+    if a_MK.is_cuda:  # triton_call's launcher does not know descriptors
+        with torch.cuda.device(a_MK.device):
+            kernel[grid](plain, *descriptors, M, N, K, **constants, num_warps=4, num_stages=3)
+    else:
+        triton_call(plain, *descriptors, M, N, K, kernel=kernel, grid=grid, **constants)
+
+
+def gelu_pass(pre_MN: Tensor, tanh: bool) -> Tensor:
+    act_MN = torch.empty_like(pre_MN)
+    size, block = pre_MN.numel(), 2048
+    if size:
+        triton_call(pre_MN, act_MN, size, kernel=gelu_kernel, grid=(cdiv(size, block),), BLOCK=block, TANH=tanh)
+    return act_MN
+
+
+def backward_pass(dact_MN: Tensor, pre_MN: Tensor, tanh: bool, needs_act: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dpre = dact gelu'(pre), gelu(pre) if it is needed, and dpre's sums over rows."""
+    M, N = pre_MN.shape
+    dpre_MN = torch.empty_like(pre_MN)
+    act_MN = torch.empty_like(pre_MN) if needs_act else None
+    rows, columns, steps = 16, 128, 8
+    sums_PN = pre_MN.new_empty(cdiv(M, rows * steps), N, dtype=torch.float32)
+    if pre_MN.numel():
+        triton_call(
+            dact_MN, pre_MN, dpre_MN, act_MN, sums_PN, M, N,
+            kernel=gelu_backward_kernel, grid=(cdiv(N, columns), len(sums_PN)),
+            ROWS=rows, COLUMNS=columns, STEPS=steps, TANH=tanh,
+        )  # fmt: skip
+    return dpre_MN, act_MN, column_sums(sums_PN)
+
+
+def column_sums(x_MN: Tensor) -> Tensor:
+    """Sums over rows in float32: in one launch where rows are few, else in two, through partial sums."""
+    M, N = x_MN.shape
+    rows, columns = 64, 32
+    steps = 8 if M > 2048 else max(1, cdiv(M, rows))
+    parts_PN = x_MN.new_empty(max(1, cdiv(M, rows * steps)), N, dtype=torch.float32)
+    if N:
+        triton_call(
+            x_MN, parts_PN, M, N,
+            kernel=column_sums_kernel, grid=(cdiv(N, columns), len(parts_PN)),
+            ROWS=rows, COLUMNS=columns, STEPS=steps,
+        )  # fmt: skip
+    return column_sums(parts_PN) if len(parts_PN) > 1 else parts_PN[0]

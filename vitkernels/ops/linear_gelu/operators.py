@@ -1,0 +1,93 @@
+"""The linear layer with GELU as PyTorch operators, opaque to torch.compile; the MLP's backward builds on them too.
+
+`form` says how: "passes", "triton" or "hopper", as the backends are named.
+
+Shape suffixes: M rows (tokens), K input features, N output features.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake
+
+from vitkernels.bridge.operator import calculable, operator
+from vitkernels.ops.linear_gelu import launch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@operator("linear_gelu(Tensor x, Tensor weight, Tensor? bias, bool tanh, str form) -> (Tensor, Tensor)")
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, form: str) -> tuple[Tensor, Tensor]:
+    """gelu(x weightᵀ + bias), and what GELU was given, for the backward pass."""
+    x_MK, weight_NK, bias_N = map(calculable, (x.reshape(-1, x.shape[-1]), weight, bias))
+    act_MN, pre_MN = launch.forward(x_MK.contiguous(), weight_NK.contiguous(), bias_N, tanh, form)
+    shape = *x.shape[:-1], weight.shape[0]
+    return act_MN.to(x.dtype).view(shape), pre_MN.to(x.dtype).view(shape)
+
+
+@register_fake("vitkernels::linear_gelu")
+def _(x, weight, bias, tanh, form):
+    act = x.new_empty(*x.shape[:-1], weight.shape[0])
+    return act, torch.empty_like(act)
+
+
+@operator("gelu_backward_with_sums(Tensor dact, Tensor pre, bool tanh) -> (Tensor, Tensor)")
+def gelu_backward_with_sums(dact: Tensor, pre: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """dpre = dact gelu'(pre), both (M, N), and dpre's sums over rows (N) in float32."""
+    dpre, _, sums = launch.backward_pass(calculable(dact).contiguous(), calculable(pre), tanh, needs_act=False)
+    return dpre.to(pre.dtype), sums
+
+
+@register_fake("vitkernels::gelu_backward_with_sums")
+def _(dact, pre, tanh):
+    return torch.empty_like(pre), pre.new_empty(pre.shape[1], dtype=torch.float32)
+
+
+@operator(
+    "linear_into_gelu_backward(Tensor dy, Tensor weight, Tensor pre, bool tanh, str form) -> (Tensor, Tensor, Tensor)"
+)
+def linear_into_gelu_backward(dy: Tensor, weight: Tensor, pre: Tensor, tanh: bool, form: str):
+    """Back through y = gelu(pre) weightᵀ: dpre (M, N), gelu(pre) again, and dpre's sums over rows in float32.
+
+    dy (M, K); weight (K, N); pre (M, N).
+    """
+    given = calculable(dy).contiguous(), calculable(weight).contiguous(), calculable(pre)
+    dpre, act, sums = launch.backward(*given, tanh, form)
+    return dpre.to(pre.dtype), act.to(pre.dtype), sums
+
+
+@register_fake("vitkernels::linear_into_gelu_backward")
+def _(dy, weight, pre, tanh, form):
+    return torch.empty_like(pre), torch.empty_like(pre), pre.new_empty(pre.shape[1], dtype=torch.float32)
+
+
+@operator("column_sums(Tensor x) -> Tensor")
+def column_sums(x: Tensor) -> Tensor:
+    """(M, N) -> (N) in float32, the same bits every time: a linear layer's bias gradient."""
+    return launch.column_sums(calculable(x).contiguous())
+
+
+@register_fake("vitkernels::column_sums")
+def _(x):
+    return x.new_empty(x.shape[1], dtype=torch.float32)
+
+
+def _save(ctx, inputs, output):
+    x, weight, bias, ctx.tanh, _ = inputs
+    ctx.save_for_backward(x, weight, output[1])
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dact, _dpre):
+    if dact is None:
+        return (None,) * 5
+    x, weight, pre = ctx.saved_tensors
+    N, K = weight.shape
+    dpre_MN, dbias = gelu_backward_with_sums(dact.reshape(-1, N), pre.view(-1, N), ctx.tanh)
+    dx = (dpre_MN @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    dweight = dpre_MN.mT @ x.reshape(-1, K) if ctx.needs_input_grad[1] else None
+    return dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None, None
+
+
+register_autograd("vitkernels::linear_gelu", _differentiate, setup_context=_save)

@@ -1,0 +1,56 @@
+"""A transformer's MLP: linear, GELU, linear, with GELU and both bias gradients inside the products' own passes.
+
+Shape suffixes: K input features, N hidden features, O output features; "..." images, tokens.
+"""
+
+from torch import Tensor
+
+from vitkernels.ops.backends import Backends
+from vitkernels.ops.linear_gelu import cast, check_gelu, check_linear
+
+BACKENDS = Backends(
+    op="mlp",
+    modules={
+        "reference": "vitkernels.ops.mlp.reference",
+        "passes": "vitkernels.ops.mlp.passes",
+        "triton": "vitkernels.ops.mlp.triton",
+        "hopper": "vitkernels.ops.mlp.hopper",
+    },
+    preference={"cuda": ("hopper", "passes")},
+)
+
+
+def mlp(
+    x: Tensor,
+    weight1_NK: Tensor,
+    bias1_N: Tensor | None,
+    weight2_ON: Tensor,
+    bias2_O: Tensor | None = None,
+    approximate: str = "none",
+    *,
+    backend: str = "auto",
+) -> Tensor:
+    """gelu(x weight1ᵀ + bias1) weight2ᵀ + bias2: (..., K) -> (..., O).
+
+    For the backward pass it keeps x and what GELU was given, and calculates GELU again.
+
+    Args:
+        x: floating, (..., K).
+        weight1_NK, bias1_N, weight2_ON, bias2_O: as in nn.Linear. Leave bias2 out where `layer_norm_residual` adds it:
+            there its gradient costs no pass of its own.
+        approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+        backend: "auto" or a name; they are linear_gelu's.
+
+    Returns:
+        (..., O) in autocast's dtype where autocast is on, else in x's.
+
+    Raises:
+        UsageError (a ValueError): shapes, dtypes or `approximate` that do not fit, or a named backend that cannot take
+            the call.
+    """
+    check_gelu(approximate)
+    check_linear(x, x.shape[-1], weight1_NK, bias1_N, "1")
+    check_linear(x, len(weight1_NK), weight2_ON, bias2_O, "2")
+    x, weight1_NK, weight2_ON = cast(x, weight1_NK, weight2_ON)
+    args = x, weight1_NK, bias1_N, weight2_ON, bias2_O, approximate == "tanh"
+    return BACKENDS.pick(backend, x.device, *args).run(*args)

@@ -1,0 +1,17 @@
+"""Plain PyTorch: what every other backend is held against."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from vitkernels.ops.linear_gelu import reference as first_layer
+
+
+def unsupported(*args) -> None:
+    """It takes everything."""
+
+
+def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool) -> Tensor:
+    hidden = first_layer.run(x, weight1, bias1, tanh)
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(hidden, weight2, None if bias2 is None else bias2.to(x.dtype))

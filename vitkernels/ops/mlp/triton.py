@@ -1,0 +1,14 @@
+"""Triton products with GELU, forward and backward, in their epilogues, for any NVIDIA GPU."""
+
+from torch import Tensor
+
+from vitkernels.ops.linear_gelu import triton as first_layer
+from vitkernels.ops.mlp.operators import mlp, unsupported_second
+
+
+def unsupported(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool) -> str | None:
+    return first_layer.unsupported(x, weight1, bias1, tanh) or unsupported_second(first_layer, x, weight2, tanh)
+
+
+def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool) -> Tensor:
+    return mlp(x, weight1, bias1, weight2, bias2, tanh, "triton")[0]
