@@ -1,12 +1,12 @@
-"""A `gcloud` for tests: queued resources in a folder, in the states that a plan lists, with workers that are folders here.
+"""A `gcloud` for tests: a queued resource in a folder, in the states that a plan lists, with folders for workers.
 
 The folder $GCLOUD_STAND_IN holds plan.json, calls.jsonl (every call), node.json (the queued resource) and worker<N>/
 (a home folder, in which `tpu-vm ssh` runs commands for real). The plan:
 
     states: what describe reports, call after call; the last one stays
     error: the message of a FAILED request
-    faults: [{step, code, message, times, hang, after}]: the first `times` calls of a step wait `hang` seconds and then fail
-            with `code` (0: do not); with `after`, what was asked for is done nevertheless
+    faults: [{step, code, message, times, hang, after}]: the first `times` calls of a step wait `hang` seconds and then
+            fail with `code` (0: do not); with `after`, what was asked for is done nevertheless
 
 Steps: create, describe, delete, scp, ssh install, ssh train, ssh stop, ssh fetch, ssh other. Flags are checked against
 the reference of gcloud 528: cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources and .../tpu-vm.
@@ -23,7 +23,15 @@ from pathlib import Path
 
 HERE = Path(os.environ["GCLOUD_STAND_IN"])
 WIDE = {"project", "zone", "quiet", "format"}
-CREATE = {"node-id", "accelerator-type", "runtime-version", "valid-until-duration", "service-account", "spot", "reserved"}
+CREATE = {
+    "node-id",
+    "accelerator-type",
+    "runtime-version",
+    "valid-until-duration",
+    "service-account",
+    "spot",
+    "reserved",
+}
 CREATE |= {"tags", "network", "subnetwork", "scopes", "metadata-from-file", "async"}
 FLAGS = {"create": CREATE, "describe": set(), "delete": {"force", "async"}}
 FLAGS |= {"ssh": {"worker", "command", "ssh-flag"}, "scp": {"worker", "recurse", "scp-flag"}}

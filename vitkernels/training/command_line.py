@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from vitkernels.errors import unknown_name
+from vitkernels.training import sweep
+from vitkernels.training.signals import EXIT_INTERRUPTED
 
 
 def run(main: Callable[[], None], config_dir: str) -> int:
@@ -22,6 +24,13 @@ def run(main: Callable[[], None], config_dir: str) -> int:
     except (HydraException, OmegaConfBaseException) as error:
         print(f"error: {explain(error, config_dir)}", flush=True)
         return 2
+    except Exception as error:
+        if not sweep.conclude(error):
+            raise
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", flush=True)
+        return EXIT_INTERRUPTED
     return 0
 
 
@@ -30,7 +39,7 @@ def explain(error: Exception, config_dir: str) -> str:
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"{unknown_name(group, option, error.options)} Choose with {group}=NAME."
-    text = str(error).splitlines()[0]
+    text = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: a setting is name=value, e.g. attn=sdpa or data.batch_size=64"
     override = re.match(r"Could not override '([^']+)'", text)

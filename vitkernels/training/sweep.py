@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
@@ -22,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from vitkernels.bench import comparison
 from vitkernels.environment import git_commit
+from vitkernels.training import job_slots
 from vitkernels.training.run_folder import is_done, is_same_run, read_json, write_json
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
@@ -43,7 +43,8 @@ def name_sweep(argv: list[str]) -> list[str]:
     swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
     fixed = [o.key_or_group for o in overrides if not o.is_sweep_override()]
     added = []
-    if swept and fixed:
+    sweeps = swept or any(o.key_or_group == "hydra/sweeper" for o in overrides)  # which may bring its own parameters
+    if sweeps and fixed:
         added.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
     if not any(word.split("=")[0] == "hydra.sweep.dir" for word in words):
         deciding = sorted(word for word in words if not word.startswith(("sweep.", "resume=")))
@@ -57,12 +58,14 @@ def is_sweep_job() -> bool:
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
-def run_job(config: DictConfig) -> float | None:
+def run_job(config: DictConfig) -> float | list[float] | None:
     """Run one job of a sweep as `python train.py <its overrides>`; returns what a sweeper may optimise.
 
     A failure is logged at once and noted in the job's folder for the verdict table; it never raises, so that the
-    sweep goes on. A job that is already done with the same configuration is skipped.
+    sweep goes on. A job that is already done with the same configuration is skipped. One that is preempted goes back
+    into the launcher's queue, where the launcher has one (submitit), and resumes when its turn comes.
     """
+    job_slots.check(config.sweep.slots)
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     variant = hydra.job.override_dirname or "default"
@@ -75,7 +78,11 @@ def run_job(config: DictConfig) -> float | None:
         _clear(folder)
     elif not is_done(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # an earlier failure's reason is not this one's
-    code, last_words, stopped = _run_in_own_process(folder, config, list(hydra.overrides.task))
+    # What stays if nobody is left to write anything else.
+    write_json(folder / "job.json", {**job, "status": "failed", "reason": "it has not ended: killed, or still running"})
+    with job_slots.slot(config.sweep.slots) as environment:
+        environment |= job_slots.shared_caches(config.sweep.compile_cache)
+        code, last_words, stopped = _run_in_own_process(folder, config, list(hydra.overrides.task), environment)
     if code == EXIT_INTERRUPTED or (stopped and code != 0):
         write_json(folder / "job.json", {**job, "status": "failed", "reason": "interrupted"})
     elif code != 0:
@@ -85,9 +92,26 @@ def run_job(config: DictConfig) -> float | None:
     else:
         write_json(folder / "job.json", {**job, "status": "done"})
     if stopped or code == EXIT_INTERRUPTED:
+        _back_into_the_queue(variant, stopped)
         log.error("interrupted; the same command continues the sweep")
         sys.exit(EXIT_INTERRUPTED)
     return _objective(folder, config) if code == 0 else None
+
+
+def _preemption_signal() -> signal.Signals | None:
+    """The signal by which a launcher's job manager announces the end and is told to run the job again; None: no such.
+
+    submitit handles SIGUSR2, or SIGUSR1 where SUBMITIT_PREEMPT_SIGNAL says so.
+    """
+    return next((s for s in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(s))), None)
+
+
+def _back_into_the_queue(variant: str, stopped: signal.Signals | None) -> None:
+    """Let the launcher requeue the job that is called this; returns where it cannot, or where somebody said stop."""
+    preemption = _preemption_signal()
+    if preemption is not None and stopped in (None, preemption):
+        log.warning("%s: preempted, back into the queue", variant)
+        signal.raise_signal(preemption)  # submitit's handler, which ends this process
 
 
 def _measured_with(folder: Path) -> str:
@@ -96,10 +120,13 @@ def _measured_with(folder: Path) -> str:
     return f"measured at commit {then}" + ("" if then == now else f", and this is {now}")
 
 
-def _objective(folder: Path, config: DictConfig) -> float | None:
-    summary = read_json(folder / "summary.json") or {}
-    value = OmegaConf.select(OmegaConf.create(summary), config.sweep.objective)
-    return None if value is None else float(value)
+def _objective(folder: Path, config: DictConfig) -> float | list[float] | None:
+    summary = OmegaConf.create(read_json(folder / "summary.json") or {})
+    if isinstance(config.sweep.objective, str):
+        value = OmegaConf.select(summary, config.sweep.objective)
+        return None if value is None else float(value)
+    values = [OmegaConf.select(summary, name) for name in config.sweep.objective]
+    return None if None in values else [float(value) for value in values]
 
 
 def _clear(folder: Path) -> None:
@@ -110,24 +137,34 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _run_in_own_process(folder: Path, config: DictConfig, overrides: list[str]) -> tuple[int, str, bool]:
-    """(exit code, last lines, whether the sweep was asked to stop meanwhile) of the job's own process.
+def _run_in_own_process(
+    folder: Path, config: DictConfig, overrides: list[str], environment: dict[str, str]
+) -> tuple[int, str, signal.Signals | None]:
+    """(exit code, last lines, the signal that asked for a stop meanwhile or None) of the job's own process.
 
     Its output is shown as it comes and kept in output.log.
     """
     words = [word for word in overrides if not word.startswith("resume=")]
     words += [f"resume={config.resume or 'auto'}", f"hydra.run.dir={_quoted(folder)}"]
-    command = [sys.executable, str(Path(sys.argv[0]).resolve()), *words]
-    stopped = False
+    command = [sys.executable, str(_script()), *words]
+    preemption = _preemption_signal()
+    stopped = None
 
     def pass_on(number, frame):
         nonlocal stopped
-        stopped = True
-        process.send_signal(number)
+        stopped = signal.Signals(number)
+        process.send_signal(signal.SIGTERM if number == preemption else number)
 
-    with open(folder / "output.log", "wb") as output:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-        before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    with open(folder / "output.log", "ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, **environment},
+        )
+        handled = {signal.SIGTERM, signal.SIGINT} | ({preemption} - {None})
+        before = {number: signal.signal(number, pass_on) for number in handled}
         try:
             for line in process.stdout:
                 output.write(line)
@@ -141,6 +178,12 @@ def _run_in_own_process(folder: Path, config: DictConfig, overrides: list[str]) 
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4096))
         return code, output.read().decode(errors="replace"), stopped
+
+
+def _script() -> Path:
+    """train.py: the one beside the configuration, for in a launcher's process sys.argv names the launcher."""
+    sources = HydraConfig.get().runtime.config_sources
+    return Path(next(source.path for source in sources if source.provider == "main")).parent / "train.py"
 
 
 def _quoted(path: Path) -> str:
@@ -161,13 +204,32 @@ def _reason(folder: Path, code: int, last_words: str) -> str:
 class VerdictTable(Callback):
     """Hydra callback: when all jobs of a sweep have ended, compare them. Exits with 1 if any of them failed."""
 
+    of_this_process: "VerdictTable | None" = None  # the table that is due when the sweep ends in whatever way
+
     def on_multirun_start(self, config: DictConfig, **kwargs) -> None:
-        self.begin = time.time() - 1  # file systems round their times
+        self.folder = Path(config.hydra.sweep.dir)
+        # By the clock of the file system, to which jobs on other machines write too.
+        marker = self.folder / ".started"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        marker.touch()
+        self.begin = marker.stat().st_mtime
+        job_slots.remember_gpus()
+        VerdictTable.of_this_process = self
 
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
-        folder = Path(config.hydra.sweep.dir)
-        rows = comparison.compare(folder, since=self.begin)
-        comparison.write(rows, folder)
-        comparison.show(rows, folder)
+        VerdictTable.of_this_process = None
+        rows = comparison.compare(self.folder, since=self.begin)
+        comparison.write(rows, self.folder)
+        comparison.show(rows, self.folder)
         if any(row["status"] != "done" for row in rows):
             sys.exit(1)
+
+
+def conclude(error: Exception) -> bool:
+    """Make the table of a sweep whose launcher gave up, as submitit does when a job was killed; False: no sweep ran."""
+    table = VerdictTable.of_this_process
+    if table is None:
+        return False
+    log.error("the sweep ended early: %s; the same command continues it", (str(error).splitlines() or [repr(error)])[0])
+    table.on_multirun_end(None)
+    return True
