@@ -21,11 +21,9 @@ every_backend = pytest.mark.parametrize("name", BACKENDS.names())
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2, torch.float64: 1e-14}
 
 
-def make(device, lens, K=2, G=2, D=32, S=8, dtype=torch.float32, table_dtype=torch.int32, spare=1):
-    """A cache whose pages are dealt out at random; `spare` columns of the table are of no use to any sequence."""
-    lens_B = torch.tensor(lens)
+def make(device, lens, K=2, G=2, D=32, S=8, dtype=torch.float32, table_dtype=torch.int32, T=6, P=20):
+    """A cache of P pages, dealt out at random to sequences of these lengths; a table with room for T pages each."""
     used = [-(-n // S) for n in lens]
-    T, P = max(used) + spare, sum(used) + 2
     deal = torch.randperm(P).tolist()
     table_BT = torch.randint(0, 2, (len(lens), T)) * 2_000_000_000 - 1_000_000_000
     caches = [torch.full((K, P, S, D), float("nan")) for _ in range(2)]
@@ -36,8 +34,15 @@ def make(device, lens, K=2, G=2, D=32, S=8, dtype=torch.float32, table_dtype=tor
             for cache in caches:
                 cache[:, page, :rows] = torch.randn(K, rows, D)
     query = torch.randn(len(lens), K * G, D) * D**-0.5
+    lens_B = torch.tensor(lens)
     caches = [cache.to(device, dtype) for cache in caches]
     return query.to(device, dtype), *caches, lens_B.to(device, table_dtype), table_BT.to(device, table_dtype)
+
+
+def skip_slow(name, device, kept):
+    """The Pallas interpreter takes seconds for each new shape."""
+    if name == "pallas_tpu" and device == "cpu" and not kept:
+        pytest.skip("takes long to interpret; its kernel compiles in test_paged_attention_tpu.py")
 
 
 def exact(query, key_cache, value_cache, context_lens, block_tables, soft_cap=None):
@@ -59,7 +64,7 @@ def exact(query, key_cache, value_cache, context_lens, block_tables, soft_cap=No
 
 def error(got, want):
     assert torch.isfinite(got).all()
-    return float((got.double().cpu() - want).norm() / want.norm())
+    return float((got.double().cpu() - want).norm() / want.norm().clamp_min(1e-30))
 
 
 def check(name, tensors, pages_per_compute_block=2, soft_cap=None, **options):
@@ -79,103 +84,109 @@ def check(name, tensors, pages_per_compute_block=2, soft_cap=None, **options):
     return out
 
 
-@everywhere
-@every_backend
-@pytest.mark.parametrize("S", [8, 16])
-def test_lengths_around_page_edges(name, device, S):
-    check(name, make(device, [0, 1, S - 1, S, S + 1, 3 * S, 3 * S + 1, 0], S=S))
+# On a TPU head dims that fill registers and others take different kernels.
+both_kernels = pytest.mark.parametrize("D", [32, 128])
 
 
 @everywhere
 @every_backend
-def test_a_table_without_room_to_spare(name, device):
-    check(name, make(device, [24, 5, 24], spare=0))
-
-
-@everywhere
-@every_backend
-@pytest.mark.parametrize("lens", [[0, 0, 9], [9, 0, 0], [0, 17, 0, 0, 8, 0]])
-def test_empty_sequences_anywhere(name, device, lens):
-    check(name, make(device, lens))
-
-
-@everywhere
-@every_backend
-@pytest.mark.parametrize("lens", [[0], [0, 0]])
-def test_nothing_but_empty_sequences(name, device, lens):
-    out = paged_attention(*make(device, lens, spare=2), 1, backend=name)
-    assert torch.equal(out, torch.zeros_like(out))
+@both_kernels
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [0, 1, 7, 8],
+        [9, 15, 16, 17],
+        [24, 25, 32, 33],
+        [48, 40, 9, 47],  # the first has a token in every place of its table
+        [0, 0, 9, 0],
+        [48, 0, 0, 0],
+        [0, 17, 0, 40],
+        [0, 0, 0, 0],
+    ],
+)
+def test_lengths(name, device, D, lens):
+    check(name, make(device, lens, D=D))
 
 
 @everywhere
 @every_backend
 @pytest.mark.parametrize("D", [*range(32, 129, 8), 256])
 def test_head_dims(name, device, D):
-    check(name, make(device, [11, 3], K=1, D=D))
+    skip_slow(name, device, D in (32, 72, 128))
+    check(name, make(device, [11, 3, 0, 20], D=D))
 
 
 @everywhere
 @every_backend
 @pytest.mark.parametrize("S", [8, 16, 24, 32, 64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_page_sizes(name, device, S, dtype):
-    check(name, make(device, [S + 1, 2 * S - 3], K=1, S=S, dtype=dtype))
+@both_kernels
+def test_page_sizes(name, device, S, dtype, D):
+    skip_slow(name, device, dtype == torch.bfloat16 and (S, D) in ((16, 32), (8, 128)))
+    check(name, make(device, [S + 1, 2 * S - 3], K=1, S=S, D=D, dtype=dtype, T=3, P=5))
 
 
 @everywhere
 @every_backend
 @pytest.mark.parametrize("S", [1, 5, 12])
 def test_odd_page_sizes_run_or_are_refused(name, device, S):
-    check(name, make(device, [13, 2], S=S))
+    check(name, make(device, [13, 2], S=S, T=14))
 
 
 @everywhere
 @every_backend
 @pytest.mark.parametrize(("K", "G"), [(1, 1), (3, 1), (2, 4), (1, 8), (1, 12), (2, 8), (1, 65)])
 def test_query_heads_share_key_heads(name, device, K, G):
-    check(name, make(device, [19, 4], K=K, G=G))
+    skip_slow(name, device, (K, G) in ((3, 1), (1, 65)))
+    check(name, make(device, [19, 4], K=K, G=G, T=3))
 
 
 @everywhere
 @every_backend
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_dtypes(name, device, dtype):
-    check(name, make(device, [19, 4], K=1, dtype=dtype))
+    check(name, make(device, [16 + 1, 2 * 16 - 3], K=1, S=16, dtype=dtype, T=3, P=5))
 
 
 @everywhere
 @every_backend
-def test_64_bit_tables(name, device):
-    check(name, make(device, [19, 4], table_dtype=torch.int64))
+@both_kernels
+def test_64_bit_tables(name, device, D):
+    check(name, make(device, [19, 4, 0, 11], D=D, table_dtype=torch.int64))
 
 
 @everywhere
 @every_backend
-@pytest.mark.parametrize("pages_per_compute_block", [1, 3, 100])
-def test_compute_blocks_change_nothing(name, device, pages_per_compute_block):
-    check(name, make(device, [50, 9, 0, 33]), pages_per_compute_block)
+@both_kernels
+@pytest.mark.parametrize("pages_per_compute_block", [1, 4, 100])
+def test_compute_blocks_change_nothing(name, device, D, pages_per_compute_block):
+    skip_slow(name, device, (D, pages_per_compute_block) in ((32, 4), (128, 100)))
+    check(name, make(device, [48, 9, 0, 33], D=D), pages_per_compute_block)
 
 
 @everywhere
 @every_backend
+@both_kernels
 @pytest.mark.parametrize("megacore_mode", ["kv_head", "batch"])
-def test_megacore_modes_change_nothing(name, device, megacore_mode):
-    check(name, make(device, [50, 0, 0, 33]), megacore_mode=megacore_mode)
+def test_megacore_modes_change_nothing(name, device, D, megacore_mode):
+    check(name, make(device, [48, 0, 0, 33], D=D), megacore_mode=megacore_mode)
 
 
 @everywhere
 @every_backend
 @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
 def test_soft_cap(name, device, soft_cap):
-    query, *others = make(device, [50, 9])
+    skip_slow(name, device, soft_cap == 0.5)
+    query, *others = make(device, [48, 9, 0, 2])
     check(name, (8 * query, *others), soft_cap=soft_cap)
 
 
 @everywhere
 @every_backend
-def test_large_scores(name, device):
+@both_kernels
+def test_large_scores(name, device, D):
     """Scores of some ± 300: their own rounding, 2⁻²⁴ of that, is an error of 2e-5 in a weight."""
-    query, *others = make(device, [50, 9])
+    query, *others = make(device, [48, 9, 1, 30], D=D)
     tensors = (300 * query, *others)
     assert error(paged_attention(*tensors, 2, backend=name), exact(*tensors)) < 1e-4
 
@@ -200,35 +211,35 @@ def test_a_cache_with_its_head_dim_elsewhere_runs_or_is_refused(name, device):
 
 @everywhere
 @every_backend
-@pytest.mark.parametrize("page", [-1, 7, 2**31 - 1, -(2**31)])
-def test_a_page_outside_the_cache_is_never_read(name, device, page):
+@both_kernels
+@pytest.mark.parametrize("page", [-1, 20, 2**31 - 1, -(2**31), 2**32 + 1])
+def test_a_page_outside_the_cache_is_never_read(name, device, D, page):
     """The kernels by themselves, without the check that CPU tensors get first: NaN, and for that sequence alone."""
-    tensors = make(device, [19, 4, 11], table_dtype=torch.int64)
-    assert tensors[1].shape[1] == 8
+    tensors = make(device, [19, 4, 11, 0], D=D, table_dtype=torch.int64)
     want = exact(*tensors)
-    tensors[4][0, 1] = page if page != 7 else 8
-    out = BACKENDS.get(name).run(*tensors, 1, None, None)
+    tensors[4][0, 1] = page
+    out = BACKENDS.get(name).run(*tensors, 2, None, None)
     assert out[0].isnan().all() and error(out[1:], want[1:]) < 3e-6
 
 
 @everywhere
 @every_backend
-@pytest.mark.parametrize("length", [-1, 33, 2**40, -(2**40)])
-def test_a_length_out_of_range_gives_nan(name, device, length):
-    tensors = make(device, [19, 4, 11], table_dtype=torch.int64)
-    assert tensors[4].shape[1] * 8 == 32
+@both_kernels
+@pytest.mark.parametrize("length", [-1, 49, 2**40, -(2**40)])
+def test_a_length_out_of_range_gives_nan(name, device, D, length):
+    tensors = make(device, [19, 4, 11, 0], D=D, table_dtype=torch.int64)
     want = exact(*tensors)
-    tensors[4].clamp_(0, 7)  # its pages are all there: the length alone is wrong
+    tensors[4].clamp_(0, 19)  # its pages are all there: the length alone is wrong
     tensors[3][1] = length
-    out = BACKENDS.get(name).run(*tensors, 1, None, None)
+    out = BACKENDS.get(name).run(*tensors, 2, None, None)
     assert out[1].isnan().all() and error(out[::2], want[::2]) < 3e-6
 
 
 @pytest.mark.parametrize(
     ("row", "column", "page", "message"),
     [
-        (0, 2, 8, r"block_tables\[0, 2\] is 8, but the cache has pages 0 to 7"),
-        (1, 0, -1, r"block_tables\[1, 0\] is -1"),
+        (0, 2, 20, r"block_tables\[0, 2\] is 20, but the cache has pages 0 to 19"),
+        (1, 0, -1, r"block_tables\[1, 0\] is -1, but the cache has pages 0 to 19"),
     ],
 )
 def test_a_page_outside_the_cache_is_refused(row, column, page, message):
@@ -238,11 +249,11 @@ def test_a_page_outside_the_cache_is_refused(row, column, page, message):
         paged_attention(*tensors, 1)
 
 
-@pytest.mark.parametrize("length", [-1, 33])
+@pytest.mark.parametrize("length", [-1, 49])
 def test_a_length_out_of_range_is_refused(length):
     tensors = make("cpu", [19, 4, 11])
     tensors[3][2] = length
-    with pytest.raises(UsageError, match=rf"context_lens\[2\] is {length}; a sequence has 0 to 32 tokens"):
+    with pytest.raises(UsageError, match=rf"context_lens\[2\] is {length}; a sequence has 0 to 48 tokens"):
         paged_attention(*tensors, 1)
 
 
@@ -295,12 +306,12 @@ def test_weights_that_are_trained_elsewhere_are_no_obstacle_to_inference():
 @everywhere
 @every_backend
 def test_torch_compile_keeps_one_graph_and_the_refusal(name, device):
-    tensors = make(device, [19, 4])
+    tensors = make(device, [19, 4, 0, 1])
     compiled = torch.compile(paged_attention, fullgraph=True, backend="aot_eager")
-    assert error(compiled(*tensors, 1, backend=name), exact(*tensors)) < 3e-6
+    assert error(compiled(*tensors, 2, backend=name), exact(*tensors)) < 3e-6
     tensors[4][0, 0] = -1
-    out = compiled(*tensors, 1, backend=name)
-    assert out[0].isnan().all() and torch.isfinite(out[1]).all()
+    out = compiled(*tensors, 2, backend=name)
+    assert out[0].isnan().all() and torch.isfinite(out[1:]).all()
 
 
 @everywhere
@@ -318,4 +329,4 @@ def test_triton_cuts_sequences_into_parts(device):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("K", "G", "D", "S"), [(8, 4, 128, 16), (12, 1, 64, 128), (2, 16, 80, 32), (1, 8, 72, 8)])
 def test_long_ragged_sequences_on_the_gpu(K, G, D, S, dtype):
-    check("triton", make("cuda", [4097, 1, 0, 2048, 777], K=K, G=G, D=D, S=S, dtype=dtype))
+    check("triton", make("cuda", [4097, 1, 0, 2048, 777], K=K, G=G, D=D, S=S, dtype=dtype, T=600, P=1000))

@@ -80,15 +80,13 @@ def choose_tiles(pairs: int, G: int, capacity: int, D: int, dtype: torch.dtype, 
     """
     if dtype == torch.float32 or D > 128:
         tiles = Tiles(0, 32)
-    elif G > 64:
-        tiles = Tiles(0, 64, 128, num_warps=8)
+    elif G > 16:  # a tensor core's rows are full: arithmetic counts
+        tiles = Tiles(0, 64)
     else:
         tiles = Tiles(0, 128, num_stages=2)
     part = capacity * pairs // (2 * _multiprocessors(device))
-    return replace(tiles, part=-(-min(max(part, _SHORTEST_PART), _LONGEST_PART) // tiles.n) * tiles.n)
-
-
-_SHORTEST_PART, _LONGEST_PART = 256, 1024
+    shortest, longest = 256, 2048 if G > 16 else 1024
+    return replace(tiles, part=-(-min(max(part, shortest), longest) // tiles.n) * tiles.n)
 
 
 @cache

@@ -1,0 +1,125 @@
+"""Each paged-attention kernel for TPU: compiled by libtpu for v5e, run with simulated copies, held against JAX's own.
+
+No TPU is needed, none is used.
+"""
+
+import functools
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel import (
+    paged_attention as jax_paged_attention,
+)
+from test_paged_attention import error, exact, make
+
+from vitkernels.bench import tpu_static
+from vitkernels.ops import paged_attention
+from vitkernels.ops.paged_attention import pallas_tpu_kernel
+
+needs_libtpu = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+
+
+def compile_kernel(
+    B=4, K=4, G=1, D=128, S=16, T=8, P=64, block=4, dtype=jnp.bfloat16, megacore_mode=None, soft_cap=None, chip="v5e"
+):
+    shape = jax.ShapeDtypeStruct
+    cache = shape((K, P, S, D), dtype)
+    attend = functools.partial(
+        pallas_tpu_kernel.attend, pages_per_compute_block=block, megacore_mode=megacore_mode, soft_cap=soft_cap
+    )
+    tables = shape((B,), jnp.int32), shape((B, T), jnp.int32)
+    tpu_static.compile_jax(attend, (shape((B, K * G, D), dtype), cache, cache, *tables), chip=chip)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("D", [*range(32, 129, 8), 256])
+def test_head_dims_compile(D):
+    compile_kernel(D=D)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("S", [8, 24, 64, 128])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("D", [64, 128])
+def test_page_sizes_compile(S, dtype, D):
+    compile_kernel(S=S, dtype=dtype, D=D)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("K", "G", "D"), [(8, 4, 128), (1, 8, 128), (12, 1, 64), (2, 12, 80), (12, 196, 64)])
+def test_query_heads_compile(K, G, D):
+    compile_kernel(K=K, G=G, D=D)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("D", [64, 128])
+def test_long_tables_and_large_blocks_compile(D):
+    """A block of all pages, which the kernel cuts to what its buffers hold."""
+    compile_kernel(B=16, K=8, D=D, T=256, P=4096, block=256)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(("chip", "megacore_mode"), [("v5e", "batch"), ("v5p", "kv_head"), ("v5p", "batch")])
+@pytest.mark.parametrize("D", [64, 128])
+def test_megacore_modes_compile(chip, megacore_mode, D):
+    compile_kernel(chip=chip, megacore_mode=megacore_mode, D=D)
+
+
+@needs_libtpu
+def test_soft_cap_compiles():
+    compile_kernel(soft_cap=30.0)
+
+
+def numpys(tensors):
+    return [x.numpy() for x in tensors]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_copies_neither_race_nor_read_what_nobody_wrote(D):
+    """Copies land as late as they may, VMEM starts as NaN, and every access is watched for races."""
+    tensors = make("cpu", [0, 9, 48, 16], K=2, G=1, D=D)
+    watched = pltpu.InterpretParams(dma_execution_mode="on_wait", detect_races=True, uninitialized_memory="nan")
+    attend = functools.partial(pallas_tpu_kernel.attend, pages_per_compute_block=2, megacore_mode=None, soft_cap=None)
+    with pltpu.force_tpu_interpret_mode(watched):
+        out = jax.jit(attend)(*numpys(tensors))
+    assert error(torch.from_numpy(np.array(out)), exact(*tensors)) < 3e-6
+    assert not races_seen()
+
+
+def races_seen() -> bool:
+    """What the last interpreted kernel left behind; it has no public name."""
+    try:
+        from jax._src.pallas.mosaic.interpret.interpret_pallas_call import races
+    except ImportError:  # jax 0.7.1
+        from jax._src.pallas.mosaic.interpret import races
+    return races.races_found
+
+
+def jax_kernel(tensors, **options):
+    """JAX's own kernel, interpreted. It looks at a table's unused entries and multiplies by a page's unused rows."""
+    query, key_cache, value_cache, lens, table = tensors
+    P = key_cache.shape[1]
+    arrays = numpys([query, key_cache.nan_to_num(), value_cache.nan_to_num(), lens, table.clamp(0, P - 1)])
+    with pltpu.force_tpu_interpret_mode():
+        return torch.from_numpy(np.array(jax_paged_attention(*arrays, **options)))
+
+
+@pytest.mark.parametrize(
+    ("K", "G", "options"),
+    [(1, 8, {}), (2, 1, {"attn_logits_soft_cap": 0.5})],
+)
+def test_the_same_as_jax(K, G, options):
+    """JAX's kernel rounds keys and values to bfloat16, whatever the cache's dtype: here they are round already."""
+    query, *caches, lens, table = make("cpu", [0, 9, 48, 16], K=K, G=G, D=128)
+    tensors = [query, *(cache.bfloat16().float() for cache in caches), lens, table]
+    theirs = jax_kernel(tensors, pages_per_compute_block=2, **options)
+    ours = paged_attention(*tensors, 2, **options, backend="pallas_tpu")
+    assert error(ours, theirs.double()) < 1e-5  # JAX's own test: allclose at 1e-5
+    assert error(paged_attention(*tensors, 2, **options, backend="reference"), theirs.double()) < 1e-5
