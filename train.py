@@ -35,7 +35,7 @@ from vitkernels.environment import git_commit, versions
 from vitkernels.errors import UsageError
 from vitkernels.parallel import Parallel
 from vitkernels.training import checkpoint as ckpt
-from vitkernels.training import command_line, run_folder, sweep
+from vitkernels.training import command_line, optimizer_state, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite
 from vitkernels.training.run_log import NoLog, RunLog
@@ -183,7 +183,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     scaler = runtime.grad_scaler()
 
     # ------------------------------------------------------------------ state
-    checkpoints = ckpt.Checkpoints(run_dir / "checkpoints", cfg.checkpoints.keep)
+    checkpoints = ckpt.Checkpoints(run_dir / "checkpoints", cfg.checkpoints.keep, parallel.checkpoint_group)
     step, best, result, train_loss, eval_pending = 0, {"top1": -1.0, "step": 0}, {}, None, False
     identifying = {
         "model_name": cfg.model.name,
@@ -193,19 +193,20 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         "optimizer_name": cfg.optim.opt,
         "has_ema": ema is not None,
     }
-    found = run_folder.find_checkpoint(run_dir, cfg, checkpoints)
-    if found is not None:
-        path, state = found
+    path = parallel.on_main(run_folder.find_checkpoint, run_dir, cfg, checkpoints)
+    if path is not None:
+        state = ckpt.load_state(path)
         run_folder.refuse_other_run(path, state, identifying)
-        models.load_weights(model, state["model"], str(path))
-        run_folder.load_optimizer(optimizer, state["optimizer"], path)
+        models.load_weights(model, ckpt.load_tensors(path, "model", model.state_dict()), str(path))
+        optimizer_state.load(optimizer, model, path, state["optimizer"])
         scaler.load_state_dict(state["scaler"])
         if ema is not None:
-            models.load_weights(ema.module, state["ema"], str(path))
-        ckpt.set_rng_state(state["rng"], runtime)
+            models.load_weights(ema.module, ckpt.load_tensors(path, "ema", ema.module.state_dict()), str(path))
+        streams = ckpt.load_tensors(path, "rng")
+        if str(parallel.rank) in streams:  # a process more than there were begins streams of its own
+            ckpt.set_rng_state(streams[str(parallel.rank)], runtime)
         step, best, result = state["step"], state["best"], state["result"]
         train_loss, eval_pending = state["train_loss"], state["eval_pending"]
-        del found, state  # a whole model and its optimizer
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
     run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending) if parallel.is_main else NoLog()
@@ -215,27 +216,25 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         "run", f"```yaml\n{OmegaConf.to_yaml(cfg, resolve=True)}```\n```json\n{json.dumps(card, indent=1)}\n```"
     )
 
-    def save() -> Path | None:
+    def save() -> Path:
         run_log.sync()
+        tensors, rest = optimizer_state.pack(optimizer, model)
+        tensors = ckpt.named("optimizer", tensors) | ckpt.named("model", model.state_dict())
+        tensors |= {} if ema is None else ckpt.named("ema", ema.module.state_dict())
+        tensors[f"rng/{parallel.rank}"] = ckpt.rng_state(runtime)
         state = {
             **identifying,
-            "model": model.state_dict(),
-            "ema": None if ema is None else ema.module.state_dict(),
-            "optimizer": optimizer.state_dict(),
+            "optimizer": rest,
             "scaler": scaler.state_dict(),
-            "rng": ckpt.rng_state(runtime),
             "best": best,
             "result": result,
             "train_loss": train_loss,
             "eval_pending": eval_due,
         }
-        try:
-            return checkpoints.save(ckpt.to_cpu(state), step)
-        except OSError as error:
-            log.error("no checkpoint at step %d: %s; training goes on, earlier checkpoints stay", step, error)
+        return checkpoints.save(tensors, state, step)
 
     def evaluate_now(saved: Path | None) -> None:
-        """Evaluate, log, and keep the checkpoint just saved if the weights in it are the best so far."""
+        """Evaluate, log, and keep the checkpoint of this step if the weights in it are the best so far."""
         nonlocal result, best
         result = evaluate(net, data.val, parallel)
         if ema_net is not None:
@@ -245,7 +244,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         top1 = result.get("ema_top1", result["top1"])
         if top1 > best["top1"]:
             best = {"top1": top1, "step": step}
-            if saved is not None:
+            if saved is not None and parallel.is_main:
                 checkpoints.mark_best(saved)
         log.info("step %d  val top-1 %.2f %%  loss %.4f", step, result["top1"], result["loss"])
 
@@ -253,6 +252,11 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         epoch, index = divmod(number - 1, steps_per_epoch)
         ids = [i for b in range(index * accum, (index + 1) * accum) for i in train.sample_ids(epoch, b, rank)]
         return ", ".join(train.describe(ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+
+    def last_good() -> str:
+        checkpoints.wait()
+        newest = next(iter(checkpoints.paths()), None)
+        return f"The last good checkpoint is {newest}." if newest else "There is no checkpoint yet."
 
     # ------------------------------------------------------------------ loop
     stop = StopRequest()
@@ -322,9 +326,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             records = history.read()
             run_log.steps(records)
             name_straggler(parallel, step, window)
-            newest = next(iter(checkpoints.paths()), None)
-            kept = f"The last good checkpoint is {newest}." if newest else "There is no checkpoint yet."
-            check_finite(records, samples_of_step, kept, gradients=not scaler.is_enabled())
+            check_finite(records, samples_of_step, last_good, gradients=not scaler.is_enabled())
             train_loss = sum(r.loss for r in records) / len(records)
             log_window(run_log, runtime, epoch, records, window, images_per_step, flops_per_step)
             # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
@@ -337,6 +339,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         batches.close()
     if profiler is not None:
         profiler.stop()
+    checkpoints.wait()
 
     # ------------------------------------------------------------------ summary
     if stopping:

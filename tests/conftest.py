@@ -15,6 +15,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_configure(config):
+    # torch.distributed.checkpoint says so at each checkpoint of one process, which needs no process group.
+    config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled, unavailable or uninitialized")
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

@@ -97,7 +97,7 @@ def test_a_run_leaves_what_it_promises(settings, losses, tmp_path):
     assert {"val/top1", "val/top5"} <= set(scalars)
 
     # What was written can be evaluated, and by plain timm.
-    for weights in ("model.safetensors", "checkpoints/best.pt"):
+    for weights in ("model.safetensors", "checkpoints/best"):
         cfg = settings(*SMALL, "attn=sdpa", "mode=eval", f"checkpoint={tmp_path / weights}")
         train.run(cfg, tmp_path / "eval")
         result = json.loads((tmp_path / "eval" / "eval.json").read_text())
@@ -175,14 +175,15 @@ def test_sigterm_writes_a_checkpoint_and_says_so(uninterrupted, settings, losses
     output = finish(process, EXIT_INTERRUPTED)
     assert "stopped by SIGTERM" in output and "resume=auto" in output
     stopped_at = max(losses(folder))
-    checkpoints = sorted((folder / "checkpoints").glob("step_*.pt"))
-    assert checkpoints[-1].name == f"step_{stopped_at:08d}.pt"
-    checkpoints[-1].write_bytes(checkpoints[-1].read_bytes()[:-100])
+    checkpoints = sorted((folder / "checkpoints").glob("step_*"))
+    assert checkpoints[-1].name == f"step_{stopped_at:08d}"
+    weights = checkpoints[-1] / "rank_00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
 
     train.run(settings(*RICH, *LENGTH, "resume=auto"), tmp_path / "2026-01-01_00-00-59")
     resumed = losses(tmp_path / "2026-01-01_00-00-59")
     expected = {line["step"]: line["loss"] for line in uninterrupted[0] if "loss" in line}
-    assert min(resumed) == int(checkpoints[-2].stem.split("_")[1]) + 1
+    assert min(resumed) == int(checkpoints[-2].name.split("_")[1]) + 1
     # Another process has other threads' states, but the arithmetic is the same.
     assert resumed == {step: loss for step, loss in expected.items() if step in resumed}
     assert max(resumed) == max(expected)
@@ -194,14 +195,14 @@ def test_a_checkpoint_of_another_run_is_refused(settings, tmp_path):
         with pytest.raises(UsageError, match=message):
             train.run(settings(*SMALL, override, f"resume={tmp_path / 'a'}"), tmp_path / override)
     with pytest.raises(UsageError, match="no such file"):
-        train.run(settings(*SMALL, f"resume={tmp_path / 'nothing.pt'}"), tmp_path / "c")
+        train.run(settings(*SMALL, f"resume={tmp_path / 'nothing'}"), tmp_path / "c")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(settings, tmp_path):
     cfg = settings(*SMALL, "optim=sgd", "optim.lr=1e30", "schedule=constant", "trainer.clip_grad=null")
     with pytest.raises(NonFiniteLossError, match=r"loss is .*at step \d+: lr .* samples digits\["):
         train.run(cfg, tmp_path)
-    assert not list((tmp_path / "checkpoints").glob("*.pt"))
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
 def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
@@ -227,7 +228,7 @@ def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
     longer = ["trainer.max_steps=6", "+optim.kwargs.betas=[0.9,0.95]", "checkpoints.keep=5"]
     train.run(settings(*SMALL, *longer, "resume=auto"), first)
     assert list(losses(first)) == [1, 2, 3, 4, 5, 6]
-    older = first / "checkpoints" / "step_00000004.pt"
+    older = first / "checkpoints" / "step_00000004"
     with pytest.raises(UsageError, match="newer than"):
         train.run(settings(*SMALL, *longer, f"resume={older}"), first)
 
@@ -253,9 +254,9 @@ def test_a_gradient_that_is_not_finite_is_not_saved(settings, monkeypatch, tmp_p
 
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", broken)
     cfg = settings(*SMALL, "checkpoints.every_steps=1", "checkpoints.keep=9")
-    with pytest.raises(NonFiniteLossError, match=r"gradient norm nan at step 4: .*step_00000003\.pt"):
+    with pytest.raises(NonFiniteLossError, match=r"gradient norm nan at step 4: .*step_00000003\."):
         train.run(cfg, tmp_path)
-    assert max(p.name for p in (tmp_path / "checkpoints").glob("step_*.pt")) == "step_00000003.pt"
+    assert max(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == "step_00000003"
 
 
 GROUPS = [f"{g}={p.stem}" for g in ("optim", "schedule", "ops", "attn") for p in (ROOT / "conf" / g).glob("*.yaml")]
@@ -331,7 +332,7 @@ def test_a_sweep_that_is_told_to_stop_stops(tmp_path):
     process.send_signal(signal.SIGTERM)
     output = finish(process, EXIT_INTERRUPTED)
     assert "the same command continues the sweep" in output
-    assert list((folder / "checkpoints").glob("step_*.pt"))
+    assert list((folder / "checkpoints").glob("step_*"))
     assert not (tmp_path / "trainer.max_steps=1001").exists()
 
 

@@ -28,7 +28,7 @@ def test_losses_are_the_mean_of_all_ranks_and_the_broken_one_is_named():
     records = history.read()
     assert records[0].loss == (1 + 2 + 3 + 1) / 4 and records[0].broken_ranks == ()
     with pytest.raises(NonFiniteLossError, match=r"loss is nan on rank 3, .* samples of step 2, rank 3"):
-        check_finite(records, lambda step, rank: f"of step {step}, rank {rank}", "")
+        check_finite(records, lambda step, rank: f"of step {step}, rank {rank}", str)
 
 
 def test_the_first_bad_step_is_named_with_its_circumstances():
@@ -38,10 +38,10 @@ def test_the_first_bad_step_is_named_with_its_circumstances():
     records = history.read()
     assert [r.step for r in records] == [1, 2, 3, 4] and history.read() == []
     with pytest.raises(NonFiniteLossError) as error:
-        check_finite(records, lambda step, rank: f"samples of {step}", "The last good checkpoint is X.")
+        check_finite(records, lambda step, rank: f"samples of {step}", lambda: "The last good checkpoint is X.")
     for part in ("loss is nan, gradient norm 30 at step 3", "lr 3.000e-03", "samples of 3", "checkpoint is X"):
         assert part in str(error.value)
-    check_finite(records[:2], no_samples, "")
+    check_finite(records[:2], no_samples, str)
 
 
 def test_a_gradient_that_is_not_finite_counts_unless_losses_are_scaled():
@@ -49,5 +49,5 @@ def test_a_gradient_that_is_not_finite_counts_unless_losses_are_scaled():
     history.add(1, torch.tensor(1.0), torch.tensor(math.inf), lr=1e-3)
     records = history.read()
     with pytest.raises(NonFiniteLossError, match="loss is 1, gradient norm inf at step 1"):
-        check_finite(records, no_samples, "")
-    check_finite(records, no_samples, "", gradients=False)
+        check_finite(records, no_samples, str)
+    check_finite(records, no_samples, str, gradients=False)

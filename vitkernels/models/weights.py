@@ -13,10 +13,14 @@ from vitkernels.errors import UsageError
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     """The state dict in a .safetensors file, a plain torch file, or a training checkpoint (its EMA where it has one).
 
+    A training checkpoint is a folder, made by any number of processes.
+
     Torch files are read with weights_only: nothing in them is executed. Raises UsageError when the file is missing,
     truncated or holds something else.
     """
     path = Path(path)
+    if path.is_dir():
+        return _of_checkpoint(path)
     if not path.is_file():
         raise UsageError(f"no weights at {path}: no such file")
     try:
@@ -34,6 +38,13 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise UsageError(f"{path} holds no state dict; expected parameter names mapped to tensors")
     return content
+
+
+def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    from vitkernels.training import checkpoint  # which imports torch.distributed: only where it is needed
+
+    checkpoint.load_state(folder)
+    return checkpoint.load_tensors(folder, "ema") or checkpoint.load_tensors(folder, "model")
 
 
 def load_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:

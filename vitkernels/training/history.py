@@ -60,12 +60,15 @@ def _broken(losses: list[float]) -> tuple[int, ...]:
 
 
 def check_finite(
-    records: list[StepRecord], samples_of_step: Callable[[int, int], str], last_good: str, gradients: bool = True
+    records: list[StepRecord],
+    samples_of_step: Callable[[int, int], str],
+    last_good: Callable[[], str],
+    gradients: bool = True,
 ) -> None:
     """Raise NonFiniteLossError at the first record that is not finite, with all that helps to find the cause.
 
-    samples_of_step: takes the step's number and the rank. gradients: whether gradient norms must be finite too. Not
-    under loss scaling, which tries scales until they are.
+    samples_of_step: takes the step's number and the rank. last_good: says which checkpoint there is.
+    gradients: whether gradient norms must be finite too. Not under loss scaling, which tries scales until they are.
     """
     for record in records:
         if not math.isfinite(record.loss) or (gradients and not math.isfinite(record.grad_norm)):
@@ -74,6 +77,6 @@ def check_finite(
             samples = samples_of_step(record.step, ranks[0] if ranks else 0)
             raise NonFiniteLossError(
                 f"loss is {record.loss:.6g}{where}, gradient norm {record.grad_norm:.4g} at step {record.step}: "
-                f"lr {record.lr:.3e}, samples {samples}. {last_good} "
+                f"lr {record.lr:.3e}, samples {samples}. {last_good()} "
                 "Lower optim.lr, lengthen schedule.warmup_epochs, or set trainer.clip_grad."
             )

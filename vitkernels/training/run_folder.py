@@ -89,7 +89,7 @@ def is_taken(folder: Path) -> bool:
     """Whether there is anything of a run in the folder that must not be lost."""
     log_file = folder / "metrics.jsonl"
     logged = log_file.exists() and log_file.stat().st_size > 0
-    return logged or is_done(folder) or any((folder / "checkpoints").glob("*.pt"))
+    return logged or is_done(folder) or any((folder / "checkpoints").glob("step_*"))
 
 
 def _differences(before: dict, now: dict, prefix: str = "") -> list[str]:
@@ -106,12 +106,12 @@ def _differences(before: dict, now: dict, prefix: str = "") -> list[str]:
     return found
 
 
-def find_checkpoint(folder: Path, cfg: DictConfig, checkpoints: ckpt.Checkpoints) -> tuple[Path, dict] | None:
-    """The checkpoint that `resume` asks for, with its content; None to start from nothing.
+def find_checkpoint(folder: Path, cfg: DictConfig, checkpoints: ckpt.Checkpoints) -> Path | None:
+    """The checkpoint that `resume` asks for; None to start from nothing.
 
     resume=auto looks in this run's folder, then (where folders are named by time) in runs of the same configuration
     beside it, and takes the newest whole checkpoint; broken ones are passed over with a line in the log.
-    resume=PATH takes that file, or the newest whole checkpoint of that run folder, and nothing else.
+    resume=PATH takes that checkpoint, or the newest whole checkpoint of that run folder, and nothing else.
     """
     if cfg.resume is None:
         return None
@@ -128,20 +128,20 @@ def find_checkpoint(folder: Path, cfg: DictConfig, checkpoints: ckpt.Checkpoints
     return None
 
 
-def _asked_for(path: Path, own: ckpt.Checkpoints) -> tuple[Path, dict]:
-    if path.is_dir():
+def _asked_for(path: Path, own: ckpt.Checkpoints) -> Path:
+    if path.name == "checkpoints" or (path / "checkpoints").is_dir():
         found = ckpt.Checkpoints(path if path.name == "checkpoints" else path / "checkpoints").newest_whole()
         if found is None:
             raise UsageError(f"resume={path}: no whole checkpoint in that folder")
         return found
-    state = ckpt.load(path)
+    state = ckpt.load_state(path)
     newest = own.newest_whole()
-    if newest is not None and newest[1]["step"] > state["step"]:
+    if newest is not None and ckpt.load_state(newest)["step"] > state["step"]:
         raise UsageError(
             f"{own.folder} has checkpoints newer than {path}, which going back would overwrite; "
             "hydra.run.dir=FOLDER branches off into another folder"
         )
-    return path, state
+    return path
 
 
 def _same_runs_beside(folder: Path, cfg: DictConfig) -> list[Path]:
@@ -164,17 +164,6 @@ def refuse_other_run(path: Path, state: dict, expected: dict) -> None:
             f"{path} cannot be continued by this run: {'; '.join(wrong)}. Give the settings it was made with, "
             "or start anew from its weights alone with checkpoint=PATH"
         )
-
-
-def load_optimizer(optimizer, state: dict, path: Path) -> None:
-    """Restore an optimizer; UsageError when the state is of differently grouped parameters."""
-    try:
-        optimizer.load_state_dict(state)
-    except (ValueError, KeyError) as error:
-        raise UsageError(
-            f"the optimizer state in {path} does not fit: {error}. Give the optim.* settings it was made with, "
-            "or start anew from its weights alone with checkpoint=PATH"
-        ) from error
 
 
 def note_failure(folder: Path, reason: str) -> None:
