@@ -19,7 +19,7 @@ def _tile_of(program, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: t
 
 @triton.jit
 def product_kernel(
-    x_MK, w_NK, out_ptr, x_scale_ptr, w_scale_ptr, out_stride_m, M, N, K, programs,
+    x_MK, w_NK, out_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_stride_m, M, N, K, programs,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     OVERLAP: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
@@ -40,6 +40,8 @@ def product_kernel(
             acc = acc.to(tl.float32) * tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
         if w_scale_ptr is not None:
             acc = acc.to(tl.float32) * tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+        if bias_ptr is not None:
+            acc = acc.to(tl.float32) + tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         at = out_ptr + m.to(tl.int64)[:, None] * out_stride_m + n[None, :]
         tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
 

@@ -40,12 +40,13 @@ def product(
     x_scale_M: Tensor | None = None,
     w_scale_N: Tensor | None = None,
     tiles: Tiles | None = None,
+    bias_N: Tensor | None = None,
 ) -> Tensor:
-    """x @ w · x_scale[:, None] · w_scale[None, :] in out_dtype: int8 operands (int32 sums) or fp8 ones (float32 sums).
+    """x @ w · x_scale[:, None] · w_scale + bias in out_dtype: int8 operands (int32 sums) or fp8 ones (float32 sums).
 
     Operands of any strides: one that does not lie in memory with K last, in rows 16 bytes apart, is copied first.
-    Activations (M, K) and the transpose of weights (N, K) do lie so. Scales: float32, contiguous; with an int32
-    out_dtype there are none. Nothing is checked here.
+    Activations (M, K) and the transpose of weights (N, K) do lie so. Scales: float32, contiguous; bias: floating,
+    contiguous; with an int32 out_dtype there are none. Nothing is checked here.
     """
     M, K = x_MK.shape
     N = w_KN.shape[1]
@@ -60,7 +61,7 @@ def product(
     triton_call(
         TensorDescriptor(x_MK, x_MK.shape, x_MK.stride(), [tiles.m, tiles.k]),
         TensorDescriptor(w_NK, w_NK.shape, w_NK.stride(), [tiles.n, tiles.k]),
-        out_MN, x_scale_M, w_scale_N, out_MN.stride(0), M, N, K, programs,
+        out_MN, x_scale_M, w_scale_N, bias_N, out_MN.stride(0), M, N, K, programs,
         kernel=product_kernel, grid=(programs,),
         TILE_M=tiles.m, TILE_N=tiles.n, TILE_K=tiles.k, GROUP=tiles.group,
         OVERLAP=tiles.resident and out_dtype.itemsize == 2,  # shared memory has no room for a tile of 4-byte results

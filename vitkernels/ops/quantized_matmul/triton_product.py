@@ -1,0 +1,71 @@
+"""Launches the product of quantized_matmul: from tensors to tiles and a grid. Nothing is checked here.
+
+Shape suffixes: M rows, K summed dimension, N columns, S blocks of K that share a scale.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vitkernels.bridge.triton import triton_call
+from vitkernels.ops.quantized_matmul.triton_kernel import product_kernel
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Rows, columns and depth of a tile; tile rows that share operands; warps per program; loads under way."""
+
+    m: int
+    n: int
+    k: int
+    group: int = 8
+    num_warps: int = 8
+    num_stages: int = 3
+
+
+def product(
+    x_MK: Tensor,
+    w: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    x_scale_M: Tensor | None,
+    bias_N: Tensor | None,
+    block_size: int,
+    out_dtype: torch.dtype,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """(x w · scale − Σx · zero_point) · x_scale + bias; x is int8 with x_scale, or floating. Weights as in the op."""
+    M, K = x_MK.shape
+    N = scale.shape[-1]
+    out_MN = x_MK.new_empty(M, N, dtype=out_dtype)
+    if not out_MN.numel():
+        return out_MN
+    blockwise = block_size != -1
+    block, strides = (block_size, w.stride()) if blockwise else (K, (0, w.stride(1), w.stride(0)))
+    packed = w.dtype == torch.uint8
+    unit = -(-block // 2) if packed else block
+    tiles = tiles or choose_tiles(M, N, unit, x_MK.dtype)
+    steps = -(-unit // tiles.k)
+    triton_call(
+        x_MK, w, scale, zero_point, x_scale_M, bias_N, out_MN,
+        M, N, K, block, unit, steps, steps * (K // block), *strides,
+        kernel=product_kernel,
+        grid=(-(-M // tiles.m) * -(-N // tiles.n),),
+        PACKED=packed, BLOCKWISE=blockwise, RAGGED=unit % tiles.k != 0 or unit * (1 + packed) != block,
+        SUM=tl.int32 if x_MK.dtype == torch.int8 else tl.float32,
+        TILE_M=tiles.m, TILE_N=tiles.n, TILE_K=tiles.k, GROUP=tiles.group,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+    )  # fmt: skip
+    return out_MN
+
+
+def choose_tiles(M: int, N: int, unit: int, dtype: torch.dtype) -> Tiles:
+    """The fastest seen on an H200 for a product of that size; at least 32 deep, as 8-bit tensor cores want."""
+    deepest = {1: 128, 2: 64, 4: 32}[dtype.itemsize]
+    k = min(deepest, max(32, triton.next_power_of_2(unit)))
+    if dtype == torch.float32 or M * N <= 512 * 512:
+        return Tiles(64, 64, k, num_warps=4)
+    return Tiles(128, 256, k) if dtype == torch.int8 and M * N >= 2048 * 2048 else Tiles(128, 128, k, num_warps=4)

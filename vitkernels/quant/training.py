@@ -1,0 +1,211 @@
+"""Training whose linear layers multiply in 8 bits, forward and backward; the weights themselves stay float32.
+
+Each of the three products has one scale per row of each operand:
+    out = x Wᵀ      tokens of x, rows of W
+    dx  = dout W    tokens of dout, columns of W
+    dW  = doutᵀ x   sums run over tokens, so scales of tokens cannot be taken out of them. One operand (the wider) goes
+                    in as it was rounded for the first two products; the other is multiplied with those scales before
+                    it is rounded with scales of its own, one per channel.
+So what is wide is read and rounded once, in a pass that also writes the transposed copy that the third product needs;
+with a GELU before it (or its derivative) in that same pass. Activations are kept for the backward pass in 8 bits.
+
+int8: 127 levels up and down, exact sums (as in A. Dettmers et al. 2022, arXiv 2208.07339, applied to training by
+M. Wortsman et al. 2023, arXiv 2304.13013). fp8: e4m3 for all operands (P. Micikevicius et al. 2022, arXiv 2209.05433).
+
+Shape suffixes: M tokens, K in features, N out features, H hidden features.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vitkernels.errors import UsageError, unknown_name
+from vitkernels.ops.rowwise import quantize_columns, quantize_rows
+from vitkernels.quant.products import product_of_rows
+
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_MULTIPLE = 16  # of features: what 8-bit matrix units want of rows
+
+
+class Weight(NamedTuple):
+    """A weight (N, K) in 8 bits: by rows for the forward product, transposed and by columns for the backward one."""
+
+    rows_NK: Tensor
+    row_scale_N: Tensor
+    columns_KN: Tensor
+    column_scale_K: Tensor
+
+    @classmethod
+    def of(cls, weight_NK: Tensor, dtype: torch.dtype) -> "Weight":
+        rows, row_scale, _, _ = quantize_rows(weight_NK, None, dtype, False, False, False)
+        return cls(rows, row_scale, *quantize_columns(weight_NK, None, None, dtype))
+
+
+class Tokens(NamedTuple):
+    """Activations (M, C) in 8 bits; `transposed` (C, M) is empty where the other operand of dW is the wider one."""
+
+    rows_MC: Tensor
+    scale_M: Tensor
+    transposed_CM: Tensor
+
+    @classmethod
+    def of(cls, x_MC, dtype, transposed: bool, gelu: bool = False) -> "Tokens":
+        return cls(*quantize_rows(x_MC, None, dtype, gelu, transposed, False)[:3])
+
+
+def _weight_gradient(dout: Tokens, x: Tokens, out_dtype: torch.dtype) -> Tensor:
+    """doutᵀ x (N, K); of the two the one that has no transposed copy is rounded anew, with the other's scales."""
+    if x.transposed_CM.numel():
+        dout_NM, scale_N = quantize_columns(dout.rows_MC, dout.scale_M, x.scale_M, dout.rows_MC.dtype)
+        ones_K = torch.ones_like(x.scale_M[:1]).expand(x.transposed_CM.shape[0]).contiguous()
+        return product_of_rows(dout_NM, x.transposed_CM, scale_N, ones_K, None, out_dtype)
+    x_KM, scale_K = quantize_columns(x.rows_MC, x.scale_M, dout.scale_M, x.rows_MC.dtype)
+    ones_N = torch.ones_like(dout.scale_M[:1]).expand(dout.transposed_CM.shape[0]).contiguous()
+    return product_of_rows(dout.transposed_CM, x_KM, ones_N, scale_K, None, out_dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_MK, weight_NK, bias_N, dtype):
+        wide_x = x_MK.shape[1] > weight_NK.shape[0]
+        x, w = Tokens.of(x_MK, dtype, transposed=wide_x), Weight.of(weight_NK, dtype)
+        out_MN = product_of_rows(x.rows_MC, w.rows_NK, x.scale_M, w.row_scale_N, bias_N, x_MK.dtype)
+        kept = x if not wide_x else x._replace(rows_MC=x.rows_MC.new_empty(0))
+        ctx.save_for_backward(*kept, w.columns_KN, w.column_scale_K)
+        ctx.wide_x, ctx.bias, ctx.dtypes = wide_x, bias_N is not None, (dtype, x_MK.dtype, weight_NK.dtype)
+        return out_MN
+
+    @staticmethod
+    def backward(ctx, dout_MN):
+        *x, w_columns, w_column_scale = ctx.saved_tensors
+        dtype, x_dtype, weight_dtype = ctx.dtypes
+        *dout, dbias = quantize_rows(dout_MN.contiguous(), None, dtype, False, not ctx.wide_x, ctx.bias)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = product_of_rows(dout[0], w_columns, dout[1], w_column_scale, None, x_dtype)
+        dw = _weight_gradient(Tokens(*dout), Tokens(*x), dout_MN.dtype).to(weight_dtype)
+        return dx, dw, dbias.to(weight_dtype) if ctx.bias else None, None
+
+
+class _Mlp(torch.autograd.Function):
+    """Linear, GELU, linear: the hidden activations are read once each way, by the pass that rounds them."""
+
+    @staticmethod
+    def forward(ctx, x_MK, weight1_HK, bias1_H, weight2_NH, bias2_N, dtype):
+        x, w1, w2 = Tokens.of(x_MK, dtype, False), Weight.of(weight1_HK, dtype), Weight.of(weight2_NH, dtype)
+        hidden_MH = product_of_rows(x.rows_MC, w1.rows_NK, x.scale_M, w1.row_scale_N, bias1_H, x_MK.dtype)
+        active = Tokens.of(hidden_MH, dtype, transposed=True, gelu=True)
+        out_MN = product_of_rows(active.rows_MC, w2.rows_NK, active.scale_M, w2.row_scale_N, bias2_N, x_MK.dtype)
+        kept = *x[:2], hidden_MH, active.scale_M, active.transposed_CM
+        ctx.save_for_backward(*kept, w1.columns_KN, w1.column_scale_K, w2.columns_KN, w2.column_scale_K)
+        ctx.dtype, ctx.weight_dtype = dtype, weight1_HK.dtype
+        ctx.bias1, ctx.bias2 = bias1_H is not None, bias2_N is not None
+        return out_MN
+
+    @staticmethod
+    def backward(ctx, dout_MN):
+        x_rows, x_scale, hidden_MH, active_scale, active_HM, *weights = ctx.saved_tensors
+        w1_columns, w1_scale, w2_columns, w2_scale = weights
+        empty = x_rows.new_empty(0)
+        *dout, dbias2 = quantize_rows(dout_MN.contiguous(), None, ctx.dtype, False, False, ctx.bias2)
+        dw2 = _weight_gradient(Tokens(*dout), Tokens(empty, active_scale, active_HM), dout_MN.dtype)
+        dactive_MH = product_of_rows(dout[0], w2_columns, dout[1], w2_scale, None, hidden_MH.dtype)
+        *dhidden, dbias1 = quantize_rows(hidden_MH, dactive_MH, ctx.dtype, True, True, ctx.bias1)
+        dw1 = _weight_gradient(Tokens(*dhidden), Tokens(x_rows, x_scale, empty), dout_MN.dtype)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = product_of_rows(dhidden[0], w1_columns, dhidden[1], w1_scale, None, hidden_MH.dtype)
+        dbias1, dbias2 = dbias1 if ctx.bias1 else None, dbias2 if ctx.bias2 else None
+        gradients = (g if g is None else g.to(ctx.weight_dtype) for g in (dw1, dbias1, dw2, dbias2))
+        return dx, *gradients, None
+
+
+class EightBitLinear(nn.Linear):
+    """nn.Linear whose three products run in 8 bits; the same parameters under the same names."""
+
+    dtype: torch.dtype
+
+    @classmethod
+    def adopt(cls, linear: nn.Linear, dtype: torch.dtype) -> "EightBitLinear":
+        """This class around an existing layer's parameters, which stay the same tensors."""
+        adopted = cls.__new__(cls)
+        nn.Module.__init__(adopted)
+        adopted.__dict__.update(linear.__dict__)
+        adopted.dtype = dtype
+        return adopted
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_MK = _rounded(x).reshape(-1, self.in_features)
+        return _Linear.apply(x_MK, self.weight, self.bias, self.dtype).reshape(*x.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.dtype}"
+
+
+class EightBitMlp(nn.Module):
+    """Linear, GELU, linear (as timm's Mlp, without dropout), products in 8 bits; parameters keep their names."""
+
+    def __init__(self, mlp: nn.Module, dtype: torch.dtype):
+        super().__init__()
+        self.__dict__.update(mlp.__dict__)
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_MK = _rounded(x).reshape(-1, self.fc1.in_features)
+        weights = self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias
+        return _Mlp.apply(x_MK, *weights, self.dtype).reshape(*x.shape[:-1], self.fc2.out_features)
+
+
+def train_in_8_bits(model: nn.Module, dtype: str, filter: Callable[[str, nn.Module], bool] | None = None) -> nn.Module:
+    """Let every nn.Linear multiply in 8 bits, in place; returns the model.
+
+    dtype: "int8" or "fp8". fp8 on a GPU needs compute capability 8.9; on the CPU either is emulated, slowly.
+    filter: called with a layer's name and itself; where it says no, the layer stays.
+
+    Parameters and their names stay as they are, so an optimizer made before goes on working and checkpoints are plain.
+    Modules of two linear layers with nothing but a GELU between them (fc1, act, fc2, as timm's Mlp) are run as one.
+
+    Raises UsageError before anything is swapped: for another dtype, when no layer is left, or when a layer's features
+    are no multiples of 16.
+    """
+    if dtype not in DTYPES:
+        raise unknown_name("8-bit dtype", dtype, DTYPES)
+    modules = dict(model.named_modules())
+    chosen = {n: m for n, m in modules.items() if type(m) is nn.Linear and (filter is None or filter(n, m))}
+    if not chosen:
+        raise UsageError(f"{type(model).__name__} has no nn.Linear that the filter lets through")
+    odd = [n for n, m in chosen.items() if m.in_features % _MULTIPLE or m.out_features % _MULTIPLE]
+    if odd:
+        raise UsageError(
+            f"8-bit products need features in multiples of {_MULTIPLE}; these layers have others: {', '.join(odd)}. "
+            "Leave them out with the filter (quant.skip)"
+        )
+    mlps = {n: m for n, m in modules.items() if _is_mlp(m) and {f"{n}.fc1", f"{n}.fc2"} <= chosen.keys()}
+    for name, mlp in mlps.items():
+        model.set_submodule(name, EightBitMlp(mlp, DTYPES[dtype]))
+    inside = {f"{name}.{child}" for name in mlps for child in ("fc1", "fc2")}
+    for name, linear in chosen.items():
+        if name not in inside:
+            model.set_submodule(name, EightBitLinear.adopt(linear, DTYPES[dtype]))
+    return model
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    """Whether it is two linear layers with an exact GELU, and else only what does nothing, between and behind them."""
+    children = dict(module.named_children())
+    if list(children) not in (["fc1", "act", "fc2"], ["fc1", "act", "drop1", "norm", "fc2", "drop2"]):
+        return False
+    if not isinstance(children.get("norm", nn.Identity()), nn.Identity):
+        return False
+    if any(drop in children and children[drop].p > 0 for drop in ("drop1", "drop2")):
+        return False
+    return type(children["act"]) is nn.GELU and children["act"].approximate == "none"
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """x in autocast's dtype where autocast is on, as any linear layer takes it."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    return x
