@@ -13,7 +13,7 @@ from vitkernels.bridge.examples.quickstart import add_vectors
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available() or not jax_compat._has_cuda_plugin(), reason="needs a GPU"),
+    pytest.mark.skipif(not torch.cuda.is_available() or not jax_compat.has_cuda_plugin(), reason="needs a GPU"),
 ]
 
 

@@ -1,8 +1,10 @@
-"""`pallas_flash`: flash attention written for vision transformers in Pallas, for TPU; interpreted on the CPU.
+"""`pallas_flash`: flash attention written for vision transformers in Pallas, for TPU and for NVIDIA Hopper; interpreted
+on the CPU.
 
-Up to about 1k tokens one pass over whole rows of scores (pallas_flash_short), beyond that the online form
+On TPU, up to about 1k tokens one pass over whole rows of scores (pallas_flash_short), beyond that the online form
 (pallas_flash_long). Both take any number of tokens and mask what they pad. The packed entry point reads the
-projection's own layout and writes the next projection's, so that no copy stands around the kernel.
+projection's own layout and writes the next projection's, so that no copy stands around the kernel. On Hopper GPUs
+Mosaic-GPU kernels do the same (pallas_flash_hopper).
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -24,10 +26,70 @@ else:
     _flash = pallas_op(pallas_flash_jax.attend, vjp=pallas_flash_jax.attend_vjp, name="pallas_flash", shard_batch=True)
 
 _DTYPES = (torch.bfloat16, torch.float32)
+_HOPPER_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def _why_no_hopper() -> str | None:
+    """Why the CUDA kernels cannot run on this machine and what would mend it; None when they can."""
+    if _unavailable is not None or not torch.cuda.is_available():
+        return _unavailable or "torch sees no CUDA device"
+    import jax
+
+    from vitkernels.bridge import jax_compat
+
+    if jax.__version_info__ < (0, 11):
+        return f"its kernels for NVIDIA need jax 0.11 or newer, this is {jax.__version__}: pip install 'jax[cuda13]'"
+    if not jax_compat.has_cuda_plugin():
+        return "its kernels for NVIDIA are compiled by JAX's CUDA plugin: pip install 'jax[cuda13]'"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return (
+            "its kernels for NVIDIA multiply with wgmma, which Hopper alone has (compute capability 9.0); "
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}: use triton_flash or sdpa"
+        )
+    return None
+
+
+_no_hopper = _why_no_hopper()
+if _no_hopper is None:
+    from vitkernels.attention import pallas_flash_hopper
+
+
+def _unsupported_on_hopper(problem: Call) -> str | None:
+    if _no_hopper is not None:
+        return _no_hopper
+    if problem.dtype not in _HOPPER_DTYPES:
+        return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}"
+    if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
+        return f"its kernels for NVIDIA take head dims 32 to 128 in steps of 8, not {problem.head_dim}"
+    has_bias = problem.bias_shape is not None
+    extras = {"bias": has_bias, "mask": problem.has_mask, "segment_ids": problem.has_segment_ids}
+    given = [name for name, x in extras.items() if x]
+    if given:
+        return f"its kernels for NVIDIA have no {' and no '.join(given)}; use triton_flash or sdpa"
+    if max(problem.batch, problem.heads) > 65535:
+        return f"its grid holds up to 65535 batch entries and heads, not {problem.batch} and {problem.heads}"
+    return None
+
+
+def _unsupported_on_tpu(problem: Call) -> str | None:
+    if problem.dtype not in _DTYPES:
+        return f"it computes in bfloat16 and float32, not {problem.dtype}"
+    if problem.head_dim % 8 or not 8 <= problem.head_dim <= 128:
+        return f"it takes head dims up to 128 in steps of 8, not {problem.head_dim}"
+    return None
+
+
+def _unsupported_anywhere(problem: Call) -> str | None:
+    if problem.dropout_p:
+        return f"it has no dropout (dropout_p={problem.dropout_p}); set attention dropout to 0 or use sdpa"
+    if 0 in (problem.batch, problem.heads, problem.q_tokens, problem.kv_tokens):
+        return "it has no empty calls"
+    return None
 
 
 class PallasFlash(AttentionBackend):
-    """bf16 and f32; a float32 product is honest float32. No dropout."""
+    """bf16 and f32 on TPU, where a float32 product is honest float32; bf16 and fp16 on Hopper. No dropout."""
 
     name = "pallas_flash"
 
@@ -35,27 +97,23 @@ class PallasFlash(AttentionBackend):
         return _unavailable
 
     def _unsupported(self, problem: Call) -> str | None:
-        if problem.device_type not in ("cpu", "xla"):
+        if problem.device_type not in ("cpu", "xla", "cuda"):
             return (
-                f"its kernel is for TPU (device xla) and, interpreted, for cpu; there is none for {problem.device_type}"
-                " yet: use triton_flash or sdpa"
+                f"its kernels are for TPU (device xla), NVIDIA Hopper and, interpreted, cpu, not {problem.device_type}"
             )
-        if problem.dtype not in _DTYPES:
-            return f"it computes in bfloat16 and float32, not {problem.dtype}"
-        if problem.head_dim % 8 or not 8 <= problem.head_dim <= 128:
-            return f"it takes head dims up to 128 in steps of 8, not {problem.head_dim}"
-        if problem.dropout_p:
-            return f"it has no dropout (dropout_p={problem.dropout_p}); set attention dropout to 0 or use sdpa"
-        if 0 in (problem.batch, problem.heads, problem.q_tokens, problem.kv_tokens):
-            return "it has no empty calls"
-        return None
+        by_device = _unsupported_on_hopper if problem.device_type == "cuda" else _unsupported_on_tpu
+        return by_device(problem) or _unsupported_anywhere(problem)
 
     def _attend(self, q_BHND, k_BHMD, v_BHMD, **keywords):
+        if q_BHND.device.type == "cuda":
+            return pallas_flash_hopper.attend(q_BHND, k_BHMD, v_BHMD, keywords["is_causal"], keywords["scale"])[0]
         B, H, N, D = q_BHND.shape
         arrays = [x.transpose(1, 2).reshape(B, -1, H * D) for x in (q_BHND, k_BHMD, v_BHMD)]
         return _attend(arrays, H, **keywords).reshape(B, N, H, D).transpose(1, 2)
 
     def _attend_qkvpacked(self, qkv_BN3HD, **keywords):
+        if qkv_BN3HD.device.type == "cuda":
+            return pallas_flash_hopper.attend_packed(qkv_BN3HD, keywords["is_causal"], keywords["scale"])[0]
         B, N, _, H, D = qkv_BN3HD.shape
         return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
 

@@ -54,7 +54,7 @@ def close_tpu(torch_xla_in_use: bool | None = None) -> None:
 
 def _choose_platforms() -> None:
     """The platforms JAX would choose by itself, without the TPU."""
-    if torch.cuda.is_available() and _has_cuda_plugin():
+    if torch.cuda.is_available() and has_cuda_plugin():
         # Beside torch, JAX must not take three quarters of the GPU's memory at its first call.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         jax.config.update("jax_platforms", "cuda,cpu")
@@ -62,7 +62,7 @@ def _choose_platforms() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def _has_cuda_plugin() -> bool:
+def has_cuda_plugin() -> bool:
     try:
         import jax_plugins
     except ImportError:

@@ -1,0 +1,150 @@
+"""The Mosaic-GPU kernels for Hopper: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU itself.
+
+The conformance suite runs them too, where there is a Hopper GPU.
+"""
+
+import math
+
+import pytest
+import torch
+from shapes import TOLERANCE
+from torch.nn import functional as F
+
+from vitkernels import attention
+from vitkernels.attention import Problem
+
+jax = pytest.importorskip("jax")
+
+needs_new_jax = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason=f"Mosaic GPU's interpreter needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax>=0.11' "
+    "(on Python 3.12)",
+)
+
+
+def error(x, exact) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
+    """out (B, N, H, D), dqkv and log-sum-exp in log2 units, in float64."""
+    leaf = qkv_BN3HD.double().requires_grad_()
+    q, k, v = leaf.permute(2, 0, 3, 1, 4).unbind(0)
+    scores = q @ k.mT * scale
+    if is_causal:
+        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+    out = (scores.softmax(-1) @ v).transpose(1, 2)
+    (dqkv,) = torch.autograd.grad(out, leaf, do_BNHD.double())
+    return out.detach(), dqkv, torch.logsumexp(scores, -1).detach() / math.log(2)
+
+
+# (tokens, head dim, dtype, causal, scale, warpgroups, loader): ragged ends, head dims in two parts, each way to load.
+CASES = [
+    (70, 64, torch.bfloat16, False, 0.125, 2, False),
+    (130, 72, torch.float16, True, 0.1, 2, True),
+    (65, 32, torch.bfloat16, False, -0.2, 1, False),
+]
+
+
+@needs_new_jax
+@pytest.mark.parametrize("N, D, dtype, is_causal, scale, warpgroups, loader", CASES)
+def test_interpreted(N, D, dtype, is_causal, scale, warpgroups, loader):
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash_hopper_backward import Backward
+    from vitkernels.attention.pallas_flash_hopper_forward import Forward
+    from vitkernels.attention.pallas_flash_hopper_schedule import Schedule
+
+    H = 2
+    qkv, do = torch.randn(1, N, 3, H, D).to(dtype), torch.randn(1, N, H, D).to(dtype)
+    out, dqkv, lse = exact_attention(qkv, do, scale, is_causal)
+    stages = 2 if loader else -(-N // 64)
+    schedule = Schedule(64, stages, warpgroups, loader, take_turns=loader and warpgroups == 2)
+    name = str(dtype).removeprefix("torch.")
+    problem = (1, H, N, N, D, name, scale, is_causal, 3 * H, (0, H, 2 * H), schedule, True)
+    array = lambda x: jnp.asarray(x.float().numpy(), name)  # noqa: E731
+    x, g = array(qkv.flatten(2, 3)), array(do)
+
+    found_out, found_lse = Forward(*problem)(x, x, x)
+    tensor = lambda a: torch.tensor(a.astype("float32").tolist())  # noqa: E731
+    assert error(tensor(found_out), out) < TOLERANCE[dtype]
+    assert (tensor(found_lse)[:, :, :N] - lse).abs().max() < 1e-5  # of float32 sums of 2⁻²⁴ each, in numbers up to 10
+    backward = Backward(*problem)
+    dq, delta = backward.dq(x, x, x, found_out, g, found_lse)
+    dk, dv = backward.dkdv(x, x, x, g, found_lse, delta)
+    for i, found in enumerate((dq, dk, dv)):
+        assert error(tensor(found)[:, :, i * H : (i + 1) * H], dqkv[:, :, i]) < TOLERANCE[dtype], "qkv"[i]
+
+
+@needs_new_jax
+@pytest.mark.parametrize("N, D", [(197, 64), (577, 88), (4096, 128)])
+def test_lowers_for_the_gpu(N, D):
+    """Mosaic GPU checks layouts, tiles and copies on any machine; what is left to the GPU's is ptxas."""
+    from vitkernels.attention.pallas_flash_hopper import Call
+
+    call = Call(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
+    for kernel in (call.forward, call.dq, call.dkdv):
+        assert kernel.module.startswith(b"ML")  # MLIR bytecode
+
+
+def test_says_what_is_missing():
+    backend = attention.get("pallas_flash")
+    half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in backend.unsupported(half)
+
+
+hopper = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+    ),
+]
+
+
+def gpu(test):
+    for mark in hopper:
+        test = mark(test)
+    return test
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N, M", [(50, 70), (129, 17), (577, 1200)])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_cross_lengths(N, M, is_causal, dtype):
+    q, k, v = (torch.randn(2, 3, n, 64, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
+    out = attention.get("pallas_flash")(q, k, v, is_causal=is_causal, scale=0.1)
+    do = torch.randn_like(out)
+    grads = torch.autograd.grad(out, (q, k, v), do)
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=0.1)
+    for x, y in zip((out, *grads), (exact, *torch.autograd.grad(exact, leaves, do.double())), strict=True):
+        assert error(x, y) < TOLERANCE[dtype]
+
+
+@gpu
+def test_on_another_stream_in_a_cuda_graph_and_under_compile():
+    attend = attention.get("pallas_flash").qkvpacked
+    qkv = torch.randn(2, 197, 3, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    do = torch.randn(2, 197, 256, device="cuda", dtype=torch.bfloat16)
+
+    def both(attend):
+        out = attend(qkv)
+        return out, *torch.autograd.grad(out, qkv, do)
+
+    expected = both(attend)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        both(attend)
+        torch.cuda._sleep(20_000_000)  # who does not wait reads what is there before
+        again = both(attend)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = both(attend)
+    graph.replay()
+    compiled = both(torch.compile(attend, fullgraph=True))
+    for results in (again, replayed, compiled):
+        for x, y in zip(results, expected, strict=True):
+            assert torch.equal(x, y)

@@ -1,0 +1,159 @@
+"""The forward kernel of `pallas_flash` on Hopper: TMA, wgmma, online softmax.
+
+One thread block per (batch, head, tile of queries); each of its compute warpgroups has 64 queries. Short sequences:
+all keys and values are requested at once and stay. Long ones: a warpgroup of its own refills a ring of tiles, and the
+compute warpgroups take turns at the tensor cores (FlashAttention-3, Shah et al. 2024, arXiv 2407.08608).
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from vitkernels.attention import pallas_flash_hopper_parts as parts
+from vitkernels.attention.pallas_flash_hopper_parts import BY_ROW, LOG2E, ROWS, along_rows, at, filled, slot_of
+
+LOWEST = -1e30  # below every score, and finite, so that a tile without any key for some query does no harm
+
+
+class Forward(parts.Problem):
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD):
+        """out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N)."""
+        scratch = {
+            "q_smem": self.own_tiles(),
+            "k_smem": self.ring(),
+            "v_smem": self.ring(),
+            "lse_smem": plgpu.SMEM((self.schedule.warpgroups, ROWS), jnp.float32),
+            "q_arrived": plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.schedule.warpgroups),
+            "k_arrived": self.arrived(self.copies),
+            "v_arrived": self.arrived(self.copies),
+            "k_consumed": self.consumed(),
+            "v_consumed": self.consumed(),
+            "turn": plgpu.Barrier(num_arrivals=self.schedule.warpgroups),
+        }
+        kernel = self.kernel(self._body, self.queries, (self.rows(self.queries, self.heads), self.vector()), scratch)
+        return kernel(q_BNHD, k_BMHD, v_BMHD)
+
+    @property
+    def steps(self) -> int:
+        return pl.cdiv(self.keys, self.schedule.tile)
+
+    def _body(self, q_ref, k_ref, v_ref, out_ref, lse_ref, **scratch):
+        def load(ref, which, name):
+            head = self.heads_here()[which]
+
+            def load_tile(step, slot):
+                first, arrived = step * self.schedule.tile, scratch[f"{name}_arrived"].at[slot]
+                batch = lax.axis_index("batch")
+                parts.load_rows(ref, batch, first, head, scratch[f"{name}_smem"], slot, arrived, self.interpret)
+
+            return load_tile
+
+        streams = [
+            (load(k_ref, 1, "k"), scratch["k_consumed"]),
+            (load(v_ref, 2, "v"), scratch["v_consumed"]),
+        ]
+        steps = self._steps_here() if self.schedule.loader else self.steps
+        parts.divide_roles(
+            self.schedule, steps, streams, lambda warpgroup: self._compute(q_ref, out_ref, lse_ref, warpgroup, scratch)
+        )
+
+    def _steps_here(self):
+        """Tiles of keys that this block's queries see."""
+        if not self.is_causal:
+            return self.steps
+        queries = ROWS * self.schedule.warpgroups
+        seen = (lax.axis_index("tile") + 1) * queries
+        return lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), self.steps)
+
+    def _compute(self, q_ref, out_ref, lse_ref, warpgroup, scratch):
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
+        first = self.first_row()
+        q_smem, q_arrived = scratch["q_smem"], scratch["q_arrived"].at[warpgroup]
+        parts.load_rows(q_ref, batch, first, self.heads_here()[0], q_smem, warpgroup, q_arrived, self.interpret)
+        plgpu.barrier_wait(q_arrived)
+        carry = (parts.zeros(ROWS, q_smem), filled((ROWS,), LOWEST, BY_ROW), filled((ROWS,), 0, BY_ROW))
+        out, highest, total = self._over_keys(at(q_smem, warpgroup), first, carry, scratch)
+        inverse = 1 / total
+        for part, x in zip(at(q_smem, warpgroup), out, strict=True):
+            part[...] = (x * along_rows(inverse, x.shape)).astype(part.dtype)
+        lse_smem = scratch["lse_smem"].at[warpgroup]
+        lse_smem[...] = highest + jnp.log(total) * LOG2E
+        plgpu.commit_smem()
+        parts.store_rows(q_smem, warpgroup, out_ref, batch, first, head, self.interpret)
+        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[batch, head, pl.ds(first, ROWS)])
+        plgpu.wait_smem_to_gmem(0)
+
+    def _over_keys(self, q_smem, first_query, carry, scratch):
+        s = self.schedule
+        ragged = self.keys % s.tile != 0
+
+        def step_of(step, carry, masked):
+            return self._step(q_smem, first_query, step, carry, masked, scratch)
+
+        if s.take_turns:
+            pl.when(lax.axis_index("warpgroup") == 1)(lambda: self._next_turn(scratch))
+        if self.is_causal:
+            carry = lax.fori_loop(0, self._steps_here(), lambda i, c: step_of(i, c, True), carry)
+        else:
+            whole = self.steps - ragged
+            carry = lax.fori_loop(0, whole, lambda i, c: step_of(i, c, False), carry)
+            if ragged:
+                carry = step_of(jnp.int32(whole), carry, True)
+        if s.take_turns:
+            pl.when(lax.axis_index("warpgroup") == 0)(lambda: self._next_turn(scratch))
+        return carry
+
+    def _next_turn(self, scratch):
+        if self.schedule.take_turns:
+            plgpu.barrier_arrive(scratch["turn"])
+            plgpu.barrier_wait(scratch["turn"])
+
+    def _step(self, q_smem, first_query, step, carry, masked, scratch):
+        """One tile of keys into the running maximum, sum and output."""
+        s = self.schedule
+        out, highest, total = carry
+        slot = slot_of(step, s)
+        plgpu.barrier_wait(scratch["k_arrived"].at[slot])
+
+        def scores_of(acc_ref):
+            for q, k in zip(q_smem, at(scratch["k_smem"], slot), strict=True):
+                plgpu.wgmma(acc_ref, q, parts.transposed(k))
+            self._next_turn(scratch)
+            return acc_ref[...]
+
+        scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, s.tile), jnp.float32))
+        if s.loader:
+            plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
+        scale = self.scale * LOG2E
+        if scale <= 0:
+            scores, scale = scores * scale, 1.0
+        if masked:
+            scores = self._masked(scores, first_query, step * s.tile)
+        new_highest = jnp.maximum(highest, scores.max(axis=1) * scale)
+        shrink = jnp.exp2(highest - new_highest)
+        weights = jnp.exp2(scores * scale - along_rows(new_highest, scores.shape))
+        out = tuple(x * along_rows(shrink, x.shape) for x in out)
+        total = total * shrink + weights.sum(axis=1)
+        weights16 = weights.astype(self.dtype)
+        if s.take_turns:
+            out, total, new_highest, weights16 = lax.optimization_barrier((out, total, new_highest, weights16))
+            plgpu.barrier_arrive(scratch["turn"])
+        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
+        if s.take_turns:
+            plgpu.barrier_wait(scratch["turn"])
+
+        products = [(i, weights16, v) for i, v in enumerate(at(scratch["v_smem"], slot))]
+        out = parts.accumulated(out, products, self.interpret)
+        if s.loader:
+            plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
+        return out, new_highest, total
+
+    def _masked(self, scores, first_query, first_key):
+        key = parts.position(scores.shape, 1) + first_key
+        keep = key < self.keys
+        if self.is_causal:
+            keep = keep & (key <= parts.position(scores.shape, 0) + first_query)
+        return jnp.where(keep, scores, -jnp.inf)

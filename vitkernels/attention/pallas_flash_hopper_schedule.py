@@ -1,0 +1,55 @@
+"""How the Hopper kernels of `pallas_flash` share out their work; chosen once and for all from measurements on one H200
+(notes/pallas_flash_hopper.md), so that nothing is searched for when training starts.
+"""
+
+from dataclasses import dataclass
+
+_SHARED_MEMORY = 227 * 1024  # bytes that thread blocks on one multiprocessor have together
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One thread block: `warpgroups` that compute, 64 rows each, on `stages` tiles of `tile` rows that stream by.
+
+    Without a loader all tiles are requested at once and stay (so stages must be all of them), and several blocks fit
+    on a multiprocessor. A loader is one more warpgroup, which refills a ring of tiles. take_turns: two warpgroups
+    alternate between the tensor cores and the exponential function (FlashAttention-3's ping-pong).
+
+    The forward and the dq kernel need an even number of warpgroups, so that the vectors they write are whole for tiles
+    of 128 queries.
+    """
+
+    tile: int = 64
+    stages: int = 2
+    warpgroups: int = 2
+    loader: bool = False
+    take_turns: bool = False
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Per thread of a computing warpgroup and of the loader, from a multiprocessor's 65536."""
+        loader = 40 if self.warpgroups <= 2 else 24
+        return min(240, (512 - loader) // self.warpgroups // 8 * 8), loader
+
+
+def forward_schedule(keys: int, head_dim: int) -> Schedule:
+    return _resident(128, 2, keys, head_dim, 1, 2) or Schedule(256 if head_dim <= 64 else 128, 2, 2, True, True)
+
+
+def dq_schedule(keys: int, head_dim: int) -> Schedule:
+    return _resident(64, 4, keys, head_dim, 2, 1) or Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
+
+
+def dkdv_schedule(queries: int, head_dim: int) -> Schedule:
+    return _resident(128, 2, queries, head_dim, 2, 1) or Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
+
+
+def _resident(tile: int, warpgroups: int, streamed: int, head_dim: int, kept: int, blocks: int) -> Schedule | None:
+    """All of the two streamed operands at once, where `blocks` such blocks fit on a multiprocessor.
+
+    kept: how many rows' tiles each warpgroup has for itself.
+    """
+    schedule = Schedule(tile, -(-streamed // tile), warpgroups)
+    row = 2 * (-(-head_dim // 16) * 16)  # bytes
+    tiles = kept * 64 * warpgroups * row + 2 * schedule.stages * tile * row
+    return schedule if blocks * (tiles + 8 * 1024) <= _SHARED_MEMORY else None
