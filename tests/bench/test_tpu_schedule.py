@@ -3,7 +3,10 @@
 import pytest
 
 from vitkernels.bench.tpu_bundles import parse_bundles, parse_utilisation
-from vitkernels.bench.tpu_schedule import CLOCK_HZ, simulate
+from vitkernels.bench.tpu_chips import CHIPS
+from vitkernels.bench.tpu_schedule import simulate
+
+CLOCK_HZ = CHIPS["v5e"].clock_hz
 
 # Three trips of bundles 1 to 0xa. 819 granules are 26208 bytes: 48 cycles at 546 bytes a cycle.
 LOOP = """= control target key start

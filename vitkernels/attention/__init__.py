@@ -56,7 +56,7 @@ def choose(problem: Problem) -> tuple[str, dict[str, str]]:
 
 
 def _xla_is_tpu() -> bool:
-    """Whether torch_xla's device is a TPU, and not the CPU that PJRT_DEVICE=CPU gives."""
-    import torch_xla.runtime
+    """Whether torch_xla's graphs are for a TPU, and not for the CPU that PJRT_DEVICE=CPU gives."""
+    from vitkernels.bridge import lazy_target
 
-    return torch_xla.runtime.device_type() == "TPU"
+    return lazy_target.platform() == "TPU"

@@ -1,20 +1,27 @@
 """Compile a JAX function for a TPU in a process of its own, and keep what the compiler dumped.
 
-libtpu reads its flags once, when it loads: hence the process. The dump of a large kernel is some 100 MB of text.
+libtpu reads its flags once, when it loads: hence the process. Only the last stages of each kernel's schedule are kept:
+the whole dump of a large kernel is some 100 MB of text.
 """
 
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
-from vitkernels.bench import tpu_static
+from vitkernels.bench import tpu_chips, tpu_static
+from vitkernels.bench.tpu_chips import CHIPS, Chip
 from vitkernels.errors import UsageError
 
-_FLAGS = "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true"
+_FLAGS = (
+    "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
+    "--xla_jf_dump_llo_pass_label_regex=post-ra|utilization"
+)
 _MODULE, _MEMORY = "compiled_module.hlo", "compiled_memory.json"
 
 
@@ -23,6 +30,7 @@ class Dump:
     """The files of one compilation."""
 
     folder: Path
+    chip: Chip = CHIPS["v5e"]
 
     @property
     def module(self) -> str:
@@ -31,22 +39,28 @@ class Dump:
 
     @property
     def memory(self) -> dict[str, int]:
-        """HBM bytes that the compiler sets aside: arguments, outputs, temporaries."""
+        """HBM bytes that the compiler sets aside: argument, output, temp, generated_code, and alias, which is counted
+        in both argument and output."""
         return json.loads((self.folder / _MEMORY).read_text())
 
     def text(self, operation: str, stage: str) -> str | None:
-        """What was dumped of an HLO operation at a stage; None if nothing. Files are time-operation-NN-stage.txt."""
-        prefix, suffix = f"-{operation}-", f"-{stage}.txt"
-        for path in sorted(self.folder.iterdir()):
-            _, dash, rest = path.name.partition("-")
-            number = (dash + rest).removeprefix(prefix).removesuffix(suffix)
-            if (dash + rest) == f"{prefix}{number}{suffix}" and number.isdigit():
-                return path.read_text()
-        return None
+        """What was dumped of an HLO operation at a stage; None if nothing."""
+        path = self._files.get((operation, stage))
+        return None if path is None else path.read_text()
+
+    @cached_property
+    def _files(self) -> dict[tuple[str, str], Path]:
+        """By operation and stage: files are named time-operation-NN-stage.txt."""
+        found = {}
+        for path in sorted(self.folder.iterdir(), reverse=True):
+            if name := re.fullmatch(r"\d+-(.+?)-\d+-(.+)\.txt", path.name):
+                found[name[1], name[2]] = path
+        return found
 
 
 def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout: float = 900) -> Dump:
-    """Compile what "package.module:function"(*arguments) returns: a JAX function and its jax.ShapeDtypeStructs.
+    """Compile what "package.module:function"(*arguments) returns: a JAX function and its jax.ShapeDtypeStructs, or a
+    serialized HLO module and its aliases (see tpu_static.compile_hlo).
 
     Raises UsageError with the end of the compiler's message where it refuses, or takes more than `timeout` seconds.
     """
@@ -60,16 +74,21 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
         raise UsageError(f"{build}{arguments}: not compiled within {timeout:.0f} s") from None
     if done.returncode:
         raise UsageError(f"{build}{arguments} does not compile for {chip}:\n{done.stderr[-2000:]}")
-    return Dump(folder)
+    return Dump(folder, tpu_chips.chip(chip))
 
 
 def _main(folder: str, chip: str, build: str, arguments: str) -> None:
     module, function = build.split(":")
-    compiled = tpu_static.compile_jax(*getattr(importlib.import_module(module), function)(*json.loads(arguments)), chip)
-    analysis = compiled.memory_analysis()
-    memory = {part: getattr(analysis, f"{part}_size_in_bytes") for part in ("argument", "output", "temp", "alias")}
+    built = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    if isinstance(built[0], bytes):
+        executable = tpu_static.compile_hlo(built[0], chip, built[1])
+    else:
+        executable = tpu_static.compile_jax(*built, chip).runtime_executable()
+    analysis = executable.get_compiled_memory_stats()
+    parts = ("argument", "output", "temp", "alias", "generated_code")
+    memory = {part: getattr(analysis, f"{part}_size_in_bytes") for part in parts}
     Path(folder, _MEMORY).write_text(json.dumps(memory))
-    Path(folder, _MODULE).write_text(compiled.as_text())
+    Path(folder, _MODULE).write_text(executable.hlo_modules()[0].to_string())
 
 
 if __name__ == "__main__":

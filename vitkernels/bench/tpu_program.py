@@ -1,21 +1,22 @@
 """The estimated time of a whole compiled program: its operations in the compiler's order, each from its schedule.
 
-An operation's time is its schedule's (tpu_schedule); one that has no readable schedule takes XLA's own
-`estimated_cycles`, or nothing, and is named in `untimed`. Copies that XLA starts early (copy-start, slice-start) use
-the HBM while the operations in between do not; waiting for the rest is the time of the matching done. Copies that XLA
-starts before the program itself (cross-program prefetch) are free here, as they are in a loop of steps.
+An operation's time is its schedule's (tpu_schedule), or that of the same kernel elsewhere in the program; one that has
+no readable schedule takes XLA's own `estimated_cycles`, or nothing, and is named in `untimed`. Copies that XLA starts
+early (copy-start, slice-start) use the HBM while the operations in between do not; waiting for the rest is the time of
+the matching done. Copies that XLA starts before the program itself (cross-program prefetch) are free here, as they are
+in a loop of steps.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from vitkernels.bench.tpu_chips import CHIPS, Chip
 from vitkernels.bench.tpu_dump import Dump
-from vitkernels.bench.tpu_schedule import CLOCK_HZ, HBM_BYTES_PER_SECOND, Schedule, simulate
+from vitkernels.bench.tpu_module import Line, operations
+from vitkernels.bench.tpu_schedule import Schedule, simulate
 
-_OPERATION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
+_BUNDLES = "packed-bundles-post-ra"
 _ARRAY = re.compile(r"([a-z]+\d*)[a-z0-9]*\[([\d,]*)\](?:\{([\d,]*)(?::T\((\d+),(\d+)\))?)?")
-_NOTHING_RUNS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
-_MARKERS = ("ConcatBitcast", "AllocateBuffer")  # custom calls that only name memory
 
 
 @dataclass
@@ -24,8 +25,10 @@ class Operation:
 
     name: str
     kind: str  # the HLO opcode, or the custom call's target
-    source: str  # the JAX operation it comes from
+    source: str  # the JAX or torch operation it comes from
     estimate_ms: float
+    kernel: str = ""  # the first operation that is the same kernel
+    result: str = ""  # type and layout
     xla_ms: float | None = None  # XLA's own estimated_cycles; it has none for Pallas kernels
     vmem: int | None = None  # bytes of scratch and operands' windows
     schedule: Schedule | None = None
@@ -38,7 +41,8 @@ class Program:
     operations: list[Operation] = field(default_factory=list)
     prefetched: int = 0  # bytes that XLA copies beside other operations
     untimed: list[str] = field(default_factory=list)  # operations that the estimate lacks or takes from XLA
-    memory: dict[str, int] = field(default_factory=dict)  # HBM bytes: arguments, outputs, temporaries
+    memory: dict[str, int] = field(default_factory=dict)  # HBM bytes, see tpu_dump.Dump.memory
+    chip: Chip = CHIPS["v5e"]
 
     @property
     def estimate_ms(self) -> float:
@@ -54,7 +58,7 @@ class Program:
 
     @property
     def memory_ms(self) -> float:
-        return self.hbm_bytes / HBM_BYTES_PER_SECOND * 1e3
+        return self.hbm_bytes / self.chip.core_bandwidth * 1e3
 
 
 def array_bytes(text: str) -> int:
@@ -75,12 +79,13 @@ def array_bytes(text: str) -> int:
 class _Background:
     """Copies that run beside other operations; times in seconds."""
 
-    def __init__(self):
+    def __init__(self, chip: Chip):
+        self._bandwidth = chip.core_bandwidth
         self.queued = 0.0
         self._left: dict[str, float] = {}
 
     def start(self, name: str, size: int) -> None:
-        self.queued += size / HBM_BYTES_PER_SECOND
+        self.queued += size / self._bandwidth
         self._left[name] = self.queued
 
     def run(self, seconds: float) -> None:
@@ -98,45 +103,53 @@ class _Background:
 
 def estimate(dump: Dump) -> Program:
     """The estimate of what `tpu_dump.compile_in` compiled."""
-    module = dump.module
-    program, background = Program(memory=dump.memory), _Background()
-    for name, result, kind, rest in _OPERATION.findall(module[module.index("\nENTRY") :]):
-        if kind in _NOTHING_RUNS or any(f'custom_call_target="{marker}"' in rest for marker in _MARKERS):
-            continue
-        if kind in ("copy-start", "slice-start"):
-            if "cross_program_prefetch_index" not in rest:
-                arrays = [found[0] for found in re.finditer(r"[a-z]+\d+\w*\[[^}]*\}", result)]
-                size = array_bytes(arrays[kind == "slice-start"])
+    lines = operations(dump.module)
+    program, background = Program(memory=dump.memory, chip=dump.chip), _Background(dump.chip)
+    kernels = _kernels(dump, lines)
+    for line in lines:
+        if line.kind in ("copy-start", "slice-start"):
+            if "cross_program_prefetch_index" not in line.rest:
+                arrays = [found[0] for found in re.finditer(r"[a-z]+\d+\w*\[[^}]*\}", line.result)]
+                size = array_bytes(arrays[line.kind == "slice-start"])
                 program.prefetched += size
-                background.start(name, size)
-        elif kind in ("copy-done", "slice-done"):
-            seconds = background.wait(re.match(r"%([\w.\-]+)", rest)[1])
-            program.operations.append(Operation(name, kind, "", seconds * 1e3))
+                background.start(line.name, size)
+        elif line.kind in ("copy-done", "slice-done"):
+            seconds = background.wait(re.match(r"%([\w.\-]+)", line.rest)[1])
+            waited = Operation(line.name, line.kind, "", seconds * 1e3, line.kind)
+            program.operations.append(waited)
         else:
-            operation = _operation(dump, name, kind, rest)
+            source = re.search(r'op_name="([^"]*)"', line.rest)
+            operation = replace(kernels[line.identity], name=line.name, source=source[1] if source else "")
             if operation.schedule is None or not operation.schedule.trustworthy:
-                program.untimed.append(name)
+                program.untimed.append(line.name)
             else:
                 background.run((operation.estimate_ms - operation.schedule.memory_ms) / 1e3)
             program.operations.append(operation)
     return program
 
 
-def _operation(dump: Dump, name: str, kind: str, rest: str) -> Operation:
-    target = re.search(r'custom_call_target="(\w+)"', rest)
-    source = re.search(r'op_name="([^"]*)"', rest)
-    cycles = re.search(r'"estimated_cycles":"(\d+)"', rest)
-    operation = Operation(name, target[1] if target else kind, source[1] if source else "", 0.0)
-    operation.xla_ms = int(cycles[1]) / CLOCK_HZ * 1e3 if cycles else None
+def _kernels(dump: Dump, lines: list[Line]) -> dict[str, Operation]:
+    """By identity: one operation of each kernel, with the schedule that was dumped for whichever of its kind."""
+    same: dict[str, list[Line]] = {}
+    for line in lines:
+        same.setdefault(line.identity, []).append(line)
+    return {identity: _operation(dump, found) for identity, found in same.items()}
+
+
+def _operation(dump: Dump, same: list[Line]) -> Operation:
+    line = next((line for line in same if dump.text(line.name, _BUNDLES) is not None), same[0])
+    cycles = re.search(r'"estimated_cycles":"(\d+)"', line.rest)
+    operation = Operation(line.name, line.kind, "", 0.0, same[0].name, line.result)
+    operation.xla_ms = int(cycles[1]) / dump.chip.clock_hz * 1e3 if cycles else None
     operation.estimate_ms = operation.xla_ms or 0.0
-    bundles = dump.text(name, "packed-bundles-post-ra")
+    bundles = dump.text(line.name, _BUNDLES)
     if bundles is None:
         return operation
-    utilisation = dump.text(name, "pre-delay_hlo-static-per-bundle-utilization") or ""
-    operation.schedule = simulate(bundles, utilisation)
+    utilisation = dump.text(line.name, "pre-delay_hlo-static-per-bundle-utilization") or ""
+    operation.schedule = simulate(bundles, utilisation, dump.chip)
     if operation.schedule.trustworthy:
         operation.estimate_ms = operation.schedule.estimate_ms
-    operation.vmem = _vmem(dump.text(name, "post-ra") or "")
+    operation.vmem = _vmem(dump.text(line.name, "post-ra") or "")
     return operation
 
 

@@ -6,17 +6,17 @@ instructions only take their cycle. Copies to and from HBM share one queue: each
 and lands a latency later; a wait for a copy that has not landed stalls. What comes out is the time of that timeline,
 at least the compute (bundles) and at least the memory (bytes over bandwidth).
 
-The clock and the bandwidth are TPU v5e's published ones (4 MXUs of 128², 197 Tflop/s, 819 GB/s); the latency was
-fitted to published timings. Other chips have no validated constants here.
+The clock and the bandwidth are the chip's published ones (tpu_chips); the latency was fitted to published timings of
+v5e, and is taken for the other chips unfitted. On a chip of two cores the time is the first core's, with half the
+bandwidth: its number, 0, is the scalar memory that a program reads and does not write.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 
 from vitkernels.bench.tpu_bundles import Decoder, Instruction, parse_bundles, parse_utilisation, relevant
+from vitkernels.bench.tpu_chips import CHIPS, Chip
 
-CLOCK_HZ = 1.5e9
-HBM_BYTES_PER_SECOND = 819e9
 COPY_LATENCY_CYCLES = 670
 LOCAL_LATENCY_CYCLES, LOCAL_BYTES_PER_CYCLE = 100, 1024  # copies inside the chip; seldom on the critical path
 GRANULE_BYTES = 32
@@ -25,7 +25,7 @@ DELAY_SLOTS = 4  # bundles after a branch that run whether or not it is taken
 
 @dataclass
 class Schedule:
-    """What one kernel's schedule says; cycles at CLOCK_HZ, bytes to and from HBM."""
+    """What one kernel's schedule says; cycles of the chip's clock, bytes to and from HBM."""
 
     bundles: int  # in the program
     cycles: float  # of the whole timeline: bundles run, waits, and copies still under way at the end
@@ -39,6 +39,7 @@ class Schedule:
     fills: int = 0
     unknown: tuple[str, ...] = ()  # what branches or copies depend on and this module cannot interpret
     complete: bool = True  # False: the interpreter gave up after too many branches
+    chip: Chip = CHIPS["v5e"]
 
     @property
     def trustworthy(self) -> bool:
@@ -46,22 +47,23 @@ class Schedule:
 
     @property
     def compute_ms(self) -> float:
-        return self.issued / CLOCK_HZ * 1e3
+        return self.issued / self.chip.clock_hz * 1e3
 
     @property
     def memory_ms(self) -> float:
-        return (self.read + self.written) / HBM_BYTES_PER_SECOND * 1e3
+        return (self.read + self.written) / self.chip.core_bandwidth * 1e3
 
     @property
     def estimate_ms(self) -> float:
         """The timeline's length: max(compute, memory), plus what latency and order add to it."""
-        return self.cycles / CLOCK_HZ * 1e3
+        return self.cycles / self.chip.clock_hz * 1e3
 
 
 class _CopyQueue:
     """Copies under way. Those to and from HBM take turns; times in cycles."""
 
-    def __init__(self):
+    def __init__(self, chip: Chip):
+        self._cycles_per_byte = chip.clock_hz / chip.core_bandwidth
         self.free = 0.0  # when the last HBM copy has left the queue
         self.read = self.written = 0
         self._landing: dict[int, float] = {}  # by sync flag
@@ -74,7 +76,7 @@ class _CopyQueue:
         else:
             self.read += size * (source == "hbm")
             self.written += size * (target == "hbm")
-            self.free = max(now, self.free) + size * CLOCK_HZ / HBM_BYTES_PER_SECOND
+            self.free = max(now, self.free) + size * self._cycles_per_byte
             lands = self.free + COPY_LATENCY_CYCLES
         self._landing[flag] = max(lands, self._landing.get(flag, 0.0))
 
@@ -95,13 +97,14 @@ class _Segment:
 class _Core:
     """Runs a program's scalar instructions. All of a bundle's read before any of them writes."""
 
-    def __init__(self, bundles):
+    def __init__(self, bundles, chip: Chip):
+        self.chip = chip
         decoder = Decoder(bundles)
         decoded = [[i for text in bundle if (i := decoder.decode(text)) is not None] for bundle in bundles]
         self.program, self.unknown = relevant(decoded)
         self.registers = decoder.values
         self.targets = {i.jump for bundle in self.program for i in bundle if i.jump is not None}
-        self.copies = _CopyQueue()
+        self.copies = _CopyQueue(chip)
         self.issued, self.stalled = 0, 0.0
         self.memory: dict[int, int] = {}
         self.divided: dict[str, list[int]] = {}
@@ -171,16 +174,18 @@ class _Core:
             return self.divided[instruction.sources[0]].pop(0)
         if instruction.opcode != "sld":
             return instruction.function(*values)
-        if values[0] not in self.memory:
+        if values[0] not in self.memory and self.chip.cores == 1:
             self.unknown.add("scalar memory that the program itself does not write")
         return self.memory.get(values[0], 0)
 
 
-def simulate(bundles_text: str, utilisation_text: str = "", most_segments: int = 2_000_000) -> Schedule:
+def simulate(
+    bundles_text: str, utilisation_text: str = "", chip: Chip = CHIPS["v5e"], most_segments: int = 2_000_000
+) -> Schedule:
     """The schedule in a `packed-bundles-post-ra` dump, and `pre-delay_hlo-static-per-bundle-utilization` if at hand."""
     bundles = parse_bundles(bundles_text)
     capacities, rows = parse_utilisation(utilisation_text)
-    core = _Core(bundles)
+    core = _Core(bundles, chip)
     complete = not core.unknown and core.run(most_segments)
     used, empty = [0] * len(capacities), 0
     for start, times in core.visits.items():
@@ -203,4 +208,5 @@ def simulate(bundles_text: str, utilisation_text: str = "", most_segments: int =
         fills=totals.get("FILL", 0),
         unknown=tuple(sorted(core.unknown)),
         complete=complete,
+        chip=chip,
     )

@@ -6,13 +6,12 @@ extra, Linux x86-64). What it says of time and memory is an estimate; nothing ru
 
 import importlib.util
 import os
+import re
 from functools import cache
 
+from vitkernels.bench import tpu_chips
 from vitkernels.bridge.jax_compat import jax
 from vitkernels.errors import UsageError
-
-# The smallest slice of each chip that libtpu describes; compilation is for one of its chips.
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
 
 def unavailable() -> str | None:
@@ -25,8 +24,7 @@ def unavailable() -> str | None:
 @cache
 def device(chip: str = "v5e"):
     """A compile-only device; raises UsageError when the chip is unknown or libtpu is missing."""
-    if chip not in TOPOLOGIES:
-        raise UsageError(f"unknown TPU {chip!r}; known: {', '.join(TOPOLOGIES)}")
+    topology = tpu_chips.chip(chip).topology
     if (reason := unavailable()) is not None:
         raise UsageError(reason)
     from jax.experimental import topologies
@@ -36,7 +34,7 @@ def device(chip: str = "v5e"):
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing is opened: no lock on the chip is needed
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    return topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chip]).devices[0]
+    return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
 
 def compile_jax(function, shapes, chip: str = "v5e"):
@@ -49,11 +47,27 @@ def compile_jax(function, shapes, chip: str = "v5e"):
     return jax.jit(function).trace(*placed).lower().compile()
 
 
-def compile_hlo(module: bytes, chip: str = "v5e"):
-    """A serialized HLO module (a torch_xla graph's, or the bridge's) compiled for the chip: an executable."""
+def compile_hlo(module: bytes, chip: str = "v5e", aliases: dict[int, int] | None = None):
+    """A serialized HLO module (a torch_xla graph's, or the bridge's) compiled for the chip: an executable.
+
+    aliases: {parameter: output} that share memory, as a training step's weights do with the updated ones.
+    """
     from jax._src.lib import _jax, xla_client
 
     target = device(chip)
-    computation = xla_client.XlaComputation(module)
-    text = _jax.mlir.xla_computation_to_mlir_module(computation)
+    text = _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(module))
+    text = _with_aliases(text, aliases or {})
     return target.client.compile(text.encode(), _jax.DeviceList((target,)), xla_client.CompileOptions())
+
+
+def _with_aliases(text: str, aliases: dict[int, int]) -> str:
+    """The MLIR module with its main function's aliased arguments marked, as jax.jit marks donated ones."""
+    head, main, rest = text.partition("@main(")
+    arguments, end, body = rest.partition(") -> ")
+
+    def marked(found: re.Match) -> str:
+        if (output := aliases.get(int(found[1]))) is None:
+            return found[0]
+        return f"{found[0]} {{tf.aliasing_output = {output} : i32}}"
+
+    return head + main + re.sub(r"%arg(\d+): tensor<[^>]*>", marked, arguments) + end + body

@@ -8,6 +8,7 @@ import jax.extend.core as jex_core
 import torch
 from torch import Tensor
 
+from vitkernels.bridge import lazy_target
 from vitkernels.bridge.jax_compat import as_torch_kernel, close_tpu, hlo_module, interpreted
 from vitkernels.errors import UsageError
 
@@ -132,11 +133,11 @@ class Trace:
 
     def _run_xla(self, tensors, device):
         import torch_xla.core.xla_builder as xla_builder
-        from torch_xla import runtime
 
-        platform = {"TPU": "tpu", "CPU": "cpu", "CUDA": "cuda"}.get(runtime.device_type())
+        target = lazy_target.platform()
+        platform = {"TPU": "tpu", "CPU": "cpu", "CUDA": "cuda"}.get(target)
         if platform is None:
-            raise UsageError(f"{self.name}: torch_xla runs on {runtime.device_type()}; Pallas knows TPU, CPU and CUDA")
+            raise UsageError(f"{self.name}: torch_xla runs on {target}; Pallas knows TPU, CPU and CUDA")
 
         def make():
             computation = xla_builder.computation_from_module_proto(self.name, self.hlo(platform))

@@ -75,6 +75,6 @@ def place_of(device: torch.device) -> str:
     """cpu, cuda, tpu, or xla for an XLA device that is no TPU (such as PJRT_DEVICE=CPU gives)."""
     if device.type != "xla":
         return device.type
-    import torch_xla.runtime
+    from vitkernels.bridge import lazy_target
 
-    return "tpu" if torch_xla.runtime.device_type() == "TPU" else "xla"
+    return "tpu" if lazy_target.platform() == "TPU" else "xla"

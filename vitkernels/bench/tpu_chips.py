@@ -1,0 +1,44 @@
+"""The TPUs that libtpu's compiler is asked about here, and the published figures that its schedules are timed with.
+
+Sources: cloud.google.com/tpu/docs/v5e, /v5p and /v6e (bf16 peak, HBM size and bandwidth, cores a chip). The clock is
+the one at which the matrix units reach the peak: 4 of 128² at 1.5 GHz are 197 Tflop/s.
+"""
+
+from dataclasses import dataclass
+
+from vitkernels.errors import unknown_name
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One TPU chip; bandwidth in bytes a second."""
+
+    name: str
+    topology: str  # the smallest slice of it that libtpu describes; compilation is for one of its chips
+    clock_hz: float
+    hbm_bandwidth: float
+    hbm_bytes: int
+    peak_flops: float  # bfloat16
+    cores: int = 1  # a program's operations are split among them where the compiler can
+    validated: bool = False  # whether estimates for it were held against published timings
+
+    @property
+    def core_bandwidth(self) -> float:
+        return self.hbm_bandwidth / self.cores
+
+
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v5e", "v5e:2x2", 1.5e9, 819e9, 16 * 2**30, 197e12, validated=True),
+        Chip("v6e", "v6e:2x2", 1.75e9, 1640e9, 32 * 2**30, 918e12),
+        Chip("v5p", "v5p:2x2x1", 1.75e9, 2765e9, 95 * 2**30, 459e12, cores=2),
+    )
+}
+
+
+def chip(name: str) -> Chip:
+    """The chip of that name; raises UsageError with the choices."""
+    if name not in CHIPS:
+        raise unknown_name("TPU", name, CHIPS)
+    return CHIPS[name]

@@ -1,0 +1,61 @@
+"""The text of an optimised HLO module, read: the operations that run, in order, and which of them are the same kernel.
+
+libtpu compiles operations that compute the same on the same layouts once, and dumps the schedule of one of them.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+_OPERATION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_NOTES = re.compile(r", (?:metadata|backend_config)=\{.*?(?=, [a-z_]+=|$)", re.MULTILINE)
+_REFERENCE = re.compile(r"%([\w.\-]+)")
+_NOTHING_RUNS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
+_MARKERS = ("ConcatBitcast", "AllocateBuffer")  # custom calls that only name memory
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operation of the entry computation."""
+
+    name: str
+    result: str  # its type, layout and memory space
+    kind: str  # HLO opcode, or a custom call's target
+    rest: str  # operands, attributes, metadata
+    identity: str  # equal for operations that are the same kernel
+
+
+def operations(module: str) -> list[Line]:
+    """The entry computation's operations that take time, in the compiler's order."""
+    computations = dict(_COMPUTATION.findall(module))
+    bodies: dict[str, str] = {}
+
+    def body(name: str) -> str:
+        """A computation's text without the names in it."""
+        if name not in bodies:
+            order: dict[str, int] = {}
+
+            def plain(found: re.Match) -> str:
+                inner = found[1]
+                return body(inner) if inner in computations else f"%{order.setdefault(inner, len(order))}"
+
+            bodies[name] = _REFERENCE.sub(plain, _NOTES.sub("", computations[name]))
+        return bodies[name]
+
+    return list(_entry(module[module.index("\nENTRY") :], computations, body))
+
+
+def _entry(text: str, computations: dict[str, str], body) -> Iterator[Line]:
+    types: dict[str, str] = {}
+    for name, result, kind, rest in _OPERATION.findall(text):
+        types[name] = result
+        target = re.search(r'custom_call_target="(\w+)"', rest)
+        if kind in _NOTHING_RUNS or (target and target[1] in _MARKERS):
+            continue
+        # A custom call's program is in its backend_config, everything else's is in the computations it calls.
+        plain = rest if target else _NOTES.sub("", rest)
+        typed = _REFERENCE.sub(lambda found: body(found[1]) if found[1] in computations else types[found[1]], plain)
+        if target:
+            typed = re.sub(r", metadata=\{[^}]*\}", "", typed)
+        yield Line(name, result, target[1] if target else kind, rest, f"{kind} {result} {typed}")

@@ -1,0 +1,109 @@
+"""train.py's training step as the lazy graph that torch_xla would give a TPU: recorded on a CPU, never run.
+
+train.py itself runs, with a runtime whose device holds no values: the first step makes the optimizer's state, the second
+is the step that every later one repeats, and its graph is taken where it would be executed.
+"""
+
+import gc
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from vitkernels.bridge import lazy_target
+from vitkernels.errors import UsageError
+from vitkernels.runtime.xla import XlaRuntime
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the report leaves out of a run, unless told otherwise: evaluation and files take no part in a step.
+DEFAULTS = ("data=fake", "data.pool_batches=1", "trainer.eval_every=null", "checkpoints.every_epochs=null")
+
+
+class Recorded(Exception):  # noqa: N818, it is no error
+    """The step's serialized HLO module, and {parameter: output} that are the same weights or optimizer state."""
+
+    def __init__(self, module: bytes, aliases: dict[int, int]):
+        super().__init__("the step is recorded")
+        self.module, self.aliases = module, aliases
+
+
+class RecordingRuntime(XlaRuntime):
+    """torch_xla on placeholders: tensors of a shape and dtype and no values. The second step ends with Recorded."""
+
+    def _device(self) -> torch.device:
+        device = super()._device()
+        lazy_target.record_for("TPU")
+        # What the step begins with, and torch_xla's number of it; the first step's own results are not to live on.
+        self._given = WeakTensorKeyDictionary()
+        return device
+
+    def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in batches:
+            yield tuple(_placeholder(x) for x in batch)
+
+    def end_step(self, images: Tensor, targets: Tensor, kind: str = "train") -> None:
+        import torch_xla
+
+        xla = torch_xla._XLAC
+        if not self._given:
+            for tensor in _live():
+                empty = _placeholder(tensor)
+                self._given[tensor] = xla._xla_get_tensor_id(empty)
+                tensor.data = empty  # torch_xla's own replacement would leave the updates that are pending on it
+            return
+        changed = [tensor for tensor in _live() if not xla._is_placecholder(tensor)]
+        module = xla._get_xla_tensors_hlo_proto(changed)
+        outputs = {self._given[tensor]: n for n, tensor in enumerate(changed) if tensor in self._given}
+        parameters, _ = xla._get_tensors_xla_device_data_node(changed)
+        raise Recorded(module, {n: outputs[number] for n, number in enumerate(parameters) if number in outputs})
+
+
+def _live() -> list[Tensor]:
+    """Every tensor on torch_xla's device that Python holds: what torch_xla.sync() would make real."""
+    gc.collect()  # gradients can still lie in reference cycles
+    found = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and x.device.type == "xla"]
+    return list({id(x): x for x in found}.values())
+
+
+def _placeholder(like: Tensor) -> Tensor:
+    from torch_xla.core import xla_builder
+
+    return xla_builder.create_placeholder_tensor(tuple(like.shape), like.dtype)
+
+
+def compose(overrides: tuple[str, ...]):
+    """train.py's configuration with the report's defaults under the `overrides`; raises UsageError as train.py would."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    from vitkernels.training import command_line
+    from vitkernels.training.settings import check_settings
+
+    folder = str(ROOT / "conf")
+    try:
+        with initialize_config_dir(folder, version_base="1.3"):
+            cfg = hydra_compose("config", overrides=[*DEFAULTS, *overrides, "runtime=xla", "mode=train"])
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UsageError(command_line.explain(error, folder)) from error
+    check_settings(cfg)
+    return cfg
+
+
+def build(*overrides: str) -> tuple[bytes, dict[int, int]]:
+    """Record the step of `python train.py *overrides`; for tpu_dump.compile_in. Ends the process' use of its device."""
+    os.environ["PJRT_DEVICE"] = "CPU"
+    os.environ["XLA_HLO_DEBUG"] = os.environ["XLA_IR_DEBUG"] = "1"  # operations name the torch function they come from
+    import train
+
+    with tempfile.TemporaryDirectory(prefix="vitkernels_step_") as folder:
+        try:
+            train.run(compose(overrides), Path(folder), lambda name, precision: RecordingRuntime(precision))
+        except Recorded as recorded:
+            return recorded.module, recorded.aliases
+    raise UsageError("the run ended before its second step: trainer.max_steps and the epoch must have two")
