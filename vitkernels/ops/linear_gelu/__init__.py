@@ -16,8 +16,9 @@ BACKENDS = Backends(
         "passes": "vitkernels.ops.linear_gelu.passes",
         "triton": "vitkernels.ops.linear_gelu.triton",
         "hopper": "vitkernels.ops.linear_gelu.hopper",
+        "pallas_tpu": "vitkernels.ops.linear_gelu.pallas_tpu",
     },
-    preference={"cuda": ("hopper", "passes")},
+    preference={"cuda": ("hopper", "passes"), "tpu": ("pallas_tpu",)},
 )
 
 
