@@ -1,5 +1,7 @@
 """What is particular to triton_flash: same bits again, whole graphs, no copies, what it refuses."""
 
+import re
+
 import pytest
 import torch
 
@@ -57,6 +59,44 @@ def test_operators_keep_their_promises(device):
     torch.library.opcheck(ops.triton_flash_packed, (qkv, bias, None, None, False, 0.2), test_utils=checks)
     q, k, v = qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
     torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, True, 0.2), test_utils=checks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("packed", [True, False])
+def test_tiles_can_be_chosen(device, packed, monkeypatch):
+    """Each pass runs with the sizes that were asked for, and gives what any other tiles give."""
+    from vitkernels.attention import triton_flash_launch
+
+    run, seen = triton_flash_launch._run, []
+    monkeypatch.setattr(triton_flash_launch, "_run", lambda *args: (seen.append(args[5]), run(*args)))
+    chosen = FLASH.configured(tiles={"forward": "32x16", "dq": None, "dkdv": "16x32"})
+    qkv = torch.randn(1, 40, 3, 1, 32, device=device, requires_grad=True)
+
+    def result(backend):
+        out = backend.qkvpacked(qkv) if packed else backend(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
+        return out, *torch.autograd.grad(out, qkv, torch.ones_like(out).cumsum(-1))
+
+    expected = result(FLASH)
+    assert seen == [None] * 3
+    for got, wanted in zip(result(chosen), expected, strict=True):
+        # Sums of 40 float32 products in another order.
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert [tiles and (tiles.n, tiles.m) for tiles in seen[3:]] == [(32, 16), None, (16, 32)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tiles": {"forward": "64"}}, "attn.tiles.forward=64: QUERIESxKEYS"),
+        ({"tiles": {"forward": "48x64"}}, "each 16, 32, 64 or 128"),
+        ({"tiles": {"sideways": "64x64"}}, "it has forward, dq, dkdv"),
+        ({"speed": 9}, "has no options, got speed"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        FLASH.configured(**options)
+    assert FLASH.configured(tiles={"forward": None}) is FLASH
 
 
 @pytest.mark.gpu

@@ -121,6 +121,12 @@ class AttentionBackend:
 
     name: str
 
+    def configured(self, **options) -> "AttentionBackend":
+        """This backend with options of its own, those beside `name` in conf/attn/<name>.yaml; UsageError if unknown."""
+        if options:
+            raise UsageError(f"attention backend {self.name!r} has no options, got {', '.join(options)}")
+        return self
+
     def unavailable(self) -> str | None:
         """Why this backend cannot run on this machine at all and what would mend it; None when it can."""
         return None

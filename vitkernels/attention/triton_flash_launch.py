@@ -1,12 +1,13 @@
 """Which kernel, which tiles, which grid: from tensors to launches of the flash-attention kernels.
 
 Tile sizes are chosen here once and for all, from measurements on one H200 (notes/triton_flash.md): training starts
-without a search.
+without a search. Who searches nevertheless names sizes of his own (attn.tiles).
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -135,13 +136,15 @@ def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None =
     _run(call, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
 
 
-def backward(call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor) -> Tensor:
-    """Fills dq, dk and dv; returns delta, which `bias_gradient` needs."""
+def backward(
+    call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, sizes: Sequence[int] = ()
+) -> Tensor:
+    """Fills dq, dk and dv; returns delta, which `bias_gradient` needs. sizes: see `asked_for`."""
     do = readable(do)
     delta_BHN = torch.empty_like(lse_BHN)
-    dq_pass(call, out, lse_BHN, do, delta_BHN, dq)
+    dq_pass(call, out, lse_BHN, do, delta_BHN, dq, asked_for(call, sizes, 1))
     if call.k.shape[2]:
-        dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv)
+        dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv, asked_for(call, sizes, 2))
     return delta_BHN
 
 
@@ -153,6 +156,14 @@ def dq_pass(call: Call, out, lse_BHN, do, delta_BHN, dq, tiles: Tiles | None = N
 def dkdv_pass(call: Call, lse_BHN, do, delta_BHN, dk, dv, tiles: Tiles | None = None) -> None:
     """Fills dk and dv, from delta."""
     _run(call, dkdv_kernel, "M", (do, dk, dv), (lse_BHN, delta_BHN), tiles, dkdv_tiles)
+
+
+def asked_for(call: Call, sizes: Sequence[int], which: int) -> Tiles | None:
+    """The tiles of pass 0 (forward), 1 (dq) or 2 (dkdv) where sizes, (queries, keys) of each, name them; else None."""
+    n, m = sizes[2 * which : 2 * which + 2] or (0, 0)
+    if n == 0:
+        return None
+    return replace((forward_tiles, dq_tiles, dkdv_tiles)[which](call), n=n, m=m, maxnreg=None)
 
 
 _bound = {}  # the layout of a call -> its launch, ready but for the tensors: host time is dear where kernels are short

@@ -3,11 +3,13 @@
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
-from vitkernels.attention.triton_flash_launch import Call, backward, bias_gradient, forward
+from vitkernels.attention.triton_flash_launch import Call, asked_for, backward, bias_gradient, forward
 from vitkernels.bridge.operator import calculable, operator
 
 
@@ -27,7 +29,7 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 
 @operator(
     "triton_flash(Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles=[])"
     " -> (Tensor, Tensor)"
 )
 def attend(
@@ -39,23 +41,24 @@ def attend(
     segment_ids: Tensor | None,
     is_causal: bool,
     scale: float,
+    tiles: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units, for the backward pass."""
     call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
     out_BHND = _rows_like(call.q)
     lse_BHN = q.new_empty(q.shape[:3], dtype=torch.float32)
-    forward(call, out_BHND, lse_BHN)
+    forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
     return out_BHND.to(q.dtype), lse_BHN
 
 
 @register_fake("vitkernels::triton_flash")
-def _(q, k, v, bias, mask, segment_ids, is_causal, scale):
+def _(q, k, v, bias, mask, segment_ids, is_causal, scale, tiles=()):
     return _rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(
     "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles=[])"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def attend_backward(
@@ -71,18 +74,19 @@ def attend_backward(
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
+    tiles: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dbias; dbias is empty when it is not needed."""
     call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
     out, do = calculable(out), calculable(do)
     grads = [_rows_like(x) for x in (call.q, call.k, call.v)]
-    delta = backward(call, out, lse, do, *grads)
+    delta = backward(call, out, lse, do, *grads, tiles)
     dbias = _dbias(call, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
     return *(x.to(q.dtype) for x in grads), dbias
 
 
 @register_fake("vitkernels::triton_flash_backward")
-def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias):
+def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles=()):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
@@ -92,19 +96,21 @@ def _dbias(call: Call, bias: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> 
 
 
 def _save(ctx, inputs, output):
-    *tensors, is_causal, scale = inputs
+    *tensors, is_causal, scale, tiles = inputs
     ctx.save_for_backward(*output, *tensors)
-    ctx.is_causal, ctx.scale = is_causal, scale
+    ctx.is_causal, ctx.scale, ctx.tiles = is_causal, scale, tiles
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, do, _dlse):
     if do is None:
-        return (None,) * 8
+        return (None,) * 9
     out, lse, q, k, v, *extras = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[3]
-    dq, dk, dv, dbias = attend_backward(do, out, lse, q, k, v, *extras, ctx.is_causal, ctx.scale, needs_dbias)
-    return dq, dk, dv, dbias if needs_dbias else None, None, None, None, None
+    dq, dk, dv, dbias = attend_backward(
+        do, out, lse, q, k, v, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles
+    )
+    return dq, dk, dv, dbias if needs_dbias else None, None, None, None, None, None
 
 
 register_autograd("vitkernels::triton_flash", _differentiate, setup_context=_save)
@@ -114,29 +120,36 @@ register_autograd("vitkernels::triton_flash", _differentiate, setup_context=_sav
 
 
 @operator(
-    "triton_flash_packed(Tensor qkv, Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale)"
+    "triton_flash_packed(Tensor qkv, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles=[])"
     " -> (Tensor, Tensor)"
 )
 def attend_packed(
-    qkv: Tensor, bias: Tensor | None, mask: Tensor | None, segment_ids: Tensor | None, is_causal: bool, scale: float
+    qkv: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    tiles: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
     call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
     out_BHND = _rows_like(call.q)
     lse_BHN = qkv.new_empty(call.q.shape[:3], dtype=torch.float32)
-    forward(call, out_BHND, lse_BHN)
+    forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
     return out_BHND.transpose(1, 2).flatten(2).to(qkv.dtype), lse_BHN
 
 
 @register_fake("vitkernels::triton_flash_packed")
-def _(qkv, bias, mask, segment_ids, is_causal, scale):
+def _(qkv, bias, mask, segment_ids, is_causal, scale, tiles=()):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, N, dtype=torch.float32)
 
 
 @operator(
     "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles=[])"
     " -> (Tensor, Tensor)"
 )
 def attend_packed_backward(
@@ -150,30 +163,31 @@ def attend_packed_backward(
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
+    tiles: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
     B, N, _, H, D = qkv.shape
     call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
     out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do.contiguous()))
     dqkv = call.q.new_empty(qkv.shape)
-    delta = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv))
+    delta = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
     dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
     return dqkv.to(qkv.dtype), dbias
 
 
 @register_fake("vitkernels::triton_flash_packed_backward")
-def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias):
+def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles=()):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
     return qkv.new_empty(qkv.shape), dbias
 
 
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
-        return (None,) * 6
+        return (None,) * 7
     out, lse, qkv, *extras = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[1]
-    dqkv, dbias = attend_packed_backward(do, out, lse, qkv, *extras, ctx.is_causal, ctx.scale, needs_dbias)
-    return dqkv, dbias if needs_dbias else None, None, None, None, None
+    dqkv, dbias = attend_packed_backward(do, out, lse, qkv, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles)
+    return dqkv, dbias if needs_dbias else None, None, None, None, None, None
 
 
 register_autograd("vitkernels::triton_flash_packed", _differentiate_packed, setup_context=_save)

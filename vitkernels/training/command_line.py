@@ -3,8 +3,10 @@
 import difflib
 import os
 import re
+import sys
 from collections.abc import Callable
 
+import hydra
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -15,10 +17,18 @@ from vitkernels.errors import unknown_name
 from vitkernels.training import sweep
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
+_OF_THE_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
+
 
 def run(main: Callable[[], None], config_dir: str) -> int:
-    """Call a Hydra main function; returns the exit code: 2 after a message about what is wrong in the command line."""
+    """Call a Hydra main function, or with -m that of a sweep's jobs; returns the exit code.
+
+    It is 2 after a message about what is wrong in the command line.
+    """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us as they are
+    if {"-m", "--multirun"} & set(sys.argv):
+        # A function that can be imported: launchers pickle what their jobs run, and cannot pickle a script's own.
+        main = hydra.main(version_base="1.3", config_path=config_dir, config_name="config")(sweep.run_job)
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
@@ -38,7 +48,8 @@ def explain(error: Exception, config_dir: str) -> str:
     """What is wrong, without Hydra's internals."""
     if isinstance(error, MissingConfigException) and error.options:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
-        return f"{unknown_name(group, option, error.options)} Choose with {group}=NAME."
+        extra = " It comes with pip install 'vitkernels[cluster]'." if option in _OF_THE_CLUSTER_EXTRA else ""
+        return f"{unknown_name(group, option, error.options)} Choose with {group}=NAME.{extra}"
     text = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, OverrideParseException):
         return f"cannot read {error.override!r}: a setting is name=value, e.g. attn=sdpa or data.batch_size=64"

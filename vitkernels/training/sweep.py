@@ -226,9 +226,9 @@ class VerdictTable(Callback):
 
 
 def conclude(error: Exception) -> bool:
-    """Make the table of a sweep whose launcher gave up, as submitit does when a job was killed; False: no sweep ran."""
+    """Make the table of a sweep whose launcher gave up, as submitit does when a job was killed; False: no job ran."""
     table = VerdictTable.of_this_process
-    if table is None:
+    if table is None or not comparison.compare(table.folder, since=table.begin):
         return False
     log.error("the sweep ended early: %s; the same command continues it", (str(error).splitlines() or [repr(error)])[0])
     table.on_multirun_end(None)
