@@ -77,6 +77,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     model_kwargs, optim_kwargs = (
         OmegaConf.to_container(group.kwargs, resolve=True) for group in (cfg.model, cfg.optim)
     )
+    attn_options = {k: v for k, v in OmegaConf.to_container(cfg.attn, resolve=True).items() if k != "name"}
 
     # ------------------------------------------------------------------ runtime
     runtime = parallel.runtime
@@ -125,7 +126,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         device_type=runtime.device.type,
     )
     attn = pick_attention(cfg.attn.name, facts.attention)
-    model = build(attention.get(attn), pretrained=cfg.model.pretrained or None)
+    backend = attention.get(attn).configured(**attn_options)
+    model = build(backend, pretrained=cfg.model.pretrained or None)
     if cfg.checkpoint is not None:
         models.load_weights(model, models.read_state_dict(cfg.checkpoint), cfg.checkpoint)
     model.to(runtime.device)
