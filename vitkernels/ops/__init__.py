@@ -6,6 +6,7 @@ Backends are imported when they are first asked for; this imports torch alone.
 
 # One line per op. Not lazy: a folder has its function's name, and importing the folder would hide the function.
 from vitkernels.ops.cross_entropy import cross_entropy
+from vitkernels.ops.generalized_box_iou import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
 from vitkernels.ops.int8_matmul import int8_matmul
 from vitkernels.ops.layer_norm_residual import layer_norm_residual
 from vitkernels.ops.linear_gelu import linear_gelu
@@ -15,7 +16,10 @@ from vitkernels.ops.patch_embed import patch_embed
 from vitkernels.ops.quantized_matmul import quantized_matmul
 
 __all__ = [
+    "GeneralizedBoxIoULoss",
     "cross_entropy",
+    "generalized_box_iou",
+    "generalized_box_iou_loss",
     "int8_matmul",
     "layer_norm_residual",
     "linear_gelu",

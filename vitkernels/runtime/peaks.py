@@ -2,26 +2,31 @@
 
 import torch
 
-# Dense TFLOP/s by the vendors' pages (no sparsity), per whole chip, under the exact name that the driver gives it: a
-# MIG slice or a sibling with another clock must not pass for it.
+# Dense TFLOP/s (int8: TOP/s) by the vendors' pages (no sparsity), per whole chip, under the exact name that the driver
+# gives it: a MIG slice or a sibling with another clock must not pass for it.
 # NVIDIA: product datasheets for H200, H100, A100, L40S, L4, V100. Google: Cloud TPU system architecture pages.
 _TFLOPS = {
-    "NVIDIA H200": {torch.bfloat16: 989.5, torch.float16: 989.5},
-    "NVIDIA H100 NVL": {torch.bfloat16: 835.5, torch.float16: 835.5},
-    "NVIDIA H100 PCIe": {torch.bfloat16: 756.5, torch.float16: 756.5},
-    "NVIDIA H100 80GB HBM3": {torch.bfloat16: 989.5, torch.float16: 989.5},
-    "NVIDIA A100-SXM4-40GB": {torch.bfloat16: 312.0, torch.float16: 312.0},
-    "NVIDIA A100-SXM4-80GB": {torch.bfloat16: 312.0, torch.float16: 312.0},
-    "NVIDIA A100-PCIE-40GB": {torch.bfloat16: 312.0, torch.float16: 312.0},
-    "NVIDIA A100 80GB PCIe": {torch.bfloat16: 312.0, torch.float16: 312.0},
+    "NVIDIA H200": {torch.bfloat16: 989.5, torch.float16: 989.5, torch.int8: 1979.0, torch.float8_e4m3fn: 1979.0},
+    "NVIDIA H100 NVL": {torch.bfloat16: 835.5, torch.float16: 835.5, torch.int8: 1671.0, torch.float8_e4m3fn: 1671.0},
+    "NVIDIA H100 PCIe": {torch.bfloat16: 756.5, torch.float16: 756.5, torch.int8: 1513.0, torch.float8_e4m3fn: 1513.0},
+    "NVIDIA H100 80GB HBM3": {
+        torch.bfloat16: 989.5,
+        torch.float16: 989.5,
+        torch.int8: 1979.0,
+        torch.float8_e4m3fn: 1979.0,
+    },
+    "NVIDIA A100-SXM4-40GB": {torch.bfloat16: 312.0, torch.float16: 312.0, torch.int8: 624.0},
+    "NVIDIA A100-SXM4-80GB": {torch.bfloat16: 312.0, torch.float16: 312.0, torch.int8: 624.0},
+    "NVIDIA A100-PCIE-40GB": {torch.bfloat16: 312.0, torch.float16: 312.0, torch.int8: 624.0},
+    "NVIDIA A100 80GB PCIe": {torch.bfloat16: 312.0, torch.float16: 312.0, torch.int8: 624.0},
     "NVIDIA L40S": {torch.bfloat16: 362.0, torch.float16: 362.0},
     "NVIDIA L4": {torch.bfloat16: 121.0, torch.float16: 121.0},
     "Tesla V100-SXM2-16GB": {torch.float16: 125.0},
     "Tesla V100-SXM2-32GB": {torch.float16: 125.0},
     "TPU v4": {torch.bfloat16: 275.0},
-    "TPU v5e": {torch.bfloat16: 197.0},
-    "TPU v5p": {torch.bfloat16: 459.0},
-    "TPU v6e": {torch.bfloat16: 918.0},
+    "TPU v5e": {torch.bfloat16: 197.0, torch.int8: 394.0},
+    "TPU v5p": {torch.bfloat16: 459.0, torch.int8: 918.0},
+    "TPU v6e": {torch.bfloat16: 918.0, torch.int8: 1836.0},
 }
 
 

@@ -3,7 +3,7 @@
 4 values on 128 lanes would waste the rest, so XLA lays an array of boxes (B, N, 4) out with N on the lanes, in tiles of
 4 × 128: x1 of 128 boxes side by side, then their y1, and so on. Row by row of 128 that is a matrix, which the kernels
 take without a copy; they read every fourth row of it, so that a register holds one corner of eight times 128 boxes.
-Of bfloat16 a row of 32-bit words holds x in the lower and y in the upper halves.
+Two rows of bfloat16 are one of 32-bit words, x in the lower and y in the upper halves.
 
 Shape suffixes: B images, N boxes of each, 4 = x1, y1, x2, y2.
 """
@@ -43,17 +43,20 @@ def _call(kernel, scores, boxes, eps):
     score_spec = pl.BlockSpec((b, width), lambda i: (i, 0))
     score_shape = jax.ShapeDtypeStruct((images, width), f32)
     rows = [_rows(group(x)) for x in boxes]
-    row_specs = [pl.BlockSpec((b * width * x.shape[0] // (images * width), LANES), lambda i: (i, 0)) for x in rows]
+    block_rows = b * width // LANES * 4
+    row_spec = pl.BlockSpec((block_rows, LANES), lambda i: (i, 0))
+    scratch = [] if rows[0].dtype == f32 else [pltpu.VMEM((block_rows // 2, LANES), i32)] * len(rows)
     outputs = pl.pallas_call(
         partial(kernel, eps=eps),
         grid=(pl.cdiv(images, b),),
-        in_specs=[score_spec] * len(scores) + row_specs,
-        out_specs=row_specs if scores else [score_spec],
+        in_specs=[score_spec] * len(scores) + [row_spec] * len(rows),
+        out_specs=[row_spec] * len(rows) if scores else [score_spec],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows] if scores else [score_shape],
+        scratch_shapes=scratch,
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",)),
     )(*map(group, scores), *rows)
     if scores:
-        outputs = [_boxes(y, images, width, x.dtype) for y, x in zip(outputs, boxes, strict=True)]
+        outputs = [_boxes(y, images, width) for y in outputs]
     return [_ungroup(y, B, N) for y in outputs]
 
 
@@ -73,63 +76,75 @@ def _ungroup(x, B: int, N: int):
 
 
 def _rows(boxes):
-    """(B, N, 4), N whole tiles, as the matrix of 128 columns that it is in memory: 4 rows, or of bfloat16 2, a tile."""
+    """(B, N, 4), N whole tiles, as the matrix of 128 columns that it is in memory, 4 rows a tile."""
     B, N, _ = boxes.shape
-    if boxes.dtype == jnp.bfloat16:
-        boxes = lax.bitcast_convert_type(boxes.reshape(B, N, 2, 2), i32)
     return jnp.swapaxes(boxes.reshape(B, N // LANES, LANES, -1), 2, 3).reshape(-1, LANES)
 
 
-def _boxes(rows, B: int, N: int, dtype):
+def _boxes(rows, B: int, N: int):
     """The opposite of `_rows`."""
-    boxes = jnp.swapaxes(rows.reshape(B, N // LANES, -1, LANES), 2, 3).reshape(B, N, -1)
-    return boxes if boxes.dtype == dtype else lax.bitcast_convert_type(boxes, dtype).reshape(B, N, 4)
+    return jnp.swapaxes(rows.reshape(B, N // LANES, 4, LANES), 2, 3).reshape(B, N, 4)
 
 
-def _tiles(scores_ref, rows_ref):
-    """The tiles of a block: where each lies among the scores, and where row r of it lies among the rows."""
-    b, width = scores_ref.shape
-    tiles = width // LANES
-    per_tile = rows_ref.shape[0] // (b * tiles)
+def _tiles(scores_ref):
+    """The tiles of a block's images: each one's place among the scores, its number, and how many there are."""
+    tiles = scores_ref.shape[1] // LANES
     for tile in range(tiles):
-        at = [pl.ds(tile * per_tile + r, b, tiles * per_tile) for r in range(per_tile)]
-        yield (slice(None), slice(tile * LANES, (tile + 1) * LANES)), [(rows, slice(None)) for rows in at]
+        yield (slice(None), slice(tile * LANES, (tile + 1) * LANES)), tile, tiles
 
 
-def _corners(ref, at):
+def _rows_of(words, tile: int, tiles: int):
+    """Where each row of all images' tile lies in a block: 4 rows of float32, or 2 of pairs of bfloat16."""
+    rows = 4 if words.dtype == f32 else 2
+    images = words.shape[0] // (rows * tiles)
+    return [(pl.ds(tile * rows + row, images, tiles * rows), slice(None)) for row in range(rows)]
+
+
+def _corners(words, tile: int, tiles: int):
     """x1, y1, x2, y2 of a tile, each (b, 128) in float32."""
-    rows = [ref[row] for row in at]
-    if ref.dtype == f32:
+    rows = [words[at] for at in _rows_of(words, tile, tiles)]
+    if words.dtype == f32:
         return rows
     return [lax.bitcast_convert_type(half, f32) for word in rows for half in (word << 16, word & -65536)]
 
 
-def _store_corners(ref, at, x1, y1, x2, y2):
-    if ref.dtype == f32:
+def _store_corners(words, tile: int, tiles: int, x1, y1, x2, y2):
+    if words.dtype == f32:
         values = x1, y1, x2, y2
     else:
         bits = [lax.bitcast_convert_type(v.astype(jnp.bfloat16).astype(f32), i32) for v in (x1, y1, x2, y2)]
         values = [lax.shift_right_logical(x, 16) | y for x, y in (bits[:2], bits[2:])]
-    for row, value in zip(at, values, strict=True):
-        ref[row] = value
+    for at, value in zip(_rows_of(words, tile, tiles), values, strict=True):
+        words[at] = value
+
+
+def _words(refs, scratch):
+    """Blocks of boxes in 32-bit words: as they are, or of bfloat16 the scratch memory that they are copied to."""
+    for ref, words in zip(refs, scratch, strict=False):
+        words[...] = pltpu.bitcast(ref[...], i32)
+    return scratch or refs
+
+
+def _forward_kernel(preds_ref, targets_ref, out_ref, *scratch, eps):
+    preds, targets = _words((preds_ref, targets_ref), scratch)
+    for at, *tile in _tiles(out_ref):
+        out_ref[at] = _giou(_corners(preds, *tile), _corners(targets, *tile), eps)
+
+
+def _backward_kernel(grad_ref, preds_ref, targets_ref, d_preds_ref, d_targets_ref, *scratch, eps):
+    preds, targets = _words((preds_ref, targets_ref), scratch)
+    results = scratch or (d_preds_ref, d_targets_ref)  # in place in the scratch: a tile is read before it is written
+    for at, *tile in _tiles(grad_ref):
+        gradients = _gradients(grad_ref[at], _corners(preds, *tile), _corners(targets, *tile), eps)
+        for words, corners in zip(results, gradients, strict=True):
+            _store_corners(words, *tile, *corners)
+    for ref, words in zip((d_preds_ref, d_targets_ref), scratch, strict=False):
+        ref[...] = pltpu.bitcast(words[...], ref.dtype)
 
 
 def _extents(p1, p2, t1, t2):
     """Of the intersection and of the enclosing box along one axis; negative where there is none."""
     return jnp.minimum(p2, t2) - jnp.maximum(p1, t1), jnp.maximum(p2, t2) - jnp.minimum(p1, t1)
-
-
-def _forward_kernel(preds_ref, targets_ref, out_ref, *, eps):
-    for tile, rows in _tiles(out_ref, preds_ref):
-        out_ref[tile] = _giou(_corners(preds_ref, rows), _corners(targets_ref, rows), eps)
-
-
-def _backward_kernel(grad_ref, preds_ref, targets_ref, d_preds_ref, d_targets_ref, *, eps):
-    for tile, rows in _tiles(grad_ref, preds_ref):
-        boxes = _corners(preds_ref, rows), _corners(targets_ref, rows)
-        d_preds, d_targets = _gradients(grad_ref[tile], *boxes, eps)
-        _store_corners(d_preds_ref, rows, *d_preds)
-        _store_corners(d_targets_ref, rows, *d_targets)
 
 
 def _giou(preds, targets, eps):

@@ -4,8 +4,8 @@ One grid step attends one sequence, with some or all of its key heads at once. E
 scalar-prefetched table names, into one half of a double buffer; the last block of a sequence is followed by the first
 of the next sequence that has tokens, so that the copies never pause.
 
-Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers), D head
-dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
+Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers),
+D head dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
 """
 
 from functools import partial
@@ -87,7 +87,7 @@ class _Copies:
             self._page(part, group, b, i, j, half).wait()
 
     def rows(self, part, half):
-        """A half of a buffer as (K, N, D). Pages that do not fill registers of 16 bfloat16 rows are joined as float32."""
+        """A half of a buffer as (K, N, D). Pages that do not fill 16 bfloat16 rows of registers are joined as float32."""
         x = self.parts[part][1][half]
         joined = (self.plan.heads, self.plan.tokens, self.plan.D)
         if x.dtype.itemsize == 2 and self.plan.S % (2 * ROWS):

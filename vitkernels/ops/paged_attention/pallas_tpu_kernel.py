@@ -1,7 +1,7 @@
 """Paged attention as a JAX function: checks the tables' values on the device, pads the heads, picks the kernel.
 
-Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers), D head
-dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
+Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers),
+D head dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
 """
 
 import jax.numpy as jnp

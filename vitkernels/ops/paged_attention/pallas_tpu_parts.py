@@ -1,7 +1,7 @@
 """What the paged-attention kernels for TPU share: the plan of a call, and the online softmax over one block of pages.
 
-Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers), D head
-dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
+Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers),
+D head dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
 """
 
 import math
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LOG2E = math.log2(math.e)
 LANES, ROWS = 128, 8  # of a register of float32
+ROWS_16 = 16  # of bfloat16
 BUFFER_LIMIT = 32 * 2**20  # bytes of VMEM for the pages of two blocks, keys and values
 MOST_WINDOWS = 16  # pages of a block where each has a window of its own, and each window its bookkeeping
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
@@ -138,7 +138,7 @@ class State(NamedTuple):
 
 
 def attend_block(plan: Plan, state: State, q_ref, keys: Callable, values: Callable, left=None) -> None:
-    """Takes a block into the state. keys and values give (K, N, D); `left` of its tokens count, all where it is None."""
+    """Takes a block into the state. keys and values give (K, N, D); `left` of its tokens count, None: all of them."""
     s_KGN = _dot(q_ref[0], keys(), 2)
     if plan.soft_cap is not None:
         s_KGN = plan.soft_cap * jnp.tanh(s_KGN / plan.soft_cap)

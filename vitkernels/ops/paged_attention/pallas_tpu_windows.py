@@ -4,8 +4,8 @@ Every page of a block is an input with a window of its own, which the compiler m
 that the scalar-prefetched table names. The grid has as many steps as the longest possible sequence has blocks; those
 past a sequence's end only fetch what comes next, once.
 
-Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers), D head
-dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
+Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads to one (padded to whole registers),
+D head dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
 """
 
 from functools import partial
@@ -85,7 +85,7 @@ def _kernel(*refs, plan: Plan):
 
 
 def _joined(plan: Plan, refs):
-    """The pages of a block as (K, N, D). Those that do not fill registers of 16 bfloat16 rows are joined as float32."""
+    """The pages of a block as (K, N, D). Those that do not fill 16 bfloat16 rows of registers are joined as float32."""
     pages = [ref[:, 0] for ref in refs]
     if pages[0].dtype.itemsize == 2 and plan.S % (2 * ROWS):
         return jnp.concatenate([x.astype(f32) for x in pages], axis=1).astype(pages[0].dtype)

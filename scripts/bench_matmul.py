@@ -1,0 +1,56 @@
+"""Products in bfloat16, int8 and fp8: time, and the share of the chip's peak, beside the library's own.
+
+    python scripts/bench_matmul.py                              # 1024 to 8192, on what is here
+    python scripts/bench_matmul.py --sizes 8192 --dtypes int8
+    python scripts/bench_matmul.py --on estimate                # TPU v5e by its compiler's schedule, with no TPU
+
+Measured on an NVIDIA GPU (fp8 there only) or a TPU; elsewhere an ESTIMATE for TPU v5e from the schedule that libtpu's
+compiler writes, some 20 seconds a figure. Every row says which. --results appends the rows to a file as JSON lines.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vitkernels.bench import matmul  # noqa: E402
+from vitkernels.errors import UsageError  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=matmul.SIZES, type=int, metavar="N")
+    parser.add_argument("--dtypes", nargs="+", default=tuple(matmul.DTYPES), choices=tuple(matmul.DTYPES))
+    parser.add_argument("--on", default="auto", choices=("auto", "gpu", "tpu", "estimate"))
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append the rows to this file, as JSON")
+    options = parser.parse_args(arguments)
+    where = matmul.place() if options.on == "auto" else options.on
+    print("| size | dtype | contender | ms | Top/s | of peak | × library | how |\n" + "|---" * 8 + "|")
+    try:
+        for dtype in options.dtypes:
+            for size in options.sizes:
+                _show(list(matmul.rows(where, dtype, size)), options.results)
+    except UsageError as error:
+        parser.error(str(error))
+    if where == "estimate":
+        print("\nEvery time is an ESTIMATE from libtpu's schedule; no TPU was used. Differences under 10 % are noise.")
+    elif where == "gpu":
+        print("\nMedians of CUDA graph replays: the GPU's own time, operands in its L2 cache where they fit.")
+
+
+def _show(rows: list[matmul.Row], results: Path | None) -> None:
+    for row in rows:
+        share = "unknown" if row.utilisation is None else f"{row.utilisation:.0%}"
+        cells = (row.size, row.dtype, row.contender, f"{row.ms:.4f}", f"{row.tera:.0f}", share)
+        ratio = f"{rows[0].ms / row.ms:.2f}"
+        print("| " + " | ".join(map(str, (*cells, ratio, f"{row.how}, {row.device}"))) + " |", flush=True)
+    if results:
+        with results.open("a") as file:
+            file.writelines(json.dumps(row.json()) + "\n" for row in rows)
+
+
+if __name__ == "__main__":
+    main()
