@@ -10,6 +10,7 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import contextlib
+import copy
 import json
 import logging
 import math
@@ -34,6 +35,7 @@ from vitkernels import runtime as runtimes
 from vitkernels.environment import git_commit, versions
 from vitkernels.errors import UsageError
 from vitkernels.parallel import Parallel
+from vitkernels.quant import Scheme, quantize_, size_in_bytes, train_in_8_bits
 from vitkernels.training import checkpoint as ckpt
 from vitkernels.training import command_line, optimizer_state, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
@@ -42,7 +44,7 @@ from vitkernels.training.run_log import NoLog, RunLog
 from vitkernels.training.settings import COMPILE_MODES, check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
 from vitkernels.training.stragglers import name_straggler
-from vitkernels.training.summary import log_window, mfu, report
+from vitkernels.training.summary import log_evaluation, log_window, mfu, report
 from vitkernels.training.timer import StepTimer
 
 log = logging.getLogger("vitkernels")
@@ -134,18 +136,28 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     if not parallel.is_main:
         random_seed(cfg.seed, parallel.rank)  # the same weights everywhere, but each its own drop path
     ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay and cfg.mode == "train" else None
+    quantized = None
+    if cfg.quant.name != "none":
+        skip = tuple(cfg.quant.skip)
+        if cfg.mode == "train":
+            train_in_8_bits(model, cfg.quant.dtype, lambda name, _: not name.endswith(skip))
+        else:
+            scheme = Scheme(cfg.quant.weight_bits, cfg.quant.activation_bits, cfg.quant.block_size, cfg.quant.symmetric)
+            quantized = copy.deepcopy(model)
+            quantize_(quantized, scheme, lambda name, _: not name.endswith(skip), backend=cfg.quant.backend)
     net = parallel.wrap(model, compiled, compile_mode)  # the same parameters; `model` keeps timm's names
     ema_net = None if ema is None else parallel.wrap(ema.module, compiled, compile_mode)
     log.info("model: %s, %.1f M parameters, attention %s", cfg.model.name, facts.parameters / 1e6, attn)
 
     if cfg.mode == "eval":
         result = evaluate(net, data.val, parallel)
-        result = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, **result}
-        parallel.on_main(run_folder.write_json, run_dir / "eval.json", result)
-        speed = "" if result["images_per_s"] is None else f", {result['images_per_s']:.1f} images/s"
-        log.info(
-            "top-1 %.2f %%  top-5 %.2f %%  on %d images%s", result["top1"], result["top5"], result["images"], speed
-        )
+        if quantized is not None:
+            before = {"top1_before": result["top1"], "images_per_s_before": result["images_per_s"]}
+            sizes = {"bytes_before": size_in_bytes(model), "bytes": size_in_bytes(quantized)}
+            result = evaluate(parallel.wrap(quantized, compiled, compile_mode), data.val, parallel) | before | sizes
+        card = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, "quant": cfg.quant.name}
+        parallel.on_main(run_folder.write_json, run_dir / "eval.json", card | result)
+        log_evaluation(result)
         return
 
     # ------------------------------------------------------------------ optimizer

@@ -31,7 +31,9 @@ _NUMBERS = {
     "schedule.warmup_lr": (float, 0, None, False),
     "schedule.min_lr": (float, 0, None, False),
 }
-_NAMES = ("attn.name", "ops.name", "model.name", "data._target_", "optim.opt", "schedule.sched", "runtime.name")
+_NAMES = (
+    "attn.name", "ops.name", "quant.name", "model.name", "data._target_", "optim.opt", "schedule.sched", "runtime.name",
+)  # fmt: skip
 COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 _CHOICES = {
     "mode": ("train", "eval"),
@@ -67,3 +69,8 @@ def check_settings(cfg: DictConfig) -> None:
         raise UsageError("trainer.max_epochs=0 trains nothing; mode=eval checkpoint=PATH evaluates weights")
     if cfg.mode == "eval" and cfg.checkpoint is None:
         raise UsageError("mode=eval needs the weights to evaluate: checkpoint=PATH")
+    takes = cfg.mode if cfg.quant.name == "none" else "train" if "dtype" in cfg.quant else "eval"
+    if takes != cfg.mode:
+        raise UsageError(
+            f"quant={cfg.quant.name} is for mode={takes}; int8 and fp8 train, the others quantize trained weights"
+        )

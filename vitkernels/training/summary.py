@@ -51,6 +51,20 @@ def log_window(
     run_log.show(last.step, text, brief)
 
 
+def log_evaluation(result: dict) -> None:
+    """One line of what `evaluate` gave; of a quantized model, beside what it was before."""
+    speed = "" if result["images_per_s"] is None else f", {result['images_per_s']:.1f} images/s"
+    log.info("top-1 %.2f %%  top-5 %.2f %%  on %d images%s", result["top1"], result["top5"], result["images"], speed)
+    if "top1_before" not in result:
+        return
+    speed = "" if speed == "" else f", {result['images_per_s_before']:.1f} -> {result['images_per_s']:.1f} images/s"
+    change = result["top1"] - result["top1_before"]
+    log.info(
+        "quantized: top-1 %.2f -> %.2f %% (%+.2f points), %.2f -> %.2f MB%s",
+        result["top1_before"], result["top1"], change, result["bytes_before"] / 1e6, result["bytes"] / 1e6, speed,
+    )  # fmt: skip
+
+
 def report(summary: dict, folder: Path) -> None:
     """The summary's main figures as the run's last lines."""
     times = summary["step_time_ms"]
