@@ -28,7 +28,7 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3, random_seed
 from torch.nn import functional as F
 
-from data.loader import BadImagesError, Shard
+from data.loader import BadImagesError, Shard, WorkerDiedError
 from vitkernels import attention, models
 from vitkernels import parallel as parallels
 from vitkernels import runtime as runtimes
@@ -448,7 +448,7 @@ def main(cfg: DictConfig) -> float | None:
         return sweep.run_job(cfg)
     try:
         run(cfg, Path(HydraConfig.get().runtime.output_dir))
-    except (UsageError, NonFiniteLossError, BadImagesError) as error:
+    except (UsageError, NonFiniteLossError, BadImagesError, WorkerDiedError) as error:
         log.error("error: %s", error)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except Exception:

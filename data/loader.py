@@ -81,6 +81,16 @@ class BadImagesError(RuntimeError):
         )
 
 
+class WorkerDiedError(RuntimeError):
+    """A process that makes batches ended before its time."""
+
+    def __init__(self, reason: str, batch: int, epoch: int):
+        super().__init__(
+            f"a data worker died, waited for with batch {batch} of epoch {epoch + 1}: {reason} Most often memory ran "
+            "out: fewer data.num_workers need less. resume=auto goes on from the newest checkpoint"
+        )
+
+
 class Shard(NamedTuple):
     """Which of `world` processes this is, each of which loads its own rows of every batch."""
 
@@ -219,7 +229,9 @@ class DatasetLoader:
             raise ValueError(f"start={start}: an epoch has batches 0 to {self.batches_per_epoch - 1}")
         self._serial += 1
         self._keys[:] = [(epoch, batch) for batch in range(start, self.batches_per_epoch)]
-        return self._strip(iter(self._dataloader), self._serial)  # iter() already sets the workers to work
+        return self._strip(
+            iter(self._dataloader), self._serial, epoch, start
+        )  # iter() already sets the workers to work
 
     def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
         return self._batches.ids(epoch, batch, rank)
@@ -227,7 +239,7 @@ class DatasetLoader:
     def describe(self, ids: list[int]) -> list[str]:
         return self._batches.samples.describe(ids)
 
-    def _strip(self, batches: Iterator, serial: int) -> Iterator[Batch]:
+    def _strip(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch]:
         """Take the problems out of each batch and deal with them."""
         while True:
             if serial != self._serial:
@@ -236,6 +248,11 @@ class DatasetLoader:
                 images, targets, problems = next(batches)
             except StopIteration:
                 return
+            except RuntimeError as error:
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise WorkerDiedError(str(error).splitlines()[0], batch, epoch) from error
+            batch += 1
             if problems:
                 self._report(problems)
             yield images, targets

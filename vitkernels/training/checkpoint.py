@@ -90,6 +90,7 @@ class Checkpoints:
         try:
             written.result()
         except CheckpointException as failure:
+            shutil.rmtree(_unfinished(path), ignore_errors=True)  # all processes have ended their part, and all do this
             errors = [error for error, _ in failure.failures.values()]
             if not all(isinstance(error, OSError) for error in errors):
                 raise RuntimeError(f"{path} could not be written: {errors}") from failure
@@ -134,7 +135,7 @@ class _Writer(StorageWriter):
     """
 
     def __init__(self, path: Path, state: dict, prune):
-        self.path, self.folder = path, path.with_name(path.name + ".tmp")
+        self.path, self.folder = path, _unfinished(path)
         self.state = state
         self.prune = prune
 
@@ -251,6 +252,10 @@ def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:
     """Weights under timm's names as safetensors, replaced in one piece."""
     content = serialize({name: t.detach().cpu().contiguous() for name, t in state_dict.items()})
     write_atomically(path, lambda file: file.write(content))
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(path.name + ".tmp")
 
 
 def _write_synced(path: Path, write) -> None:

@@ -1,0 +1,86 @@
+"""Ranks of `train.py` with the environment that torchrun gives them, forked from a server that has all imported.
+
+Torchrun itself starts each rank with seconds of imports; one test does that.
+"""
+
+import logging
+import multiprocessing
+import os
+import runpy
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parents[2]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the server
+
+SMALL = ["runtime=cpu", "attn=sdpa", "+model.kwargs.embed_dim=32", "+model.kwargs.num_heads=2", "+model.kwargs.depth=2"]
+SMALL += ["schedule=constant", "schedule.warmup_epochs=0", "trainer.log_every=2", "trainer.warmup_steps=0"]
+
+
+class Ranks:
+    """`world` processes that run train.py with these overrides. before: code that is run in `rank`s first, by rank."""
+
+    def __init__(self, world: int, folder: Path, *overrides: str, before: dict[int, str] | None = None):
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["train", "data.digits", "sklearn.model_selection", "sklearn.datasets"])
+        folder.mkdir(parents=True, exist_ok=True)
+        self.logs = [folder.with_name(f"{folder.name}.rank{rank}") for rank in range(world)]
+        # The store that torchrun keeps for its ranks, so that it outlives any of them.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        words = [str(ROOT / "train.py"), *SMALL, *overrides, f"hydra.run.dir={folder}"]
+        self.processes = []
+        for rank in range(world):
+            environment = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_RANK": str(rank),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+            }
+            code = (before or {}).get(rank, "")
+            process = context.Process(target=_be, args=(words, environment, str(self.logs[rank]), code))
+            process.start()
+            self.processes.append(process)
+
+    def finish(self, seconds: float = 180) -> list[int]:
+        """The exit codes."""
+        deadline = time.monotonic() + seconds
+        try:
+            for process in self.processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+            assert all(p.exitcode is not None for p in self.processes), self.said()
+        finally:
+            for process in self.processes:
+                process.kill()
+        return [process.exitcode for process in self.processes]
+
+    def said(self, rank: int | None = None) -> str:
+        """What a rank, or all of them, wrote on the terminal."""
+        logs = self.logs if rank is None else [self.logs[rank]]
+        return "\n".join(path.read_text() for path in logs if path.exists())
+
+    def wait_until(self, condition, seconds: float = 120) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline and any(p.is_alive() for p in self.processes), self.said()
+            time.sleep(0.01)
+
+
+def _be(words: list[str], environment: dict[str, str], log: str, code: str) -> None:
+    os.environ.update(environment)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.setsid()
+    os.chdir(ROOT)
+    import torch
+
+    torch.set_num_threads(1)
+    logging.getLogger().handlers.clear()
+    exec(code, {})
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")

@@ -1,0 +1,241 @@
+"""train.py on several processes: the same training as on one, and what happens when one of them is in trouble."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import ROOT, SMALL, Ranks
+
+from vitkernels.models import read_state_dict
+from vitkernels.training.signals import EXIT_INTERRUPTED
+
+
+def metrics(folder):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return losses, {line["step"]: line for line in lines if "loss" not in line}
+
+
+def steps(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0
+
+
+def test_four_processes_then_two_then_one_train_as_one_would(tmp_path):
+    """FSDP on 4, its checkpoint continued with DDP on 2 that add up two batches, and that on one that adds up four.
+
+    A step has 32 images each time, and mixup pairs within them. Sums over processes are taken in another order: 1e-7 a
+    step, which 12 steps of AdamW amplify to 1e-5 at most.
+    """
+    common = ["checkpoints.every_steps=2", "ema.decay=0.9", "trainer.eval_every=1", "resume=auto"]
+    alone = Ranks(1, tmp_path / "alone", *common, "data.batch_size=32", "trainer.max_steps=12")
+    assert alone.finish() == [0], alone.said()
+    folder = tmp_path / "shared"
+    for world, engine, accum in ((4, "fsdp", 1), (2, "ddp", 2), (1, "none", 4)):
+        until = {4: 4, 2: 8, 1: 12}[world]
+        words = [
+            f"parallel={engine}",
+            "data.batch_size=8",
+            f"trainer.accum_steps={accum}",
+            f"trainer.max_steps={until}",
+        ]
+        ranks = Ranks(world, folder, *common, *words)
+        assert ranks.finish() == [0] * world, ranks.said()
+        assert (f"resumed from {folder}" in ranks.said(0)) == (world < 4)
+        assert not any("step" in ranks.said(rank) for rank in range(1, world)), "only rank 0 talks"
+        files = [p.name for p in (folder / f"checkpoints/step_{until:08d}").iterdir()]
+        assert sum(name.startswith("rank_") for name in files) == world
+        assert json.loads((folder / "summary.json").read_text())["devices"] == world
+    expected, evaluations = metrics(tmp_path / "alone")
+    losses, ours = metrics(folder)
+    assert losses == pytest.approx(expected, rel=1e-5) and len(losses) == 12
+    assert [ours[step]["val_images"] for step in (4, 8, 12)] == [360] * 3, "each image counted once"
+    for figure in ("val_loss", "val_ema_loss", "val_top1"):
+        assert ours[12][figure] == pytest.approx(evaluations[12][figure], rel=1e-5), figure
+    for name in ("model.safetensors", "model_ema.safetensors", "checkpoints/step_00000012"):
+        one, other = read_state_dict(tmp_path / "alone" / name), read_state_dict(folder / name)
+        assert one.keys() == other.keys()
+        # Adam divides by the gradient's own size: a weight whose gradient is near zero moves by up to lr = 1e-3 a step.
+        assert all((one[k] - other[k]).abs().max() < 3e-3 for k in one)
+    assert not torch.equal(
+        *(read_state_dict(folder / f"{n}.safetensors")["head.weight"] for n in ("model", "model_ema"))
+    )
+
+
+def test_a_sharded_model_has_the_losses_of_a_whole_one_with_mixup_and_clipping(tmp_path):
+    common = ["data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "trainer.clip_grad=0.5", "trainer.max_steps=4"]
+    common += ["trainer.eval_every=null"]
+    folders = [tmp_path / engine for engine in ("none", "ddp", "fsdp")]
+    for folder in folders:
+        world = 1 if folder.name == "none" else 2
+        ranks = Ranks(world, folder, *common, f"parallel={folder.name}", f"data.batch_size={16 // world}")
+        assert ranks.finish() == [0] * world, ranks.said()
+    expected = metrics(folders[0])[0]
+    for folder in folders[1:]:
+        assert metrics(folder)[0] == pytest.approx(expected, rel=1e-5), folder.name
+
+
+def test_sigterm_to_one_rank_stops_all_at_the_same_step_with_a_checkpoint(tmp_path):
+    folder = tmp_path / "run"
+    ranks = Ranks(2, folder, "data.batch_size=8", "trainer.max_steps=100000", "trainer.eval_every=null")
+    ranks.wait_until(lambda: steps(folder) >= 6)
+    ranks.processes[1].terminate()
+    assert ranks.finish() == [EXIT_INTERRUPTED] * 2, ranks.said()
+    assert "stopped by SIGTERM at step" in ranks.said(0)
+    last = max(metrics(folder)[0])
+    assert [p.name for p in (folder / "checkpoints").iterdir()] == [f"step_{last:08d}"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_is_named_and_the_others_end(tmp_path, number):
+    folder = tmp_path / "run"
+    words = ["data.batch_size=4", "trainer.max_steps=100000", "trainer.eval_every=null", "parallel.lost_after=4"]
+    ranks = Ranks(3, folder, *words)
+    ranks.wait_until(lambda: steps(folder) >= 4)
+    lost, begin = ranks.processes[1], time.monotonic()
+    os.kill(lost.pid, number)
+    for rank in (0, 2):
+        ranks.processes[rank].join(60)
+    seconds = time.monotonic() - begin
+    if number == signal.SIGSTOP:
+        lost.kill()
+    codes = ranks.finish()
+    assert (codes[0], codes[2]) == (EXIT_INTERRUPTED,) * 2, ranks.said()
+    what = "is gone" if number == signal.SIGKILL else "has given no sign of life for 4 s"
+    for rank in (0, 2):
+        assert f"rank 1 (process {lost.pid} on " in ranks.said(rank) and what in ranks.said(rank), ranks.said(rank)
+    assert seconds < 30
+
+
+def test_a_disk_that_is_full_on_one_rank_costs_a_checkpoint_and_no_more(tmp_path):
+    folder = tmp_path / "run"
+    first = folder / "checkpoints/step_00000002"
+    fill = f"""
+import pathlib, resource, threading, time
+def fill():
+    while not pathlib.Path({str(first)!r}).exists():
+        time.sleep(0.001)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+threading.Thread(target=fill, daemon=True).start()
+"""
+    words = ["parallel=fsdp", "data.batch_size=4", "trainer.max_steps=40", "checkpoints.every_steps=2"]
+    ranks = Ranks(2, folder, *words, "trainer.eval_every=null", before={1: fill})
+    assert ranks.finish() == [0, 0], ranks.said()
+    assert "no checkpoint at step 40: [Errno 27] File too large; training goes on" in ranks.said(0)
+    kept = sorted(p.name for p in (folder / "checkpoints").iterdir())
+    assert kept and kept[-1] < "step_00000040" and not any(name.endswith(".tmp") for name in kept)
+    read_state_dict(folder / "checkpoints" / kept[-1])
+
+
+BROKEN = """
+import torch
+from data.digits import Digits
+load = Digits.load
+def broken(self, ids, epoch):
+    images, targets, problems = load(self, ids, epoch)
+    broken.calls += 1
+    return (images * float("nan") if broken.calls == 5 else images), targets, problems
+broken.calls = 0
+Digits.load = broken
+"""
+
+
+def test_a_nan_on_one_rank_is_named_with_its_samples(tmp_path):
+    words = ["data.batch_size=4", "trainer.max_steps=20", "checkpoints.every_steps=2"]
+    ranks = Ranks(2, tmp_path / "run", *words, before={1: BROKEN})
+    assert ranks.finish() == [1, 1], ranks.said()
+    said = ranks.said(0)
+    assert "loss is nan on rank 1" in said and "at step 5: lr" in said and "samples digits[" in said
+    assert "step_00000004." in said
+
+
+SLOW = """
+import time
+from data.digits import Digits
+load = Digits.load
+Digits.load = lambda self, ids, epoch: (time.sleep(0.3), load(self, ids, epoch))[1]
+"""
+
+
+def test_a_straggler_is_named(tmp_path):
+    words = ["data.batch_size=2", "trainer.max_steps=10", "trainer.log_every=10", "trainer.eval_every=null"]
+    ranks = Ranks(3, tmp_path / "run", *words, before={2: SLOW})
+    assert ranks.finish() == [0] * 3, ranks.said()
+    assert "rank 2 on " in ranks.said(0) and "keeps the others waiting" in ranks.said(0)
+
+
+KILL_A_WORKER = """
+import multiprocessing, os, signal, threading, time
+def kill():
+    while not (found := [p for p in multiprocessing.active_children() if "DataLoader" in p.name or p.daemon]):
+        time.sleep(0.01)
+    time.sleep(3)
+    os.kill(found[0].pid, signal.SIGKILL)
+threading.Thread(target=kill, daemon=True).start()
+"""
+
+
+def test_a_data_worker_that_dies_is_named(tmp_path):
+    words = ["data.batch_size=4", "trainer.max_steps=100000", "trainer.eval_every=null", "data.num_workers=1"]
+    ranks = Ranks(2, tmp_path / "run", *words, before={1: KILL_A_WORKER})
+    codes = ranks.finish()
+    assert codes[1] == 1 and codes[0] == EXIT_INTERRUPTED, ranks.said()
+    assert "[rank 1] error: a data worker died" in ranks.said(1)
+    assert "rank 1 ended with WorkerDiedError: a data worker died" in ranks.said(0)
+
+
+def ranks_of(torchrun: subprocess.Popen) -> dict[int, int]:
+    """rank -> process, of those that run under it now."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == torchrun.pid:
+                environment = dict(
+                    e.split(b"=", 1) for e in (folder / "environ").read_bytes().split(b"\0") if b"=" in e
+                )
+                found[int(environment[b"RANK"])] = int(folder.name)
+    return found
+
+
+def test_torchrun_starts_a_preempted_and_a_killed_run_again(tmp_path):
+    """SIGTERM to one rank, then SIGKILL to another: after two restarts the losses are those of a run on one process."""
+    common = [*SMALL, "trainer.max_steps=60", "trainer.eval_every=null", "checkpoints.every_steps=5", "resume=auto"]
+    alone = Ranks(1, tmp_path / "alone", *common, "data.batch_size=16")
+    folder = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    words = [*common, "data.batch_size=8", f"hydra.run.dir={folder}"]
+    log = tmp_path / "torchrun.log"
+    with open(log, "w") as output:
+        run = subprocess.Popen(
+            [*torchrun, str(ROOT / "train.py"), *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        for number, rank, step in ((signal.SIGTERM, 1, 8), (signal.SIGKILL, 0, 30)):
+            deadline = time.monotonic() + 200
+            while steps(folder) < step:
+                assert run.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.002)
+            os.kill(ranks_of(run)[rank], number)
+        assert run.wait(200) == 0, log.read_text()
+    finally:
+        run.kill()
+    said = log.read_text()
+    assert "stopped by SIGTERM at step" in said and said.count("resumed from") == 2, said
+    assert alone.finish() == [0], alone.said()
+    assert metrics(folder)[0] == pytest.approx(metrics(tmp_path / "alone")[0], rel=1e-4)  # 60 steps of rounding
+
+
+def test_a_folder_of_another_run_is_refused_by_all(tmp_path):
+    folder = tmp_path / "run"
+    (folder / "checkpoints/step_00000002").mkdir(parents=True)
+    ranks = Ranks(2, folder, "data.batch_size=4")
+    assert ranks.finish() == [2, 2], ranks.said()
+    assert "already holds a run" in ranks.said(0)
