@@ -18,7 +18,7 @@ BACKENDS = Backends(
         "hopper": "vitkernels.ops.linear_gelu.hopper",
         "pallas_tpu": "vitkernels.ops.linear_gelu.pallas_tpu",
     },
-    preference={"cuda": ("hopper", "passes"), "tpu": ("pallas_tpu",)},
+    preference={"cuda": ("passes",), "tpu": ("pallas_tpu",)},
 )
 
 

@@ -16,7 +16,7 @@ BACKENDS = Backends(
         "triton": "vitkernels.ops.mlp.triton",
         "hopper": "vitkernels.ops.mlp.hopper",
     },
-    preference={"cuda": ("hopper", "passes")},
+    preference={"cuda": ("passes",)},
 )
 
 
