@@ -72,18 +72,22 @@ def _locked(names: list[str]) -> Iterator[str]:
     folder = Path(tempfile.gettempdir()) / f"vitkernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     with contextlib.ExitStack() as files:
-        opened = [(name, files.enter_context(open(folder / f"{name}.lock", "w"))) for name in names]
-        said = False
-        while True:
-            for name, file in opened:
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    yield name
-                    return
-            if not said:
-                log.info("waiting for one of %s", ", ".join(names))
-                said = True
+        opened = {name: files.enter_context(open(folder / f"{name}.lock", "w")) for name in names}
+        free = next(filter(lambda name: _try_to_lock(opened[name]), names), None)
+        if free is None:
+            log.info("waiting for one of %s", ", ".join(names))
+        while free is None:
             time.sleep(0.2)
+            free = next(filter(lambda name: _try_to_lock(opened[name]), names), None)
+        yield free
+
+
+def _try_to_lock(file) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def shared_caches(folder: str | None) -> dict[str, str]:
