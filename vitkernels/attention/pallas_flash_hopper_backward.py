@@ -32,6 +32,7 @@ class Backward(parts.Problem):
         scratch = {
             "q_smem": self.own_tiles(),
             "do_smem": self.own_tiles(),
+            "out_smem": self.own_tiles(),
             "lse_smem": plgpu.SMEM((self.schedule.warpgroups, ROWS), jnp.float32),
             "k_smem": self.ring(),
             "v_smem": self.ring(),
@@ -66,14 +67,13 @@ class Backward(parts.Problem):
                 parts.load_rows(ref, batch, first, at_head, scratch[name], warpgroup, arrived, self.interpret)
 
             load_own(do_ref, head, "do_smem", do_arrived)
-            load_own(out_ref, head, "q_smem", do_arrived)  # until q comes
+            load_own(out_ref, head, "out_smem", do_arrived)
             plgpu.copy_gmem_to_smem(lse_ref.at[batch, head, pl.ds(first, ROWS)], lse_smem, do_arrived)
-            plgpu.barrier_wait(do_arrived)
-            q, do = at(scratch["q_smem"], warpgroup), at(scratch["do_smem"], warpgroup)
-            lse = plgpu.load(lse_smem, layout=BY_ROW)
-            delta = sum(_row_sums(x, y) for x, y in zip(do, q, strict=True))
-            plgpu.commit_smem()
             load_own(q_ref, q_head, "q_smem", q_arrived)
+            plgpu.barrier_wait(do_arrived)
+            q, do, out = (at(scratch[name], warpgroup) for name in ("q_smem", "do_smem", "out_smem"))
+            lse = plgpu.load(lse_smem, layout=BY_ROW)
+            delta = sum(_row_sums(x, y) for x, y in zip(do, out, strict=True))
             plgpu.barrier_wait(q_arrived)
             carry = parts.zeros(ROWS, q)
 

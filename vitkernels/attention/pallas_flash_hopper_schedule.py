@@ -33,21 +33,34 @@ class Schedule:
 
 
 def forward_schedule(keys: int, head_dim: int) -> Schedule:
-    return _resident(128, 2, keys, head_dim, 1, 2) or Schedule(256 if head_dim <= 64 else 128, 2, 2, True, True)
+    longest = 256 if head_dim <= 64 and -(-keys // 256) * 2 == -(-keys // 128) else 128  # 1025 keys: 1152, not 1280
+    return (
+        _resident(128, 2, keys, head_dim, kept=1, blocks=2)
+        or _resident(64, 2, keys, head_dim, kept=1, blocks=2)
+        or (_resident(128, 4, keys, head_dim, kept=1) if head_dim <= 64 else None)
+        or Schedule(longest, 2, 2, loader=True, take_turns=True)
+    )
 
 
 def dq_schedule(keys: int, head_dim: int) -> Schedule:
-    return _resident(64, 4, keys, head_dim, 2, 1) or Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
+    if head_dim > 64:
+        return _resident(64, 2, keys, head_dim, kept=3) or Schedule(64, 2, 2, loader=True)
+    return _resident(64, 4, keys, head_dim, kept=3) or Schedule(128, 2, 2, loader=True)
 
 
 def dkdv_schedule(queries: int, head_dim: int) -> Schedule:
-    return _resident(128, 2, queries, head_dim, 2, 1) or Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
+    tile = 128 if head_dim <= 64 else 64
+    return (
+        _resident(tile, 1, queries, head_dim, kept=2, blocks=2)
+        or _resident(64, 1, queries, head_dim, kept=2, blocks=2)
+        or Schedule(tile, 2, 2, loader=True)
+    )
 
 
-def _resident(tile: int, warpgroups: int, streamed: int, head_dim: int, kept: int, blocks: int) -> Schedule | None:
+def _resident(tile: int, warpgroups: int, streamed: int, head_dim: int, kept: int, blocks: int = 1) -> Schedule | None:
     """All of the two streamed operands at once, where `blocks` such blocks fit on a multiprocessor.
 
-    kept: how many rows' tiles each warpgroup has for itself.
+    kept: tiles of 64 rows that each warpgroup has for itself.
     """
     schedule = Schedule(tile, -(-streamed // tile), warpgroups)
     row = 2 * (-(-head_dim // 16) * 16)  # bytes

@@ -35,15 +35,29 @@ class Kernel:
 
 
 def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> bytes:
-    """The Mosaic-GPU module that `function` calls: lowered for CUDA, with or without a GPU."""
+    """The Mosaic-GPU module that `function` calls: lowered for CUDA, with or without a GPU.
+
+    Raises ValueError where `function` does more than hand its arguments to one kernel and return that one's results.
+    """
     from jax._src.lib.mlir import passmanager
-    from jax._src.pallas.mosaic_gpu.torch import _find_mgpu_call_in_module
 
     module = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)
         passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})").run(module.operation)
-        call, *_ = _find_mgpu_call_in_module(module)
+        (main,) = (op for op in module.body.operations if op.operation.name == "func.func" and op.name.value == "main")
+        (block,) = main.body.blocks
+        call, *rest = block.operations
+        direct = (
+            call.operation.name == "stablehlo.custom_call"
+            and call.call_target_name.value == "mosaic_gpu_v2"
+            and len(rest) == 1
+            and list(call.operands) == list(block.arguments)
+            and list(rest[0].operands) == list(call.results)
+            and not call.output_operand_aliases
+        )
+        if not direct:
+            raise ValueError("not one Mosaic-GPU kernel alone, on all arguments in their order, with all its results")
         return call.attributes["mhlo.backend_config"]["module"].value_bytes
 
 
