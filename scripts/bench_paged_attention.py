@@ -14,6 +14,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,13 +22,20 @@ sys.path.insert(0, str(ROOT))
 
 from vitkernels.bench import paged_attention as bench  # noqa: E402
 from vitkernels.bench.attention import Timing  # noqa: E402
+from vitkernels.errors import UsageError  # noqa: E402
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tpu", action="store_true", help="estimate for TPU v5e; no TPU is needed, none is used")
+    names = [case.what for case in bench.CASES]
+    parser.add_argument("--cases", nargs="+", default=names, choices=names, metavar="CASE", help=f"of {names}")
     parser.add_argument("--no-flex", action="store_true", help="skip flex_attention, which takes long to compile")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "paged_attention.jsonl")
     options = parser.parse_args()
+    if options.tpu:
+        estimate(options)
+        return
     if not torch.cuda.is_available():
         parser.error("measuring needs an NVIDIA GPU; --tpu estimates for a TPU v5e on any machine")
     measure(options)
@@ -42,7 +50,7 @@ def measure(options) -> None:
     print("| case | contender | ms | graph ms | of copy bandwidth | error |\n|---|---|---|---|---|---|")
     options.results.parent.mkdir(parents=True, exist_ok=True)
     with options.results.open("a") as file:
-        for case in bench.CASES:
+        for case in _chosen(options):
             for row in rows(case, bandwidth, not options.no_flex):
                 file.write(json.dumps(machine | {"copy_bytes_per_second": bandwidth} | row) + "\n")
 
@@ -73,6 +81,30 @@ def _print(case: bench.Case, row: dict, floor_ms: float) -> None:
         cells += [f"{t['median']:.4f} [{t['low']:.4f}, {t['high']:.4f}]" for t in (row["ms"], row["graph_ms"])]
         cells += [f"{floor_ms / row['graph_ms']['median']:.0%}", f"{row['error']:.1e}"]
     print("| " + " | ".join(cells) + " |", flush=True)
+
+
+def estimate(options) -> None:
+    """The table of a TPU v5e, from what libtpu scheduled; blocks of 512 tokens."""
+    from vitkernels.bench import tpu_paged_attention as tpu
+
+    print("ESTIMATED for TPU v5e from libtpu's schedules; no TPU was used; bfloat16, blocks of 512 tokens")
+    print("| case | contender | ESTIMATE ms | compute ms | HBM ms |\n|---|---|---|---|---|")
+    for case in _chosen(options):
+        lens = np.random.default_rng(0).integers(1, case.tokens + 1, case.sequences)
+        lens = lens if case.ragged else np.full(case.sequences, case.tokens)
+        for contender in tpu.CONTENDERS:
+            try:
+                program = tpu.estimate(contender, case, 512 // case.page_size, lens)
+            except UsageError as problem:
+                cells = [str(problem).splitlines()[-1][:150]]
+            else:
+                cells = [f"{ms:.3f}" for ms in (program.estimate_ms, program.compute_ms, program.memory_ms)]
+                cells += [f"not timed: {', '.join(program.untimed)}"] if program.untimed else []
+            print("| " + " | ".join([case.what, contender, *cells]) + " |", flush=True)
+
+
+def _chosen(options) -> list[bench.Case]:
+    return [case for case in bench.CASES if case.what in options.cases]
 
 
 def copy_bandwidth() -> float:

@@ -14,9 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel import (
-    paged_attention as jax_paged_attention,
-)
+from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as jax_kernels
 from test_paged_attention import error, exact, make
 
 from vitkernels.bench import tpu_static
@@ -27,7 +25,7 @@ needs_libtpu = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=s
 
 
 def compile_kernel(
-    B=4, K=4, G=1, D=128, S=16, T=8, P=64, block=4, dtype=jnp.bfloat16, megacore_mode=None, soft_cap=None, chip="v5e"
+    B=4, K=2, G=1, D=128, S=16, T=8, P=64, block=4, dtype=jnp.bfloat16, megacore_mode=None, soft_cap=None, chip="v5e"
 ):
     shape = jax.ShapeDtypeStruct
     cache = shape((K, P, S, D), dtype)
@@ -45,15 +43,14 @@ def test_head_dims_compile(D):
 
 
 @needs_libtpu
-@pytest.mark.parametrize("S", [8, 24, 64, 128])
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("S", [8, 24, 128])
+@pytest.mark.parametrize(("dtype", "D"), [(jnp.bfloat16, 64), (jnp.bfloat16, 128), (jnp.float32, 128)])
 def test_page_sizes_compile(S, dtype, D):
     compile_kernel(S=S, dtype=dtype, D=D)
 
 
 @needs_libtpu
-@pytest.mark.parametrize(("K", "G", "D"), [(8, 4, 128), (1, 8, 128), (12, 1, 64), (2, 12, 80), (12, 196, 64)])
+@pytest.mark.parametrize(("K", "G", "D"), [(8, 4, 128), (1, 8, 128), (12, 1, 64), (2, 196, 64)])
 def test_query_heads_compile(K, G, D):
     compile_kernel(K=K, G=G, D=D)
 
@@ -62,7 +59,7 @@ def test_query_heads_compile(K, G, D):
 @pytest.mark.parametrize("D", [64, 128])
 def test_long_tables_and_large_blocks_compile(D):
     """A block of all pages, which the kernel cuts to what its buffers hold."""
-    compile_kernel(B=16, K=8, D=D, T=256, P=4096, block=256)
+    compile_kernel(B=16, D=D, T=256, P=4096, block=256)
 
 
 @needs_libtpu
@@ -108,7 +105,7 @@ def jax_kernel(tensors, **options):
     P = key_cache.shape[1]
     arrays = numpys([query, key_cache.nan_to_num(), value_cache.nan_to_num(), lens, table.clamp(0, P - 1)])
     with pltpu.force_tpu_interpret_mode():
-        return torch.from_numpy(np.array(jax_paged_attention(*arrays, **options)))
+        return torch.from_numpy(np.array(jax_kernels.paged_attention(*arrays, **options)))
 
 
 @pytest.mark.parametrize(

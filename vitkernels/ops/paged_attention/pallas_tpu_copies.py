@@ -87,7 +87,7 @@ class _Copies:
             self._page(part, group, b, i, j, half).wait()
 
     def rows(self, part, half):
-        """A half of a buffer as (K, N, D). Pages that do not fill 16 bfloat16 rows of registers are joined as float32."""
+        """A half of a buffer as (K, N, D). Pages that do not fill registers of bfloat16 are joined as float32."""
         x = self.parts[part][1][half]
         joined = (self.plan.heads, self.plan.tokens, self.plan.D)
         if x.dtype.itemsize == 2 and self.plan.S % (2 * ROWS):

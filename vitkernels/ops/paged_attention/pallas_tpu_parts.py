@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 LOG2E = math.log2(math.e)
 LANES, ROWS = 128, 8  # of a register of float32
-ROWS_16 = 16  # of bfloat16
+ROWS_16 = 16  # of one of bfloat16
 BUFFER_LIMIT = 32 * 2**20  # bytes of VMEM for the pages of two blocks, keys and values
 MOST_WINDOWS = 16  # pages of a block where each has a window of its own, and each window its bookkeeping
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB

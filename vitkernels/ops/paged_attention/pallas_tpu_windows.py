@@ -85,7 +85,7 @@ def _kernel(*refs, plan: Plan):
 
 
 def _joined(plan: Plan, refs):
-    """The pages of a block as (K, N, D). Those that do not fill 16 bfloat16 rows of registers are joined as float32."""
+    """The pages of a block as (K, N, D). Those that do not fill registers of bfloat16 are joined as float32."""
     pages = [ref[:, 0] for ref in refs]
     if pages[0].dtype.itemsize == 2 and plan.S % (2 * ROWS):
         return jnp.concatenate([x.astype(f32) for x in pages], axis=1).astype(pages[0].dtype)
