@@ -29,9 +29,9 @@ Each setting is a flag, else an environment variable, else a line VARIABLE=value
 
   --project ID             V5E_PROJECT          Google Cloud project (required)
   --zone ZONE              V5E_ZONE             such as us-central1-a (required)
-  --lifetime DURATION      V5E_LIFETIME         such as 90m, 4h, 1d: required to create. When it is over, `run` stops and
-                                                deletes, and so does the node by itself, wherever this script is (its
-                                                service account must be allowed to delete TPUs: roles/tpu.admin)
+  --lifetime DURATION      V5E_LIFETIME         such as 90m, 4h, 1d: required to create. When it is over, `run` stops
+                                                and deletes, and so does the node by itself, wherever this script is
+                                                (if its service account may delete TPUs: roles/tpu.admin)
   --valid-until DURATION   V5E_VALID_UNTIL      leave the queue after this long (default: the lifetime)
   --name NAME              V5E_NAME             of the node (default: vitkernels)
   --accelerator TYPE       V5E_ACCELERATOR      v5litepod-1, 4, 8, 16, 32, 64, 128 or 256 (default: v5litepod-1)
@@ -44,6 +44,8 @@ Each setting is a flag, else an environment variable, else a line VARIABLE=value
   --price USD              V5E_PRICE            of one chip for one hour, to print what a lifetime costs
   --timeout DURATION       V5E_TIMEOUT          how long `wait` waits (default: the lifetime; 1d without one)
   --poll SECONDS           V5E_POLL             between two looks at the state (default: 15)
+  --fetch-every DURATION   V5E_FETCH_EVERY      while it trains: a node that is preempted takes its disk along
+                                                (default: 10m)
   --worker N               V5E_WORKER           for ssh (default: 0; all: every worker)
   --config FILE            V5E_CONFIG           (default: v5litepod.conf in the current folder, where there is one)
 
@@ -66,10 +68,10 @@ die() { # CODE WORDS...: the code, and what is wrong
 # ---------------------------------------------------------------------- settings
 
 readonly SETTINGS="project zone lifetime valid_until name accelerator runtime_version service_account capacity tags \
-network subnetwork price timeout poll worker config"
+network subnetwork price timeout poll fetch_every worker config"
 
 declare -A setting=([name]=vitkernels [accelerator]=v5litepod-1 [runtime_version]=v2-alpha-tpuv5-lite
-  [capacity]=on-demand [network]=default [poll]=15 [worker]=0)
+  [capacity]=on-demand [network]=default [poll]=15 [fetch_every]=10m [worker]=0)
 quiet=false dry_run=false verb='' arguments=()
 
 variable() { local upper=${1^^}; printf 'V5E_%s' "$upper"; }
@@ -139,8 +141,9 @@ read_settings() { # a flag wins over the environment, and that over the file
 }
 
 need() { # SETTING WHY
-  [[ -n ${setting[$1]:-} ]] ||
-    die $USAGE_ERROR "no $1: $2. Give $(flag "$1"), the environment variable $(variable "$1"), or a line in v5litepod.conf"
+  local ways
+  ways="$(flag "$1"), the environment variable $(variable "$1"), or a line in v5litepod.conf"
+  [[ -n ${setting[$1]:-} ]] || die $USAGE_ERROR "no $1: $2. Give $ways"
 }
 
 seconds() { # DURATION, checked already
@@ -162,15 +165,15 @@ check_settings() {
   [[ -z ${setting[price]:-} || ${setting[price]} =~ ^[0-9]+(\.[0-9]+)?$ ]] ||
     die $USAGE_ERROR "--price ${setting[price]}: US dollars, such as 1.20"
   local name
-  for name in lifetime valid_until timeout; do
+  for name in lifetime valid_until timeout fetch_every; do
     [[ ${setting[$name]:-1s} =~ ^[1-9][0-9]*[smhd]$ ]] ||
       die $USAGE_ERROR "$(flag "$name") ${setting[$name]}: a duration such as 90m, 4h or 1d"
   done
 }
 
-# Every `return` names its value: in a trap, a bare one gives the value from before the trap.
-
-# ---------------------------------------------------------------------- gcloud: shown, interruptible, asked again when it gives no clear answer
+# ---------------------------------------------------------------------- gcloud
+# Shown, interruptible, and asked again when it gives no clear answer. Every `return` names its value: in a trap, a bare
+# one gives the value from before the trap.
 
 shown() { printf '%q ' "$@"; }
 
@@ -198,18 +201,20 @@ queue() { # VERB ARGUMENTS...
   attended gcloud compute tpus queued-resources "$1" "${setting[name]}" "${place[@]}" "${@:2}"
 }
 
-readonly SSH_FLAGS=(--ssh-flag=-oConnectTimeout=20 --ssh-flag=-oServerAliveInterval=20 --ssh-flag=-oServerAliveCountMax=6)
+readonly SSH_FLAGS=(--ssh-flag=-oConnectTimeout=20 --ssh-flag=-oServerAliveInterval=20
+  --ssh-flag=-oServerAliveCountMax=6)
 
 on_worker() { # WORKER COMMAND: its exit code is the command's; 255 when there is no connection
-  attended gcloud compute tpus tpu-vm ssh "${setting[name]}" "${place[@]}" "${SSH_FLAGS[@]}" --worker="$1" --command="$2"
+  attended gcloud compute tpus tpu-vm ssh "${setting[name]}" "${place[@]}" "${SSH_FLAGS[@]}" \
+    --worker="$1" --command="$2"
 }
 
 to_all_workers() { # FILE: into their home folders
   attended gcloud compute tpus tpu-vm scp "$1" "${setting[name]}:" "${place[@]}" --worker=all
 }
 
-describe() { # EXPRESSION -> its value. 1 and the error on standard output when that is not to be had
-  gcloud compute tpus queued-resources describe "${setting[name]}" "${place[@]}" --format="value($1)" 2>&1
+describe() { # EXPRESSION -> its value. Else 1, with the error in the file $scratch/error
+  gcloud compute tpus queued-resources describe "${setting[name]}" "${place[@]}" --format="value($1)" 2>"$scratch/error"
 }
 
 retried() { # TRIES COMMAND...: until it succeeds
@@ -228,22 +233,21 @@ retried() { # TRIES COMMAND...: until it succeeds
 # a node that cannot be seen must never count as deleted.
 state=''
 look() {
-  local answer attempt
+  local attempt
   if $dry_run; then
     say "+ gcloud compute tpus queued-resources describe ${setting[name]} ${place[*]} --format='value(state.state)'"
     return 0
   fi
   for ((attempt = 1; attempt <= 5; attempt++)); do
-    if answer=$(describe state.state); then
-      state=$(tail -n 1 <<<"$answer")
-      return 0
-    elif [[ $answer == *NOT_FOUND* ]]; then
+    state=$(describe state.state) && return 0
+    if grep -q NOT_FOUND "$scratch/error"; then
       state=ABSENT
       return 0
     fi
+    state=''
     nap
   done
-  say "error: gcloud does not say how ${setting[name]} is: $answer"
+  say "error: gcloud does not say how ${setting[name]} is: $(cat "$scratch/error")"
   return 1
 }
 
@@ -271,12 +275,13 @@ stop_child() { # a request on its way is let through: what is half made could no
 readonly WORKER="bash vitkernels/scripts/v5litepod_worker.sh"
 
 print_bill() {
-  local chips=${setting[accelerator]#v5litepod-} life
-  life=$(seconds "${setting[lifetime]}")
+  local chips=${setting[accelerator]#v5litepod-} hours
+  hours=$(awk "BEGIN { printf \"%.4g\", $chips * $(seconds "${setting[lifetime]}") / 3600 }")
   say "billed from ACTIVE until deleted: $chips v5e chip(s), ${setting[capacity]}, ${setting[zone]}, project" \
-    "${setting[project]}; at most ${setting[lifetime]} = $(awk "BEGIN { printf \"%.1f\", $chips * $life / 3600 }") chip hours"
+    "${setting[project]}; at most ${setting[lifetime]} = $hours chip hours"
   if [[ -n ${setting[price]:-} ]]; then
-    say "  at ${setting[price]} USD per chip hour: at most $(awk "BEGIN { printf \"%.2f\", $chips * $life / 3600 * ${setting[price]} }") USD"
+    say "  at ${setting[price]} USD per chip hour: at most" \
+      "$(awk "BEGIN { printf \"%.2f\", $hours * ${setting[price]} }") USD"
   else
     say "  price per chip hour: cloud.google.com/tpu/pricing (--price USD multiplies it out)"
   fi
@@ -330,7 +335,8 @@ create() {
       local there
       there=$(describe 'tpu.nodeSpec[0].node.acceleratorType') || there=''
       [[ -z $there || $there == "${setting[accelerator]}" ]] ||
-        die $USAGE_ERROR "${setting[name]} exists and is a $there, not a ${setting[accelerator]}: delete it, or give another --name"
+        die $USAGE_ERROR "${setting[name]} exists and is a $there, not a ${setting[accelerator]}: delete it, or give" \
+          "another --name"
       say "${setting[name]} exists already: $state"
       return 0
       ;;
@@ -364,8 +370,8 @@ wait_for_node() {
         ;;
     esac
     if ((SECONDS - begin >= limit)); then
-      say "error: ${setting[name]} is $state after ${setting[timeout]:-${setting[lifetime]:-1d}}. It stays in the queue, and is" \
-        "billed once it is ACTIVE: wait again, or delete it"
+      say "error: ${setting[name]} is $state after $limit s. It stays in the queue, and is billed once it is ACTIVE:" \
+        "wait again, or delete it"
       return $TIME_IS_UP
     fi
     nap
@@ -415,6 +421,21 @@ setup() {
   retried 3 on_worker all "mkdir -p vitkernels && tar -xzf vitkernels.tar.gz -C vitkernels && $WORKER install"
 }
 
+fetcher=''
+
+fetch_regularly() { # the node's disk goes with the node
+  local pause
+  pause=$(seconds "${setting[fetch_every]}")
+  while sleep "$pause"; do
+    fetch || true
+  done
+}
+
+stop_fetching() {
+  [[ -z $fetcher ]] || kill "$fetcher" 2>/dev/null || true
+  fetcher=''
+}
+
 train() {
   need_node || return $?
   if [[ -d $ROOT/runs/${setting[name]}/checkpoints ]]; then
@@ -424,6 +445,10 @@ train() {
     retried 3 to_all_workers "$scratch/run.tar.gz" || return $?
     # What is on the worker already is newer than what was fetched from it.
     on_worker all "mkdir -p vitkernels/runs && tar -C vitkernels/runs --skip-old-files -xzf run.tar.gz" || return $?
+  fi
+  if ! $dry_run; then
+    fetch_regularly >/dev/null 2>&1 &
+    fetcher=$!
   fi
   local code attempt
   for attempt in {1..20}; do
@@ -442,10 +467,11 @@ train() {
 
 fetch() {
   need_node || return $?
-  local archive="$scratch/fetched.tar.gz" run=${setting[name]}
+  local archive="$scratch/fetched$BASHPID.tar.gz" run=${setting[name]}
   say "to runs/$run:"
   # A checkpoint may be replaced by a newer one meanwhile: tar then ends with 1.
-  on_worker 0 "tar -C vitkernels/runs --ignore-failed-read --exclude=pid --exclude=exit_code -czf - $run || test \$? = 1" >"$archive" || return $?
+  on_worker 0 "tar -C vitkernels/runs --ignore-failed-read --exclude=pid --exclude=exit_code -czf - $run ||
+    test \$? = 1" >"$archive" || return $?
   $dry_run && return 0
   mkdir -p "$ROOT/runs" && tar -C "$ROOT/runs" -xzf "$archive"
 }
@@ -509,6 +535,7 @@ end_of_run() {
   trap '' INT TERM HUP ALRM # nothing stops the deletion
   set +e
   [[ -z $alarm ]] || kill "$alarm" 2>/dev/null
+  stop_fetching
   stop_child
   if $trained; then
     # Interrupted while it trained: a last checkpoint. The node is gone when it was preempted; fetch then fails.
@@ -545,7 +572,7 @@ interrupted() { # CODE WORDS
 }
 
 main() {
-  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || die $USAGE_ERROR "bash 4.4 or newer is needed, this is $BASH_VERSION"
+  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || die $USAGE_ERROR "bash 4.4 is needed, not $BASH_VERSION"
   read_settings "$@"
   local step
   case $verb in
@@ -560,7 +587,7 @@ main() {
   place=(--project="${setting[project]}" --zone="${setting[zone]}" --quiet)
   $dry_run || command -v gcloud >/dev/null || die 1 "gcloud is not on the PATH: cloud.google.com/sdk/docs/install"
   scratch=$(mktemp -d)
-  trap 'code=$?; stop_child; rm -rf "$scratch"; exit $code' EXIT
+  trap 'code=$?; stop_fetching; stop_child; rm -rf "$scratch"; exit $code' EXIT
   trap 'interrupted 130 "interrupted"' INT
   trap 'interrupted 143 "terminated"' TERM
   trap 'interrupted 129 "hung up"' HUP

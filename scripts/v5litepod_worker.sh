@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # What scripts/provision_v5litepod.sh has each worker of a TPU node do. It comes to the worker with the checkout.
 #
-#   v5litepod_worker.sh install             the locked packages and what the doctor says of this worker
-#   v5litepod_worker.sh train RUN [...]     train in runs/RUN with train.py's settings, or join the training that goes on
-#   v5litepod_worker.sh stop RUN            ask the training for a checkpoint and an end
+#   v5litepod_worker.sh install           the locked packages, and what the doctor says of this worker
+#   v5litepod_worker.sh train RUN [...]   train in runs/RUN with train.py's settings, or join the training there
+#   v5litepod_worker.sh stop RUN          ask the training for a checkpoint and an end
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 export PJRT_DEVICE=TPU

@@ -27,6 +27,11 @@ def test_the_same_sweep_gets_the_same_folder_and_jobs_are_named_by_what_varies()
     assert name_sweep([*argv, "seed=1"])[-1] != named[6]
 
 
+def test_jobs_of_a_sweeper_that_brings_its_own_parameters_are_named_by_them():
+    named = name_sweep(["train.py", "-m", "hydra/sweeper=optuna_lr_and_tiles", "attn=triton_flash"])
+    assert "hydra.job.config.override_dirname.exclude_keys=[hydra/sweeper,attn]" in named
+
+
 def test_an_own_folder_is_kept():
     named = name_sweep(["train.py", "-m", "attn=native,sdpa", "hydra.sweep.dir=here"])
     assert not any(word.startswith("hydra.sweep.dir=runs") for word in named)
@@ -64,6 +69,15 @@ def test_a_sweep_in_which_all_failed_still_has_its_table(tmp_path):
     rows = comparison.compare(tmp_path)
     comparison.write(rows, tmp_path)
     assert rows[0]["ratio"] is None and "killed by SIGSEGV" in (tmp_path / "comparison.md").read_text()
+
+
+def test_a_sweep_whose_first_variant_failed_has_no_ratios_but_a_table(tmp_path):
+    job(tmp_path, 0, "attn=a", status="failed", reason="out of memory")
+    job(tmp_path, 1, "attn=b", median=20.0)
+    rows = comparison.compare(tmp_path)
+    comparison.write(rows, tmp_path)
+    assert [row["ratio"] for row in rows] == [None, None]
+    assert (tmp_path / "comparison.png").stat().st_size > 5000
 
 
 def test_a_process_that_was_killed_is_said_to_be(tmp_path):

@@ -130,7 +130,8 @@ def plot(rows: list[dict], path: Path) -> None:
         axes.errorbar(
             median, y, xerr=[[median - times["p10"]], [times["p90"] - median]], color="black", capsize=4, linewidth=1.2
         )
-        axes.text(times["p90"] + 0.015 * widest, y, f"{median:.2f} ms  (×{row['ratio']:.2f})", va="center", fontsize=10)
+        ratio = "" if row["ratio"] is None else f"  (×{row['ratio']:.2f})"  # none when the first variant failed
+        axes.text(times["p90"] + 0.015 * widest, y, f"{median:.2f} ms{ratio}", va="center", fontsize=10)
     axes.set_yticks(range(len(rows)), [row["variant"] for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlim(0, widest * 1.28)
