@@ -49,13 +49,22 @@ def test_runs_in_the_order_of_torchs_current_stream():
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
 def test_mosaic_gpu_kernel_is_launched_directly():
-    mgpu = pytest.importorskip("jax.experimental.pallas.mosaic_gpu")
-    if not hasattr(mgpu, "as_torch_kernel"):
-        pytest.skip("this jax has no as_torch_kernel")
+    if jax.__version_info__ < (0, 11):
+        pytest.skip(f"needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax[cuda13]'")
+    from jax.experimental.pallas import mosaic_gpu as mgpu
 
     def body(x_ref, y_ref, o_ref):
         o_ref[...] = x_ref[...] + y_ref[...]
 
     add = mgpu.kernel(body, out_type=jax.ShapeDtypeStruct((128,), jnp.float32))
+    op = pallas_op(lambda x, y: add(x, y), name="cuda_mosaic_add")
     x, y = torch.randn(2, 128, device="cuda")
-    torch.testing.assert_close(pallas_op(lambda x, y: add(x, y), name="cuda_mosaic_add")(x, y), x + y)
+    torch.testing.assert_close(op(x, y), x + y)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # not the default one, for which as_torch_kernel is made
+        torch.cuda._sleep(50_000_000)  # tens of ms: whoever does not wait adds the old x
+        x.fill_(7)
+        total = op(x, y)
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.testing.assert_close(total, y + 7)

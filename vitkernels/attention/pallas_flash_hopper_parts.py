@@ -15,7 +15,7 @@ from jax._src.state.types import ReshapeTransform, TransformedRef
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash_hopper_schedule import Schedule
+from vitkernels.attention.pallas_flash_hopper_schedule import Schedule, widths
 
 ROWS = 64  # rows of a tile that one warpgroup multiplies at a time
 LOG2E = math.log2(math.e)
@@ -99,12 +99,6 @@ class Problem:
     def first_row(self):
         """The first of this warpgroup's own rows."""
         return (lax.axis_index("tile") * self.schedule.warpgroups + lax.axis_index("warpgroup")) * ROWS
-
-
-def widths(head_dim: int) -> tuple[int, ...]:
-    """The columns of a row, cut so that each part is one swizzle wide: 64 -> 64; 72, 80 -> 64, 16; 88 -> 64, 32."""
-    whole, rest = divmod(head_dim, 64)
-    return (64,) * whole + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
 
 
 def padded(tokens: int) -> int:

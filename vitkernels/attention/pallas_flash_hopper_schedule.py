@@ -32,6 +32,12 @@ class Schedule:
         return min(240, (512 - loader) // self.warpgroups // 8 * 8), loader
 
 
+def widths(head_dim: int) -> tuple[int, ...]:
+    """The columns of a row, cut so that each part is one swizzle wide: 64 -> 64; 72, 80 -> 64, 16; 88 -> 64, 32."""
+    whole, rest = divmod(head_dim, 64)
+    return (64,) * whole + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
+
+
 def forward_schedule(keys: int, head_dim: int) -> Schedule:
     longest = 256 if head_dim <= 64 and -(-keys // 256) * 2 == -(-keys // 128) else 128  # 1025 keys: 1152, not 1280
     return (
@@ -63,6 +69,6 @@ def _resident(tile: int, warpgroups: int, streamed: int, head_dim: int, kept: in
     kept: tiles of 64 rows that each warpgroup has for itself.
     """
     schedule = Schedule(tile, -(-streamed // tile), warpgroups)
-    row = 2 * (-(-head_dim // 16) * 16)  # bytes
+    row = 2 * sum(widths(head_dim))  # bytes
     tiles = kept * 64 * warpgroups * row + 2 * schedule.stages * tile * row
     return schedule if blocks * (tiles + 8 * 1024) <= _SHARED_MEMORY else None

@@ -109,14 +109,17 @@ def hlo_module(function, shapes, platform: str) -> bytes:
     return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
 
 
-def as_torch_kernel(function):
-    """Mosaic-GPU's own launcher of `function` on torch tensors, or None where this jax has none (0.7.1)."""
-    try:
-        from jax.experimental.pallas import mosaic_gpu
-    except ImportError:
+def mosaic_gpu_kernel(function, shapes):
+    """`function` on `shapes` as a Mosaic-GPU kernel to launch on torch tensors (bridge/mosaic_gpu.py); None where it is
+    not one such kernel and nothing else, and where this jax is too old (before 0.11)."""
+    if jax.__version_info__ < (0, 11):
         return None
-    make = getattr(mosaic_gpu, "as_torch_kernel", None)
-    return None if make is None else make(function)
+    from vitkernels.bridge.mosaic_gpu import Kernel
+
+    try:
+        return Kernel(function, shapes)
+    except (ValueError, NotImplementedError):
+        return None
 
 
 close_tpu()

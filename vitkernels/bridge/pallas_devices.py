@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge import lazy_target
-from vitkernels.bridge.jax_compat import as_torch_kernel, close_tpu, hlo_module, interpreted
+from vitkernels.bridge.jax_compat import close_tpu, hlo_module, interpreted, mosaic_gpu_kernel
 from vitkernels.errors import UsageError
 
 _CPU_ALIGNMENT = 64  # bytes; XLA on the CPU takes no buffer with less, and would copy it with a warning
@@ -153,13 +153,9 @@ class Trace:
     def _for_cuda(self, tensors) -> Callable:
         """Mosaic-GPU's direct launch where the function is one such kernel and nothing else; else DLPack and jit."""
         function = jex_core.jaxpr_as_fun(self.jaxpr)
-        direct = as_torch_kernel(lambda *arrays: tuple(function(*arrays)))
-        if direct is not None and tensors:
-            try:
-                direct(*tensors)
-                return lambda tensors: list(direct(*tensors))
-            except (ValueError, NotImplementedError):  # "No Mosaic GPU call found in the module" and its likes
-                pass
+        kernel = mosaic_gpu_kernel(lambda *arrays: tuple(function(*arrays)), self.shapes) if tensors else None
+        if kernel is not None:
+            return lambda tensors: self._launch(kernel, tensors)
         if jax.default_backend() != "gpu":
             raise UsageError(
                 f"{self.name}: JAX has no GPU here (its platforms: {jax.config.jax_platforms}); pip install "
@@ -169,6 +165,11 @@ class Trace:
         # DLPack orders both ways: JAX's stream waits for torch's current one on the way in, torch's for JAX's on the
         # way out.
         return lambda tensors: self._to_torch(run(*map(jax.dlpack.from_dlpack, tensors)), tensors)
+
+    def _launch(self, kernel, inputs: list[Tensor]) -> list[Tensor]:
+        outputs = [torch.empty(shape, dtype=dtype, device=inputs[0].device) for shape, dtype in self.outputs]
+        kernel(*inputs, *outputs)
+        return outputs
 
     def _to_torch(self, arrays, inputs: list[Tensor]) -> list[Tensor]:
         """JAX arrays as tensors that share their memory; one that JAX handed straight through is copied, because an
