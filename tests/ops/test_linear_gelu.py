@@ -43,8 +43,8 @@ def draw(device, M=40, K=32, N=48, O=None, dtype=torch.float32, bias_dtype=None)
 
 def taken(op, backends, backend, leaves, tanh):
     """Skips where the backend refuses, once the call itself has refused with the same reason."""
-    args = leaves if len(leaves) in (3, 5) else [*leaves, None]
-    reason = backends.get(backend).unsupported(*args, tanh)
+    args = [*leaves, tanh] if op is linear_gelu else [*leaves, tanh, False]
+    reason = backends.get(backend).unsupported(*args)
     if reason is not None:
         with pytest.raises(UsageError) as raised:
             op(*leaves, approximate="tanh" if tanh else "none", backend=backend)
@@ -57,8 +57,8 @@ def reference(x, weight1, bias1=None, weight2=None, bias2=None, approximate="non
     return hidden if weight2 is None else F.linear(hidden, weight2, bias2)
 
 
-def check(op, leaves, approximate="none", backend="auto"):
-    out = op(*leaves, approximate=approximate, backend=backend)
+def check(op, leaves, approximate="none", backend="auto", **settings):
+    out = op(*leaves, approximate=approximate, backend=backend, **settings)
     dout = torch.randn_like(out)
     grads = torch.autograd.grad(out, leaves, dout)
     copies = [x.detach().double().requires_grad_() for x in leaves]
@@ -88,6 +88,7 @@ def test_mlp(device, backend, approximate, M, K, N, O):
     leaves = draw(device, M, K, N, O)
     taken(mlp, MLP_BACKENDS, backend, leaves, approximate == "tanh")
     check(mlp, leaves, approximate, backend)
+    check(mlp, leaves, approximate, backend, keep_activation=True)
 
 
 @pytest.mark.gpu
@@ -230,12 +231,12 @@ def test_operators_keep_their_promises(device):
     ops = torch.ops.vitkernels
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(ops.linear_gelu, (x, weight1, bias1, False, "passes"), test_utils=checks)
-    torch.library.opcheck(ops.mlp, (x, weight1, bias1, weight2, bias2, True, "passes"), test_utils=checks)
+    torch.library.opcheck(ops.mlp, (x, weight1, bias1, weight2, bias2, True, True, "passes"), test_utils=checks)
     dy, pre = torch.randn(6, 16, device=device), torch.randn(6, 16, device=device)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.gelu_backward_with_sums, (dy, pre, False), test_utils=checks)
     torch.library.opcheck(
-        ops.linear_into_gelu_backward, (dy, weight2.detach(), pre, False, "passes"), test_utils=checks
+        ops.linear_into_gelu_backward, (dy, weight2.detach(), pre, False, False, "passes"), test_utils=checks
     )
     torch.library.opcheck(ops.column_sums, (dy,), test_utils=checks)
 

@@ -6,7 +6,7 @@ A backend module has two functions with the same parameters, those of the op wit
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -14,6 +14,7 @@ from types import ModuleType
 import torch
 
 from vitkernels.errors import UsageError, unknown_name
+from vitkernels.ops.measurements import fastest_first
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,14 @@ class Backends:
     modules: backend name -> module; "reference" is among them and takes everything.
     preference: place (cpu, cuda, tpu, xla) -> names that `auto` tries there, fastest first. Kernels that would only be
         interpreted do not belong in it. A place that is not listed, or where all refuse, gets the reference.
+    features: from a call's arguments, the sizes of its parameters and the dtype it calculates in: under these names
+        `python -m vitkernels.tune` keeps what it measured, whose order on a GPU comes before `preference`.
     """
 
     op: str
     modules: Mapping[str, str]
     preference: Mapping[str, tuple[str, ...]]
+    features: Callable[..., tuple[tuple[int, ...], torch.dtype]] | None = None
 
     def names(self) -> tuple[str, ...]:
         """Every backend's name; "auto" chooses among them."""
@@ -49,7 +53,7 @@ class Backends:
             if reason is not None:
                 raise UsageError(f"{self.op} backend {backend!r} cannot take this call: {reason}")
             return module
-        for name in self.preference.get(place_of(device), ()):
+        for name in self._order(device, args, kwargs):
             module = self.get(name)
             if module.unsupported(*args, **kwargs) is None:
                 return module
@@ -58,17 +62,31 @@ class Backends:
     def refusals(self, device: torch.device, *args, **kwargs) -> dict[str, str]:
         """Why `auto` passes over the faster backends for these arguments: name -> reason, up to the one it takes."""
         refused = {}
-        for name in self.preference.get(place_of(device), ()):
+        for name in self._order(device, args, kwargs):
             reason = self.get(name).unsupported(*args, **kwargs)
             if reason is None:
                 break
             refused[name] = reason
         return refused
 
+    def _order(self, device: torch.device, args: tuple, kwargs: dict) -> tuple[str, ...]:
+        """What `auto` tries, fastest first."""
+        place = place_of(device)
+        preferred = self.preference.get(place, ())
+        if place != "cuda" or self.features is None:
+            return preferred
+        features, dtype = self.features(*args, **kwargs)
+        return fastest_first(self.op, features, dtype, device.index, preferred)
+
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace an import, and need not
 def _import(module: str) -> None:
     import_module(module)
+
+
+def backends_of(op: Callable) -> Backends:
+    """The table of an op, which lies beside its function."""
+    return sys.modules[op.__module__].BACKENDS
 
 
 def place_of(device: torch.device) -> str:

@@ -15,10 +15,10 @@ BACKENDS = Backends(
         "reference": "vitkernels.ops.linear_gelu.reference",
         "passes": "vitkernels.ops.linear_gelu.passes",
         "triton": "vitkernels.ops.linear_gelu.triton",
-        "hopper": "vitkernels.ops.linear_gelu.hopper",
         "pallas_tpu": "vitkernels.ops.linear_gelu.pallas_tpu",
     },
     preference={"cuda": ("passes",), "tpu": ("pallas_tpu",)},
+    features=lambda x, weight, bias, tanh: (tuple(weight.shape[::-1]), x.dtype),
 )
 
 
@@ -31,8 +31,8 @@ def linear_gelu(
         x: floating, (..., K).
         weight_NK, bias_N: as in nn.Linear(K, N). The bias may have another dtype; its gradient has that too.
         approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
-        backend: "auto" or a name. passes: the library's product, then one pass; triton and hopper: GELU in the
-            product's epilogue, by Triton's own pipelining or by hand for Hopper GPUs.
+        backend: "auto" or a name. passes: the library's product, then one pass; triton: GELU in the epilogue of a
+            product of its own.
 
     Returns:
         (..., N) in autocast's dtype where autocast is on, else in x's. GELU is calculated in float32 from the product

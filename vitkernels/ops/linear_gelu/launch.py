@@ -30,29 +30,22 @@ def forward(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool, 
         return gelu_pass(pre_MN, tanh), pre_MN
     act_MN, pre_MN = (x_MK.new_empty(M, N) for _ in range(2))
     bias_N = x_MK.new_zeros(N) if bias_N is None else bias_N
-    if form == "hopper":
-        from vitkernels.ops.linear_gelu import hopper_launch
-
-        hopper_launch.forward(x_MK, weight_NK, bias_N, pre_MN, act_MN, tanh)
-    else:
-        _product(linear_gelu_kernel, bias_N, x_MK, weight_NK, True, (pre_MN, act_MN), tanh)
+    _product(linear_gelu_kernel, bias_N, x_MK, weight_NK, True, (pre_MN, act_MN), tanh)
     return act_MN, pre_MN
 
 
-def backward(dy_MK: Tensor, weight_KN: Tensor, pre_MN: Tensor, tanh: bool, form: str) -> tuple[Tensor, Tensor, Tensor]:
-    """dpre = (dy weight) gelu'(pre), gelu(pre) again, and dpre's sums over rows."""
+def backward(
+    dy_MK: Tensor, weight_KN: Tensor, pre_MN: Tensor, tanh: bool, needs_act: bool, form: str
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dpre = (dy weight) gelu'(pre), gelu(pre) again if it is needed, and dpre's sums over rows."""
     M, N = pre_MN.shape
+    act_MN = torch.empty_like(pre_MN) if needs_act else None
     if form == "passes" or not M:
-        return backward_pass(dy_MK @ weight_KN, pre_MN, tanh, needs_act=True)
-    dpre_MN, act_MN = (torch.empty_like(pre_MN) for _ in range(2))
+        dact_MN = dy_MK @ weight_KN
+        return backward_pass(dact_MN, pre_MN, tanh, dpre_MN=dact_MN, act_MN=act_MN)
+    dpre_MN = torch.empty_like(pre_MN)
     sums_TN = pre_MN.new_empty(cdiv(M, _tiles(pre_MN)[0]), N, dtype=torch.float32)
-    if form == "hopper":
-        from vitkernels.ops.linear_gelu import hopper_launch
-
-        hopper_launch.backward(dy_MK, weight_KN, pre_MN, dpre_MN, act_MN, sums_TN, tanh)
-    else:
-        outputs = pre_MN, dpre_MN, act_MN
-        _product(gelu_linear_backward_kernel, sums_TN, dy_MK, weight_KN, False, outputs, tanh)
+    _product(gelu_linear_backward_kernel, sums_TN, dy_MK, weight_KN, False, (pre_MN, dpre_MN, act_MN), tanh)
     return dpre_MN, act_MN, column_sums(sums_TN)
 
 
@@ -69,7 +62,7 @@ def _product(kernel, plain: Tensor, a_MK: Tensor, b: Tensor, b_is_NK: bool, tile
     descriptors = (
         TensorDescriptor.from_tensor(a_MK, [tile_m, tile_k]),
         TensorDescriptor.from_tensor(b, [tile_n, tile_k] if b_is_NK else [tile_k, tile_n]),
-        *(TensorDescriptor.from_tensor(x, [tile_m, tile_n // 4]) for x in tiles_MN),
+        *(None if x is None else TensorDescriptor.from_tensor(x, [tile_m, tile_n // 4]) for x in tiles_MN),
     )
     grid = (cdiv(M, tile_m) * cdiv(N, tile_n),)
     constants = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TANH": tanh, "PRECISION": "ieee"}
@@ -88,11 +81,15 @@ def gelu_pass(pre_MN: Tensor, tanh: bool) -> Tensor:
     return act_MN
 
 
-def backward_pass(dact_MN: Tensor, pre_MN: Tensor, tanh: bool, needs_act: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dpre = dact gelu'(pre), gelu(pre) if it is needed, and dpre's sums over rows."""
+def backward_pass(
+    dact_MN: Tensor, pre_MN: Tensor, tanh: bool, *, dpre_MN: Tensor | None = None, act_MN: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """dpre = dact gelu'(pre) and its sums over rows; fills act_MN with gelu(pre) if it is given.
+
+    dpre_MN: where dpre goes, by default into new memory. It may be dact_MN: each number is read before it is written.
+    """
     M, N = pre_MN.shape
-    dpre_MN = torch.empty_like(pre_MN)
-    act_MN = torch.empty_like(pre_MN) if needs_act else None
+    dpre_MN = torch.empty_like(pre_MN) if dpre_MN is None else dpre_MN
     rows, columns, steps = 16, 128, 8
     sums_PN = pre_MN.new_empty(cdiv(M, rows * steps), N, dtype=torch.float32)
     if pre_MN.numel():

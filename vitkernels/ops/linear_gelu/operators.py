@@ -1,6 +1,6 @@
 """The linear layer with GELU as PyTorch operators, opaque to torch.compile; the MLP's backward builds on them too.
 
-`form` says how: "passes", "triton" or "hopper", as the backends are named.
+`form` says how: "passes" or "triton", as the backends are named.
 
 Shape suffixes: M rows (tokens), K input features, N output features.
 """
@@ -33,7 +33,7 @@ def _(x, weight, bias, tanh, form):
 @operator("gelu_backward_with_sums(Tensor dact, Tensor pre, bool tanh) -> (Tensor, Tensor)")
 def gelu_backward_with_sums(dact: Tensor, pre: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """dpre = dact gelu'(pre), both (M, N), and dpre's sums over rows (N) in float32."""
-    dpre, _, sums = launch.backward_pass(calculable(dact).contiguous(), calculable(pre), tanh, needs_act=False)
+    dpre, _, sums = launch.backward_pass(calculable(dact).contiguous(), calculable(pre), tanh)
     return dpre.to(pre.dtype), sums
 
 
@@ -43,21 +43,24 @@ def _(dact, pre, tanh):
 
 
 @operator(
-    "linear_into_gelu_backward(Tensor dy, Tensor weight, Tensor pre, bool tanh, str form) -> (Tensor, Tensor, Tensor)"
+    "linear_into_gelu_backward(Tensor dy, Tensor weight, Tensor pre, bool tanh, bool needs_act, str form)"
+    " -> (Tensor, Tensor, Tensor)"
 )
-def linear_into_gelu_backward(dy: Tensor, weight: Tensor, pre: Tensor, tanh: bool, form: str):
-    """Back through y = gelu(pre) weightᵀ: dpre (M, N), gelu(pre) again, and dpre's sums over rows in float32.
+def linear_into_gelu_backward(dy: Tensor, weight: Tensor, pre: Tensor, tanh: bool, needs_act: bool, form: str):
+    """Back through y = gelu(pre) weightᵀ: dpre (M, N), gelu(pre) again (empty where it is not needed), and dpre's sums
+    over rows in float32.
 
     dy (M, K); weight (K, N); pre (M, N).
     """
     given = calculable(dy).contiguous(), calculable(weight).contiguous(), calculable(pre)
-    dpre, act, sums = launch.backward(*given, tanh, form)
-    return dpre.to(pre.dtype), act.to(pre.dtype), sums
+    dpre, act, sums = launch.backward(*given, tanh, needs_act, form)
+    return dpre.to(pre.dtype), pre.new_empty(0) if act is None else act.to(pre.dtype), sums
 
 
 @register_fake("vitkernels::linear_into_gelu_backward")
-def _(dy, weight, pre, tanh, form):
-    return torch.empty_like(pre), torch.empty_like(pre), pre.new_empty(pre.shape[1], dtype=torch.float32)
+def _(dy, weight, pre, tanh, needs_act, form):
+    act = torch.empty_like(pre) if needs_act else pre.new_empty(0)
+    return torch.empty_like(pre), act, pre.new_empty(pre.shape[1], dtype=torch.float32)
 
 
 @operator("column_sums(Tensor x) -> Tensor")

@@ -96,7 +96,8 @@ def linear_gelu_kernel(
 @triton.jit
 def _deactivate(dact, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, COLUMNS: tl.constexpr, TANH: tl.constexpr):
     act, slope = gelu_and_slope(pre_MN.load([m, n]).to(tl.float32), TANH)
-    act_MN.store([m, n], act.to(act_MN.dtype))
+    if act_MN is not None:
+        act_MN.store([m, n], act.to(act_MN.dtype))
     dpre = dact * slope
     dpre_MN.store([m, n], dpre.to(dpre_MN.dtype))
     columns = n + tl.arange(0, COLUMNS)

@@ -14,9 +14,9 @@ BACKENDS = Backends(
         "reference": "vitkernels.ops.mlp.reference",
         "passes": "vitkernels.ops.mlp.passes",
         "triton": "vitkernels.ops.mlp.triton",
-        "hopper": "vitkernels.ops.mlp.hopper",
     },
     preference={"cuda": ("passes",)},
+    features=lambda x, weight1, bias1, weight2, bias2, tanh, keep: ((*weight1.shape[::-1], weight2.shape[0]), x.dtype),
 )
 
 
@@ -28,17 +28,20 @@ def mlp(
     bias2_O: Tensor | None = None,
     approximate: str = "none",
     *,
+    keep_activation: bool = False,
     backend: str = "auto",
 ) -> Tensor:
     """gelu(x weight1ᵀ + bias1) weight2ᵀ + bias2: (..., K) -> (..., O).
 
-    For the backward pass it keeps x and what GELU was given, and calculates GELU again.
+    For the backward pass it keeps x and what GELU was given, and calculates GELU again, unless it kept that too.
 
     Args:
         x: floating, (..., K).
         weight1_NK, bias1_N, weight2_ON, bias2_O: as in nn.Linear. Leave bias2 out where `layer_norm_residual` adds it:
             there its gradient costs no pass of its own.
         approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
+        keep_activation: keep GELU's result as well: as much memory again per layer, for a backward pass that writes a
+            tensor of that size less.
         backend: "auto" or a name; they are linear_gelu's.
 
     Returns:
@@ -52,5 +55,5 @@ def mlp(
     check_linear(x, x.shape[-1], weight1_NK, bias1_N, "1")
     check_linear(x, len(weight1_NK), weight2_ON, bias2_O, "2")
     x, weight1_NK, weight2_ON = cast(x, weight1_NK, weight2_ON)
-    args = x, weight1_NK, bias1_N, weight2_ON, bias2_O, approximate == "tanh"
+    args = x, weight1_NK, bias1_N, weight2_ON, bias2_O, approximate == "tanh", keep_activation
     return BACKENDS.pick(backend, x.device, *args).run(*args)

@@ -5,6 +5,7 @@ Shape suffixes: M rows (tokens), K input features, N hidden features, O output f
 
 from types import ModuleType
 
+import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 from torch.nn import functional as F
@@ -19,44 +20,48 @@ def unsupported_second(first_layer: ModuleType, x: Tensor, weight2_ON: Tensor, t
 
 
 @operator(
-    "mlp(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, bool tanh, str form)"
-    " -> (Tensor, Tensor)"
+    "mlp(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2, bool tanh, bool keep, str form)"
+    " -> (Tensor, Tensor, Tensor)"
 )
-def mlp(x, weight1, bias1, weight2, bias2, tanh: bool, form: str) -> tuple[Tensor, Tensor]:
-    """The output, and what GELU was given, for the backward pass."""
+def mlp(x, weight1, bias1, weight2, bias2, tanh: bool, keep: bool, form: str):
+    """The output, and for the backward pass what GELU was given, and what it gave (empty where that is not kept)."""
     act, pre = linear_gelu(x, weight1, bias1, tanh, form)
-    return F.linear(act, weight2, None if bias2 is None else bias2.to(x.dtype)), pre
+    return F.linear(act, weight2, None if bias2 is None else bias2.to(x.dtype)), pre, act if keep else x.new_empty(0)
 
 
 @register_fake("vitkernels::mlp")
-def _(x, weight1, bias1, weight2, bias2, tanh, form):
-    return x.new_empty(*x.shape[:-1], weight2.shape[0]), x.new_empty(*x.shape[:-1], weight1.shape[0])
+def _(x, weight1, bias1, weight2, bias2, tanh, keep, form):
+    pre = x.new_empty(*x.shape[:-1], weight1.shape[0])
+    return x.new_empty(*x.shape[:-1], weight2.shape[0]), pre, torch.empty_like(pre) if keep else x.new_empty(0)
 
 
 def _save(ctx, inputs, output):
-    x, weight1, bias1, weight2, bias2, ctx.tanh, ctx.form = inputs
-    ctx.save_for_backward(x, weight1, weight2, output[1])
+    x, weight1, bias1, weight2, bias2, ctx.tanh, ctx.keep, ctx.form = inputs
+    ctx.save_for_backward(x, weight1, weight2, *output[1:])
     ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (bias1, bias2)]
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
 
 
-def _differentiate(ctx, dy, _dpre):
+def _differentiate(ctx, dy, _dpre, _dact):
     if dy is None:
-        return (None,) * 7
-    x, weight1, weight2, pre = ctx.saved_tensors
+        return (None,) * 8
+    x, weight1, weight2, pre, act = ctx.saved_tensors
     needs_dx, needs_dweight1, _, needs_dweight2, *_ = ctx.needs_input_grad
     (N, K), O = weight1.shape, len(weight2)
     dy_MO = dy.reshape(-1, O)
-    dpre_MN, act_MN, dbias1 = linear_into_gelu_backward(dy_MO, weight2, pre.view(-1, N), ctx.tanh, ctx.form)
+    dpre_MN, again_MN, dbias1 = linear_into_gelu_backward(
+        dy_MO, weight2, pre.view(-1, N), ctx.tanh, not ctx.keep, ctx.form
+    )
+    act_MN = act.view(-1, N) if ctx.keep else again_MN
     dweight2 = dy_MO.mT @ act_MN if needs_dweight2 else None
-    del act_MN  # as large as anything here
+    del act_MN, again_MN  # as large as anything here
     dweight1 = dpre_MN.mT @ x.reshape(-1, K) if needs_dweight1 else None
     dx = (dpre_MN @ weight1).view(x.shape) if needs_dx else None
     dtype1, dtype2 = ctx.bias_dtypes
     dbias1 = None if dtype1 is None else dbias1.to(dtype1)
     dbias2 = None if dtype2 is None else column_sums(dy_MO).to(dtype2)
-    return dx, dweight1, dbias1, dweight2, dbias2, None, None
+    return dx, dweight1, dbias1, dweight2, dbias2, None, None, None
 
 
 register_autograd("vitkernels::mlp", _differentiate, setup_context=_save)

@@ -16,6 +16,7 @@ BACKENDS = Backends(
         "triton": "vitkernels.ops.patch_embed.triton",
     },
     preference={"cuda": ("triton",)},
+    features=lambda images, weight, bias, dtype: ((*weight.shape[1:], weight.shape[0]), dtype),
 )
 
 

@@ -1,0 +1,111 @@
+"""What `auto` tries first on a GPU: the user's measurements, then those that ship, then the default; and tune."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from vitkernels import tune
+from vitkernels.ops import measurements
+from vitkernels.ops.backends import Backends
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """A user's cache and a shipped table of this test's own, on a machine whose GPU is an H200."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(measurements, "SHIPPED", tmp_path / "shipped.json")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
+    measurements._fastest_first.cache_clear()
+    yield measurements.user_table(), tmp_path / "shipped.json"
+    measurements._fastest_first.cache_clear()
+
+
+def row(features=(768, 3072), dtype="bfloat16", **ms):
+    return {"op": "linear_gelu", "dtype": dtype, "features": list(features), "rows": 32768, "ms": ms}
+
+
+def order(features=(768, 3072), dtype=torch.bfloat16):
+    return measurements.fastest_first("linear_gelu", features, dtype, 0, ("passes", "triton"))
+
+
+def test_the_users_measurements_come_first(tables, caplog):
+    user, shipped = tables
+    measurements.write(shipped, "NVIDIA H200", [row(hopper=1.0, passes=2.0)])
+    measurements.write(user, "NVIDIA H200", [row(triton=0.5, hopper=0.75)])
+    with caplog.at_level(logging.INFO, "vitkernels"):
+        assert order() == ("triton", "hopper")
+    assert caplog.messages == [
+        "linear_gelu 768 x 3072 bfloat16 on NVIDIA H200: triton 0.500 ms, hopper 0.750 ms "
+        f"(measured on NVIDIA H200, {user})"
+    ]
+
+
+def test_a_gpu_of_the_same_family_serves(tables, caplog):
+    _, shipped = tables
+    measurements.write(shipped, "NVIDIA H100 80GB HBM3", [row(hopper=1.0, passes=2.0)])
+    measurements.write(shipped, "NVIDIA A100-SXM4-40GB", [row(passes=1.0)])
+    with caplog.at_level(logging.INFO, "vitkernels"):
+        assert order() == ("hopper", "passes")
+    assert "measured on NVIDIA H100 80GB HBM3" in caplog.text
+
+
+def test_what_was_never_measured_is_said(tables, caplog):
+    user, _ = tables
+    measurements.write(user, "NVIDIA A100-SXM4-40GB", [row(hopper=1.0)])
+    measurements.write(user, "NVIDIA H200", [row(dtype="float16", hopper=1.0), row((1024, 4096), hopper=1.0)])
+    with caplog.at_level(logging.INFO, "vitkernels"):
+        assert order() == ("passes", "triton")
+    assert "was never measured: passes, triton, in this order; `python -m vitkernels.tune` measures" in caplog.text
+    assert order((1024, 4096)) == ("hopper",) and order(dtype=torch.float16) == ("hopper",)
+
+
+def test_new_measurements_replace_old_ones(tables):
+    user, _ = tables
+    measurements.write(user, "NVIDIA H200", [row(hopper=1.0), row((1024, 4096), hopper=1.0)])
+    measurements.write(user, "NVIDIA H200", [row(passes=1.0)])
+    assert measurements.read(user) == {"NVIDIA H200": [row((1024, 4096), hopper=1.0), row(passes=1.0)]}
+    assert len(user.read_text().splitlines()) == 6  # a row a line, to be read and compared
+
+
+def test_auto_takes_the_fastest_that_can(tables):
+    user, _ = tables
+    modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes", "triton")}
+    backends = Backends("linear_gelu", modules, {"cuda": ("passes",)}, lambda x, w, b, tanh: ((5, 3), x.dtype))
+    measurements.write(user, "NVIDIA H200", [row((5, 3), "float32", triton=1.0, passes=2.0, reference=3.0)])
+    args = torch.randn(2, 5), torch.randn(3, 5), None, False  # triton wants multiples of 16
+    assert backends.pick("auto", torch.device("cuda", 0), *args).__name__ == modules["passes"]
+    assert list(backends.refusals(torch.device("cuda", 0), *args)) == ["triton"]
+
+
+def test_the_shipped_table_names_backends_that_exist():
+    from vitkernels.bench.ops import TABLES
+
+    for rows in json.loads(measurements.SHIPPED.read_text()).values():
+        for measured in rows:
+            assert set(measured["ms"]) <= set(TABLES[measured["op"]].names())
+            assert all(ms > 0 for ms in measured["ms"].values())
+
+
+def test_sizes_of_models():
+    sizes = tune.sizes_of("vit_base_patch16_224", 8)
+    assert (sizes.images, sizes.tokens, sizes.width, sizes.hidden) == (8, 197, 768, 3072)
+    assert (sizes.image_size, sizes.patch) == (224, 16)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_tune_says_so(tmp_path):
+    with pytest.raises(SystemExit, match="PyTorch sees none here"):
+        tune.main(["--table", str(tmp_path / "table.json")])
+    assert not (tmp_path / "table.json").exists()
+
+
+@pytest.mark.gpu
+def test_tune_measures_and_says_where(tmp_path, capsys):
+    table = tmp_path / "table.json"
+    tune.main(["--model", "vit_digits", "--batch-size", "8", "--table", str(table)])
+    (rows,) = measurements.read(table).values()
+    assert {measured["op"] for measured in rows} == {"layer_norm_residual", "linear_gelu", "mlp", "patch_embed"}
+    assert all("reference" in measured["ms"] for measured in rows)
+    assert f"wrote 4 rows to {table}" in capsys.readouterr().out

@@ -1,0 +1,123 @@
+"""Each op that `auto` chooses a backend for, forward and backward, at the sizes that a model has.
+
+Shape suffixes: B images, N tokens of an image, C channels.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vitkernels import ops
+from vitkernels.bench.attention import Timing
+from vitkernels.ops.layer_norm_residual import BACKENDS as LAYER_NORM_RESIDUAL
+from vitkernels.ops.linear_gelu import BACKENDS as LINEAR_GELU
+from vitkernels.ops.mlp import BACKENDS as MLP
+from vitkernels.ops.patch_embed import BACKENDS as PATCH_EMBED
+
+TABLES = {
+    "layer_norm_residual": LAYER_NORM_RESIDUAL,
+    "linear_gelu": LINEAR_GELU,
+    "mlp": MLP,
+    "patch_embed": PATCH_EMBED,
+}
+WRONG = 0.03  # relative: 16-bit kernels differ by less than 0.01 from each other
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides over the ops of a vision transformer."""
+
+    images: int
+    tokens: int
+    width: int
+    hidden: int
+    image_size: int
+    patch: int
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op on tensors of one size. call(backend) gives its results; leaves are what gradients are taken for."""
+
+    op: str
+    features: tuple[int, ...]
+    rows: int
+    call: Callable[[str], tuple[Tensor, ...]]
+    leaves: tuple[Tensor, ...]
+
+    def both(self, backend: str) -> tuple[Tensor, ...]:
+        """Results and gradients; the results' gradients are the results themselves, which are random enough."""
+        results = self.call(backend)
+        return *results, *torch.autograd.grad(results, self.leaves, [x.detach() for x in results])
+
+
+def cases(sizes: Sizes, dtype: torch.dtype) -> list[Callable[[], Case]]:
+    """A case for each op, made when called: each takes much of a GPU's memory. Random inputs."""
+    return [lambda make=make: make(sizes, dtype) for make in (_layer_norm_residual, _linear_gelu, _mlp, _patch_embed)]
+
+
+def _draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype).requires_grad_()
+
+
+def _layer_norm_residual(sizes: Sizes, dtype: torch.dtype) -> Case:
+    C = sizes.width
+    x, branch = _draw(sizes.images, sizes.tokens, C), _draw(sizes.images, sizes.tokens, C, dtype=dtype)
+    weight, bias, branch_bias = _draw(C), _draw(C), _draw(C)
+
+    def call(backend: str) -> tuple[Tensor, ...]:
+        with torch.autocast("cuda", dtype):
+            return ops.layer_norm_residual(x, branch, weight, bias, branch_bias_C=branch_bias, backend=backend)
+
+    leaves = x, branch, weight, bias, branch_bias
+    return Case("layer_norm_residual", (C,), sizes.images * sizes.tokens, call, leaves)
+
+
+def _linear_gelu(sizes: Sizes, dtype: torch.dtype) -> Case:
+    K, N = sizes.width, sizes.hidden
+    leaves = _draw(sizes.images, sizes.tokens, K, dtype=dtype), _draw(N, K, dtype=dtype, scale=K**-0.5), _draw(N)
+    call = lambda backend: (ops.linear_gelu(*leaves, backend=backend),)  # noqa: E731
+    return Case("linear_gelu", (K, N), sizes.images * sizes.tokens, call, leaves)
+
+
+def _mlp(sizes: Sizes, dtype: torch.dtype) -> Case:
+    K, N = sizes.width, sizes.hidden
+    first = _draw(sizes.images, sizes.tokens, K, dtype=dtype), _draw(N, K, dtype=dtype, scale=K**-0.5), _draw(N)
+    leaves = *first, _draw(K, N, dtype=dtype, scale=N**-0.5)
+    call = lambda backend: (ops.mlp(*leaves, backend=backend),)  # noqa: E731
+    return Case("mlp", (K, N, K), sizes.images * sizes.tokens, call, leaves)
+
+
+def _patch_embed(sizes: Sizes, dtype: torch.dtype) -> Case:
+    P, C = sizes.patch, sizes.width
+    images = torch.randn(sizes.images, 3, sizes.image_size, sizes.image_size, device="cuda")
+    leaves = _draw(C, 3, P, P, scale=(3 * P * P) ** -0.5), _draw(C)
+
+    def call(backend: str) -> tuple[Tensor, ...]:
+        with torch.autocast("cuda", dtype):
+            return (ops.patch_embed(images, *leaves, backend=backend),)
+
+    return Case("patch_embed", (3, P, P, C), sizes.images * sizes.tokens, call, leaves)
+
+
+def measure(case: Case) -> dict[str, float | str]:
+    """Backend -> milliseconds of forward and backward on the device; or why it has none."""
+    exact = case.both("reference")
+    found: dict[str, float | str] = {}
+    for name in TABLES[case.op].names():
+        try:
+            worst = max(_difference(x, y) for x, y in zip(case.both(name), exact, strict=True))
+        except ValueError as error:  # the backend refuses these sizes or this device
+            found[name] = str(error)
+            continue
+        if not worst < WRONG:
+            found[name] = f"wrong: differs from the reference by {worst:.1e}"
+            continue
+        found[name] = Timing.on_device(lambda name=name: case.both(name)).median
+    return found
+
+
+def _difference(x: Tensor, y: Tensor) -> float:
+    return ((x.float() - y.float()).norm() / y.float().norm()).item()
