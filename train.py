@@ -16,6 +16,7 @@ import logging
 import math
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -34,8 +35,10 @@ from vitkernels import parallel as parallels
 from vitkernels import runtime as runtimes
 from vitkernels.environment import git_commit, versions
 from vitkernels.errors import UsageError
+from vitkernels.ops import cross_entropy
 from vitkernels.parallel import Parallel
 from vitkernels.quant import Scheme, quantize_, size_in_bytes, train_in_8_bits
+from vitkernels.runtime.base import PRECISIONS
 from vitkernels.training import checkpoint as ckpt
 from vitkernels.training import command_line, optimizer_state, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
@@ -52,12 +55,12 @@ log = logging.getLogger("vitkernels")
 PROFILED_STEPS = 8  # two to start the profiler, five in the trace, one during which it is written
 
 
-def run(cfg: DictConfig, run_dir: Path) -> None:
-    """Do what `cfg` says, in the folder `run_dir`."""
+def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
+    """Do what `cfg` says, in the folder `run_dir`, on the runtime that `create_runtime(name, precision)` makes."""
     check_settings(cfg)
     is_ours = not run_folder.is_taken(run_dir)  # a folder that turns out to be another run's is left as it is
     try:
-        runtime = runtimes.create(cfg.runtime.name, cfg.runtime.precision)
+        runtime = create_runtime(cfg.runtime.name, cfg.runtime.precision)
         with parallels.create(cfg.parallel.name, runtime, cfg.parallel.lost_after) as parallel:
             run_dir, done = parallel.on_main(run_folder.open_for, run_dir, cfg)
             is_ours = True
@@ -145,9 +148,12 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             scheme = Scheme(cfg.quant.weight_bits, cfg.quant.activation_bits, cfg.quant.block_size, cfg.quant.symmetric)
             quantized = copy.deepcopy(model)
             quantize_(quantized, scheme, lambda name, _: not name.endswith(skip), backend=cfg.quant.backend)
+    for module in filter(None, (model, quantized, ema and ema.module)):
+        models.set_ops(module, {op: cfg.ops[op] for op in models.MODEL_OPS}, PRECISIONS.get(cfg.ops.residual_precision))
     net = parallel.wrap(model, compiled, compile_mode)  # the same parameters; `model` keeps timm's names
     ema_net = None if ema is None else parallel.wrap(ema.module, compiled, compile_mode)
-    log.info("model: %s, %.1f M parameters, attention %s", cfg.model.name, facts.parameters / 1e6, attn)
+    size = f"{facts.parameters / 1e6:.1f} M parameters"
+    log.info("model: %s, %s, attention %s, ops %s", cfg.model.name, size, attn, cfg.ops.name)
 
     if cfg.mode == "eval":
         result = evaluate(net, data.val, parallel)
@@ -280,6 +286,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     history = History(parallel)
     flops_per_step = facts.train_flops_per_image * images_per_step / parallel.devices  # of each device
     profiler = start_profiler(run_dir, cfg.trainer.warmup_steps) if cfg.trainer.profile else None
+    loss_backend = cfg.ops.cross_entropy
+    loss_of = F.cross_entropy if loss_backend == "eager" else partial(cross_entropy, backend=loss_backend)
     saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps
     stopping = False
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -300,13 +308,13 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
                 with parallel.accumulating(net, last=batch == accum - 1):
                     with runtime.autocast():
                         logits = net(images)
-                    loss = F.cross_entropy(logits.float(), targets, label_smoothing=cfg.trainer.label_smoothing)
+                    loss = loss_of(logits.float(), targets, label_smoothing=cfg.trainer.label_smoothing)
                     timer.forward_done()
                     scaler.scale(loss / accum).backward()
                 losses.append(loss.detach())
             scaler.unscale_(optimizer)
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            grad_norm = parallel.full(torch.nn.utils.get_total_norm(gradients))
+            # The list has no name: one that lived on would make the gradients outputs of torch_xla's graph.
+            grad_norm = parallel.full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
             if cfg.trainer.clip_grad:
                 torch.nn.utils.clip_grads_with_norm_(parameters, cfg.trainer.clip_grad, grad_norm)
             scaler.step(optimizer)

@@ -10,11 +10,13 @@ from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.models.attention_layer import BackendAttention, attention_layer
+from vitkernels.models.fusing import MODEL_OPS, set_ops
 from vitkernels.models.inspection import ModelFacts, inspect_model
 from vitkernels.models.presets import PRESETS
 from vitkernels.models.weights import load_weights, read_state_dict
 
 __all__ = [
+    "MODEL_OPS",
     "ModelFacts",
     "attention_layer",
     "create_model",
@@ -23,6 +25,7 @@ __all__ = [
     "load_weights",
     "read_state_dict",
     "set_attention",
+    "set_ops",
     "timm_model",
 ]
 

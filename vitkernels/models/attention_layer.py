@@ -23,6 +23,10 @@ class BackendAttention(Attention):
         return adopted
 
     def forward(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        return self.proj_drop(self.proj(self.attend(x_BNC, attn_mask, is_causal)))
+
+    def attend(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """All but the output projection and its dropout: (B, N, C) -> (B, N, E)."""
         qkv_BN3HD = self.qkv(x_BNC).unflatten(-1, (3, self.num_heads, self.head_dim))
         keywords = {
             "is_causal": is_causal,
@@ -42,7 +46,7 @@ class BackendAttention(Attention):
         gate = getattr(self, "gate", None)  # absent before timm 1.0.30
         if gate is not None:
             out_BNE = out_BNE * gate(x_BNC).sigmoid()
-        return self.proj_drop(self.proj(out_BNE))
+        return out_BNE
 
 
 def attention_layer(backend: AttentionBackend) -> type[BackendAttention]:

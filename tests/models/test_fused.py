@@ -1,0 +1,116 @@
+"""Fused operations in a timm model: the same parameters, the same function."""
+
+import pytest
+import torch
+
+from vitkernels import models
+from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks
+
+ALL = {"layer_norm_residual": "triton", "mlp": "passes", "patch_embed": "triton"}
+
+
+def pair(ops, residual_dtype=None, **kwargs):
+    """The model as timm has it, and one of the same weights with these ops."""
+    torch.manual_seed(0)
+    plain, fused = (models.create_model("vit_digits", "native", num_classes=10, depth=2, **kwargs) for _ in range(2))
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and scales start at constants
+    fused.load_state_dict(plain.state_dict())
+    return plain, models.set_ops(fused, ops, residual_dtype)
+
+
+def losses_and_gradients(model, images):
+    loss = model(images).square().mean()
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ops", [ALL, {"layer_norm_residual": "triton"}, {"patch_embed": "triton"}], ids=len)
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"init_values": 0.1, "class_token": True, "global_pool": "token"},
+        {"act_layer": "gelu_tanh", "proj_bias": False},
+    ],
+    ids=["plain", "layer scale and class token", "tanh GELU without projection bias"],
+)
+def test_the_same_function_and_gradients(ops, kwargs):
+    plain, fused = pair(ops, **kwargs)
+    assert list(plain.state_dict()) == list(fused.state_dict())
+    images = torch.randn(3, 1, 16, 16)
+    (loss, want), (got_loss, got) = (losses_and_gradients(m, images) for m in (plain, fused))
+    assert got_loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in want.items():
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name  # float32 sums in another order
+
+
+def test_drop_path_drops_whole_images_and_keeps_the_mean():
+    plain, fused = pair({"layer_norm_residual": "reference"}, drop_path_rate=0.5)
+    images = torch.randn(1, 1, 16, 16).expand(512, -1, -1, -1)
+    plain.train(), fused.train()
+    torch.manual_seed(1)
+    want, got = plain(images).mean(0), fused(images).mean(0)
+    assert len(fused(images[:64]).unique(dim=0)) > 1  # images differ by what was dropped
+    assert torch.allclose(got, want, atol=0.15)  # means of 512 draws, each with a deviation near 1
+    plain.eval(), fused.eval()
+    assert torch.allclose(plain(images[:2]), fused(images[:2]), atol=1e-5)
+
+
+def test_dropout_between_linear_and_seam():
+    _, fused = pair(ALL, proj_drop_rate=0.5)
+    images = torch.randn(2, 1, 16, 16)
+    fused.train()
+    assert not torch.equal(fused(images), fused(images))
+    fused.eval()
+    assert torch.equal(fused(images), fused(images))
+
+
+def test_a_block_alone_is_timms_block():
+    plain, fused = pair(ALL)
+    tokens = torch.randn(2, 16, 96)
+    assert isinstance(fused.blocks, FusedBlocks) and isinstance(fused.blocks[0], FusedBlock)
+    assert torch.allclose(plain.blocks[1](tokens), fused.blocks[1](tokens), atol=1e-5)
+    assert len(fused.forward_intermediates(torch.randn(2, 1, 16, 16))[1]) == 2
+
+
+def test_a_bfloat16_stream_is_close():
+    plain, fused = pair({"layer_norm_residual": "triton"}, torch.bfloat16)
+    images = torch.randn(3, 1, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = plain(images).float(), fused(images).float()
+    assert not torch.equal(got, want)
+    assert (got - want).norm() < 0.05 * want.norm()  # four roundings of 0.2 % along the stream, and its norms
+
+
+def test_it_compiles_whole():
+    _, fused = pair(ALL)
+    images = torch.randn(2, 1, 16, 16)
+    want = losses_and_gradients(fused, images)
+    got = losses_and_gradients(torch.compile(fused, fullgraph=True, backend="aot_eager"), images)
+    assert got[0] == pytest.approx(want[0], rel=1e-6)
+
+
+def test_auto_leaves_what_does_not_fit(caplog):
+    model = models.create_model("vit_digits", "native", num_classes=10, qk_norm=True, norm_layer="rmsnorm")
+    with pytest.raises(ValueError, match=r"layer_norm_residual=triton cannot run VisionTransformer.*RmsNorm"):
+        models.set_ops(model, {"layer_norm_residual": "triton"})
+    with caplog.at_level("INFO", "vitkernels"):
+        models.set_ops(model, {"layer_norm_residual": "auto"})
+    assert not isinstance(model.blocks, FusedBlocks) and "stays as timm has it" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "ops,residual,message",
+    [
+        ({"layer_norm": "triton"}, None, "Did you mean 'layer_norm_residual'?"),
+        ({"mlp": "triton"}, None, "mlp is fused together with layer_norm_residual"),
+        ({"patch_embed": "triton"}, torch.bfloat16, "needs layer_norm_residual"),
+    ],
+)
+def test_errors(ops, residual, message):
+    with pytest.raises(ValueError) as caught:
+        models.set_ops(models.create_model("vit_digits", "native", num_classes=10), ops, residual)
+    assert message in str(caught.value)

@@ -1,0 +1,103 @@
+"""Gives an existing timm model fused operations, in place: the same parameters under the same names."""
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from vitkernels.errors import UsageError, unknown_name
+from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks, mlp_unfusable, unfusable
+from vitkernels.ops import layer_norm_residual, mlp, patch_embed
+from vitkernels.ops.backends import backends_of, place_of
+
+log = logging.getLogger("vitkernels")
+
+_OPS = {op.__name__: op for op in (layer_norm_residual, mlp, patch_embed)}
+MODEL_OPS = tuple(_OPS)
+
+
+def set_ops(model: nn.Module, ops: Mapping[str, str], residual_dtype: torch.dtype | None = None) -> nn.Module:
+    """Let the model compute these ops with these backends.
+
+    ops: names from MODEL_OPS -> a backend's name, "auto", or "eager" (as timm does it, also where a name is absent).
+        mlp needs layer_norm_residual, whose branches carry the MLP's last bias.
+    residual_dtype: what the residual stream between the blocks, and its gradient, are kept in; None: as timm has them,
+        which is float32 under autocast. bfloat16 halves the traffic of every seam, at the price of its rounding.
+
+    Returns the model. Raises UsageError where a named backend's op does not fit the model's architecture; with "auto"
+    that op stays timm's, and the log says why. Call it before the parameters are moved into a compiled model.
+    """
+    for name in ops:
+        if name not in MODEL_OPS:
+            raise unknown_name("op of a model", name, MODEL_OPS)
+    device = next(model.parameters()).device
+    wanted = {name: b for name, b in ops.items() if b != "eager" and _has_kernel(name, b, device)}
+    if "mlp" in wanted and "layer_norm_residual" not in wanted:
+        raise UsageError("mlp is fused together with layer_norm_residual, which is eager; set it to triton or auto")
+    if residual_dtype is not None and "layer_norm_residual" not in wanted:
+        raise UsageError(f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager")
+    wanted = {name: backend for name, backend in wanted.items() if _fits(name, backend, model)}
+    if "layer_norm_residual" in wanted:
+        model.blocks = FusedBlocks(*(FusedBlock.adopt(block, wanted) for block in model.blocks))
+        model.blocks.residual_dtype = residual_dtype
+    if "patch_embed" in wanted:
+        model.patch_embed.proj = PatchConv.adopt(model.patch_embed.proj, wanted["patch_embed"])
+    return model
+
+
+def _has_kernel(name: str, backend: str, device: torch.device) -> bool:
+    """Whether "auto" can give this op anything better than timm's own on this device."""
+    if backend != "auto" or place_of(device) in backends_of(_OPS[name]).preference:
+        return True
+    log.info("%s stays as timm has it: it has no kernel for %s", name, device.type)
+    return False
+
+
+def _fits(name: str, backend: str, model: nn.Module) -> bool:
+    reason = _misfit(name, model)
+    if reason is None:
+        return True
+    if backend != "auto":
+        raise UsageError(f"{name}={backend} cannot run {type(model).__name__}: {reason}; set it to eager or auto")
+    log.info("%s stays as timm has it: %s", name, reason)
+    return False
+
+
+def _misfit(name: str, model: nn.Module) -> str | None:
+    if name == "patch_embed":
+        return _patch_misfit(getattr(getattr(model, "patch_embed", None), "proj", None))
+    if not isinstance(getattr(model, "blocks", None), nn.Sequential):
+        return "it has no row of blocks"
+    reasons = [unfusable(block) for block in model.blocks]
+    if name == "mlp":
+        reasons += [mlp_unfusable(block) for block, reason in zip(model.blocks, reasons, strict=True) if reason is None]
+    return next((reason for reason in reasons if reason is not None), None)
+
+
+def _patch_misfit(conv: nn.Module | None) -> str | None:
+    if not isinstance(conv, nn.Conv2d):
+        return f"its patch embedding is {type(conv).__name__}, not one convolution"
+    if conv.kernel_size != conv.stride or any(conv.padding) or conv.groups != 1 or conv.dilation != (1, 1):
+        return f"its patch embedding is {conv}, whose patches overlap or leave gaps"
+    return None
+
+
+class PatchConv(nn.Conv2d):
+    """A convolution over patches that do not overlap, as one matrix product; the same parameters."""
+
+    backend: str
+
+    @classmethod
+    def adopt(cls, conv: nn.Conv2d, backend: str) -> "PatchConv":
+        adopted = cls.__new__(cls)
+        nn.Module.__init__(adopted)
+        adopted.__dict__.update(conv.__dict__)
+        adopted.backend = backend
+        return adopted
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, E, H / P, W / P): a view of (B, N, E), to which timm's flatten and transpose return."""
+        tokens_BNE = patch_embed(images_BCHW, self.weight, self.bias, backend=self.backend)
+        rows = images_BCHW.shape[2] // self.stride[0]
+        return tokens_BNE.transpose(1, 2).unflatten(2, (rows, -1))
