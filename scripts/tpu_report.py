@@ -1,11 +1,14 @@
-"""Attention on a TPU v5e with no TPU: estimates from the schedules that libtpu's compiler writes.
+"""What a TPU would make of a training step, or of attention alone, with no TPU: estimates from libtpu's own schedules.
 
-    python scripts/tpu_report.py                                          # ViT-B/16 at 256 tokens, batch 128
-    python scripts/tpu_report.py --shapes 64,16,256,72 16,16,577,64 --operations
-    python scripts/tpu_report.py --contenders pallas_flash --passes forward --json report.json
+    python scripts/tpu_report.py attn=pallas_flash model=vit_b16_256 chip=v5e        # the whole training step
+    python scripts/tpu_report.py model=vit_b16_256 --compare native,sdpa,pallas_flash
+    python scripts/tpu_report.py --shapes 128,12,256,64 64,16,256,72                  # attention alone, by kernels
 
-Every time printed or written is an estimate, bfloat16; the method's validation stands below the tables. Needs the tpu
-extra (libtpu, Linux x86-64). Each figure takes 10 to 20 seconds to compile.
+The first two take any setting of train.py (data.batch_size=64, optim=sgd, ops=..., +model.kwargs.depth=2), record the
+step that train.py would run, compile it with libtpu for the chip, and write report.json and report.png (--output).
+Every time printed or written is an ESTIMATE; the method's validation stands below the tables. Needs the tpu extra
+(libtpu, Linux x86-64). ViT-B/16 at batch 128 takes about two minutes of processor time a backend, attention 10 to 20 s
+a figure.
 """
 
 import argparse
@@ -16,36 +19,96 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.bench import tpu_attention, tpu_report, tpu_static  # noqa: E402
+from vitkernels.bench import tpu_attention, tpu_chips, tpu_report, tpu_static  # noqa: E402
+from vitkernels.errors import UsageError  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="train.py's settings, and chip=v5e|v5p|v6e")
+    parser.add_argument("--compare", type=lambda text: text.split(","), metavar="A,B", help="attention backends")
+    parser.add_argument("--output", type=Path, default=Path("runs/tpu_report"), help="folder of the step's report")
     parser.add_argument("--shapes", nargs="+", default=[(128, 12, 256, 64)], type=_shape, metavar="B,H,N,D")
     names = tpu_attention.CONTENDERS
     parser.add_argument("--contenders", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     passes = tpu_attention.PASSES
     parser.add_argument("--passes", nargs="+", default=passes, choices=passes, metavar="PASS", help=", ".join(passes))
-    parser.add_argument("--operations", action="store_true", help="also list each program's operations")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything, operations too, to this file")
+    parser.add_argument("--operations", action="store_true", help="also list each attention program's operations")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the attention report to this file")
     options = parser.parse_args(arguments)
-    if (reason := tpu_static.unavailable()) is not None:
-        parser.error(reason)
+    wanted = [text.removeprefix("chip=") for text in options.settings if text.startswith("chip=")]
+    overrides = [text for text in options.settings if not text.startswith("chip=")]
+    try:
+        chip = tpu_chips.chip(wanted[-1] if wanted else "v5e")
+        if (reason := tpu_static.unavailable()) is not None:
+            raise UsageError(reason)
+        if overrides or options.compare:
+            report_step(options, overrides, chip)
+        else:
+            report_attention(options, chip)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def report_step(options, overrides: list[str], chip: tpu_chips.Chip) -> None:
+    """Each backend's whole step, side by side."""
+    from vitkernels import attention
+    from vitkernels.bench import tpu_step, tpu_step_report
+
+    for name in options.compare or ():
+        attention.get(name)  # an unknown name is told before anything is compiled
+    variants = {name: [*overrides, f"attn={name}"] for name in options.compare or ()}
+    if not variants:
+        variants = {tpu_step.compose(tuple(overrides)).attn.name: overrides}
+    cfg = tpu_step.compose(tuple(next(iter(variants.values()))))
+    batch, flops = cfg.data.batch_size, tpu_step.model_flops(cfg)
+    steps, kernels = {}, {}
+    for name, settings in variants.items():
+        print(f"compiling the step with attn={name} for {chip.name} ...", flush=True)
+        try:
+            program = tpu_step_report.estimate(settings, chip)
+        except UsageError as error:
+            steps[name] = {"error": str(error)}
+            continue
+        steps[name] = tpu_step_report.step(program, batch, flops)
+        kernels[name] = tpu_step_report.kernels(program)
+        print(f"\nESTIMATES for TPU {chip.name}, attn={name}\n\n{tpu_step_report.kernel_table(kernels[name])}\n")
+        print(tpu_step_report.untimed(steps[name]), flush=True)
+    title = f"{cfg.model.name}, batch {batch}, training step on TPU {chip.name}: ESTIMATES"
+    print(f"\n{title}\n\n{tpu_step_report.step_table(steps, chip)}\n\n{tpu_report.validation(chip)}")
+    options.output.mkdir(parents=True, exist_ok=True)
+    document = tpu_report.document([], chip) | {"settings": overrides, "steps": steps, "kernels": kernels}
+    (options.output / "report.json").write_text(json.dumps(document, indent=1) + "\n")
+    tpu_step_report.picture(steps, title, options.output / "report.png")
+    print(f"\nwritten: {options.output / 'report.json'}, {options.output / 'report.png'}")
+    if all("error" in row for row in steps.values()):
+        raise UsageError("no step compiled; the reasons stand in the table")
+
+
+def report_attention(options, chip: tpu_chips.Chip) -> None:
+    """Attention alone, contender by contender."""
     rows = []
     for shape in options.shapes:
-        found = [tpu_report.row(name, which, shape) for which in options.passes for name in options.contenders]
-        print(f"\nESTIMATES for TPU v5e, (B, H, N, D) = {shape}, bfloat16\n\n{tpu_report.table(found)}", flush=True)
+        found = [tpu_report.row(name, which, shape, chip) for which in options.passes for name in options.contenders]
+        print(
+            f"\nESTIMATES for TPU {chip.name}, (B, H, N, D) = {shape}, bfloat16\n\n{tpu_report.table(found)}",
+            flush=True,
+        )
         if options.operations:
             for row in found:
                 print(f"\n{row['contender']}, {row['pass']}\n\n{tpu_report.operations_table(row)}", flush=True)
         rows += found
-    print(f"\n{tpu_report.validation()}")
+    print(f"\n{tpu_report.validation(chip)}")
     if options.json is not None:
-        options.json.write_text(json.dumps(tpu_report.document(rows), indent=1) + "\n")
+        options.json.write_text(json.dumps(tpu_report.document(rows, chip), indent=1) + "\n")
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:
-    B, H, N, D = (int(part) for part in text.split(","))
+    try:
+        B, H, N, D = (int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not four numbers B,H,N,D") from None
     return B, H, N, D
 
 

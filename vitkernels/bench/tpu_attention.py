@@ -2,7 +2,8 @@
 
 `pallas_flash` and `xla` go from a packed qkv (B, N, 3E) to (B, N, E), so XLA pays the copies between that and its own
 layouts; `xla_apart` is given q, k and v as (B, H, N, D) and returns that: no such copy is counted, as if the layers
-around it wrote and read XLA's layouts at no cost. A module's XLA attention lies between the two.
+around it wrote and read XLA's layouts at no cost. A module's XLA attention lies between the two. `jax_flash` and
+`jax_splash` are JAX's own kernels, given q, k and v apart as well, in the best of their block sizes (tpu_peers).
 
 Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D.
 """
@@ -11,10 +12,12 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
-from vitkernels.bench import tpu_dump, tpu_program
+from vitkernels.bench import tpu_dump, tpu_peers, tpu_program
+from vitkernels.bench.tpu_chips import CHIPS, Chip
 from vitkernels.bridge.jax_compat import jax
+from vitkernels.errors import UsageError
 
-CONTENDERS = ("pallas_flash", "xla", "xla_apart")
+CONTENDERS = ("pallas_flash", "xla", "xla_apart", "jax_flash", "jax_splash")
 PASSES = ("forward", "forward+backward")
 
 # (what, estimated ms, published ms on a real v5e)
@@ -44,10 +47,16 @@ CAVEAT = (
 )
 
 
-def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int):
-    """A contender's pass as a JAX function, and the shapes of its arrays (bfloat16). Backward returns gradients too."""
+def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=()):
+    """A contender's pass as a JAX function, and the shapes of its arrays (bfloat16). Backward returns gradients too.
+
+    blocks: of JAX's kernels, one of tpu_peers.candidates.
+    """
     width = heads * head_dim
-    if contender == "xla_apart":
+    if contender in tpu_peers.BLOCKS:
+        forward = partial(tpu_peers.attend, contender, tuple(blocks))
+        sizes = [(batch, heads, tokens, head_dim)] * 4
+    elif contender == "xla_apart":
         forward, sizes = _softmax_attention, [(batch, heads, tokens, head_dim)] * 4
     else:
         forward = partial({"pallas_flash": _pallas_flash, "xla": _xla}[contender], heads)
@@ -100,8 +109,29 @@ def _both(forward, *arrays_and_do):
     return o, vjp(do)
 
 
-def estimate(contender: str, which: str, shape: tuple[int, int, int, int]) -> tpu_program.Program:
-    """Compile and estimate; raises UsageError where the contender does not compile for the shape (B, H, N, D)."""
+def estimate(
+    contender: str, which: str, shape: tuple[int, int, int, int], chip: Chip = CHIPS["v5e"]
+) -> tpu_program.Program:
+    """Compile and estimate; raises UsageError where the contender does not compile for the shape (B, H, N, D).
+
+    Of JAX's kernels the block sizes with the least estimate.
+    """
+    if contender not in tpu_peers.BLOCKS:
+        return _estimate(contender, which, shape, (), chip)
+    programs, refusals = {}, []
+    for blocks in tpu_peers.candidates(contender, shape[0], shape[2]):
+        try:
+            programs[blocks] = _estimate(contender, which, shape, blocks, chip)
+        except UsageError as error:
+            refusals.append(f"{blocks}: {str(error).strip().splitlines()[-1]}")
+    if not programs:
+        raise UsageError(f"{contender} compiles for {shape} in no block sizes; {'; '.join(refusals)}")
+    blocks = min(programs, key=lambda blocks: programs[blocks].estimate_ms)
+    programs[blocks].note = f"blocks of {blocks[0]} images, {blocks[1]} tokens"
+    return programs[blocks]
+
+
+def _estimate(contender: str, which: str, shape: tuple, blocks: tuple, chip: Chip) -> tpu_program.Program:
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
-        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, which, *shape)
+        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, which, *shape, blocks, chip=chip.name)
         return tpu_program.estimate(dump)

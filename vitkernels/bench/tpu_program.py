@@ -29,6 +29,7 @@ class Operation:
     estimate_ms: float
     kernel: str = ""  # the first operation that is the same kernel
     result: str = ""  # type and layout
+    file: str = ""  # the Python file it comes from, where the program says so
     xla_ms: float | None = None  # XLA's own estimated_cycles; it has none for Pallas kernels
     vmem: int | None = None  # bytes of scratch and operands' windows
     schedule: Schedule | None = None
@@ -43,6 +44,7 @@ class Program:
     untimed: list[str] = field(default_factory=list)  # operations that the estimate lacks or takes from XLA
     memory: dict[str, int] = field(default_factory=dict)  # HBM bytes, see tpu_dump.Dump.memory
     chip: Chip = CHIPS["v5e"]
+    note: str = ""  # such as the block sizes that were chosen
 
     @property
     def estimate_ms(self) -> float:
@@ -118,14 +120,19 @@ def estimate(dump: Dump) -> Program:
             waited = Operation(line.name, line.kind, "", seconds * 1e3, line.kind)
             program.operations.append(waited)
         else:
-            source = re.search(r'op_name="([^"]*)"', line.rest)
-            operation = replace(kernels[line.identity], name=line.name, source=source[1] if source else "")
+            origin = {key: found[1] for key in ("op_name", "source_file") if (found := _note(key, line.rest))}
+            operation = replace(kernels[line.identity], name=line.name, source=origin.get("op_name", ""))
+            operation.file = origin.get("source_file", "")
             if operation.schedule is None or not operation.schedule.trustworthy:
                 program.untimed.append(line.name)
             else:
                 background.run((operation.estimate_ms - operation.schedule.memory_ms) / 1e3)
             program.operations.append(operation)
     return program
+
+
+def _note(key: str, text: str) -> re.Match | None:
+    return re.search(rf'{key}="([^"]*)"', text)
 
 
 def _kernels(dump: Dump, lines: list[Line]) -> dict[str, Operation]:

@@ -2,15 +2,16 @@
 
 from vitkernels.bench import tpu_attention
 from vitkernels.bench.tpu_attention import CAVEAT, VALIDATION
+from vitkernels.bench.tpu_chips import CHIPS, Chip
 from vitkernels.bench.tpu_program import Operation, Program
 from vitkernels.errors import UsageError
 
 
-def row(contender: str, which: str, shape: tuple[int, int, int, int]) -> dict:
+def row(contender: str, which: str, shape: tuple[int, int, int, int], chip: Chip = CHIPS["v5e"]) -> dict:
     """One contender's pass; where it does not compile, the reason as `error`. Every time in it is an estimate."""
-    named = {"shape_BHND": list(shape), "dtype": "bfloat16", "chip": "v5e", "contender": contender, "pass": which}
+    named = {"shape_BHND": list(shape), "dtype": "bfloat16", "chip": chip.name, "contender": contender, "pass": which}
     try:
-        program = tpu_attention.estimate(contender, which, shape)
+        program = tpu_attention.estimate(contender, which, shape, chip)
     except UsageError as error:
         return named | {"error": str(error)}
     return named | summary(program) | {"operations": [_operation(operation) for operation in program.operations]}
@@ -32,6 +33,7 @@ def summary(program: Program) -> dict:
         "vmem_bytes": max((vmem for _, vmem in schedules), default=0),
         "hbm_size_bytes": sum(program.memory.get(part, 0) for part in ("argument", "output", "temp")),
         "untimed": program.untimed,
+        "note": program.note,
     }
 
 
@@ -80,6 +82,8 @@ def table(rows: list[dict]) -> str:
         cells += [f"{found[key] / 2**20:.1f}" for key in ("vmem_bytes", "hbm_size_bytes")]
         cells.append(f"{found['estimate_ms'] / base:.2f} ×" if base else "–")
         lines.append("| " + " | ".join(cells) + " |")
+        if found["note"]:
+            lines.append(f"| | {found['note']} |")
         if found["untimed"]:
             lines.append(f"| | not read from a schedule: {', '.join(found['untimed'])} |")
     return "\n".join(lines)
@@ -96,14 +100,22 @@ def operations_table(found: dict) -> str:
     return "\n".join(lines)
 
 
-def validation() -> str:
+def caveat(chip: Chip) -> str:
+    """How far an estimate for the chip can be trusted."""
+    text = CAVEAT.replace("v5e; no TPU", f"{chip.name}; no TPU")
+    if chip.validated:
+        return text
+    return f"{text} NOT VALIDATED for {chip.name}: the timings below are v5e's, its clock and bandwidth published ones."
+
+
+def validation(chip: Chip = CHIPS["v5e"]) -> str:
     """The caveat, and the method's estimates beside what others measured on a real v5e."""
-    lines = [CAVEAT, "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]
+    lines = [caveat(chip), "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]
     lines += [f"| {what} | {ours:g} | {theirs:g} | {ours / theirs:.2f} |" for what, ours, theirs in VALIDATION]
     return "\n".join(lines)
 
 
-def document(rows: list[dict]) -> dict:
+def document(rows: list[dict], chip: Chip = CHIPS["v5e"]) -> dict:
     """Everything, for JSON."""
     cases = [{"case": what, "estimate_ms": ours, "published_ms": theirs} for what, ours, theirs in VALIDATION]
-    return {"label": "ESTIMATE", "caveat": CAVEAT, "validation": cases, "rows": rows}
+    return {"label": "ESTIMATE", "chip": chip.name, "caveat": caveat(chip), "validation": cases, "rows": rows}

@@ -1,7 +1,7 @@
 """train.py's training step as the lazy graph that torch_xla would give a TPU: recorded on a CPU, never run.
 
-train.py itself runs, with a runtime whose device holds no values: the first step makes the optimizer's state, the second
-is the step that every later one repeats, and its graph is taken where it would be executed.
+train.py itself runs, with a runtime whose device holds no values: the first step makes the optimizer's state, the
+second is the step that every later one repeats, and its graph is taken where it would be executed.
 """
 
 import gc
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFAULTS = ("data=fake", "data.pool_batches=1", "trainer.eval_every=null", "checkpoints.every_epochs=null")
 
 
-class Recorded(Exception):  # noqa: N818, it is no error
+class Recorded(Exception):
     """The step's serialized HLO module, and {parameter: output} that are the same weights or optimizer state."""
 
     def __init__(self, module: bytes, aliases: dict[int, int]):
@@ -76,7 +76,7 @@ def _placeholder(like: Tensor) -> Tensor:
 
 
 def compose(overrides: tuple[str, ...]):
-    """train.py's configuration with the report's defaults under the `overrides`; raises UsageError as train.py would."""
+    """train.py's configuration, the report's defaults under the `overrides`; raises UsageError as train.py would."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
@@ -93,6 +93,29 @@ def compose(overrides: tuple[str, ...]):
         raise UsageError(command_line.explain(error, folder)) from error
     check_settings(cfg)
     return cfg
+
+
+def model_flops(cfg) -> int:
+    """Of one step: forward and backward of the whole batch, counted as train.py does."""
+    from vitkernels import models
+
+    image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
+    facts = models.inspect_model(
+        lambda backend: models.create_model(
+            cfg.model.name,
+            backend,
+            num_classes=cfg.data.get("num_classes", 1000),
+            img_size=cfg.model.img_size,
+            in_chans=in_chans,
+            **cfg.model.kwargs,
+        ),
+        image_size=image_size,
+        in_chans=in_chans,
+        batch_size=cfg.data.batch_size,
+        dtype=torch.bfloat16,
+        device_type="xla",
+    )
+    return facts.train_flops_per_image * cfg.data.batch_size
 
 
 def build(*overrides: str) -> tuple[bytes, dict[int, int]]:

@@ -1,0 +1,164 @@
+"""pallas_flash in Pallas' faithful TPU interpreter, and beside JAX's and torch_xla's own flash attention.
+
+The faithful interpreter gives each kernel memory of its own, filled with NaN, runs its copies as late as their waits
+allow, and reports accesses that no wait or barrier orders: what the plain interpreter cannot see. Small shapes: it is
+slow.
+"""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vitkernels.attention import pallas_flash_jax, pallas_flash_long, pallas_flash_short
+from vitkernels.attention.pallas_flash_parts import Problem
+from vitkernels.bridge.jax_compat import interpreted
+
+# float32: a few hundred products of rounded inputs, 6e-8 each, and the softmax between two products.
+TOLERANCE = 5e-6
+
+
+def races_found() -> bool:
+    """Whether the last kernel that ran had a race; the interpreter only prints it, and keeps this."""
+    try:
+        from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
+    except ImportError:  # jax 0.7.1
+        from jax._src.pallas.mosaic import interpret as interpreter
+    return interpreter.races.races_found
+
+
+def reference(q, k, v, do):
+    """Output, dq, dk, dv of (B, H, N, D) in float64."""
+    q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
+    s = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    dp = do @ v.swapaxes(-1, -2)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * q.shape[-1] ** -0.5
+    return p @ v, ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do
+
+
+def inputs(B, H, N, D, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal((B, H, N, D)).astype(np.float32) for _ in range(4)]
+
+
+def token_major(x):
+    B, H, N, D = x.shape
+    return jnp.asarray(x.transpose(0, 2, 1, 3).reshape(B, N, H * D))
+
+
+def head_major(x, heads):
+    B, N, E = x.shape
+    return np.asarray(x).reshape(B, N, heads, E // heads).transpose(0, 2, 1, 3)
+
+
+def close(found, expected, tolerance=TOLERANCE):
+    for ours, exact in zip(found, expected, strict=True):
+        assert np.abs(ours - exact).max() <= tolerance * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "shape"),
+    [
+        (pallas_flash_short, (2, 2, 37, 64)),  # two images, so that one's copies overlap the other's work
+        (pallas_flash_long, (1, 16, 300, 8)),  # two blocks of queries by two of keys
+    ],
+    ids=["short", "long"],
+)
+def test_no_races_and_nothing_uninitialised(kernels, shape):
+    B, H, N, D = shape
+    problem = Problem(B, H, D, N, N, D**-0.5, False, "float32", None, None, False)
+    q, k, v, do = (token_major(x) for x in inputs(*shape))
+    mode = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="uninitialized")
+    with pltpu.force_tpu_interpret_mode(mode):
+        found = kernels.forward(problem, (q, k, v), None, None, None)
+        outputs = jax.block_until_ready(found if isinstance(found, (list, tuple)) else (found,))
+        assert not races_found()
+        residuals = outputs if kernels is pallas_flash_long else ()
+        gradients, _ = kernels.backward(problem, (q, k, v), *residuals, do, None, None, None, False)
+        jax.block_until_ready(gradients)
+    assert not races_found()
+    close([head_major(x, H) for x in (outputs[0], *gradients)], reference(*inputs(*shape)))
+
+
+def test_a_race_would_be_seen():
+    """A kernel that reads what a copy under way is writing."""
+
+    def kernel(x_ref, o_ref, scratch_ref, flag):
+        copy = pltpu.make_async_copy(x_ref, scratch_ref, flag)
+        copy.start()
+        o_ref[...] = scratch_ref[...]
+        copy.wait()
+
+    run = pl.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((8, 128), jnp.float32),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM((8, 128), jnp.float32), pltpu.SemaphoreType.DMA],
+        interpret=pltpu.InterpretParams(detect_races=True, dma_execution_mode="eager"),
+    )
+    jax.block_until_ready(run(jnp.ones((8, 128))))
+    assert races_found()
+
+
+def jax_flash(sizes, q, k, v, do):
+    """Output and gradients of JAX's flash attention, interpreted."""
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    def both(q, k, v, do):
+        attend = partial(flash.flash_attention, sm_scale=q.shape[-1] ** -0.5, block_sizes=flash.BlockSizes(**sizes))
+        out, vjp = jax.vjp(attend, q, k, v)
+        return out, *vjp(do)
+
+    run = interpreted(jax.make_jaxpr(both)(q, k, v, do))
+    return [np.asarray(x) for x in jax.extend.core.jaxpr_as_fun(run)(*map(jnp.asarray, (q, k, v, do)))]
+
+
+def ours(q, k, v, do):
+    """The same of pallas_flash, through its JAX functions."""
+    H, D = q.shape[1], q.shape[3]
+    static = {"heads": H, "scale": D**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
+
+    def both(q, k, v, do):
+        outputs = pallas_flash_jax.attend(q, k, v, **static)
+        outputs = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
+        return outputs[0], *pallas_flash_jax.attend_vjp((q, k, v), tuple(outputs), (do,), **static)
+
+    arrays = [token_major(x) for x in (q, k, v, do)]
+    run = interpreted(jax.make_jaxpr(both)(*arrays))
+    return [head_major(x, H) for x in jax.extend.core.jaxpr_as_fun(run)(*arrays)]
+
+
+NAMES = ("block_q", "block_k_major", "block_k", "block_q_major_dkv", "block_k_major_dkv", "block_k_dkv", "block_q_dkv")
+NAMES += ("block_k_major_dq", "block_k_dq", "block_q_dq")
+
+
+def test_no_less_exact_than_jax_s_flash():
+    """Both against float64, and so against one another; a factor 1.5 for the luck of one sample."""
+    arrays = inputs(1, 2, 256, 64)
+    exact = reference(*arrays)
+    theirs = jax_flash({"block_b": 1, **dict.fromkeys(NAMES, 128)}, *arrays)
+    for mine, other, wanted in zip(ours(*arrays), theirs, exact, strict=True):
+        error = [np.linalg.norm(x - wanted) / np.linalg.norm(wanted) for x in (mine, other)]
+        assert error[0] <= 1.5 * error[1] and error[1] < TOLERANCE
+
+
+def test_agrees_with_torch_xla_s_flash_where_that_is_right():
+    """Its kernel is JAX's in blocks of its own, cut to the length; 256 tokens without a bias are right there."""
+    pytest.importorskip("torch_xla")
+    from torch_xla.experimental.custom_kernel import FlashAttention
+
+    arrays = inputs(1, 1, 256, 64)
+    sizes = {name: min(size, 256) for name, size in FlashAttention.DEFAULT_BLOCK_SIZES.items()}
+    sizes["block_b"] = 1
+    theirs = jax_flash(sizes, *arrays)
+    close(ours(*arrays), theirs, 2 * TOLERANCE)  # each is off by up to TOLERANCE

@@ -1,0 +1,70 @@
+"""JAX's own attention kernels for TPU as contenders: flash_attention and splash attention, right at every length.
+
+Both get q, k and v as (B, H, N, D) and return that, so no packing copy is counted against them. Lengths that are no
+multiple of 128 are padded to one, with segment ids that keep the padding out: without, they fail or are wrong.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from vitkernels.bridge.jax_compat import jax
+
+LANES = 128
+BLOCKS = {
+    "jax_flash": ((1, 128), (1, 512), (4, 256), (4, 512), (2, 1024)),
+    "jax_splash": ((1, 256), (1, 512), (1, 1024)),
+}
+
+
+def candidates(contender: str, batch: int, tokens: int) -> list[tuple[int, int]]:
+    """(images in a block, tokens in a block) worth trying: those that divide the padded problem, each once."""
+    padded = _round_up(tokens)
+    found = [(images, min(size, padded)) for images, size in BLOCKS[contender]]
+    if padded <= 1280:  # the whole row; splash attention takes images one by one
+        found += [(images, padded) for images in ((1, 2) if contender == "jax_flash" else (1,))]
+    return sorted({(b, n) for b, n in found if batch % b == 0 and padded % n == 0})
+
+
+def _round_up(tokens: int) -> int:
+    return -(-tokens // LANES) * LANES
+
+
+def attend(contender: str, blocks: tuple[int, int], q_BHND, k_BHND, v_BHND):
+    """Attention with SDPA's scale, by one of JAX's kernels in the given blocks."""
+    N = q_BHND.shape[2]
+    extra = _round_up(N) - N
+    arrays = [jax.numpy.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))) for x in (q_BHND, k_BHND, v_BHND)]
+    ids = (jax.numpy.arange(N + extra) >= N).astype("int32") if extra else None
+    run = _flash if contender == "jax_flash" else _splash
+    return run(blocks, ids, *arrays)[:, :, :N]
+
+
+def _flash(blocks, ids, q, k, v):
+    from jax.experimental.pallas.ops.tpu import flash_attention as flash
+
+    images, size = blocks
+    names = ("block_q_major_dkv", "block_k_major_dkv", "block_k_dkv", "block_q_dkv")
+    names += ("block_k_major_dq", "block_k_dq", "block_q_dq", "block_q", "block_k_major", "block_k")
+    sizes = flash.BlockSizes(block_b=images, **dict.fromkeys(names, size))
+    segments = None
+    if ids is not None:
+        both = jax.numpy.broadcast_to(ids, (q.shape[0], ids.size))
+        segments = flash.SegmentIds(both, both)
+    return flash.flash_attention(
+        q, k, v, segment_ids=segments, sm_scale=q.shape[-1] ** -0.5, block_sizes=sizes
+    )  # fmt: skip
+
+
+def _splash(blocks, ids, q, k, v):
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    size, (_, heads, N, D) = blocks[1], q.shape
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    sizes = splash.BlockSizes(**dict.fromkeys(names, size), use_fused_bwd_kernel=True)
+    mask = masks.MultiHeadMask([masks.FullMask((N, N)) for _ in range(heads)])
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    segments = None if ids is None else splash.SegmentIds(ids, ids)
+    return jax.vmap(partial(kernel, segment_ids=segments))(q * np.asarray(D**-0.5, q.dtype), k, v)
