@@ -1,0 +1,214 @@
+"""generalized_box_iou and its loss: every backend against torchvision in float64, values and gradients."""
+
+from functools import partial
+
+import pytest
+import torch
+import torchvision
+
+from vitkernels.bench import tpu_static
+from vitkernels.errors import UsageError
+from vitkernels.ops import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
+from vitkernels.ops.generalized_box_iou import BACKENDS
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+SHAPES = [(1, 1), (3, 37), (2, 130), (33, 5), (0, 4), (3, 0)]
+
+# Degenerate boxes divide by zero on purpose, and NumPy, which Triton's interpreter calculates with, says so.
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory():
+    """New tensors are full of NaN, so that an element which nobody writes is seen."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def draw(shape, device, dtype=torch.float32):
+    """Boxes of many sizes; half of them overlap. On a grid of quarters, so that corners tie often, and bfloat16's."""
+    corner = torch.randint(0, 24, (*shape, 2), device=device)
+    size = torch.randint(1, 24, (*shape, 2), device=device)
+    return (torch.cat((corner, corner + size), dim=-1) / 4).to(dtype)
+
+
+def degenerate(device):
+    """Points, lines, boxes turned inside out, apart, touching, within each other, the same."""
+    pairs = [
+        ((1, 1, 1, 1), (1, 1, 1, 1)), ((1, 1, 1, 1), (2, 2, 2, 2)), ((5, 1, 5, 4), (5, 1, 5, 4)),
+        ((3, 3, 1, 1), (3, 3, 1, 1)), ((3, 3, 1, 1), (0, 0, 4, 4)), ((3, 0, 1, 2), (0, 0, 4, 4)),
+        ((0, 0, 2, 2), (0, 0, 2, 2)), ((0, 0, 2, 2), (2, 0, 4, 2)), ((0, 0, 1, 1), (5, 5, 6, 7)),
+        ((0, 0, 1, 1), (5, 5, 5, 5)), ((1, 1, 3, 3), (0, 0, 4, 4)), ((0, 0, 0, 3), (0, 1, 2, 2)),
+    ]  # fmt: skip
+    return torch.tensor(pairs, dtype=torch.float32, device=device).unbind(1)
+
+
+def torchvision_giou(preds, targets):
+    """Of pairs: the diagonal of torchvision's table of all with all."""
+    flat = [x.reshape(-1, 1, 4) for x in (preds, targets)]
+    return torchvision.ops.generalized_box_iou(*flat).reshape(preds.shape[:-1])
+
+
+def check(backend, function, theirs, preds, targets, tolerance):
+    """Values and gradients beside torchvision's in float64. Where those are not finite, ours are not either."""
+    reason = BACKENDS.get(backend).unsupported(preds, targets, None)
+    if reason is not None:
+        with pytest.raises(UsageError, match="cannot take this call"):
+            function(preds, targets, backend=backend)
+        pytest.skip(reason)
+    ours = [x.clone().requires_grad_() for x in (preds, targets)]
+    exact = [x.double().requires_grad_() for x in (preds, targets)]
+    out, reference = function(*ours, backend=backend), theirs(*exact)
+    assert out.dtype == torch.promote_types(preds.dtype, torch.float32) and out.shape == reference.shape
+    grad = torch.rand_like(out)
+    found = (out, *torch.autograd.grad(out, ours, grad))
+    wanted = (reference, *torch.autograd.grad(reference, exact, grad.double()))
+    for name, x, y in zip(("giou", "d_preds", "d_targets"), found, wanted, strict=True):
+        rounding = torch.finfo(x.dtype).eps if x.dtype.itemsize == 2 else 0.0
+        assert torch.equal(x.isfinite(), y.isfinite()), name
+        x, y = x.double().nan_to_num(0, 0, 0), y.nan_to_num(0, 0, 0)
+        torch.testing.assert_close(
+            x, y, rtol=tolerance + rounding, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+# Some twenty float32 operations on numbers below 150, in differences of areas: 20 · 2⁻²⁴ of 4, the largest gradient.
+TOLERANCE = 1e-5
+PAIRS = {
+    "metric": (generalized_box_iou, torchvision_giou),
+    "loss": (generalized_box_iou_loss, torchvision.ops.generalized_box_iou_loss),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS.names())
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("pair", PAIRS)
+class TestEveryBackend:
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    def test_shapes(self, backend, device, pair, shape):
+        check(backend, *PAIRS[pair], draw(shape, device), draw(shape, device), TOLERANCE)
+
+    @pytest.mark.gpu
+    @pytest.mark.parametrize("shape", [(1024, 256), (7, 100003)], ids=str)
+    def test_large_shapes(self, backend, device, pair, shape):
+        check(backend, *PAIRS[pair], draw(shape, device), draw(shape, device), TOLERANCE)
+
+    @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
+    def test_any_leading_dimensions(self, backend, device, pair, shape):
+        check(backend, *PAIRS[pair], draw(shape, device), draw(shape, device), TOLERANCE)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+    def test_dtypes(self, backend, device, pair, dtype):
+        tolerance = 1e-12 if dtype == torch.float64 else TOLERANCE
+        check(backend, *PAIRS[pair], draw((35, 9), device, dtype), draw((35, 9), device, dtype), tolerance)
+
+    def test_strided_boxes(self, backend, device, pair):
+        preds, targets = torch.rand(4, 20, 6, device=device), draw((20, 4), device).transpose(0, 1)
+        check(backend, *PAIRS[pair], preds[..., 1:5].sort(-1).values[:, ::2], targets[:, ::2], TOLERANCE)
+
+    def test_degenerate_boxes(self, backend, device, pair):
+        if pair == "metric":
+            check(backend, *PAIRS[pair], *degenerate(device), TOLERANCE)
+        else:
+            # 1e-7 in a denominator that is zero otherwise: gradients of 1e7 and more, to float32's 2⁻²⁴ and a few.
+            ours = [x.requires_grad_() for x in degenerate(device)]
+            theirs = [x.detach().clone().requires_grad_() for x in ours]
+            reason = BACKENDS.get(backend).unsupported(*ours, 1e-7)
+            if reason is not None:
+                pytest.skip(reason)
+            loss = generalized_box_iou_loss(*ours, backend=backend)
+            reference = torchvision.ops.generalized_box_iou_loss(*theirs)
+            torch.testing.assert_close(loss, reference, rtol=1e-6, atol=1e-6)
+            grads = torch.autograd.grad(loss.sum(), ours), torch.autograd.grad(reference.sum(), theirs)
+            torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
+
+    def test_the_gradient_of_one_side_alone(self, backend, device, pair):
+        function, theirs = PAIRS[pair]
+        for wanted in (0, 1):
+            ours = [draw((33, 6), device) for _ in range(2)]
+            if BACKENDS.get(backend).unsupported(*ours, None):
+                pytest.skip("refused")
+            exact = [x.double() for x in ours]
+            ours[wanted].requires_grad_()
+            exact[wanted].requires_grad_()
+            (found,) = torch.autograd.grad(function(*ours, backend=backend).sum(), ours[wanted])
+            (reference,) = torch.autograd.grad(theirs(*exact).sum(), exact[wanted])
+            torch.testing.assert_close(found.double(), reference, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("eps", [1e-7, 0.5])
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_the_loss_is_torchvision_s(reduction, eps):
+    preds, targets = draw((50,), "cpu"), draw((50,), "cpu")
+    for x, y in ((preds, targets), (preds[0], targets[0]), (preds[:0], targets[:0])):
+        theirs = torchvision.ops.generalized_box_iou_loss(x, y, reduction, eps)
+        for ours in (
+            generalized_box_iou_loss(x, y, reduction, eps, backend="triton"),
+            GeneralizedBoxIoULoss(reduction, eps)(x, y),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_integers_are_taken_as_float32():
+    preds, targets = draw((9,), "cpu") * 4, draw((9,), "cpu") * 4
+    assert torch.equal(generalized_box_iou(preds.int(), targets.long()), generalized_box_iou(preds, targets))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_whole_graph(device):
+    torch._dynamo.reset()
+    preds, targets = draw((4, 9), device).requires_grad_(), draw((4, 9), device)
+    loss = GeneralizedBoxIoULoss("mean", backend="triton")
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    grads = [torch.autograd.grad(function(preds * 1.5, targets), preds)[0] for function in (loss, compiled)]
+    torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_operator_keeps_its_promises(device):
+    """Schema, fake outputs and registered gradients, by PyTorch's own checks."""
+    pytest.importorskip("triton")
+    preds, targets = draw((4, 9), device).requires_grad_(), draw((4, 9), device).requires_grad_()
+    generalized_box_iou(preds, targets, backend="triton")  # registers it
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    for eps in (None, 1e-7):
+        torch.library.opcheck(torch.ops.vitkernels.generalized_box_iou, (preds, targets, eps), test_utils=checks)
+
+
+@pytest.mark.parametrize(
+    "preds, targets, message",
+    [
+        (torch.zeros(2, 4), torch.zeros(3, 4), r"\(2, 4\) and \(3, 4\); .expand"),
+        (torch.zeros(2, 5), torch.zeros(2, 5), r"\(\.\.\., 4\)"),
+        (torch.zeros(2, 4), torch.zeros(2, 4).double(), "preds are torch.float32, targets torch.float64"),
+        (torch.zeros(2, 4), torch.zeros(2, 4, device="meta"), "one device"),
+    ],
+)
+def test_what_it_refuses(preds, targets, message):
+    with pytest.raises(UsageError, match=message):
+        generalized_box_iou(preds, targets)
+
+
+def test_unknown_reduction():
+    for function in (
+        partial(GeneralizedBoxIoULoss, "avg"),
+        partial(generalized_box_iou_loss, *[torch.zeros(1, 4)] * 2, "avg"),
+    ):
+        with pytest.raises(UsageError, match="unknown reduction 'avg'; known: mean, none, sum"):
+            function()
+
+
+@pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+@pytest.mark.parametrize("shape, dtype", [((40, 256), "float32"), ((40, 300), "bfloat16"), ((3, 37), "float32")])
+def test_compiles_for_v5e(shape, dtype):
+    """Forward and backward by libtpu's own compiler; no TPU is needed."""
+    import jax
+
+    from vitkernels.ops.generalized_box_iou.pallas_tpu_kernel import giou, giou_vjp
+
+    boxes = [jax.ShapeDtypeStruct((*shape, 4), dtype)] * 2
+    grad = jax.ShapeDtypeStruct(shape, "float32")
+    tpu_static.compile_jax(partial(giou, eps=1e-7), boxes)
+    tpu_static.compile_jax(lambda p, t, g: giou_vjp((p, t), (), (g,), eps=None), [*boxes, grad])
