@@ -44,7 +44,9 @@ def test_head_dims_compile(D):
 
 @needs_libtpu
 @pytest.mark.parametrize("S", [8, 24, 128])
-@pytest.mark.parametrize(("dtype", "D"), [(jnp.bfloat16, 64), (jnp.bfloat16, 128), (jnp.float32, 128)])
+@pytest.mark.parametrize(
+    ("dtype", "D"), [(jnp.bfloat16, 64), (jnp.bfloat16, 72), (jnp.bfloat16, 128), (jnp.float32, 64)]
+)
 def test_page_sizes_compile(S, dtype, D):
     compile_kernel(S=S, dtype=dtype, D=D)
 

@@ -15,27 +15,19 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vitkernels.ops.paged_attention.pallas_tpu_parts import (
-    ROWS,
-    VMEM_LIMIT,
-    Order,
-    Plan,
-    State,
-    attend_block,
-    cdiv,
-    f32,
-)
+from vitkernels.ops.paged_attention import pallas_tpu_parts as parts
+from vitkernels.ops.paged_attention.pallas_tpu_parts import Order, Plan, State, attend_block, cdiv
 
 
 def attend(plan: Plan, order: Order, q_BKGD, key_cache, value_cache):
-    """(B, K, G, D); D fills whole registers."""
+    """(B, K, G, D); the caches' last dimension, D or, turned, S, fills whole registers."""
 
     def rows(core, group, step, *scalars):
         b, group = plan.at(core, group, step)
         return b, group, 0, 0
 
     block = pl.BlockSpec((1, plan.heads, plan.G, plan.D), rows)
-    buffer = pltpu.VMEM((2, plan.heads, plan.pages, plan.S, plan.D), key_cache.dtype)
+    buffer = pltpu.VMEM((2, plan.heads, plan.pages, *key_cache.shape[2:]), key_cache.dtype)
     return pl.pallas_call(
         partial(_kernel, plan=plan),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -47,7 +39,7 @@ def attend(plan: Plan, order: Order, q_BKGD, key_cache, value_cache):
         ),
         out_shape=jax.ShapeDtypeStruct(q_BKGD.shape, q_BKGD.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=parts.VMEM_LIMIT
         ),
         name="paged_attention_copies",
     )(*order, q_BKGD, key_cache, value_cache)
@@ -87,11 +79,13 @@ class _Copies:
             self._page(part, group, b, i, j, half).wait()
 
     def rows(self, part, half):
-        """A half of a buffer as (K, N, D). Pages that do not fill registers of bfloat16 are joined as float32."""
-        x = self.parts[part][1][half]
-        joined = (self.plan.heads, self.plan.tokens, self.plan.D)
-        if x.dtype.itemsize == 2 and self.plan.S % (2 * ROWS):
-            return x.astype(f32).reshape(joined).astype(x.dtype)
+        """A half of a buffer as attend_block wants it. Pages that do not fill registers of bfloat16 join as float32."""
+        plan, x = self.plan, self.parts[part][1][half]
+        if plan.turned:
+            return jnp.concatenate([x[:, j] for j in range(plan.pages)], axis=2)
+        joined = (plan.heads, plan.tokens, plan.D)
+        if x.dtype.itemsize == 2 and plan.S % parts.ROWS_16:
+            return x.astype(jnp.float32).reshape(joined).astype(x.dtype)
         return x.reshape(joined)
 
 

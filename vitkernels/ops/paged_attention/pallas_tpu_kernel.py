@@ -7,7 +7,7 @@ D head dim, P pages, S tokens per page, T pages per sequence, N tokens of a bloc
 import jax.numpy as jnp
 
 from vitkernels.ops.paged_attention import pallas_tpu_copies, pallas_tpu_windows
-from vitkernels.ops.paged_attention.pallas_tpu_parts import LANES, Plan
+from vitkernels.ops.paged_attention.pallas_tpu_parts import Plan
 
 
 def attend(
@@ -31,8 +31,9 @@ def attend(
     own = q_BKGD.shape[2]
     q_BKGD = jnp.pad(q_BKGD, ((0, 0), (0, 0), (0, plan.G - own), (0, 0)))
     order = plan.order(lens_B, block_tables)
-    # A copy's last dimension must fill whole registers; windows may be narrower.
-    kernel = pallas_tpu_windows if plan.D % LANES else pallas_tpu_copies
+    if plan.turned:  # no copy: so they lie in memory
+        key_cache, value_cache = (jnp.swapaxes(cache, 2, 3) for cache in (key_cache, value_cache))
+    kernel = pallas_tpu_windows if plan.by_windows else pallas_tpu_copies
     out_BKGD = kernel.attend(plan, order, q_BKGD, key_cache, value_cache)
     out_BHD = out_BKGD[:, :, :own].reshape(query.shape)
     return jnp.where(broken_B[:, None, None], jnp.nan, out_BHD)

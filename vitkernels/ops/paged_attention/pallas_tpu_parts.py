@@ -48,7 +48,7 @@ class Plan:
         (B, H, D), (K, P, S, _), T = query.shape, key_cache.shape, block_tables.shape[1]
         page_bytes = 4 * S * cdiv(D, LANES) * LANES * key_cache.dtype.itemsize
         pages = max(1, min(pages_per_compute_block, T, BUFFER_LIMIT // page_bytes))
-        pages = min(pages, MOST_WINDOWS) if D % LANES else pages
+        pages = min(pages, MOST_WINDOWS) if _by_windows(S, D) else pages
         most = K // 2 if megacore_mode == "kv_head" else K
         fitting = max(1, BUFFER_LIMIT // (pages * page_bytes))
         heads = max(h for h in range(1, most + 1) if most % h == 0 and h <= fitting)
@@ -62,6 +62,16 @@ class Plan:
         if self.megacore_mode == "kv_head":
             return 2, groups // 2, self.B
         return (2, groups, self.B // 2) if self.megacore_mode == "batch" else (1, groups, self.B)
+
+    @property
+    def by_windows(self) -> bool:
+        """Whether the compiler moves the pages: a copy's last dimension must fill whole registers."""
+        return _by_windows(self.S, self.D)
+
+    @property
+    def turned(self) -> bool:
+        """Whether pages are (D, S): so XLA lays out a cache whose S fills registers and whose D does not."""
+        return self.D % LANES != 0 and not self.by_windows
 
     @property
     def tokens(self) -> int:
@@ -103,6 +113,10 @@ class Plan:
         return b // (self.B // 2) if self.megacore_mode == "batch" else 0
 
 
+def _by_windows(S: int, D: int) -> bool:
+    return D % LANES != 0 and S % LANES != 0
+
+
 class Order(NamedTuple):
     """The prefetched scalars, arrays or references: int32."""
 
@@ -138,8 +152,9 @@ class State(NamedTuple):
 
 
 def attend_block(plan: Plan, state: State, q_ref, keys: Callable, values: Callable, left=None) -> None:
-    """Takes a block into the state. keys and values give (K, N, D); `left` of its tokens count, None: all of them."""
-    s_KGN = _dot(q_ref[0], keys(), 2)
+    """Takes a block into the state: keys and values give (K, N, D), turned (K, D, N); left: its tokens."""
+    token_axis, dim_axis = (2, 1) if plan.turned else (1, 2)
+    s_KGN = _dot(q_ref[0], keys(), dim_axis)
     if plan.soft_cap is not None:
         s_KGN = plan.soft_cap * jnp.tanh(s_KGN / plan.soft_cap)
     s_KGN *= LOG2E
@@ -150,10 +165,10 @@ def attend_block(plan: Plan, state: State, q_ref, keys: Callable, values: Callab
     p_KGN = jnp.exp2(s_KGN - top)
     state.top[...] = top
     state.total[...] = state.total[...] * shrink + jnp.sum(p_KGN, axis=2, keepdims=True)
-    v_KND = values()
+    v = values()
     if left is not None:  # what lies past the end may be NaN, and 0 · NaN is not 0
-        v_KND = jnp.where(lax.broadcasted_iota(jnp.int32, v_KND.shape, 1) < left, v_KND, jnp.zeros_like(v_KND))
-    state.acc[...] = state.acc[...] * shrink + _dot(p_KGN.astype(v_KND.dtype), v_KND, 1)
+        v = jnp.where(lax.broadcasted_iota(jnp.int32, v.shape, token_axis) < left, v, jnp.zeros_like(v))
+    state.acc[...] = state.acc[...] * shrink + _dot(p_KGN.astype(v.dtype), v, token_axis)
 
 
 def _dot(a, b, over: int):

@@ -1,4 +1,4 @@
-"""Paged attention where the head dim does not fill registers: a copy of our own cannot have such rows, a window can.
+"""Paged attention where neither head dim nor pages fill registers: a copy of our own cannot be so narrow, a window can.
 
 Every page of a block is an input with a window of its own, which the compiler moves, a grid step ahead, to the page
 that the scalar-prefetched table names. The grid has as many steps as the longest possible sequence has blocks; those
@@ -15,16 +15,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vitkernels.ops.paged_attention.pallas_tpu_parts import (
-    ROWS,
-    VMEM_LIMIT,
-    Order,
-    Plan,
-    State,
-    attend_block,
-    cdiv,
-    f32,
-)
+from vitkernels.ops.paged_attention import pallas_tpu_parts as parts
+from vitkernels.ops.paged_attention.pallas_tpu_parts import Order, Plan, State, attend_block, cdiv
 
 
 def attend(plan: Plan, order: Order, q_BKGD, key_cache, value_cache):
@@ -47,7 +39,7 @@ def attend(plan: Plan, order: Order, q_BKGD, key_cache, value_cache):
         ),
         out_shape=jax.ShapeDtypeStruct(q_BKGD.shape, q_BKGD.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", *("arbitrary",) * 3), vmem_limit_bytes=VMEM_LIMIT
+            dimension_semantics=("parallel", *("arbitrary",) * 3), vmem_limit_bytes=parts.VMEM_LIMIT
         ),
         name="paged_attention_windows",
     )(*order, q_BKGD, *[key_cache] * plan.pages, *[value_cache] * plan.pages)
@@ -87,6 +79,6 @@ def _kernel(*refs, plan: Plan):
 def _joined(plan: Plan, refs):
     """The pages of a block as (K, N, D). Those that do not fill registers of bfloat16 are joined as float32."""
     pages = [ref[:, 0] for ref in refs]
-    if pages[0].dtype.itemsize == 2 and plan.S % (2 * ROWS):
-        return jnp.concatenate([x.astype(f32) for x in pages], axis=1).astype(pages[0].dtype)
+    if pages[0].dtype.itemsize == 2 and plan.S % parts.ROWS_16:
+        return jnp.concatenate([x.astype(jnp.float32) for x in pages], axis=1).astype(pages[0].dtype)
     return jnp.concatenate(pages, axis=1)
