@@ -35,7 +35,8 @@ def product_of_rows(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype):
 
 def _sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     if a_MK.device.type != "xla":
-        return a_MK.double() @ b_NK.double().T  # exact
+        wide = torch.float64 if a_MK.dtype == torch.int8 else torch.float32  # float64 holds sums of integers exactly
+        return a_MK.to(wide) @ b_NK.to(wide).T  # torch._int_mm on the CPU is slower than this by far
     import torch_xla
 
     sums = torch.int32 if a_MK.dtype == torch.int8 else torch.float32

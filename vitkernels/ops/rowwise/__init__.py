@@ -33,7 +33,8 @@ def padded(rows: int) -> int:
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def quantize_rows(x_MC, gradient_MC, dtype, gelu, transposed, sums):
-    """Rows to 8 bits: q (M, C), its scales (M,), and where asked for qᵀ (C, padded(M)) and float32 sums (C,) of rows.
+    """Rows to 8 bits: q (M, C), its scales (M,), and where asked for qᵀ (C, padded(M)) and float32 sums (C,) of rows
+    (with qᵀ, on CUDA, of rows as rounded: the errors of many tokens even out).
 
     gelu: gelu(x) is quantized in x's place, or gradient · gelu'(x) where there is a gradient. x is contiguous. What is
     not asked for is empty.
@@ -78,9 +79,9 @@ def _quantized(value: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Ten
 
 
 def _transposed(q: Tensor) -> Tensor:
-    out = q.new_zeros(q.shape[1], padded(q.shape[0]))
-    out[:, : q.shape[0]] = q.T
-    return out
+    out = torch.zeros(q.shape[1], padded(q.shape[0]), dtype=torch.int8, device=q.device)
+    out[:, : q.shape[0]] = q.view(torch.int8).T  # as bits: not every device copies 8-bit floats
+    return out.view(q.dtype)
 
 
 @register_fake("vitkernels::quantize_rows")

@@ -1,7 +1,7 @@
 """The device code of 8-bit quantization: scales along rows and columns, and the transposed copies that 8-bit tensor
 cores want (Hopper multiplies 8-bit operands only where both lie in memory with the summed dimension last).
 
-What is stored is bits: q and qt are int8 pointers whatever the dtype. (Triton 3.6 transposes fp8 tiles wrongly.)
+What is stored is bits: q and qt are int8 pointers whatever the dtype, for a copy needs to know of none.
 
 Shape suffixes: M rows (tokens), C columns (channels).
 """
@@ -48,47 +48,46 @@ def _value(x_ptr, gradient_ptr, at, mask, GELU: tl.constexpr):
 
 
 @triton.jit
-def _store(value, top, m, c, q_ptr, qt_ptr, sums_ptr, M, M_PADDED, C, LARGEST: tl.constexpr, DTYPE: tl.constexpr):
-    """Rows m and columns c of q, of its transpose, and of the sums over these rows."""
-    q = _quantized(value * tl.div_rn(LARGEST, top)[:, None], LARGEST, DTYPE)
-    tl.store(q_ptr + m[:, None] * C + c[None, :], q, mask=(m[:, None] < M) & (c[None, :] < C))
-    if qt_ptr is not None:
-        at = c.to(tl.int64)[:, None] * M_PADDED + m[None, :]
-        tl.store(qt_ptr + at, tl.trans(q), mask=(c[:, None] < C) & (m[None, :] < M_PADDED))
-    if sums_ptr is not None:
-        tl.store(sums_ptr + tl.program_id(0) * C + c, tl.sum(value, axis=0), mask=c < C)
-
-
-@triton.jit
 def rows_kernel(
-    x_ptr, gradient_ptr, q_ptr, scale_ptr, qt_ptr, sums_ptr, M, M_PADDED, C,
+    x_ptr, gradient_ptr, q_ptr, scale_ptr, M, C,
     GELU: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows: their scales, then q (M, C), its transpose qt (C, M_PADDED), and sums over these rows (C).
-
-    WHOLE: a row fits into CHUNK and is read once; otherwise it is read again, from the cache.
-    """
+    """ROWS rows of q (M, C) and their scales. WHOLE: a row fits into CHUNK and is read once, otherwise twice."""
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    if WHOLE:
-        c = tl.arange(0, CHUNK)
+    top = tl.zeros([ROWS], tl.float32) + LEAST
+    for start in range(0, C, CHUNK):
+        c = start + tl.arange(0, CHUNK)
         mask = (m[:, None] < M) & (c[None, :] < C)
         value = _value(x_ptr, gradient_ptr, m[:, None] * C + c[None, :], mask, GELU)
-        top = tl.maximum(tl.max(tl.abs(value), axis=1), LEAST)
-        _store(value, top, m, c, q_ptr, qt_ptr, sums_ptr, M, M_PADDED, C, LARGEST, DTYPE)
-    else:
-        top = tl.zeros([ROWS], tl.float32) + LEAST
-        for start in range(0, C, CHUNK):
-            c = start + tl.arange(0, CHUNK)
-            mask = (m[:, None] < M) & (c[None, :] < C)
-            value = _value(x_ptr, gradient_ptr, m[:, None] * C + c[None, :], mask, GELU)
-            top = tl.maximum(top, tl.max(tl.abs(value), axis=1))
-        for start in range(0, C, CHUNK):
-            c = start + tl.arange(0, CHUNK)
-            mask = (m[:, None] < M) & (c[None, :] < C)
-            value = _value(x_ptr, gradient_ptr, m[:, None] * C + c[None, :], mask, GELU)
-            _store(value, top, m, c, q_ptr, qt_ptr, sums_ptr, M, M_PADDED, C, LARGEST, DTYPE)
+        top = tl.maximum(top, tl.max(tl.abs(value), axis=1))
+        if WHOLE:
+            q = _quantized(value * tl.div_rn(LARGEST, top)[:, None], LARGEST, DTYPE)
+            tl.store(q_ptr + m[:, None] * C + c[None, :], q, mask=mask)
     tl.store(scale_ptr + m, tl.div_rn(top, LARGEST), mask=m < M)
+    if not WHOLE:
+        for start in range(0, C, CHUNK):
+            c = start + tl.arange(0, CHUNK)
+            mask = (m[:, None] < M) & (c[None, :] < C)
+            value = _value(x_ptr, gradient_ptr, m[:, None] * C + c[None, :], mask, GELU)
+            q = _quantized(value * tl.div_rn(LARGEST, top)[:, None], LARGEST, DTYPE)
+            tl.store(q_ptr + m[:, None] * C + c[None, :], q, mask=mask)
+
+
+@triton.jit
+def transpose_kernel(
+    q_ptr, scale_ptr, qt_ptr, sums_ptr, M, M_PADDED, C,
+    DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One tile of qt (C, M_PADDED), zeros past M, and the sums over its rows of q · scale into sums (programs, C)."""
+    m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    q = tl.load(q_ptr + m[:, None] * C + c[None, :], mask=(m[:, None] < M) & (c[None, :] < C), other=0)
+    at = c.to(tl.int64)[:, None] * M_PADDED + m[None, :]
+    tl.store(qt_ptr + at, tl.trans(q), mask=(c[:, None] < C) & (m[None, :] < M_PADDED))
+    if sums_ptr is not None:
+        value = q.to(DTYPE, bitcast=True).to(tl.float32) * tl.load(scale_ptr + m, mask=m < M, other=0.0)[:, None]
+        tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(value, axis=0), mask=c < C)
 
 
 @triton.jit

@@ -1,0 +1,125 @@
+"""quantized_matmul: every scheme on every backend against float64, within what the scheme itself loses."""
+
+import itertools
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from vitkernels.ops import quantized_matmul
+from vitkernels.ops.quantized_matmul import BACKENDS, pack_int4, unpack_int4
+
+NEEDS = {"triton": "triton", "pallas_tpu": "jax"}
+CPU_BACKENDS = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(not find_spec(NEEDS.get(name, "torch")), reason=f"no {NEEDS.get(name)}")
+    )
+    for name in BACKENDS.names()
+    if name != "xla"  # its device is torch_xla's: test_quantized_matmul_xla.py
+]
+SCHEMES = list(itertools.product((-1, 32), (8, 4), (False, True), (16, 8)))
+
+
+def weights(K, N, block_size, bits, asymmetric, dtype=torch.float32):
+    """int8 weights of `bits` in torch_xla's layout, scale, zero point, and the float64 matrix (K, N) they stand for."""
+    S = 1 if block_size == -1 else K // block_size
+    top = 2 ** (bits - 1)
+    w = torch.randint(-top, top, (S, K // S, N), dtype=torch.int8)
+    scale = (torch.rand(S, N) * 0.02 + 0.01).to(dtype)
+    zero = (torch.randn(S, N) * 0.05).to(dtype) if asymmetric else None
+    full = w.double() * scale.double()[:, None] - (0 if zero is None else zero.double()[:, None])
+    if block_size == -1:
+        w, scale, zero = w[0].T.contiguous(), scale[0], None if zero is None else zero[0]
+    return w, scale, zero, full.reshape(K, N)
+
+
+def check(backend, M, K, N, block_size, bits, asymmetric, activation_bits, device="cpu", dtype=torch.float32):
+    w, scale, zero, full = weights(K, N, block_size, bits, asymmetric)
+    x, bias = torch.randn(M, K).to(dtype), torch.randn(N)
+    stored = pack_int4(w) if bits == 4 else w
+    args = [None if t is None else t.to(device) for t in (x, stored, scale, zero)]
+    keywords = {"block_size": block_size, "weight_bits": bits, "activation_bits": activation_bits, "backend": backend}
+    out = quantized_matmul(*args, bias=bias.to(device), **keywords)
+    assert out.dtype == dtype and out.shape == (M, N)
+    exact = x.double() @ full + bias.double()
+    # Arithmetic: each of K products, and with wide tokens each weight once more, is rounded to the dtype's own digits
+    # (float32's for sums). Rounded tokens: half a step of the token's scale for each entry.
+    digits = torch.finfo(dtype).eps
+    bound = (digits + K * 2**-23) * (x.double().abs() @ (full.abs() + 128 * scale.max().double()) + bias.abs())
+    if activation_bits == 8:
+        step = x.double().abs().amax(1, keepdim=True) / 127
+        bound = bound + 0.5001 * step * full.abs().sum(0)
+    error = (out.cpu().double() - exact).abs()
+    assert (error <= bound).all(), (error / bound).max()
+    # And not merely within the scheme: nearly what the reference gives, but for a token rounded the other way on a tie.
+    reference = quantized_matmul(x.double(), stored, scale, zero, bias=bias, **{**keywords, "backend": "reference"})
+    assert (out.cpu().double() - reference).norm() <= (2 * digits + 1e-4 * (activation_bits == 8)) * reference.norm()
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize(("block_size", "bits", "asymmetric", "activation_bits"), SCHEMES)
+def test_every_scheme(backend, block_size, bits, asymmetric, activation_bits):
+    torch.manual_seed(0)
+    check(backend, 5, 96, 24, block_size, bits, asymmetric, activation_bits)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize(("bits", "activation_bits"), [(8, 16), (4, 8)])
+def test_odd_sizes(backend, bits, activation_bits):
+    torch.manual_seed(1)
+    check(backend, 3, 37, 7, -1, bits, True, activation_bits)
+    check(backend, 1, 15, 9, 5, bits, True, activation_bits)  # blocks of 5 pack into 3 bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("block_size", "bits", "asymmetric", "activation_bits"), SCHEMES)
+def test_every_scheme_cuda(block_size, bits, asymmetric, activation_bits, dtype):
+    torch.manual_seed(2)
+    for M in (5, 600):  # few tokens, and many, where weights are unpacked first
+        check("triton", M, 96, 264, block_size, bits, asymmetric, activation_bits, "cuda", dtype)
+
+
+@pytest.mark.parametrize("shape", [(3, 8), (2, 7, 4), (1, 1)])
+def test_packing_halves_the_bytes_and_loses_nothing(shape):
+    w = torch.randint(-8, 8, shape, dtype=torch.int8)
+    packed = pack_int4(w)
+    assert packed.dtype == torch.uint8 and packed.shape[1] == -(-shape[1] // 2)
+    assert torch.equal(unpack_int4(packed, shape[1]), w)
+
+
+def test_unpacked_digits_are_taken_as_well_as_packed_ones():
+    w, scale, _, _ = weights(32, 6, -1, 4, False)
+    x = torch.randn(2, 32)
+    assert torch.equal(
+        quantized_matmul(x, w, scale, weight_bits=4), quantized_matmul(x, pack_int4(w), scale, weight_bits=4)
+    )
+
+
+def test_tokens_of_zeros_and_leading_dimensions():
+    w, scale, _, _ = weights(32, 6, -1, 8, False)
+    x = torch.zeros(2, 3, 32)
+    out = quantized_matmul(x, w, scale, activation_bits=8)
+    assert out.shape == (2, 3, 6) and torch.equal(out, torch.zeros(2, 3, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight_bits": 3}, "weight_bits must be 8 or 4"),
+        ({"activation_bits": 32}, "activation_bits must be 16 or 8"),
+        ({"block_size": 5}, "divide the 32 in features"),
+        ({"block_size": 16}, r"w must be \(in / block_size, block_size, out\)"),
+        ({"w": torch.zeros(6, 31, dtype=torch.int8)}, r"w must be \(out, in\)"),
+        ({"w": torch.zeros(6, 16, dtype=torch.uint8)}, "w must be int8"),
+        ({"scale": torch.ones(5)}, r"scale must be floating, of shape \(6,\)"),
+        ({"zero_point": torch.ones(6, 1)}, r"zero_point must be floating, of shape \(6,\)"),
+        ({"x": torch.zeros(2, 32, dtype=torch.int8)}, "x must be"),
+        ({"backend": "xla"}, "torch_xla"),
+        ({"backend": "cutlass"}, "reference"),
+    ],
+)
+def test_refusals(change, message):
+    given = {"x": torch.randn(2, 32), "w": torch.zeros(6, 32, dtype=torch.int8), "scale": torch.ones(6)} | change
+    with pytest.raises(ValueError, match=message):
+        quantized_matmul(given.pop("x"), given.pop("w"), given.pop("scale"), given.pop("zero_point", None), **given)

@@ -1,0 +1,72 @@
+"""quantized_matmul inside torch_xla: lazily, under torch.compile(backend="openxla"), and beside torch_xla's own op.
+
+In a process of its own, because the order of imports matters to torch_xla. PJRT_DEVICE=CPU stands for the TPU.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the tpu extra")
+
+CODE = """
+import itertools, re
+import torch, torch_xla
+import torch_xla.experimental.xla_quantized_matmul
+from torch_xla.experimental.xla_quantized_matmul import XlaQuantizedLinear
+from vitkernels.ops import quantized_matmul
+from vitkernels.ops.quantized_matmul import pack_int4
+from vitkernels.quant import QuantizedLinear, Scheme
+from vitkernels.quant.schemes import quantize_weight
+
+theirs = torch.ops.xla.quantized_matmul
+to = lambda *tensors: [None if t is None else t.to("xla") for t in tensors]
+torch.manual_seed(0)
+x, weight = torch.randn(2, 3, 64), torch.randn(24, 64)
+for block_size, symmetric, activation_bits, bits in itertools.product((-1, 16), (True, False), (16, 8), (8, 4)):
+    scheme = Scheme(bits, activation_bits, block_size, symmetric)
+    w, scale, zero = quantize_weight(weight, scheme)
+    keywords = {"block_size": block_size, "weight_bits": bits, "activation_bits": activation_bits}
+    expected = quantized_matmul(x, w, scale, zero, backend="reference", **keywords)
+    lazy = quantized_matmul(*to(x, w, scale, zero), **keywords)
+    assert lazy.device.type == "xla"
+    close = {"atol": 1e-4, "rtol": 1e-5}  # float32 sums of 64 products of at most 127 * 4 * scale, in another order
+    torch.testing.assert_close(lazy.cpu(), expected, **close)
+    if block_size == -1 or activation_bits == 16:  # what torch_xla has
+        unpacked = quantize_weight(weight, Scheme(bits, activation_bits, block_size, symmetric))[0]
+        if bits == 4:
+            from vitkernels.ops.quantized_matmul import unpack_int4
+            unpacked = unpack_int4(unpacked, 64 if block_size == -1 else block_size)
+        own = theirs(*to(x, unpacked, scale, zero), block_size=block_size, quantize_activation=activation_bits == 8)
+        torch.testing.assert_close(lazy.cpu(), own.cpu(), **close)
+        # A layer takes the weights made for theirs, one 4-bit weight to a byte.
+        layer = QuantizedLinear(64, 24, scheme, bias=False)
+        layer.load_quantized_weight(unpacked, scale, zero)
+        torch.testing.assert_close(layer(x), expected, **close)
+
+w, scale, _ = quantize_weight(weight, Scheme(8, 8))
+compiled = torch.compile(lambda *a: quantized_matmul(*a, activation_bits=8) * 2, backend="openxla", fullgraph=True)
+expected = 2 * quantized_matmul(x, w, scale, activation_bits=8)
+torch.testing.assert_close(compiled(*to(x, w, scale)).cpu(), expected, **close)
+
+hlo = lambda t: torch_xla._XLAC._get_xla_tensors_hlo([t])
+wide = quantized_matmul(*to(x.bfloat16(), w, scale))
+assert re.search(r"dot\\(bf16.*s8", hlo(wide)), "weights are multiplied as they are stored"
+narrow = quantized_matmul(*to(x, w, scale), activation_bits=8)
+assert re.search(r"s32.*dot\\(s8.*s8", hlo(narrow)), "rounded tokens are multiplied as int8"
+pallas = quantized_matmul(*to(x, w, scale), activation_bits=8, backend="pallas_tpu")
+torch.testing.assert_close(pallas.cpu(), narrow.cpu(), **close)
+print("passed")
+"""
+
+
+def test_beside_torch_xla():
+    done = subprocess.run(
+        [sys.executable, "-c", CODE],
+        env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().splitlines()[-1] == "passed"
