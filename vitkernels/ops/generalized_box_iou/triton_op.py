@@ -20,8 +20,9 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 def _launch(kernel, tensors, eps: float | None, count: int, **constants) -> None:
     if count:
+        constants |= _OPTIONS | {"LOSS": eps is not None}
         grid = (-(-count // _OPTIONS["BLOCK"]),)
-        triton_call(*tensors, eps or 0.0, count, kernel=kernel, grid=grid, LOSS=eps is not None, **constants, **_OPTIONS)
+        triton_call(*tensors, eps or 0.0, count, kernel=kernel, grid=grid, **constants)
 
 
 @operator("generalized_box_iou(Tensor preds, Tensor targets, float? eps) -> Tensor")
