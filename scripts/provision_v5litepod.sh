@@ -484,7 +484,7 @@ remove() {
     queue delete --force
     return 0
   fi
-  for ((attempt = 1; attempt <= 40; attempt++)); do
+  for ((attempt = 1; attempt <= 20; attempt++)); do
     look || continue
     case $state in
       ABSENT)
