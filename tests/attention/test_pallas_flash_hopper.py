@@ -3,6 +3,8 @@
 The conformance suite runs them too, where there is a Hopper GPU.
 """
 
+import dataclasses
+import importlib
 import math
 
 import pytest
@@ -43,6 +45,7 @@ CASES = [
     (70, 64, torch.bfloat16, False, 0.125, 2, False),
     (130, 72, torch.float16, True, 0.1, 2, True),
     (65, 32, torch.bfloat16, False, -0.2, 1, False),
+    (130, 32, torch.float16, True, 0.1, 1, False),
 ]
 
 
@@ -77,9 +80,9 @@ def test_interpreted(N, D, dtype, is_causal, scale, warpgroups, loader):
 
 
 @needs_new_jax
-@pytest.mark.parametrize("N, D", [(197, 64), (577, 88), (4096, 128)])
+@pytest.mark.parametrize("N, D", [(197, 64), (577, 88), (4096, 128), (1024, 40)])
 def test_lowers_for_the_gpu(N, D):
-    """Mosaic GPU checks layouts, tiles and copies on any machine; what is left to the GPU's is ptxas."""
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
     from vitkernels.attention.pallas_flash_hopper import Call
 
     call = Call(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
@@ -88,10 +91,30 @@ def test_lowers_for_the_gpu(N, D):
 
 
 def test_says_what_is_missing():
-    backend = attention.get("pallas_flash")
     half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
+    reason = attention.get("pallas_flash").unsupported(half)
     if not torch.cuda.is_available():
-        assert "no CUDA device" in backend.unsupported(half)
+        assert "no CUDA device" in reason
+    elif jax.__version_info__ < (0, 11):
+        assert "jax 0.11" in reason
+    elif torch.cuda.get_device_capability() != (9, 0):
+        assert "Hopper" in reason
+    else:
+        assert reason is None
+
+
+def test_refuses_what_its_kernels_have_not(monkeypatch):
+    module = importlib.import_module("vitkernels.attention.pallas_flash")
+    monkeypatch.setattr(module, "_no_hopper", None)  # as on a Hopper GPU; nothing is launched here
+    half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
+    reason = lambda **changes: module.BACKEND.unsupported(dataclasses.replace(half, **changes))  # noqa: E731
+    assert reason() is None
+    assert "no bias and no segment_ids" in reason(bias_shape=(50, 50), has_segment_ids=True)
+    assert "no mask" in reason(has_mask=True)
+    assert "float32" in reason(dtype=torch.float32)
+    assert "not 136" in reason(head_dim=136)
+    assert "dropout" in reason(dropout_p=0.1)
+    assert "65536" in reason(batch=65536)
 
 
 hopper = [

@@ -25,6 +25,8 @@ from vitkernels.attention.pallas_flash_hopper_parts import (
 
 
 class Backward(parts.Problem):
+    """The two kernels, `dq` first; each with a schedule of its own."""
+
     # --- dq -----------------------------------------------------------------------------------------------------------
 
     def dq(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN):

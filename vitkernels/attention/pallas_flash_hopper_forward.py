@@ -19,6 +19,8 @@ LOWEST = -1e30  # below every score, and finite, so that a tile without any key 
 
 
 class Forward(parts.Problem):
+    """The kernel; call it with JAX arrays, or hand it to vitkernels.bridge.mosaic_gpu.Kernel."""
+
     def __call__(self, q_BNHD, k_BMHD, v_BMHD):
         """out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N)."""
         scratch = {
@@ -55,14 +57,17 @@ class Forward(parts.Problem):
             (load(k_ref, 1, "k"), scratch["k_consumed"]),
             (load(v_ref, 2, "v"), scratch["v_consumed"]),
         ]
-        steps = self._steps_here() if self.schedule.loader else self.steps
         parts.divide_roles(
-            self.schedule, steps, streams, lambda warpgroup: self._compute(q_ref, out_ref, lse_ref, warpgroup, scratch)
+            self.schedule,
+            self._steps_here(),
+            streams,
+            lambda warpgroup: self._compute(q_ref, out_ref, lse_ref, warpgroup, scratch),
         )
 
     def _steps_here(self):
-        """Tiles of keys that this block's queries see."""
-        if not self.is_causal:
+        """Tiles of keys that this block goes through: those that its queries see. All, where all were requested: no
+        block may end while a copy into its shared memory is under way."""
+        if not self.is_causal or not self.schedule.loader:
             return self.steps
         queries = ROWS * self.schedule.warpgroups
         seen = (lax.axis_index("tile") + 1) * queries
