@@ -41,19 +41,17 @@ def _kernel(x_ref, weight_ref, bias_ref, act_ref, pre_ref, *, tanh):
     act_ref[...] = gelu_and_slope(pre.astype(jnp.float32), tanh)[0].astype(act_ref.dtype)
 
 
-def block_rows(rows: int, K: int, dtype) -> int:
-    """How many rows of K numbers a block has: 512 at most, a multiple of 16, or all of them."""
-    fitting = _BLOCK_BYTES // (K * jnp.dtype(dtype).itemsize) // 16 * 16
-    return min(rows, max(16, min(512, fitting)))
+def block_rows(rows: int, K: int, dtype, multiple: int) -> int:
+    """How many rows of K numbers a block has: up to 512, in multiples of `multiple`; or all of them."""
+    fitting = _BLOCK_BYTES // (K * jnp.dtype(dtype).itemsize) // multiple * multiple
+    return min(rows, max(multiple, min(512, fitting)))
 
 
 def linear_gelu(x_MK, weight_NK, bias_N, *, tanh: bool):
     """gelu(x weightᵀ + bias), and what GELU was given, both in x's dtype."""
     (M, K), N = x_MK.shape, weight_NK.shape[0]
-    m = block_rows(M, K, x_MK.dtype)
-    n = block_rows(N, K, x_MK.dtype)
-    n = n if n == N else max(128, n // 128 * 128)  # columns of the result: whole lanes
-    n = min(n, N)
+    m = block_rows(M, K, x_MK.dtype, 16)
+    n = block_rows(N, K, weight_NK.dtype, 128)  # the result's columns: whole lanes
     result = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
     return pl.pallas_call(
         functools.partial(_kernel, tanh=tanh),

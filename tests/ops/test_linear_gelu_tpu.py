@@ -1,0 +1,29 @@
+"""linear_gelu's Pallas kernel compiles for TPU at the sizes of models and at odd ones, by libtpu's own compiler."""
+
+import functools
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+
+from vitkernels.bench import tpu_static
+from vitkernels.ops.linear_gelu import pallas_tpu_kernel as kernel
+
+pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+
+
+@pytest.mark.parametrize(
+    "M, K, N, dtype, tanh",
+    [
+        (25216, 1024, 4096, jnp.bfloat16, False),
+        (33, 5120, 1280, jnp.bfloat16, True),
+        (300, 4096, 4096, jnp.float32, False),
+        (7, 5, 3, jnp.float32, True),
+    ],
+)
+def test_compiles(M, K, N, dtype, tanh):
+    shapes = [jax.ShapeDtypeStruct(*x) for x in (((M, K), dtype), ((N, K), dtype), ((N,), jnp.float32))]
+    tpu_static.compile_jax(functools.partial(kernel.linear_gelu, tanh=tanh), shapes)
