@@ -62,6 +62,13 @@ def test_golden_losses(attn, settings, losses, tmp_path):
     assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
 
 
+def test_golden_losses_with_fused_ops(settings, losses, tmp_path):
+    """Every op by the project's own kernels, interpreted: the same losses, within the same tolerance."""
+    pytest.importorskip("triton", reason="no Triton on this platform")
+    train.run(settings(*SMALL, "attn=native", "ops=fused", "trainer.max_steps=5", "trainer.eval_every=null"), tmp_path)
+    assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
+
+
 def test_a_run_leaves_what_it_promises(settings, losses, tmp_path):
     train.run(settings(*SMALL, "attn=native", "trainer.max_steps=12"), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())

@@ -106,6 +106,7 @@ def test_auto_leaves_what_does_not_fit(caplog):
     "ops,residual,message",
     [
         ({"layer_norm": "triton"}, None, "Did you mean 'layer_norm_residual'?"),
+        ({"patch_embed": "tritn"}, None, "Did you mean 'triton'?"),
         ({"mlp": "triton"}, None, "mlp is fused together with layer_norm_residual"),
         ({"patch_embed": "triton"}, torch.bfloat16, "needs layer_norm_residual"),
     ],

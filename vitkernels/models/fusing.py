@@ -31,6 +31,8 @@ def set_ops(model: nn.Module, ops: Mapping[str, str], residual_dtype: torch.dtyp
     for name in ops:
         if name not in MODEL_OPS:
             raise unknown_name("op of a model", name, MODEL_OPS)
+        if ops[name] not in ("eager", "auto"):
+            backends_of(_OPS[name]).get(ops[name])
     device = next(model.parameters()).device
     wanted = {name: b for name, b in ops.items() if b != "eager" and _has_kernel(name, b, device)}
     if "mlp" in wanted and "layer_norm_residual" not in wanted:

@@ -39,6 +39,7 @@ _CHOICES = {
     "mode": ("train", "eval"),
     "compile": (True, False, "auto", *COMPILE_MODES),
     "ops.name": ("eager", "fused", "auto"),
+    "ops.residual_precision": (None, "fp32", "bf16"),
 }
 
 
