@@ -66,22 +66,22 @@ def preempt_once(folder: Path) -> None:
 def test_a_sweep_through_submitit_resumes_the_job_that_is_preempted(start, tmp_path, losses):
     pytest.importorskip("submitit")
     folder = tmp_path / "sweep"
-    preemption = threading.Thread(target=preempt_once, args=(folder / "trainer.max_steps=200",), daemon=True)
+    preemption = threading.Thread(target=preempt_once, args=(folder / "trainer.max_steps=100",), daemon=True)
     preemption.start()
-    code = start("hydra/launcher=local", *SMALL, "attn=native", "trainer.eval_every=null", "trainer.max_steps=200,3")
+    code = start("hydra/launcher=local", *SMALL, "attn=native", "trainer.eval_every=null", "trainer.max_steps=100,3")
     assert code in (0, None), [path.read_text() for path in folder.glob(".submitit/*/*.out")]
     rows = json.loads((folder / "comparison.json").read_text())
     assert [(row["variant"], row["status"]) for row in rows] == [
-        ("trainer.max_steps=200", "done"),
+        ("trainer.max_steps=100", "done"),
         ("trainer.max_steps=3", "done"),
     ]
     assert "| trainer.max_steps=3 |" in (folder / "comparison.md").read_text()
     assert (folder / "comparison.png").read_bytes().startswith(b"\x89PNG")
     logs = [path.read_text() for path in folder.glob(".submitit/*/*.out")]
     assert sum("Requeued job" in log for log in logs) == 1
-    preempted = folder / "trainer.max_steps=200"
+    preempted = folder / "trainer.max_steps=100"
     assert "resumed from" in (preempted / "output.log").read_text()
-    assert list(losses(preempted)) == list(range(1, 201))  # every step once
+    assert list(losses(preempted)) == list(range(1, 101))  # every step once
 
 
 @pytest.mark.filterwarnings("ignore:The ``declarative_base:DeprecationWarning")  # Optuna 2.10's SQLAlchemy
