@@ -161,8 +161,12 @@ def test_whole_graph(device):
     torch._dynamo.reset()
     preds, targets = draw((4, 9), device).requires_grad_(), draw((4, 9), device)
     loss = GeneralizedBoxIoULoss("mean", backend="triton")
-    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
-    grads = [torch.autograd.grad(function(preds * 1.5, targets), preds)[0] for function in (loss, compiled)]
+
+    def model(preds, targets):
+        return loss(preds * 1.5, targets)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    grads = [torch.autograd.grad(function(preds, targets), preds)[0] for function in (model, compiled)]
     torch.testing.assert_close(*grads)
 
 
