@@ -40,25 +40,25 @@ def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
     return out.detach(), dqkv, torch.logsumexp(scores, -1).detach() / math.log(2)
 
 
-# (tokens, head dim, dtype, causal, scale, warpgroups, loader): ragged ends, head dims in two parts, each way to load.
+# (heads, tokens, head dim, dtype, causal, scale, warpgroups, loader): ragged ends, head dims in two parts, both loads.
 CASES = [
-    (70, 64, torch.bfloat16, False, 0.125, 2, False),
-    (130, 72, torch.float16, True, 0.1, 2, True),
-    (65, 32, torch.bfloat16, False, -0.2, 1, False),
-    (130, 32, torch.float16, True, 0.1, 1, False),
+    (2, 70, 64, torch.bfloat16, False, 0.125, 2, False),
+    (1, 130, 72, torch.float16, True, 0.1, 2, True),
+    (1, 65, 32, torch.bfloat16, False, -0.2, 1, False),
+    (1, 130, 32, torch.float16, True, 0.1, 1, False),
 ]
 
 
 @needs_new_jax
-@pytest.mark.parametrize("N, D, dtype, is_causal, scale, warpgroups, loader", CASES)
-def test_interpreted(N, D, dtype, is_causal, scale, warpgroups, loader):
+@pytest.mark.parametrize("heads, N, D, dtype, is_causal, scale, warpgroups, loader", CASES)
+def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, loader):
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash_hopper_backward import Backward
     from vitkernels.attention.pallas_flash_hopper_forward import Forward
     from vitkernels.attention.pallas_flash_hopper_schedule import Schedule
 
-    H = 2
+    H = heads
     qkv, do = torch.randn(1, N, 3, H, D).to(dtype), torch.randn(1, N, H, D).to(dtype)
     out, dqkv, lse = exact_attention(qkv, do, scale, is_causal)
     stages = 2 if loader else -(-N // 64)
