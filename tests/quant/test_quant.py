@@ -1,0 +1,183 @@
+"""Quantized layers: what they store, what they give, swapping in and out; and training whose products run in 8 bits."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from vitkernels.models import create_model
+from vitkernels.quant import (
+    QuantizedEmbedding,
+    QuantizedLinear,
+    Scheme,
+    dequantize_,
+    quantize_,
+    size_in_bytes,
+    train_in_8_bits,
+)
+
+NAMES = ["w8a16", "w4a16_block32", "w8a8_asym", "w4a8_block16_asym"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_linear_gives_what_its_float_form_gives(name):
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 24)
+    quantized = QuantizedLinear.of(linear, name)
+    x = torch.randn(3, 5, 64)
+    # Between W8 and W4 weights: half a step of 2/255 or 2/15 of the range; the same for tokens.
+    weight_step = linear.weight.abs().max() / (127 if quantized.scheme.weight_bits == 8 else 7)
+    assert (quantized.dequantize().weight - linear.weight).abs().max() <= 0.51 * weight_step
+    error = (quantized(x) - quantized.dequantize()(x)).norm() / linear(x).norm()
+    # A token's 255 levels: rounding of 1/254 at most, and about 0.6 of that in the norm.
+    assert error < (0.015 if quantized.scheme.activation_bits == 8 else 1e-6)
+
+
+def test_four_bits_take_half_of_what_eight_do():
+    sizes = {}
+    for bits in (8, 4):
+        layer = QuantizedLinear.of(nn.Linear(64, 32, bias=False), Scheme(bits))
+        sizes[bits] = layer.weight.untyped_storage().nbytes()
+    assert sizes == {8: 64 * 32, 4: 64 * 32 // 2}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_embedding(name):
+    torch.manual_seed(0)
+    table = nn.Embedding(10, 64)
+    quantized = QuantizedEmbedding.of(table, name)
+    ids = torch.tensor([[0, 9], [3, 3]])
+    assert torch.equal(quantized(ids), quantized.dequantize()(ids)) and quantized(ids).shape == (2, 2, 64)
+    step = table.weight.abs().max() / (127 if quantized.scheme.weight_bits == 8 else 7)
+    assert (quantized(ids) - table(ids)).abs().max() <= 0.51 * step
+    assert quantized.weight.untyped_storage().nbytes() == 10 * 64 * quantized.scheme.weight_bits // 8
+
+
+class Tied(nn.Module):
+    """An embedding, two uses of one layer, and a head of 10."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.first = nn.Embedding(7, 32), nn.Linear(32, 32)
+        self.again, self.head = self.first, nn.Linear(32, 10)
+
+    def forward(self, ids):
+        return self.head(self.again(self.first(self.embed(ids))))
+
+
+@pytest.mark.parametrize("name", NAMES[:2])
+def test_swap_round_trip(name):
+    torch.manual_seed(0)
+    model, ids = Tied(), torch.arange(7)
+    before = size_in_bytes(model)
+    quantize_(model, name, lambda layer, _: layer != "head")
+    assert type(model.head) is nn.Linear and type(model.first) is QuantizedLinear
+    assert model.again is model.first and type(model.embed) is QuantizedEmbedding
+    assert size_in_bytes(model) < before / 2
+    out = model(ids)
+    # Through a state dict, into another model.
+    other = quantize_(Tied(), name, lambda layer, _: layer != "head")
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(ids), out)
+    # And back to floats that plain modules load.
+    plain = Tied()
+    plain.load_state_dict(dequantize_(model).state_dict())
+    torch.testing.assert_close(plain(ids), out, rtol=1e-5, atol=1e-5)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"unknown scheme 'w2a16'.*w4a16_block32_asym"):
+        quantize_(Tied(), "w2a16")
+    with pytest.raises(ValueError, match=r"block_size 24 does not divide .* embed \(32\), first \(32\)"):
+        quantize_(Tied(), "w4a16_block24")
+    with pytest.raises(ValueError, match="filter lets through"):
+        quantize_(Tied(), "w8a8", lambda *_: False)
+    with pytest.raises(ValueError, match=r"scale of a w8a16 layer .* must be .*got none"):
+        QuantizedLinear(32, 8, "w8a16").load_quantized_weight(torch.zeros(8, 32, dtype=torch.int8), None)
+    with pytest.raises(ValueError, match="unknown 8-bit dtype 'int4'"):
+        train_in_8_bits(Tied(), "int4")
+    with pytest.raises(ValueError, match=r"multiples of 16.*head"):
+        train_in_8_bits(Tied(), "int8")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def small_vit():
+    torch.manual_seed(0)
+    return create_model("vit_digits", "sdpa", num_classes=10, depth=2)
+
+
+def gradients(model, x):
+    out = model(x)
+    # A loss whose gradient is dense and of every size.
+    (out * torch.linspace(-1, 1, 10)).sum().backward()
+    return out.detach(), {name: p.grad.flatten() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(("dtype", "loss"), [("int8", 0.06), ("fp8", 0.25)])
+def test_gradients_point_where_float_ones_do(dtype, loss):
+    """Rounding gives each product a relative error of about 1/60 (int8) or 1/14 (fp8); `loss`: of eight in a row."""
+    x = torch.randn(4, 1, 16, 16)
+    plain = small_vit()
+    model = train_in_8_bits(copy.deepcopy(plain), dtype, lambda name, _: name != "head")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    expected_out, expected = gradients(plain, x)
+    out, found = gradients(model, x)
+    assert 0 < (out - expected_out).norm() / expected_out.norm() < loss
+    for name, gradient in found.items():
+        assert gradient.dtype == torch.float32
+        assert torch.cosine_similarity(gradient, expected[name], dim=0) > 1 - loss, name
+
+
+def test_compiles_whole():
+    x, model = torch.randn(2, 1, 16, 16), train_in_8_bits(small_vit(), "int8", lambda name, _: name != "head")
+    out, expected = gradients(model, x)
+    model.zero_grad()
+    compiled_out, found = gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), x)
+    torch.testing.assert_close(compiled_out, out)
+    for name, gradient in model.named_parameters():
+        torch.testing.assert_close(gradient.grad.flatten(), expected[name], msg=name)
+    assert found
+
+
+@pytest.mark.parametrize("M", [48, 37])
+def test_triton_rounds_as_torch_does(M):
+    pytest.importorskip("triton")
+    from vitkernels.ops import rowwise
+    from vitkernels.ops.rowwise import triton as kernels
+
+    torch.manual_seed(0)
+    x, gradient = torch.randn(M, 40) * torch.rand(M, 1), torch.randn(M, 40)
+    x[3] = 0
+    for gelu, grad in ((False, None), (True, None), (True, gradient)):
+        expected = rowwise.quantize_rows(x, grad, torch.int8, gelu, True, grad is not None)
+        found = kernels.quantize_rows(x, grad, torch.int8, gelu, True, grad is not None)
+        for ours, theirs in zip(found[:3], expected[:3], strict=True):
+            assert ours.shape == theirs.shape
+        # gelu's polynomial is within 1e-7: a value that close to a half may fall to either side of it.
+        assert (found[0].int() - expected[0].int()).abs().max() <= 1
+        assert (found[0] != expected[0]).float().mean() < 2e-3
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-6, atol=0)
+        assert torch.equal(found[2][:, :M].T, found[0]) and not found[2][:, M:].any()
+        if grad is not None:  # sums of what was rounded: half a step a token at most, and signs differ
+            bound = 0.5 * expected[1].norm() * math.sqrt(12)
+            assert (found[3] - expected[3]).abs().max() < bound
+    factor = torch.rand(M)
+    expected = rowwise.quantize_columns(x, factor, None, torch.int8)
+    found = kernels.quantize_columns(x, factor, None, torch.int8)
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1])
+
+
+def test_settings_keep_training_and_evaluation_apart(settings):
+    from vitkernels.training.settings import check_settings
+
+    check_settings(settings("quant=int8"))
+    check_settings(settings("quant=w4a8_block", "mode=eval", "checkpoint=somewhere"))
+    with pytest.raises(ValueError, match="quant=w8a8 is for mode=eval"):
+        check_settings(settings("quant=w8a8"))
+    with pytest.raises(ValueError, match="quant=fp8 is for mode=train"):
+        check_settings(settings("quant=fp8", "mode=eval", "checkpoint=somewhere"))
