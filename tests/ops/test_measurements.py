@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from vitkernels import tune
+from vitkernels.bench import ops as bench
 from vitkernels.ops import measurements
 from vitkernels.ops.backends import Backends
 
@@ -92,6 +93,44 @@ def test_sizes_of_models():
     sizes = tune.sizes_of("vit_base_patch16_224", 8)
     assert (sizes.images, sizes.tokens, sizes.width, sizes.hidden) == (8, 197, 768, 3072)
     assert (sizes.image_size, sizes.patch) == (224, 16)
+
+
+def test_what_tune_measures(monkeypatch, capsys):
+    """Every op's backends at a small model's sizes; here with a clock that stands still."""
+    monkeypatch.setattr(bench.Timing, "on_device", lambda function: function() and bench.Timing(1.0, 2.0, 3.0))
+    sizes = bench.Sizes(images=2, tokens=4, width=32, hidden=64, image_size=8, patch=4, device="cpu")
+    for make in bench.cases(sizes, torch.bfloat16):
+        case = make()
+        found = bench.measure(case)
+        assert {name for name, ms in found.items() if ms == 2.0} >= {"reference", "triton"}
+        assert measurements._key(tune._row(case, "bfloat16", {})) == (case.op, "bfloat16", case.features)
+        tune._print(case, found | {"other": "it cannot"})
+        assert "  reference      2.000 ms\n" in (out := capsys.readouterr().out) and "  not: it cannot" in out
+        features, dtype = bench.TABLES[case.op].features(*seen_arguments(case, monkeypatch))
+        assert (features, dtype) == (case.features, torch.bfloat16)
+
+
+def seen_arguments(case, monkeypatch):
+    """What the op hands to its backends in this case."""
+    backends = bench.TABLES[case.op]
+    seen = []
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            type(backends), "pick", lambda self, backend, device, *args: seen.extend(args) or self.get(backend)
+        )
+        case.call("reference")
+    return seen
+
+
+def test_a_wrong_backend_is_not_measured(monkeypatch):
+    case = bench.Case("mlp", (1,), 1, None, ())
+    monkeypatch.setattr(bench.Case, "both", lambda self, name: (torch.tensor([1.0 + (name == "triton")]),))
+    monkeypatch.setattr(bench.Timing, "on_device", lambda function: bench.Timing(1.0, 2.0, 3.0))
+    assert bench.measure(case) == {
+        "reference": 2.0,
+        "passes": 2.0,
+        "triton": "wrong: differs from the reference by 1.0e+00",
+    }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

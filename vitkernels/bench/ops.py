@@ -35,6 +35,7 @@ class Sizes:
     hidden: int
     image_size: int
     patch: int
+    device: str = "cuda"
 
 
 @dataclass(frozen=True)
@@ -58,17 +59,21 @@ def cases(sizes: Sizes, dtype: torch.dtype) -> list[Callable[[], Case]]:
     return [lambda make=make: make(sizes, dtype) for make in (_layer_norm_residual, _linear_gelu, _mlp, _patch_embed)]
 
 
-def _draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
-    return (torch.randn(shape, device="cuda") * scale).to(dtype).requires_grad_()
+def _drawing(device: str) -> Callable[..., Tensor]:
+    def draw(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> Tensor:
+        return (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
+
+    return draw
 
 
 def _layer_norm_residual(sizes: Sizes, dtype: torch.dtype) -> Case:
+    draw = _drawing(sizes.device)
     C = sizes.width
-    x, branch = _draw(sizes.images, sizes.tokens, C), _draw(sizes.images, sizes.tokens, C, dtype=dtype)
-    weight, bias, branch_bias = _draw(C), _draw(C), _draw(C)
+    x, branch = draw(sizes.images, sizes.tokens, C), draw(sizes.images, sizes.tokens, C, dtype=dtype)
+    weight, bias, branch_bias = draw(C), draw(C), draw(C)
 
     def call(backend: str) -> tuple[Tensor, ...]:
-        with torch.autocast("cuda", dtype):
+        with torch.autocast(sizes.device, dtype):
             return ops.layer_norm_residual(x, branch, weight, bias, branch_bias_C=branch_bias, backend=backend)
 
     leaves = x, branch, weight, bias, branch_bias
@@ -76,27 +81,30 @@ def _layer_norm_residual(sizes: Sizes, dtype: torch.dtype) -> Case:
 
 
 def _linear_gelu(sizes: Sizes, dtype: torch.dtype) -> Case:
+    draw = _drawing(sizes.device)
     K, N = sizes.width, sizes.hidden
-    leaves = _draw(sizes.images, sizes.tokens, K, dtype=dtype), _draw(N, K, dtype=dtype, scale=K**-0.5), _draw(N)
+    leaves = draw(sizes.images, sizes.tokens, K, dtype=dtype), draw(N, K, dtype=dtype, scale=K**-0.5), draw(N)
     call = lambda backend: (ops.linear_gelu(*leaves, backend=backend),)  # noqa: E731
     return Case("linear_gelu", (K, N), sizes.images * sizes.tokens, call, leaves)
 
 
 def _mlp(sizes: Sizes, dtype: torch.dtype) -> Case:
+    draw = _drawing(sizes.device)
     K, N = sizes.width, sizes.hidden
-    first = _draw(sizes.images, sizes.tokens, K, dtype=dtype), _draw(N, K, dtype=dtype, scale=K**-0.5), _draw(N)
-    leaves = *first, _draw(K, N, dtype=dtype, scale=N**-0.5)
+    first = draw(sizes.images, sizes.tokens, K, dtype=dtype), draw(N, K, dtype=dtype, scale=K**-0.5), draw(N)
+    leaves = *first, draw(K, N, dtype=dtype, scale=N**-0.5)
     call = lambda backend: (ops.mlp(*leaves, backend=backend),)  # noqa: E731
     return Case("mlp", (K, N, K), sizes.images * sizes.tokens, call, leaves)
 
 
 def _patch_embed(sizes: Sizes, dtype: torch.dtype) -> Case:
+    draw = _drawing(sizes.device)
     P, C = sizes.patch, sizes.width
-    images = torch.randn(sizes.images, 3, sizes.image_size, sizes.image_size, device="cuda")
-    leaves = _draw(C, 3, P, P, scale=(3 * P * P) ** -0.5), _draw(C)
+    images = torch.randn(sizes.images, 3, sizes.image_size, sizes.image_size, device=sizes.device)
+    leaves = draw(C, 3, P, P, scale=(3 * P * P) ** -0.5), draw(C)
 
     def call(backend: str) -> tuple[Tensor, ...]:
-        with torch.autocast("cuda", dtype):
+        with torch.autocast(sizes.device, dtype):
             return (ops.patch_embed(images, *leaves, backend=backend),)
 
     return Case("patch_embed", (3, P, P, C), sizes.images * sizes.tokens, call, leaves)
