@@ -61,7 +61,7 @@ def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
     is_ours = not run_folder.is_taken(run_dir)  # a folder that turns out to be another run's is left as it is
     try:
         runtime = create_runtime(cfg.runtime.name, cfg.runtime.precision)
-        with parallels.create(cfg.parallel.name, runtime, cfg.parallel.lost_after) as parallel:
+        with parallels.create(cfg.parallel.name, runtime, cfg.parallel.lost_after, cfg.parallel.reshard) as parallel:
             run_dir, done = parallel.on_main(run_folder.open_for, run_dir, cfg)
             is_ours = True
             if done:

@@ -229,9 +229,8 @@ class DatasetLoader:
             raise ValueError(f"start={start}: an epoch has batches 0 to {self.batches_per_epoch - 1}")
         self._serial += 1
         self._keys[:] = [(epoch, batch) for batch in range(start, self.batches_per_epoch)]
-        return self._strip(
-            iter(self._dataloader), self._serial, epoch, start
-        )  # iter() already sets the workers to work
+        coming = iter(self._dataloader)  # this already sets the workers to work
+        return self._strip(coming, self._serial, epoch, start)
 
     def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
         return self._batches.ids(epoch, batch, rank)

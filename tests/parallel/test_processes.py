@@ -198,10 +198,8 @@ def ranks_of(torchrun: subprocess.Popen) -> dict[int, int]:
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == torchrun.pid:
-                environment = dict(
-                    e.split(b"=", 1) for e in (folder / "environ").read_bytes().split(b"\0") if b"=" in e
-                )
-                found[int(environment[b"RANK"])] = int(folder.name)
+                rank = re.search(rb"(?:^|\0)RANK=(\d+)", (folder / "environ").read_bytes())
+                found[int(rank[1])] = int(folder.name)
     return found
 
 

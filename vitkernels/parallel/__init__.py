@@ -13,11 +13,11 @@ def names() -> tuple[str, ...]:
     return ("auto", "none", "ddp", "fsdp")
 
 
-def create(name: str, runtime: Runtime, lost_after: float = 30.0) -> Parallel:
+def create(name: str, runtime: Runtime, lost_after: float = 30.0, reshard: bool = False) -> Parallel:
     """The engine of that name, joined to the other processes; a context manager that leaves them.
 
     auto: ddp where there are several devices (torchrun's processes, or the chips of a TPU slice), none otherwise.
-    lost_after: seconds without a sign of life after which a process counts as lost.
+    lost_after: seconds without a sign of life after which a process counts as lost. reshard: see processes.Fsdp.
     Raises UsageError when the name is unknown, or does not fit how this process was started.
     """
     if name not in names():
@@ -33,7 +33,9 @@ def create(name: str, runtime: Runtime, lost_after: float = 30.0) -> Parallel:
         return Parallel(runtime)
     from vitkernels.parallel import processes
 
-    return {"ddp": processes.Ddp, "fsdp": processes.Fsdp}[name](runtime, lost_after)
+    if name == "ddp":
+        return processes.Ddp(runtime, lost_after)
+    return processes.Fsdp(runtime, lost_after, reshard)
 
 
 def _spmd(name: str, runtime: Runtime, world: int) -> Parallel:
@@ -47,6 +49,8 @@ def _spmd(name: str, runtime: Runtime, world: int) -> Parallel:
     if name == "auto":
         name = "ddp" if devices > 1 else "none"
     if name == "none":
+        if devices > 1:
+            raise UsageError(f"parallel=none is for one device, and this host drives {devices}: parallel=ddp or fsdp")
         return Parallel(runtime)
     from vitkernels.parallel import spmd
 

@@ -71,6 +71,11 @@ class Parallel:
         """Every process's value, by rank; plain Python objects. All processes must call it."""
         return [value]
 
+    def total(self, values: dict[str, float]) -> dict[str, float]:
+        """Each of these figures summed over all processes, of which each has counted its own images."""
+        everyone = self.gather(values)
+        return {name: sum(one[name] for one in everyone) for name in values}
+
     def on_main(self, function: Callable, *args):
         """`function(*args)`, run by the main process alone: its result for all. An error there is an error for all."""
         return function(*args)
@@ -82,9 +87,3 @@ class Parallel:
 
     def __exit__(self, kind, error, trace) -> None:
         """Leave together, unless an error ends this process."""
-
-
-def sums(parallel: Parallel, values: dict[str, float]) -> dict[str, float]:
-    """Each value summed over all processes."""
-    everyone = parallel.gather(values)
-    return {name: sum(one[name] for one in everyone) for name in values}

@@ -20,27 +20,15 @@ from vitkernels.parallel.base import Parallel
 from vitkernels.parallel.watch import Watch
 from vitkernels.runtime import Runtime
 
-_BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # what the host says goes through gloo, beside the GPUs
 
+class Group(Parallel):
+    """Processes that talk through gloo, on the host: through the device they would wait for all it was given."""
 
-class Processes(Parallel):
-    """The process group that torchrun described in the environment, and what both ways to train in it share."""
-
-    def __init__(self, runtime: Runtime, lost_after: float):
-        super().__init__(runtime)
-        self.device = runtime.device
-        self.rank, self.world = dist_environment()
-        dist.init_process_group(
-            _BACKENDS[self.device.type], device_id=self.device if self.device.type == "cuda" else None
-        )
-        # Python objects go through gloo: through NCCL they would wait for all that the device was given.
+    def _join(self, backend: str, **keywords) -> None:
+        dist.init_process_group(backend, **keywords)
         self._host = dist.new_group(backend="gloo")
         self.checkpoint_group = dist.new_group(backend="gloo")
         self._vote: tuple[dist.Work, Tensor] | None = None
-        self._watch = Watch(self.rank, self.world, lost_after)
-
-    def describe(self) -> str:
-        return f"{self.name}, {self.world} processes, {_BACKENDS[self.device.type].rpartition(':')[2]}"
 
     def agree(self, asked: bool) -> bool:
         """The votes of the step before: those are in by now, so that nothing waits for them."""
@@ -75,9 +63,28 @@ class Processes(Parallel):
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None or isinstance(error, SystemExit):
-            self._watch.stop()  # before the barrier: nobody is missed who was allowed to go
             dist.barrier(group=self._host)
-            dist.destroy_process_group()
+        dist.destroy_process_group()
+
+
+class Processes(Group):
+    """The process group that torchrun described in the environment, and what both ways to train in it share."""
+
+    def __init__(self, runtime: Runtime, lost_after: float):
+        super().__init__(runtime)
+        self.device = runtime.device
+        self.rank, self.world = dist_environment()
+        on_gpu = self.device.type == "cuda"
+        self._join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
+        self._watch = Watch(self.rank, self.world, lost_after)
+
+    def describe(self) -> str:
+        return f"{self.name}, {self.world} processes, {'nccl' if self.device.type == 'cuda' else 'gloo'}"
+
+    def __exit__(self, kind, error, trace) -> None:
+        if error is None or isinstance(error, SystemExit):
+            self._watch.stop()  # before the barrier: nobody is missed who was allowed to go
+            super().__exit__(kind, error, trace)
         elif getattr(error, "on_every_rank", False):
             self._watch.stop()
         else:
@@ -86,41 +93,47 @@ class Processes(Parallel):
 
 
 class Ddp(Processes):
-    """Each process has the whole model; gradients are averaged while backward still runs."""
+    """Each process has the whole model; gradients are averaged block by block, while backward still runs."""
 
     name = "ddp"
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
-        if any(p.requires_grad for p in model.parameters()):
-            devices = [self.device] if self.device.type == "cuda" else None
-            model = DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-        return super().wrap(model, compiled, mode)
+        if compiled:
+            _compile_blocks(model, mode)
+        if not any(p.requires_grad for p in model.parameters()):  # a model that is only evaluated
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
 
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
-        with contextlib.nullcontext() if last else getattr(net, "_orig_mod", net).no_sync():
+        with contextlib.nullcontext() if last else net.no_sync():
             yield
 
 
 class Fsdp(Processes):
-    """Each process has a part of every parameter, gradient and optimizer state, and gathers a block when it runs it.
+    """Each process has a part of every parameter, gradient and optimizer state, and gathers a block to run it.
 
-    Blocks are gathered in the precision that they are run in; gradients are summed in float32. Each block is compiled
-    by itself, so that the gathering stays between compiled parts.
+    Blocks are gathered in the precision that they are run in; gradients are summed in float32.
+    reshard: give a block's other parts back between forward and backward, and gather them twice.
     """
 
     name = "fsdp"
+
+    def __init__(self, runtime: Runtime, lost_after: float, reshard: bool = False):
+        super().__init__(runtime, lost_after)
+        self.reshard = reshard
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("data",))
         # The residual stream stays in float32, as under autocast alone: only parameters are cast.
         low = self.runtime.dtype if self.runtime.dtype != torch.float32 else None
         policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if compiled:
+            _compile_blocks(model, mode)
         for block in model.blocks:
-            if compiled:
-                block.compile(mode=mode)
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        return fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+        return fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
 
     @contextlib.contextmanager
     def accumulating(self, net: FSDPModule, last: bool) -> Iterator[None]:
@@ -129,6 +142,14 @@ class Fsdp(Processes):
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _compile_blocks(model: nn.Module, mode: str | None) -> None:
+    """Each by itself, so that what passes between processes stays between compiled parts, beside their work."""
+    limit = torch._dynamo.config.recompile_limit  # of one piece of code, which all blocks share but for drop path
+    torch._dynamo.config.recompile_limit = max(limit, 4 * len(model.blocks))
+    for block in model.blocks:
+        block.compile(mode=mode)
 
 
 def dist_environment() -> tuple[int, int]:

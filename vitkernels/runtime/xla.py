@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import itertools
 import logging
 from collections.abc import Iterable, Iterator
 
@@ -29,7 +30,10 @@ class XlaRuntime(Runtime):
         if reason is not None:
             raise UsageError(f"runtime=xla cannot run here: {reason}")
         import torch_xla
+        import torch_xla.runtime as xr
 
+        if xr.global_runtime_device_count() > 1:
+            xr.use_spmd()  # one program over all chips (parallel/spmd.py); it must come before the first tensor
         self._guard = _RecompileGuard()
         return torch_xla.device()
 
@@ -48,16 +52,28 @@ class XlaRuntime(Runtime):
             raise UsageError(f"compile={mode} is for CUDA and CPU; with runtime=xla it is true or false")
         return torch.compile(model, backend="openxla")
 
-    def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def feed(self, batches: Iterable[tuple[Tensor, Tensor]], sharding=None) -> Iterator[tuple[Tensor, Tensor]]:
+        """sharding: for SPMD, a function of a tensor's number of dimensions that gives its ShardingSpec."""
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
+        batches = iter(batches)
+        first = next(batches, None)
+        if first is None:
+            return
+        names = ("images", "targets")
         # It would cut the graph at each batch; `end_step` does, once per step, so it must never get to it.
         loader = MpDeviceLoader(
-            batches, self.device, batches_per_execution=1 << 62, loader_prefetch_size=4, device_prefetch_size=2
+            (dict(zip(names, batch, strict=True)) for batch in itertools.chain([first], batches)),
+            self.device,
+            batches_per_execution=1 << 62,
+            loader_prefetch_size=4,
+            device_prefetch_size=2,
+            input_sharding=sharding and {name: sharding(x.dim()) for name, x in zip(names, first, strict=True)},
         )
         on_device = iter(loader)
         try:
-            yield from on_device
+            for batch in on_device:
+                yield batch["images"], batch["targets"]
         finally:
             on_device._loader.close()  # ends its threads when the loop leaves an epoch early
 

@@ -7,7 +7,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitkernels.parallel import Parallel
-from vitkernels.parallel.base import sums
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def evaluate(model: nn.Module, loader, parallel: Parallel) -> dict:
     model.train(was_training)
 
     own = {name: sum(values) for name, values in read.items()}
-    totals = sums(parallel, {**own, "timed": sum(read["images"][timed_from:])})
+    totals = parallel.total({**own, "timed": sum(read["images"][timed_from:])})
     images = totals["images"]
     return {
         "top1": 100 * totals["top1"] / images,

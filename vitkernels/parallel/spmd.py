@@ -1,0 +1,71 @@
+"""The TPU chips of one host: one process and one program over a mesh of them, which XLA partitions.
+
+Sources: Xu et al., "GSPMD" (arXiv:2105.04663); PyTorch/XLA's user guide on SPMD and its FSDPv2. Unlike FSDPv2's wrapper
+this leaves the modules, and so the parameters' names, as they are.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+from torch import Tensor, nn
+
+from vitkernels.errors import UsageError
+from vitkernels.parallel.base import Parallel
+from vitkernels.runtime import Runtime
+
+
+class SpmdData(Parallel):
+    """Every chip has the whole model and its part of each batch. Pallas kernels run on these parts (pallas_spmd.py)."""
+
+    name = "ddp"
+
+    def __init__(self, runtime: Runtime):
+        super().__init__(runtime)
+        import torch_xla.distributed.spmd as spmd
+        import torch_xla.runtime as xr
+
+        if xr.process_count() > 1:
+            raise UsageError(
+                f"this slice has {xr.process_count()} hosts; training over several is not supported on TPUs yet, only "
+                "over the chips of one host"
+            )
+        self.local_devices = xr.global_runtime_device_count()
+        self._spmd = spmd
+        self.mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",))
+        spmd.set_global_mesh(self.mesh)
+
+    def describe(self) -> str:
+        return f"{self.name}, SPMD over {self.devices} devices"
+
+    def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
+        for parameter in model.parameters():
+            self._place(parameter, None)
+        return super().wrap(model, compiled, mode)
+
+    def feed(self, batches) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each chip gets its rows of a batch."""
+        return self.runtime.feed(
+            batches, lambda rank: self._spmd.ShardingSpec(self.mesh, ("data", *[None] * (rank - 1)))
+        )
+
+    def _place(self, tensor: Tensor, dimension: int | None) -> None:
+        """Split one dimension over the mesh; None: the whole on every chip."""
+        axes = tuple("data" if i == dimension else None for i in range(tensor.dim()))
+        self._spmd.mark_sharding(tensor, self.mesh, axes)
+
+
+class SpmdFsdp(SpmdData):
+    """Every chip has a part of each parameter, of its gradient and of its optimizer state, and its part of each batch.
+
+    A parameter is split along its longest dimension; XLA gathers it where it is used. What the blocks put out is kept
+    split by images: left to itself, XLA might split it by channels, as the weights are.
+    """
+
+    name = "fsdp"
+
+    def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
+        for parameter in model.parameters():
+            self._place(parameter, int(np.argmax(parameter.shape)) if parameter.dim() else None)
+        for block in model.blocks:
+            block.register_forward_hook(lambda block, inputs, output: self._place(output, 0))
+        return Parallel.wrap(self, model, compiled, mode)
