@@ -3,8 +3,9 @@
     python scripts/bench_step.py                                    ViT-B/16 at 256 px, batch 128, AdamW, bf16
     python scripts/bench_step.py --model vit_digits --batch 8 --steps 4 --warmup 2     anywhere, to try it out
 
-Prints a table whose ratios are to the bare loop over the compiled model with SDPA, and appends its rows to
-results/step.jsonl. `train.py` runs in a process of its own with the same model, batch and optimizer.
+Prints a table whose ratios are to timm's compiled model with SDPA, and appends its rows to results/step.jsonl.
+`train.py` runs in a process of its own with the same model, batch and optimizer. `--peers "compiled max-autotune"` adds
+torch.compile's slowest compilation.
 """
 
 import argparse
@@ -14,13 +15,16 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
+from omegaconf import OmegaConf
+
 from vitkernels import models
 from vitkernels import runtime as runtimes
 from vitkernels.bench import step
 
 ROOT = Path(__file__).resolve().parents[1]
 
-BASELINE = "bare loop, compiled, sdpa"
+BASELINE = "timm compiled sdpa"
 
 
 def train_py(args) -> step.StepTimes:
@@ -29,7 +33,8 @@ def train_py(args) -> step.StepTimes:
         overrides = [
             f"model.name={args.model}", f"data.batch_size={args.batch}", f"data.num_classes={args.classes}",
             f"trainer.max_steps={args.warmup + args.steps}", f"trainer.warmup_steps={args.warmup}",
-            f"runtime={args.runtime}", f"attn={args.attn}", "data=fake", "optim=adamw", "schedule=constant",
+            f"runtime={args.runtime}", f"attn={args.attn}", f"ops={args.ops}", "data=fake", "optim=adamw",
+            "schedule=constant",
             "trainer.clip_grad=null", "trainer.eval_every=null", "checkpoints.every_epochs=null",
             f"hydra.run.dir={folder}",
         ]  # fmt: skip
@@ -37,7 +42,7 @@ def train_py(args) -> step.StepTimes:
         summary = json.loads((Path(folder) / "summary.json").read_text())
     times = summary["step_time_ms"]
     return step.StepTimes(
-        f"train.py attn={args.attn}",
+        f"train.py attn={args.attn} ops={args.ops}",
         times["median"], times["p10"], times["p90"], times["n"],
         summary["peak_memory_bytes"], 0.0, summary["train_loss"],
     )  # fmt: skip
@@ -49,10 +54,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--classes", type=int, default=1024)
     parser.add_argument("--runtime", default="auto")
-    parser.add_argument("--attn", default="sdpa", help="the backend of train.py's own run")
+    parser.add_argument("--attn", default="triton_flash", help="the attention backend of our rows")
+    parser.add_argument("--ops", default="fused", choices=("eager", "fused", "auto"), help="the ops of train.py's run")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--peers", nargs="*", default=["eager native", "eager sdpa", "compiled sdpa"])
+    parser.add_argument("--peers", nargs="*", default=["eager native", "eager sdpa"])
     parser.add_argument("--results", type=Path, default=ROOT / "results/step.jsonl")
     args = parser.parse_args()
 
@@ -65,17 +71,25 @@ def main() -> None:
             block.attn.fused_attn = fused
         return model.to(runtime.device)
 
-    def ours():
-        return models.create_model(args.model, args.attn, num_classes=args.classes).to(runtime.device)
+    def ours(ops: str, residual_dtype=None):
+        model = models.create_model(args.model, args.attn, num_classes=args.classes).to(runtime.device)
+        config = OmegaConf.load(ROOT / f"conf/ops/{ops}.yaml")
+        return models.set_ops(model, {op: config[op] for op in models.MODEL_OPS}, residual_dtype)
 
     peers = {
         "eager native": lambda: timm_model(fused=False),
         "eager sdpa": lambda: timm_model(fused=True),
         "compiled sdpa": lambda: runtime.compile(timm_model(fused=True)),
+        "compiled reduce-overhead": lambda: runtime.compile(timm_model(fused=True), "reduce-overhead"),
+        "compiled max-autotune": lambda: runtime.compile(timm_model(fused=True), "max-autotune"),
     }
-    build = {BASELINE.replace("sdpa", args.attn): lambda: runtime.compile(ours())}
-    build |= {f"timm {name}": peers[name] for name in args.peers}
-    build["the first again"] = next(iter(build.values()))  # the noise between two measurements of the same thing
+    build = {f"timm {name}": peers[name] for name in dict.fromkeys(["compiled sdpa", *args.peers])}
+    build |= {
+        f"compiled, {args.attn}": lambda: runtime.compile(ours("eager")),
+        f"compiled, {args.attn}, fused ops": lambda: runtime.compile(ours("fused")),
+        f"compiled, {args.attn}, fused ops, bf16 residual": lambda: runtime.compile(ours("fused", torch.bfloat16)),
+        f"{BASELINE} again": peers["compiled sdpa"],  # the noise between two measurements of the same thing
+    }
     rows = step.run_variants(
         build, runtime,
         image_size=image_size, in_chans=in_chans, batch_size=args.batch, num_classes=args.classes,
@@ -91,7 +105,7 @@ def main() -> None:
     }
     step.append_results(args.results, rows, context)
     print(f"\n{args.model}, batch {args.batch}, {runtime.describe()}\n")
-    print(step.table(rows, args.batch, rows[0].variant))
+    print(step.table(rows, args.batch, BASELINE))
 
 
 if __name__ == "__main__":
