@@ -3,12 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 LOCK   := requirements/lock.txt
+NEWEST := requirements/newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint lock clean
+.PHONY: help setup train test newest test-newest lint lock clean
 
 help: ## This list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(VENV)/.ready ## Make .venv with locked versions (on Linux x86-64 with torch_xla: trains on CPU, CUDA and TPU)
 
@@ -18,14 +19,21 @@ train: setup ## Train a small ViT on handwritten digits, on this machine, in a m
 test: setup ## Run the tests; ARGS="..." goes to pytest
 	$(BIN)/python -m pytest $(ARGS)
 
+newest: $(VENV)/newest/.ready ## Make .venv/newest: Python 3.12 with the newest JAX, and PyTorch as GPU images have it
+
+test-newest: newest ## Run the tests of the bridge and of pallas_flash there
+	$(VENV)/newest/bin/python -m pytest tests/bridge tests/attention/test_pallas_flash_faithful.py $(ARGS)
+
 lint: setup ## Check style with ruff, and shell scripts with shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck scripts/*.sh .ci/run
 
-lock: $(VENV)/uv/bin/uv ## Resolve requirements/lock.txt anew from pyproject.toml
+lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt anew from pyproject.toml and newest.in
 	$(VENV)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	  --extra train --extra tpu --extra cuda --extra cluster --group dev --no-annotate --no-header --upgrade --output-file $(LOCK)
+	$(VENV)/uv/bin/uv pip compile requirements/newest.in --python-version 3.12 --generate-hashes \
+	  --no-annotate --no-header --upgrade --output-file $(NEWEST)
 
 clean: ## Remove .venv and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
@@ -43,4 +51,11 @@ $(VENV)/.ready: $(LOCK) pyproject.toml $(VENV)/uv/bin/uv
 	$(VENV)/uv/bin/uv venv --quiet --allow-existing --python "$$(command -v $(PYTHON))" $(VENV)
 	$(VENV)/uv/bin/uv pip sync --quiet --python $(BIN)/python --require-hashes $(LOCK)
 	$(VENV)/uv/bin/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# uv takes a Python 3.12 from the PATH, or one of pyenv's, which its shims hide, or fetches one.
+$(VENV)/newest/.ready: $(NEWEST) $(VENV)/uv/bin/uv
+	PATH="$$(printf '%s:' "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin)$$PATH" \
+	  $(VENV)/uv/bin/uv venv --quiet --allow-existing --python 3.12 $(VENV)/newest
+	$(VENV)/uv/bin/uv pip sync --quiet --python $(VENV)/newest/bin/python --require-hashes $(NEWEST)
 	@touch $@

@@ -29,9 +29,9 @@ TOLERANCE = 5e-6
 def races_found() -> bool:
     """Whether the last kernel that ran had a race; the interpreter only prints it, and keeps this."""
     try:
-        from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
-    except ImportError:  # jax 0.7.1
-        from jax._src.pallas.mosaic import interpret as interpreter
+        import jax._src.pallas.mosaic.interpret.interpret_pallas_call as interpreter
+    except ModuleNotFoundError:  # jax 0.7.1
+        import jax._src.pallas.mosaic.interpret as interpreter
     return interpreter.races.races_found
 
 
