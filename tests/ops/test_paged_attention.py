@@ -67,11 +67,20 @@ def error(got, want):
     return float((got.double().cpu() - want).norm() / want.norm().clamp_min(1e-30))
 
 
-def check(name, tensors, pages_per_compute_block=2, soft_cap=None, **options):
-    """Against float64; skips where the backend refuses, once the call has refused with the same reason."""
+@pytest.fixture(autouse=True)
+def places(request):
+    """pallas_tpu has no kernel for CUDA, and says so (test_pallas_tpu_refuses_cuda)."""
+    params = request.node.callspec.params if hasattr(request.node, "callspec") else {}
+    if (params.get("name"), params.get("device")) == ("pallas_tpu", "cuda"):
+        pytest.skip("its kernel is for TPU; the CPU interprets it")
+
+
+def check(name, tensors, pages_per_compute_block=2, soft_cap=None, may_refuse=False, **options):
+    """Against float64. Where a backend may refuse, the call must refuse with the reason that it gives."""
     args = (*tensors, pages_per_compute_block, options.get("megacore_mode"), soft_cap)
     reason = BACKENDS.get(name).unsupported(*args)
     if reason is not None:
+        assert may_refuse, reason
         with pytest.raises(UsageError) as raised:
             paged_attention(*args, backend=name)
         assert reason in str(raised.value)
@@ -130,7 +139,7 @@ def test_page_sizes(name, device, S, dtype, D):
 @every_backend
 @pytest.mark.parametrize("S", [1, 5, 12])
 def test_odd_page_sizes_run_or_are_refused(name, device, S):
-    check(name, make(device, [13, 2], S=S, T=14))
+    check(name, make(device, [13, 2], S=S, T=14), may_refuse=name == "pallas_tpu")
 
 
 @everywhere
@@ -145,7 +154,8 @@ def test_query_heads_share_key_heads(name, device, K, G):
 @every_backend
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_dtypes(name, device, dtype):
-    check(name, make(device, [16 + 1, 2 * 16 - 3], K=1, S=16, dtype=dtype, T=3, P=5))
+    may_refuse = {"reference": (), "triton": (torch.float64,), "pallas_tpu": (torch.float64, torch.float16)}[name]
+    check(name, make(device, [17, 29], K=1, S=16, dtype=dtype, T=3, P=5), may_refuse=dtype in may_refuse)
 
 
 @everywhere
@@ -199,14 +209,21 @@ def test_strided_tensors(name, device):
     both = torch.stack([key_cache, value_cache], dim=2)  # (K, P, 2, S, D)
     wide = torch.cat([query, query], 2)
     taller = torch.stack([lens, table[:, 0]], 1)
-    check(name, (wide[..., : query.shape[2]], both[:, :, 0], both[:, :, 1], taller[:, 0], table.T.contiguous().T))
+    tensors = (wide[..., : query.shape[2]], both[:, :, 0], both[:, :, 1], taller[:, 0], table.T.contiguous().T)
+    check(name, tensors, may_refuse=name == "pallas_tpu")
 
 
 @everywhere
 @every_backend
 def test_a_cache_with_its_head_dim_elsewhere_runs_or_is_refused(name, device):
     query, key_cache, *others = make(device, [19, 4])
-    check(name, (query, key_cache.mT.contiguous().mT, *others))
+    check(name, (query, key_cache.mT.contiguous().mT, *others), may_refuse=name != "reference")
+
+
+@pytest.mark.gpu
+def test_pallas_tpu_refuses_cuda():
+    with pytest.raises(UsageError, match="interpreted, for cpu; got cuda"):
+        paged_attention(*make("cuda", [4]), 1, backend="pallas_tpu")
 
 
 @everywhere
