@@ -42,6 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _show(rows: list[matmul.Row], results: Path | None) -> None:
+    if not rows:
+        print("| | | no such products on this chip | | | | | |")
     for row in rows:
         share = "unknown" if row.utilisation is None else f"{row.utilisation:.0%}"
         cells = (row.size, row.dtype, row.contender, f"{row.ms:.4f}", f"{row.tera:.0f}", share)
