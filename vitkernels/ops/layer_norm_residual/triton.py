@@ -174,9 +174,10 @@ def _forward_tile(block: int) -> tuple[int, int]:
     return max(1, 2048 // block), 4 if block <= 2048 else 8
 
 
-def _backward_tile(block: int) -> tuple[int, int, int, int]:
+def _backward_tile(block: int, bytes_per_number: int) -> tuple[int, int, int, int]:
     """Rows at a time, warps, pipeline stages, and programs per multiprocessor."""
-    return max(1, 2048 // block), 4 if block <= 1024 else 8, 2, 4 if block <= 1024 else 2
+    stages = 2 if bytes_per_number == 4 else 3  # what fits into shared memory beside three other programs
+    return max(1, 2048 // block), 4 if block <= 1024 else 8, stages, 4 if block <= 1024 else 2
 
 
 def _backward(
@@ -191,7 +192,7 @@ def _backward(
     if needs_dbranch:
         dbranch = torch.empty_like(total, dtype=torch.float32 if total.device.type == "cpu" else branch_dtype)
     block = triton.next_power_of_2(C)
-    rows, warps, stages, programs_per_sm = _backward_tile(block)
+    rows, warps, stages, programs_per_sm = _backward_tile(block, total.element_size())
     programs = max(1, min(triton.cdiv(M, rows), programs_per_sm * _multiprocessors(total.device)))
     has_bias = branch_bias is not None
     parts = torch.empty(programs, 2 + has_bias + needs_dlayer_scale, C, dtype=torch.float32, device=total.device)
