@@ -1,0 +1,70 @@
+"""Quantized linear layers on this GPU beside bfloat16's, at the sizes of ViT-L with 64 images of 197 tokens.
+
+    python scripts/bench_quant.py
+    python scripts/bench_quant.py --schemes w8a8 w4a16_block64 --tokens 12608 --sizes 1024,4096 768,3072
+
+Prints a table and appends its rows to results/quant.jsonl. Rounding the tokens is part of the time.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vitkernels.bench.attention import Timing  # noqa: E402
+from vitkernels.quant import QuantizedLinear  # noqa: E402
+
+SIZES = ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))  # in, out features: qkv, proj, fc1, fc2
+SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8", "w8a8_block128", "w4a16_block128", "w4a8_block128")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schemes", nargs="+", default=SCHEMES, metavar="SCHEME")
+    parser.add_argument("--sizes", nargs="+", default=SIZES, type=_size, metavar="IN,OUT")
+    parser.add_argument("--tokens", type=int, default=64 * 197)
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "quant.jsonl")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this benchmark needs an NVIDIA GPU")
+    machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    print("| in, out | " + " | ".join(("bf16", *options.schemes, "bf16 again")) + " |  (µs, × bf16)")
+    for size in options.sizes:
+        times = linear_times(size, options.tokens, options.schemes)
+        base = times["bf16"].median
+        cells = [f"{t.median * 1e3:.0f} ({base / t.median:.2f})" for t in times.values()]
+        print(f"| {size[0]}, {size[1]} | " + " | ".join(cells) + " |", flush=True)
+        with options.results.open("a") as file:
+            for name, timing in times.items():
+                row = {"tokens": options.tokens, "in_out": size, "linear": name, "ms": asdict(timing)}
+                file.write(json.dumps(machine | row) + "\n")
+
+
+@torch.no_grad()
+def linear_times(size: tuple[int, int], tokens: int, schemes) -> dict[str, Timing]:
+    """Each layer's forward pass on random bfloat16 tokens; bfloat16 first and last, to know the noise."""
+    linear = nn.Linear(*size, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(tokens, size[0], device="cuda", dtype=torch.bfloat16)
+    times = {"bf16": Timing.of(lambda: linear(x))}
+    for scheme in schemes:
+        quantized = QuantizedLinear.of(linear, scheme)
+        times[scheme] = Timing.of(lambda layer=quantized: layer(x))
+    return times | {"bf16 again": Timing.of(lambda: linear(x))}
+
+
+def _size(text: str) -> tuple[int, int]:
+    in_features, out_features = (int(part) for part in text.split(","))
+    return in_features, out_features
+
+
+if __name__ == "__main__":
+    main()
