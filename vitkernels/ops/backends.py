@@ -48,22 +48,25 @@ class Backends:
     def pick(self, backend: str, device: torch.device, *args, **kwargs) -> ModuleType:
         """The module to run a call with these arguments: the named one or UsageError; for "auto" the first that can."""
         if backend != "auto":
-            module = self.get(backend)
-            reason = module.unsupported(*args, **kwargs)
+            reason = self.unsupported(backend, *args, **kwargs)
             if reason is not None:
                 raise UsageError(f"{self.op} backend {backend!r} cannot take this call: {reason}")
-            return module
+            return self.get(backend)
         for name in self._order(device, args, kwargs):
-            module = self.get(name)
-            if module.unsupported(*args, **kwargs) is None:
-                return module
+            if self.unsupported(name, *args, **kwargs) is None:
+                return self.get(name)
         return self.get("reference")
+
+    def unsupported(self, name: str, *args, **kwargs) -> str | None:
+        """Why that backend cannot take a call with these arguments, a missing package included; None when it can."""
+        missing = _missing(self.modules[name]) if name in self.modules else None
+        return missing or self.get(name).unsupported(*args, **kwargs)
 
     def refusals(self, device: torch.device, *args, **kwargs) -> dict[str, str]:
         """Why `auto` passes over the faster backends for these arguments: name -> reason, up to the one it takes."""
         refused = {}
         for name in self._order(device, args, kwargs):
-            reason = self.get(name).unsupported(*args, **kwargs)
+            reason = self.unsupported(name, *args, **kwargs)
             if reason is None:
                 break
             refused[name] = reason
@@ -77,6 +80,23 @@ class Backends:
             return preferred
         features, dtype = self.features(*args, **kwargs)
         return fastest_first(self.op, features, dtype, device.index, preferred)
+
+
+_EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the extra that brings it
+
+
+@torch.compiler.assume_constant_result
+def _missing(module: str) -> str | None:
+    """The package that this backend's module wants in vain, and what brings it."""
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        return f"{error.name} is not installed: pip install 'vitkernels[{_EXTRAS[error.name]}]' (Linux only)"
+    except UsageError as error:  # the bridges say it in their own words
+        return str(error)
+    return None
 
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace an import, and need not

@@ -2,23 +2,15 @@
 
 from torch import Tensor
 
-from vitkernels.errors import UsageError
+from vitkernels.bridge import pallas_op
+from vitkernels.ops.generalized_box_iou.pallas_tpu_kernel import giou, giou_vjp
 
-# Here and not at the first call, because torch.compile would trace an import.
-try:
-    from vitkernels.bridge import pallas_op
-    from vitkernels.ops.generalized_box_iou.pallas_tpu_kernel import giou, giou_vjp
-except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TPU
-    _unavailable, _giou = str(error), None
-else:
-    _unavailable, _giou = None, pallas_op(giou, vjp=giou_vjp, name="generalized_box_iou_tpu", shard_batch=True)
+_giou = pallas_op(giou, vjp=giou_vjp, name="generalized_box_iou_tpu", shard_batch=True)
 
 _DTYPES = ("torch.float32", "torch.bfloat16")
 
 
 def unsupported(preds: Tensor, targets: Tensor, eps: float | None) -> str | None:
-    if _unavailable is not None:
-        return _unavailable
     if preds.device.type not in ("cpu", "xla"):
         return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {preds.device.type}"
     if str(preds.dtype) not in _DTYPES:

@@ -2,21 +2,13 @@
 
 from torch import Tensor
 
-from vitkernels.errors import UsageError
+from vitkernels.bridge import pallas_op
+from vitkernels.ops.int8_matmul.pallas_tpu_kernel import matmul
 
-# Here and not at the first call, because torch.compile would trace an import.
-try:
-    from vitkernels.bridge import pallas_op
-    from vitkernels.ops.int8_matmul.pallas_tpu_kernel import matmul
-except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TPU
-    _unavailable, _matmul = str(error), None
-else:
-    _unavailable, _matmul = None, pallas_op(matmul, name="int8_matmul_tpu")
+_matmul = pallas_op(matmul, name="int8_matmul_tpu")
 
 
 def unsupported(x_MK: Tensor, w_KN: Tensor) -> str | None:
-    if _unavailable is not None:
-        return _unavailable
     if x_MK.device.type not in ("cpu", "xla"):
         return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {x_MK.device.type}"
     if 0 in (*x_MK.shape, *w_KN.shape):

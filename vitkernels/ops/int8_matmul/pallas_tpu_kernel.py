@@ -29,10 +29,8 @@ class Blocks:
 
 def blocks_for(M: int, K: int, N: int, dtype: str) -> Blocks:
     """The fastest by libtpu's schedules for v5e; a matrix smaller than a block is a block of its own."""
-    if max(M, N) <= 1024:  # more of them, so that copies overlap
-        wanted = Blocks(512, 1024, 512)
-    else:
-        wanted = Blocks(1024, 2048 if dtype == "int8" else 1024, 1024)
+    large = Blocks(1024, 2048 if dtype == "int8" else 1024, 1024)
+    wanted = Blocks(512, 1024, 512) if max(M, N) <= 1024 else large  # more of the small ones, so that copies overlap
     return Blocks(min(wanted.m, M), min(wanted.k, K), min(wanted.n, N))
 
 

@@ -2,24 +2,16 @@
 
 from torch import Tensor
 
-from vitkernels.errors import UsageError
+from vitkernels.bridge import pallas_op
+from vitkernels.ops.linear_gelu.pallas_tpu_kernel import linear_gelu, linear_gelu_vjp
 
-# Here and not at the first call, because torch.compile would trace an import.
-try:
-    from vitkernels.bridge import pallas_op
-    from vitkernels.ops.linear_gelu.pallas_tpu_kernel import linear_gelu, linear_gelu_vjp
-except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TPU
-    _unavailable, _linear_gelu = str(error), None
-else:
-    _unavailable, _linear_gelu = None, pallas_op(linear_gelu, vjp=linear_gelu_vjp, name="linear_gelu_tpu")
+_linear_gelu = pallas_op(linear_gelu, vjp=linear_gelu_vjp, name="linear_gelu_tpu")
 
 _DTYPES = ("torch.float32", "torch.bfloat16")
 _LARGEST_K = 16384  # 128 rows of float32 must fit beside each other in VMEM
 
 
 def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> str | None:
-    if _unavailable is not None:
-        return _unavailable
     if x.device.type not in ("cpu", "xla"):
         return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {x.device.type}"
     if str(x.dtype) not in _DTYPES:

@@ -3,16 +3,10 @@
 import torch
 from torch import Tensor
 
-from vitkernels.errors import UsageError
+from vitkernels.bridge import pallas_op
+from vitkernels.ops.paged_attention import pallas_tpu_kernel
 
-# Here and not at the first call, because torch.compile would trace an import.
-try:
-    from vitkernels.bridge import pallas_op
-    from vitkernels.ops.paged_attention import pallas_tpu_kernel
-except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TPU
-    _unavailable, _attend = str(error), None
-else:
-    _unavailable, _attend = None, pallas_op(pallas_tpu_kernel.attend, name="paged_attention_tpu")
+_attend = pallas_op(pallas_tpu_kernel.attend, name="paged_attention_tpu")
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -20,8 +14,6 @@ _DTYPES = (torch.bfloat16, torch.float32)
 def unsupported(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, context_lens: Tensor, block_tables: Tensor, *options
 ) -> str | None:
-    if _unavailable is not None:
-        return _unavailable
     if query.device.type not in ("cpu", "xla"):
         return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {query.device.type}"
     if query.dtype not in _DTYPES:

@@ -3,23 +3,15 @@
 import torch
 from torch import Tensor
 
-from vitkernels.errors import UsageError
+from vitkernels.bridge import pallas_op
+from vitkernels.ops.quantized_matmul import pallas_tpu_kernel
 
-# Here and not at the first call, because torch.compile would trace an import.
-try:
-    from vitkernels.bridge import pallas_op
-    from vitkernels.ops.quantized_matmul import pallas_tpu_kernel
-except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TPU
-    _unavailable, _product = str(error), None
-else:
-    _unavailable, _product = None, pallas_op(pallas_tpu_kernel.quantized_matmul, name="quantized_matmul_tpu")
+_product = pallas_op(pallas_tpu_kernel.quantized_matmul, name="quantized_matmul_tpu")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def unsupported(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> str | None:
-    if _unavailable is not None:
-        return _unavailable
     if x_MK.device.type not in ("cpu", "xla"):
         return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {x_MK.device.type}"
     if x_MK.dtype not in _DTYPES:

@@ -1,0 +1,72 @@
+"""What holds for every op: a missing package is named, and `auto` does without it."""
+
+import subprocess
+import sys
+
+HIDDEN = """
+import sys
+for package in {packages}:
+    sys.modules[package] = None  # as if it were not installed
+import torch
+from vitkernels import ops
+from vitkernels.ops.backends import backends_of
+{call}
+"""
+
+# op -> the arguments of a call that each of its backends would take
+CALLS = {
+    "cross_entropy": "torch.randn(2, 3), torch.tensor([0, 2])",
+    "generalized_box_iou": "torch.rand(2, 3, 4), torch.rand(2, 3, 4)",
+    "int8_matmul": "torch.ones(16, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)",
+    "layer_norm_residual": "torch.randn(2, 8), None, torch.ones(8), torch.zeros(8)",
+    "linear_gelu": "torch.randn(2, 16), torch.randn(16, 16), torch.randn(16)",
+    "mlp": "torch.randn(2, 16), torch.randn(16, 16), torch.randn(16), torch.randn(16, 16)",
+    "patch_embed": "torch.randn(1, 1, 4, 4), torch.randn(8, 1, 2, 2)",
+    "quantized_matmul": "torch.randn(2, 16), torch.ones(16, 16, dtype=torch.int8), torch.ones(16)",
+}
+
+
+def run(packages, call):
+    code = HIDDEN.format(packages=packages, call=call)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_every_op_is_held_to_this():
+    from vitkernels import ops
+
+    functions = {name for name in ops.__all__ if name.islower()} - {"generalized_box_iou_loss"}
+    assert functions - {"paged_attention"} == CALLS.keys()  # its own suite does the same
+
+
+def test_without_triton_and_jax_every_op_still_runs_and_says_what_is_missing():
+    lines = []
+    for op, args in CALLS.items():
+        lines += [
+            f"ops.{op}({args})",
+            f"for name in backends_of(ops.{op}).names():",
+            "    try:",
+            f"        ops.{op}({args}, backend=name)",
+            f"        print({op!r}, name, 'ran')",
+            "    except ValueError as error:",
+            f"        print({op!r}, name, 'named' if 'pip install' in str(error) else repr(error))",
+        ]
+    done = run(("triton", "jax"), "\n".join(lines))
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = [line.split(maxsplit=2) for line in done.stdout.splitlines()]
+    ran = {(op, name) for op, name, what in said if what == "ran"}
+    assert {op for op, _ in ran} == CALLS.keys()
+    others = [line for line in said if line[1] not in ("reference", "xla")]  # xla refuses for the device's sake
+    assert len(others) > len(CALLS) and not [line for line in others if line[2] != "named"]
+
+
+def test_a_wrong_name_is_answered_with_the_names():
+    calls = [
+        f"""
+try:
+    ops.{op}({args}, backend="nosuch")
+except ValueError as error:
+    print("known: auto" in str(error) or str(error))"""
+        for op, args in CALLS.items()
+    ]
+    done = run((), "".join(calls))
+    assert done.stdout.split("\n")[:-1] == ["True"] * len(CALLS), done.stdout + done.stderr[-2000:]
