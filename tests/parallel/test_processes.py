@@ -205,11 +205,11 @@ def ranks_of(torchrun: subprocess.Popen) -> dict[int, int]:
 
 def test_torchrun_starts_a_preempted_and_a_killed_run_again(tmp_path):
     """SIGTERM to one rank, then SIGKILL to another: after two restarts the losses are those of a run on one process."""
-    common = [*SMALL, "trainer.max_steps=60", "trainer.eval_every=null", "checkpoints.every_steps=5", "resume=auto"]
+    common = ["trainer.max_steps=60", "trainer.eval_every=null", "checkpoints.every_steps=5", "resume=auto"]
     alone = Ranks(1, tmp_path / "alone", *common, "data.batch_size=16")
     folder = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
-    words = [*common, "data.batch_size=8", f"hydra.run.dir={folder}"]
+    words = [*SMALL, *common, "data.batch_size=8", f"hydra.run.dir={folder}"]
     log = tmp_path / "torchrun.log"
     with open(log, "w") as output:
         run = subprocess.Popen(

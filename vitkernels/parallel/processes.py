@@ -75,7 +75,13 @@ class Processes(Group):
         self.device = runtime.device
         self.rank, self.world = dist_environment()
         on_gpu = self.device.type == "cuda"
-        self._join("cpu:gloo,cuda:nccl" if on_gpu else "gloo", device_id=self.device if on_gpu else None)
+        self._join(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=_store_of_this_attempt(),
+            rank=self.rank,
+            world_size=self.world,
+            device_id=self.device if on_gpu else None,
+        )
         self._watch = Watch(self.rank, self.world, lost_after)
 
     def describe(self) -> str:
@@ -90,6 +96,13 @@ class Processes(Group):
         else:
             # A peer that died breaks our connection to it first: then the watch ends us before it is our error.
             self._watch.fail(error)
+
+
+def _store_of_this_attempt() -> dist.Store:
+    """torchrun's store outlives a restart: under the old keys the new processes would wait at dead addresses."""
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store, _, _ = next(dist.rendezvous("env://"))
+    return dist.PrefixStore(f"attempt_{attempt}", store)
 
 
 class Ddp(Processes):
