@@ -27,6 +27,8 @@ def test_each_option_composes(path, settings):
     if path == "data/imagefolder":
         overrides.append("data.root=somewhere")
     cfg = settings(*overrides)
+    if group == "quant" and "dtype" not in cfg.quant and option != "none":  # for trained weights
+        cfg = settings(*overrides, "mode=eval", "checkpoint=somewhere")
     check_settings(cfg)
     assert cfg.attn.name in attention.names()
     assert cfg.runtime.name in runtime.names()

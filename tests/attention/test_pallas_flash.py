@@ -165,7 +165,7 @@ def test_refusals_say_why():
     with pytest.raises(UsageError, match="steps of 8, not 20"):
         FLASH(*[torch.randn(1, 1, 8, 20)] * 3)
     problem = attention.Problem(1, 1, 8, 8, 64, torch.bfloat16, "cuda")
-    assert "cuda" in FLASH.unsupported(problem)
+    assert "CUDA" in FLASH.unsupported(problem)
 
 
 @pytest.mark.parametrize(("N", "D"), [(256, 64), (256, 128)])
