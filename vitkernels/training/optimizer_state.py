@@ -22,7 +22,8 @@ def pack(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, 
         for entry, value in entries.items():
             where = tensors if isinstance(value, torch.Tensor) else values
             where[f"{names[number]}/{entry}"] = value
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
+    plain = [{k: v.item() if isinstance(v, torch.Tensor) else v for k, v in g.items()} for g in state["param_groups"]]
+    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in plain]
     return tensors, {"groups": groups, "values": values}
 
 
@@ -35,6 +36,8 @@ def load(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, rest: d
         ours = [group["params"] for group in optimizer.state_dict()["param_groups"]]
         if [group["params"] for group in groups] != ours:
             raise ValueError("its parameters are grouped otherwise")
+        for group, own in zip(groups, optimizer.param_groups, strict=True):  # LAMB counts its steps in a tensor
+            group |= {k: torch.as_tensor(group[k]).to(v) for k, v in own.items() if isinstance(v, torch.Tensor)}
         parameters = dict(model.named_parameters())
         stored = load_tensors(path, "optimizer", _Like(parameters))
         state: dict[int, dict] = {}
