@@ -149,7 +149,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             quantized = copy.deepcopy(model)
             quantize_(quantized, scheme, lambda name, _: not name.endswith(skip), backend=cfg.quant.backend)
     for module in filter(None, (model, quantized, ema and ema.module)):
-        models.set_ops(module, {op: cfg.ops[op] for op in models.MODEL_OPS}, PRECISIONS.get(cfg.ops.residual_precision))
+        ops = {op: cfg.ops[op] for op in models.MODEL_OPS}
+        models.set_ops(module, ops, PRECISIONS.get(cfg.ops.residual_precision), cfg.ops.keep_activation)
     net = parallel.wrap(model, compiled, compile_mode)  # the same parameters; `model` keeps timm's names
     ema_net = None if ema is None else parallel.wrap(ema.module, compiled, compile_mode)
     size = f"{facts.parameters / 1e6:.1f} M parameters"

@@ -9,7 +9,7 @@ from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks
 ALL = {"layer_norm_residual": "triton", "mlp": "passes", "patch_embed": "triton"}
 
 
-def pair(ops, residual_dtype=None, **kwargs):
+def pair(ops, residual_dtype=None, keep_activation=False, **kwargs):
     """The model as timm has it, and one of the same weights with these ops."""
     torch.manual_seed(0)
     plain, fused = (models.create_model("vit_digits", "native", num_classes=10, depth=2, **kwargs) for _ in range(2))
@@ -17,7 +17,7 @@ def pair(ops, residual_dtype=None, **kwargs):
         for parameter in plain.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))  # biases and scales start at constants
     fused.load_state_dict(plain.state_dict())
-    return plain, models.set_ops(fused, ops, residual_dtype)
+    return plain, models.set_ops(fused, ops, residual_dtype, keep_activation)
 
 
 def losses_and_gradients(model, images):
@@ -45,6 +45,21 @@ def test_the_same_function_and_gradients(ops, kwargs):
     assert got_loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in want.items():
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name  # float32 sums in another order
+
+
+def test_keeping_the_activation_saves_one_more_hidden_tensor_and_changes_no_gradient():
+    images, found = torch.randn(3, 1, 16, 16), {}
+    for keep in (False, True):
+        torch.manual_seed(1)
+        fused, saved = pair(ALL, keep_activation=keep)[1], []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, saved=saved: saved.append(x.numel()) or x, lambda x: x):
+            loss = fused(images).square().mean()
+        loss.backward()
+        found[keep] = sum(saved), {name: p.grad for name, p in fused.named_parameters()}
+    hidden = fused.blocks[0].mlp.fc1.out_features * 3 * fused.patch_embed.num_patches
+    assert found[True][0] - found[False][0] == len(fused.blocks) * hidden
+    for name, gradient in found[False][1].items():
+        assert torch.equal(found[True][1][name], gradient), name
 
 
 def test_drop_path_drops_whole_images_and_keeps_the_mean():

@@ -5,6 +5,9 @@ layouts; `xla_apart` is given q, k and v as (B, H, N, D) and returns that: no su
 around it wrote and read XLA's layouts at no cost. A module's XLA attention lies between the two. `jax_flash` and
 `jax_splash` are JAX's own kernels, given q, k and v apart as well, in the best of their block sizes (tpu_peers).
 
+The pass `with projections` is forward and backward of x (B, N, E) to the qkv projection, attention and the output
+projection: there each contender gets the layouts that XLA's products can write for it, and pays for what they cannot.
+
 Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D.
 """
 
@@ -18,7 +21,7 @@ from vitkernels.bridge.jax_compat import jax
 from vitkernels.errors import UsageError
 
 CONTENDERS = ("pallas_flash", "xla", "xla_apart", "jax_flash", "jax_splash")
-PASSES = ("forward", "forward+backward")
+PASSES = ("forward", "forward+backward", "with projections")
 
 # (what, estimated ms, published ms on a real v5e)
 VALIDATION = (
@@ -52,42 +55,50 @@ def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_
 
     blocks: of JAX's kernels, one of tpu_peers.candidates.
     """
-    width = heads * head_dim
-    if contender in tpu_peers.BLOCKS:
-        forward = partial(tpu_peers.attend, contender, tuple(blocks))
-        sizes = [(batch, heads, tokens, head_dim)] * 4
-    elif contender == "xla_apart":
-        forward, sizes = _softmax_attention, [(batch, heads, tokens, head_dim)] * 4
-    else:
-        forward = partial({"pallas_flash": _pallas_flash, "xla": _xla}[contender], heads)
+    width, packed = heads * head_dim, contender in ("pallas_flash", "xla")
+    if packed:
+        attend = partial({"pallas_flash": _pallas_flash, "xla": _xla}[contender], heads)
         sizes = [(batch, tokens, 3 * width), (batch, tokens, width)]
+    else:
+        attend = _softmax_attention
+        if contender in tpu_peers.CONTENDERS:
+            attend = partial(tpu_peers.attend, contender, tuple(blocks))
+        sizes = [(batch, heads, tokens, head_dim)] * 4
+    if which == "with projections":
+        attend = partial(_projected if packed else _projected_apart, attend)
+        weights = [(width, 3 * width), (width, width)] if packed else [(width, 3, heads, head_dim), (heads, head_dim, width)]
+        sizes = [(batch, tokens, width), *weights, (batch, tokens, width)]
     arrays = [jax.ShapeDtypeStruct(size, "bfloat16") for size in sizes]
-    if which == "forward":
-        return forward, arrays[:-1]
-    return (partial(_pallas_flash_both, heads) if contender == "pallas_flash" else partial(_both, forward)), arrays
-
-
-def _static(heads: int, qkv) -> dict:
-    head_dim = qkv.shape[2] // 3 // heads
-    return {"heads": heads, "scale": head_dim**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
-
-
-def _pallas_flash_outputs(heads: int, qkv) -> tuple:
-    from vitkernels.attention import pallas_flash_jax
-
-    found = pallas_flash_jax.attend(qkv, **_static(heads, qkv))
-    return found if isinstance(found, tuple) else (found,)
+    return (attend, arrays[:-1]) if which == "forward" else (partial(_both, attend), arrays)
 
 
 def _pallas_flash(heads: int, qkv):
-    return _pallas_flash_outputs(heads, qkv)[0]
-
-
-def _pallas_flash_both(heads: int, qkv, do):
     from vitkernels.attention import pallas_flash_jax
 
-    found = _pallas_flash_outputs(heads, qkv)
-    return found[0], pallas_flash_jax.attend_vjp((qkv,), found, (do,), **_static(heads, qkv))[0]
+    head_dim = qkv.shape[2] // 3 // heads
+    static = {"heads": heads, "scale": head_dim**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
+
+    def forward(qkv):
+        outputs = pallas_flash_jax.attend(qkv, **static)
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        return outputs[0], (qkv, tuple(outputs))
+
+    def backward(saved, do):
+        qkv, outputs = saved
+        return pallas_flash_jax.attend_vjp((qkv,), outputs, (do,), **static)
+
+    attend = jax.custom_vjp(lambda qkv: forward(qkv)[0])
+    attend.defvjp(forward, backward)
+    return attend(qkv)
+
+
+def _projected(attend, x_BNE, w_EF, w_EE):
+    return attend(x_BNE @ w_EF) @ w_EE
+
+
+def _projected_apart(attend, x_BNE, w_E3HD, w_HDE):
+    q, k, v = jax.numpy.einsum("bne,eshd->sbhnd", x_BNE, w_E3HD)
+    return jax.numpy.einsum("bhnd,hde->bne", attend(q, k, v), w_HDE)
 
 
 def _softmax_attention(q_BHND, k_BHND, v_BHND):
@@ -116,7 +127,7 @@ def estimate(
 
     Of JAX's kernels the block sizes with the least estimate.
     """
-    if contender not in tpu_peers.BLOCKS:
+    if contender not in tpu_peers.CONTENDERS:
         return _estimate(contender, which, shape, (), chip)
     programs, refusals = {}, []
     for blocks in tpu_peers.candidates(contender, shape[0], shape[2]):
@@ -134,4 +145,8 @@ def estimate(
 def _estimate(contender: str, which: str, shape: tuple, blocks: tuple, chip: Chip) -> tpu_program.Program:
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
         dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, which, *shape, blocks, chip=chip.name)
-        return tpu_program.estimate(dump)
+        program = tpu_program.estimate(dump)
+    kernels = [o.name for o in program.operations if o.kind == "tpu_custom_call" and o.name in program.untimed]
+    if kernels:  # XLA has no estimate of its own for these: the sum would be without what it is about
+        raise UsageError(f"the schedule of {', '.join(kernels)} could not be read")
+    return program

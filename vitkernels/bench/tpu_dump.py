@@ -44,8 +44,10 @@ class Dump:
         return json.loads((self.folder / _MEMORY).read_text())
 
     def text(self, operation: str, stage: str) -> str | None:
-        """What was dumped of an HLO operation at a stage; None if nothing."""
-        path = self._files.get((operation, stage))
+        """What was dumped of an HLO operation at a stage; None if nothing, or if it is not clear which file it is."""
+        if (path := self._files.get((operation, stage))) is None:
+            begun = [path for (name, s), path in self._shortened.items() if s == stage and operation.startswith(name)]
+            path = begun[0] if len(begun) == 1 else None
         return None if path is None else path.read_text()
 
     @cached_property
@@ -56,6 +58,12 @@ class Dump:
             if name := re.fullmatch(r"\d+-(.+?)-\d+-(.+)\.txt", path.name):
                 found[name[1], name[2]] = path
         return found
+
+    @cached_property
+    def _shortened(self) -> dict[tuple[str, str], Path]:
+        """By an operation's first letters: of names too long for a file, libtpu keeps as many as fit, and a hash."""
+        files = {(re.fullmatch(r"(.+)-\d{15,}", name), stage): path for (name, stage), path in self._files.items()}
+        return {(name[1], stage): path for (name, stage), path in files.items() if name}
 
 
 def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout: float = 900) -> Dump:

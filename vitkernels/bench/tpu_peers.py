@@ -11,19 +11,19 @@ import numpy as np
 from vitkernels.bridge.jax_compat import jax
 
 LANES = 128
-BLOCKS = {
-    "jax_flash": ((1, 128), (1, 512), (4, 256), (4, 512), (2, 1024)),
-    "jax_splash": ((1, 256), (1, 512), (1, 1024)),
-}
+CONTENDERS = ("jax_flash", "jax_splash")
+_SCORES = 20 * 2**16  # of a block; more of them do not fit in VMEM, or take minutes to compile
 
 
 def candidates(contender: str, batch: int, tokens: int) -> list[tuple[int, int]]:
-    """(images in a block, tokens in a block) worth trying: those that divide the padded problem, each once."""
+    """(images in a block, tokens in a block) worth trying: blocks of 256 tokens or more that divide the padded problem.
+
+    Smaller ones, JAX's default of 128 among them, are several times slower. Splash attention takes images one by one.
+    """
     padded = _round_up(tokens)
-    found = [(images, min(size, padded)) for images, size in BLOCKS[contender]]
-    if padded <= 1280:  # the whole row; splash attention takes images one by one
-        found += [(images, padded) for images in ((1, 2) if contender == "jax_flash" else (1,))]
-    return sorted({(b, n) for b, n in found if batch % b == 0 and padded % n == 0})
+    sizes = [n for n in range(min(256, padded), padded + 1, LANES) if padded % n == 0]
+    images = (1, 2, 4, 16) if contender == "jax_flash" else (1,)
+    return [(b, n) for n in sizes for b in images if batch % b == 0 and b * n * n <= _SCORES]
 
 
 def _round_up(tokens: int) -> int:

@@ -46,17 +46,19 @@ class FusedBlock(Block):
     """timm's Block, which can hand its last branch to the next block instead of adding it.
 
     ops: op name -> backend, for layer_norm_residual (needed) and mlp (absent: timm's).
+    keep_activation: mlp's option.
     """
 
     ops: Mapping[str, str]
+    keep_activation: bool
 
     @classmethod
-    def adopt(cls, block: Block, ops: Mapping[str, str]) -> "FusedBlock":
+    def adopt(cls, block: Block, ops: Mapping[str, str], keep_activation: bool = False) -> "FusedBlock":
         """This class around an existing block's submodules, which stay the same objects."""
         adopted = cls.__new__(cls)
         nn.Module.__init__(adopted)
         adopted.__dict__.update(block.__dict__)
-        adopted.ops = ops
+        adopted.ops, adopted.keep_activation = ops, keep_activation
         return adopted
 
     def forward(
@@ -107,8 +109,9 @@ class FusedBlock(Block):
             return self._branch(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)
         last_bias = m.fc2.bias
         value_BNC = mlp(
-            x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None, approximate=_gelu_kind(m.act), backend=backend
-        )
+            x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None, _gelu_kind(m.act),
+            keep_activation=self.keep_activation, backend=backend,
+        )  # fmt: skip
         if self.training and m.drop2.p > 0:
             value_BNC, last_bias = m.drop2(value_BNC if last_bias is None else value_BNC + last_bias), None
         return self._waiting(value_BNC, last_bias, self.ls2, self.drop_path2)

@@ -17,13 +17,19 @@ _OPS = {op.__name__: op for op in (layer_norm_residual, mlp, patch_embed)}
 MODEL_OPS = tuple(_OPS)
 
 
-def set_ops(model: nn.Module, ops: Mapping[str, str], residual_dtype: torch.dtype | None = None) -> nn.Module:
+def set_ops(
+    model: nn.Module,
+    ops: Mapping[str, str],
+    residual_dtype: torch.dtype | None = None,
+    keep_activation: bool = False,
+) -> nn.Module:
     """Let the model compute these ops with these backends.
 
     ops: names from MODEL_OPS -> a backend's name, "auto", or "eager" (as timm does it, also where a name is absent).
         mlp needs layer_norm_residual, whose branches carry the MLP's last bias.
     residual_dtype: what the residual stream between the blocks, and its gradient, are kept in; None: as timm has them,
         which is float32 under autocast. bfloat16 halves the traffic of every seam, at the price of its rounding.
+    keep_activation: mlp's option: a faster backward pass for one more hidden tensor in memory per block.
 
     Returns the model. Raises UsageError where a named backend's op does not fit the model's architecture; with "auto"
     that op stays timm's, and the log says why. Call it before the parameters are moved into a compiled model.
@@ -41,7 +47,7 @@ def set_ops(model: nn.Module, ops: Mapping[str, str], residual_dtype: torch.dtyp
         raise UsageError(f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager")
     wanted = {name: backend for name, backend in wanted.items() if _fits(name, backend, model)}
     if "layer_norm_residual" in wanted:
-        model.blocks = FusedBlocks(*(FusedBlock.adopt(block, wanted) for block in model.blocks))
+        model.blocks = FusedBlocks(*(FusedBlock.adopt(block, wanted, keep_activation) for block in model.blocks))
         model.blocks.residual_dtype = residual_dtype
     if "patch_embed" in wanted:
         model.patch_embed.proj = PatchConv.adopt(model.patch_embed.proj, wanted["patch_embed"])

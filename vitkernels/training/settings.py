@@ -40,6 +40,7 @@ _CHOICES = {
     "compile": (True, False, "auto", *COMPILE_MODES),
     "ops.name": ("eager", "fused", "auto"),
     "ops.residual_precision": (None, "fp32", "bf16"),
+    "ops.keep_activation": (True, False),
 }
 
 
