@@ -71,10 +71,10 @@ def main() -> None:
             block.attn.fused_attn = fused
         return model.to(runtime.device)
 
-    def ours(ops: str, residual_dtype=None):
+    def ours(ops: str, *options):
         model = models.create_model(args.model, args.attn, num_classes=args.classes).to(runtime.device)
         config = OmegaConf.load(ROOT / f"conf/ops/{ops}.yaml")
-        return models.set_ops(model, {op: config[op] for op in models.MODEL_OPS}, residual_dtype)
+        return models.set_ops(model, {op: config[op] for op in models.MODEL_OPS}, *options)
 
     peers = {
         "eager native": lambda: timm_model(fused=False),
@@ -83,11 +83,15 @@ def main() -> None:
         "compiled reduce-overhead": lambda: runtime.compile(timm_model(fused=True), "reduce-overhead"),
         "compiled max-autotune": lambda: runtime.compile(timm_model(fused=True), "max-autotune"),
     }
+    fused = f"compiled, {args.attn}, fused ops"
+    kept = f"{fused}, bf16 residual, kept activation"
     build = {f"timm {name}": peers[name] for name in dict.fromkeys(["compiled sdpa", *args.peers])}
     build |= {
         f"compiled, {args.attn}": lambda: runtime.compile(ours("eager")),
-        f"compiled, {args.attn}, fused ops": lambda: runtime.compile(ours("fused")),
-        f"compiled, {args.attn}, fused ops, bf16 residual": lambda: runtime.compile(ours("fused", torch.bfloat16)),
+        fused: lambda: runtime.compile(ours("fused")),
+        f"{fused}, bf16 residual": lambda: runtime.compile(ours("fused", torch.bfloat16)),
+        kept: lambda: runtime.compile(ours("fused", torch.bfloat16, True)),
+        f"{kept}, CUDA graphs": lambda: runtime.compile(ours("fused", torch.bfloat16, True), "reduce-overhead"),
         f"{BASELINE} again": peers["compiled sdpa"],  # the noise between two measurements of the same thing
     }
     rows = step.run_variants(
