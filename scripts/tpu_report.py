@@ -12,6 +12,7 @@ a figure.
 """
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--passes", nargs="+", default=passes, choices=passes, metavar="PASS", help=", ".join(passes))
     parser.add_argument("--operations", action="store_true", help="also list each attention program's operations")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the attention report to this file")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append attention's rows to it")
     options = parser.parse_args(arguments)
     wanted = [text.removeprefix("chip=") for text in options.settings if text.startswith("chip=")]
     overrides = [text for text in options.settings if not text.startswith("chip=")]
@@ -90,7 +92,11 @@ def report_attention(options, chip: tpu_chips.Chip) -> None:
     """Attention alone, contender by contender."""
     rows = []
     for shape in options.shapes:
-        found = [tpu_report.row(name, which, shape, chip) for which in options.passes for name in options.contenders]
+        found = []
+        for which, name in itertools.product(options.passes, options.contenders):
+            found.append(tpu_report.row(name, which, shape, chip))
+            if options.results is not None:
+                tpu_report.append(found[-1], options.results)
         print(
             f"\nESTIMATES for TPU {chip.name}, (B, H, N, D) = {shape}, bfloat16\n\n{tpu_report.table(found)}",
             flush=True,

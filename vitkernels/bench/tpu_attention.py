@@ -65,9 +65,11 @@ def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_
             attend = partial(tpu_peers.attend, contender, tuple(blocks))
         sizes = [(batch, heads, tokens, head_dim)] * 4
     if which == "with projections":
+        first, last = (width, 3 * width), (width, width)
+        if not packed:
+            first, last = (width, 3, heads, head_dim), (heads, head_dim, width)
         attend = partial(_projected if packed else _projected_apart, attend)
-        weights = [(width, 3 * width), (width, width)] if packed else [(width, 3, heads, head_dim), (heads, head_dim, width)]
-        sizes = [(batch, tokens, width), *weights, (batch, tokens, width)]
+        sizes = [(batch, tokens, width), first, last, (batch, tokens, width)]
     arrays = [jax.ShapeDtypeStruct(size, "bfloat16") for size in sizes]
     return (attend, arrays[:-1]) if which == "forward" else (partial(_both, attend), arrays)
 

@@ -55,7 +55,7 @@ class Dump:
         """By operation and stage: files are named time-operation-NN-stage.txt."""
         found = {}
         for path in sorted(self.folder.iterdir(), reverse=True):
-            if name := re.fullmatch(r"\d+-(.+?)-\d+-(.+)\.txt", path.name):
+            if name := re.fullmatch(r"\d+-(.+?)-\d{2,3}-(.+)\.txt", path.name):
                 found[name[1], name[2]] = path
         return found
 

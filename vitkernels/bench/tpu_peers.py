@@ -66,5 +66,8 @@ def _splash(blocks, ids, q, k, v):
     mask = masks.MultiHeadMask([masks.FullMask((N, N)) for _ in range(heads)])
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    # Tables of which blocks to skip: there are none, and the estimate could not follow what a kernel reads in them.
+    for info in ("fwd_mask_info", "dkv_mask_info"):
+        setattr(kernel, info, getattr(kernel, info)._replace(data_next=None, block_mask=None))
     segments = None if ids is None else splash.SegmentIds(ids, ids)
     return jax.vmap(partial(kernel, segment_ids=segments))(q * np.asarray(D**-0.5, q.dtype), k, v)

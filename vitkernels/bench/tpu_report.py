@@ -1,5 +1,10 @@
 """The attention report: estimated rows as dictionaries (for JSON), as a table, and the validation beside them."""
 
+import json
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
 from vitkernels.bench import tpu_attention
 from vitkernels.bench.tpu_attention import CAVEAT, VALIDATION
 from vitkernels.bench.tpu_chips import CHIPS, Chip
@@ -15,6 +20,14 @@ def row(contender: str, which: str, shape: tuple[int, int, int, int], chip: Chip
     except UsageError as error:
         return named | {"error": str(error)}
     return named | summary(program) | {"operations": [_operation(operation) for operation in program.operations]}
+
+
+def append(found: dict, path: Path) -> None:
+    """A row, with what it was estimated with and without its operations, as a line of a results file."""
+    versions = {name: version(name) for name in ("jax", "libtpu")}
+    label = {"label": "ESTIMATE, no TPU was used", "date": date.today().isoformat(), **versions}
+    with path.open("a") as file:
+        file.write(json.dumps(label | {key: x for key, x in found.items() if key != "operations"}) + "\n")
 
 
 def summary(program: Program) -> dict:
