@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vitkernels.attention import pallas_flash_jax, pallas_flash_long, pallas_flash_short
+from vitkernels.attention.pallas_flash_blocks import Blocks
 from vitkernels.attention.pallas_flash_parts import Problem
 from vitkernels.bridge.jax_compat import interpreted
 
@@ -67,24 +68,24 @@ def close(found, expected, tolerance=TOLERANCE):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "shape"),
+    ("kernels", "shape", "blocks"),
     [
-        (pallas_flash_short, (2, 2, 37, 64)),  # two images, so that one's copies overlap the other's work
-        (pallas_flash_long, (1, 16, 300, 8)),  # two blocks of queries by two of keys
+        (pallas_flash_short, (2, 2, 37, 64), Blocks(2, 256, 128)),  # two images: one's copies overlap the other's work
+        (pallas_flash_long, (1, 16, 300, 8), Blocks(16, 256, 256)),  # two blocks of queries by two of keys
     ],
     ids=["short", "long"],
 )
-def test_no_races_and_nothing_uninitialised(kernels, shape):
+def test_no_races_and_nothing_uninitialised(kernels, shape, blocks):
     B, H, N, D = shape
     problem = Problem(B, H, D, N, N, D**-0.5, False, "float32", None, None, False)
     q, k, v, do = (token_major(x) for x in inputs(*shape))
     mode = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="uninitialized")
     with pltpu.force_tpu_interpret_mode(mode):
-        found = kernels.forward(problem, (q, k, v), None, None, None)
+        found = kernels.forward(problem, blocks, (q, k, v), None, None, None)
         outputs = jax.block_until_ready(found if isinstance(found, (list, tuple)) else (found,))
         assert not races_found()
         residuals = outputs if kernels is pallas_flash_long else ()
-        gradients, _ = kernels.backward(problem, (q, k, v), *residuals, do, None, None, None, False)
+        gradients, _ = kernels.backward(problem, blocks, (q, k, v), *residuals, do, None, None, None, False)
         jax.block_until_ready(gradients)
     assert not races_found()
     close([head_major(x, H) for x in (outputs[0], *gradients)], reference(*inputs(*shape)))

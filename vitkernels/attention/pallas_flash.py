@@ -13,6 +13,7 @@ import torch
 
 from vitkernels.attention.contract import AttentionBackend
 from vitkernels.attention.contract import Problem as Call
+from vitkernels.bridge import lazy_target
 from vitkernels.errors import UsageError
 
 # Here and not at the first call, because torch.compile would trace an import.
@@ -133,6 +134,7 @@ def _attend(arrays, heads, *, bias, mask, segment_ids, is_causal, scale, dropout
         is_causal=is_causal,
         extras=tuple(given),
         bias_gradient=bias is not None and bias.requires_grad,
+        chip=lazy_target.chip() if arrays[0].device.type == "xla" else None,
     )
     return outputs[0] if isinstance(outputs, tuple) else outputs
 

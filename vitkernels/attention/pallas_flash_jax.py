@@ -2,11 +2,14 @@
 
 import jax.numpy as jnp
 
-from vitkernels.attention import pallas_flash_long, pallas_flash_short
+from vitkernels.attention import pallas_flash_blocks, pallas_flash_long, pallas_flash_short
 from vitkernels.attention.pallas_flash_parts import LANES, Problem
 
+_FORMS = {"short": pallas_flash_short, "long": pallas_flash_long}
 
-def _describe(arrays, extras, heads: int, scale: float, is_causal: bool) -> Problem:
+
+def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: str | None) -> Problem:
+    """The problem that these arrays pose; `extras` by name."""
     q, k = arrays[0], arrays[-1]
     width = q.shape[2] // 3 if len(arrays) == 1 else q.shape[2]
     return Problem(
@@ -21,6 +24,7 @@ def _describe(arrays, extras, heads: int, scale: float, is_causal: bool) -> Prob
         bias=tuple(extras["bias"].shape) if "bias" in extras else None,
         mask=tuple(extras["mask"].shape) if "mask" in extras else None,
         segments="segment_ids" in extras,
+        chip=chip,
     )
 
 
@@ -33,27 +37,36 @@ def _split(arrays: tuple, extras: tuple[str, ...], heads: int):
     return main, named
 
 
-def attend(*arrays, heads: int, scale: float, is_causal: bool, extras: tuple[str, ...], bias_gradient: bool):
+def attend(
+    *arrays,
+    heads: int,
+    scale: float,
+    is_causal: bool,
+    extras: tuple[str, ...],
+    bias_gradient: bool,
+    chip: str | None = None,
+):
     """Attention on token-major arrays: qkv (B, N, 3E), or q (B, N, E), k and v (B, M, E), then `extras` by name.
 
-    bias: (B or 1, H or 1, N or 1, M or 1); mask: the same, boolean; segment_ids: int32 (B, N).
+    bias: (B or 1, H or 1, N or 1, M or 1); mask: the same, boolean; segment_ids: int32 (B, N). chip: the TPU whose
+    entries of the table of blocks count; None for none.
     Returns (B, N, E); from the online form also the log-sum-exps that its backward pass needs.
     """
     main, named = _split(arrays, extras, heads)
-    problem = _describe(main, named, heads, scale, is_causal)
-    kernels = pallas_flash_short if pallas_flash_short.takes(problem) else pallas_flash_long
-    return kernels.forward(problem, main, named.get("bias"), named.get("mask"), named.get("segment_ids"))
+    problem = describe(main, named, heads, scale, is_causal, chip)
+    plan = pallas_flash_blocks.plan(problem)
+    given = (named.get("bias"), named.get("mask"), named.get("segment_ids"))
+    return _FORMS[plan.form].forward(problem, plan.forward, main, *given)
 
 
-def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras, bias_gradient):
+def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras, bias_gradient, chip=None):
     """Gradients of `attend` for each of its arrays; None for those that have none."""
     main, named = _split(primals, extras, heads)
-    problem = _describe(main, named, heads, scale, is_causal)
-    extra_arrays = (named.get("bias"), named.get("mask"), named.get("segment_ids"), bias_gradient)
-    if pallas_flash_short.takes(problem):
-        gradients, dbias = pallas_flash_short.backward(problem, main, cotangents[0], *extra_arrays)
-    else:
-        gradients, dbias = pallas_flash_long.backward(problem, main, *outputs, cotangents[0], *extra_arrays)
+    problem = describe(main, named, heads, scale, is_causal, chip)
+    plan = pallas_flash_blocks.plan(problem)
+    saved = (*outputs, cotangents[0]) if plan.form == "long" else cotangents[:1]
+    given = (named.get("bias"), named.get("mask"), named.get("segment_ids"), bias_gradient)
+    gradients, dbias = _FORMS[plan.form].backward(problem, plan.backward, main, *saved, *given)
     if len(main) == 3 and len(primals) - len(extras) == 1:
         gradients = [jnp.concatenate(gradients, axis=2)]
     found = {"bias": None if dbias is None else dbias.astype(named["bias"].dtype)}

@@ -9,7 +9,6 @@ Shape suffixes: as in pallas_flash_parts.
 Source: Dao, "FlashAttention-2", arXiv 2307.08691.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -18,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vitkernels.attention.pallas_flash_blocks import Blocks
 from vitkernels.attention.pallas_flash_parts import (
     FLOOR,
     LANES,
@@ -30,7 +30,6 @@ from vitkernels.attention.pallas_flash_parts import (
     dot,
     extra_arrays,
     f32,
-    group_of_heads,
     only_head,
     pipelined,
     safe_reciprocal,
@@ -38,31 +37,7 @@ from vitkernels.attention.pallas_flash_parts import (
     windows,
 )
 
-_SCORES = 2 * 1024 * 512  # of all heads of a step; more outgrows the compiler's patience, fewer the step's overhead
 _NEVER = 1e30  # as a log-sum-exp: makes every probability of a column 0
-
-
-@dataclass(frozen=True)
-class Blocks:
-    """How a problem is cut: heads in a step, and the query and key rows of a block."""
-
-    heads: int
-    queries: int
-    keys: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> "Blocks":
-        heads = group_of_heads(problem)
-        queries, keys = 1024, 1024
-        while heads * queries * keys > _SCORES and queries * keys > LANES * LANES:
-            queries, keys = (queries, keys // 2) if keys > queries else (queries // 2, keys)
-        return cls(heads, _block(problem.q_tokens, queries), _block(problem.kv_tokens, keys))
-
-
-def _block(tokens: int, largest: int) -> int:
-    """Rows of a block, in whole tiles: the fewest padded rows, where each block itself costs about half a tile."""
-    sizes = range(LANES, largest + 1, LANES)
-    return min(sizes, key=lambda size: pl.cdiv(tokens, size) * (size + LANES // 2))
 
 
 class _Grid:
@@ -71,8 +46,8 @@ class _Grid:
     i counts blocks of queries and j blocks of keys; `order` names the grid's axes.
     """
 
-    def __init__(self, problem: Problem, packed: bool, order: str):
-        self.problem, self.blocks, self.order = problem, Blocks.of(problem), order
+    def __init__(self, problem: Problem, blocks: Blocks, packed: bool, order: str):
+        self.problem, self.blocks, self.order = problem, blocks, order
         self.groups = problem.heads // self.blocks.heads
         self.width = self.blocks.heads * problem.head_dim
         self.n_queries = pl.cdiv(problem.q_tokens, self.blocks.queries)
@@ -218,9 +193,9 @@ def _store(ref, lane, value):
     ref[0, :, lane : lane + value.shape[1]] = value.astype(ref.dtype)
 
 
-def forward(problem: Problem, arrays: tuple, bias, mask, ids):
+def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
     """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E), and log2 Σ exp2 of the scores, (B, G, H / G, N)."""
-    grid = _Grid(problem, len(arrays) == 1, "bgij")
+    grid = _Grid(problem, cut, len(arrays) == 1, "bgij")
     extras = extra_arrays(problem, bias, mask, ids, transposed=True)
     heads, queries = grid.blocks.heads, grid.blocks.queries
     shape = jax.ShapeDtypeStruct
@@ -345,8 +320,8 @@ def _bias_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         dbias_ref[0, 0, 0, h if heads > 1 else 0] += ds
 
 
-def _bias_gradient(problem: Problem, operands: tuple, extras: list, packed: bool):
-    grid = _Grid(problem, packed, "gjib")
+def _bias_gradient(problem: Problem, cut: Blocks, operands: tuple, extras: list, packed: bool):
+    grid = _Grid(problem, cut, packed, "gjib")
     b, h, n, m = problem.bias
     blocks = grid.blocks
     # Axes that the bias spans and the grid cuts give partial sums, on leading axes of their own.
@@ -371,14 +346,15 @@ def _bias_gradient(problem: Problem, operands: tuple, extras: list, packed: bool
     return jnp.swapaxes(dbias if h > 1 else jnp.sum(dbias, axis=1, keepdims=True), -1, -2)
 
 
-def backward(problem: Problem, arrays: tuple, o_BNE, lse, do_BNE, bias, mask, ids, bias_gradient: bool):
+def backward(problem: Problem, cut: Blocks, arrays: tuple, o_BNE, lse, do_BNE, bias, mask, ids, bias_gradient: bool):
     """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
     packed = len(arrays) == 1
-    grid = _Grid(problem, packed, "bgji")
+    grid = _Grid(problem, cut, packed, "bgji")
     B, N, M, D, heads = problem.batch, problem.q_tokens, problem.kv_tokens, problem.head_dim, grid.blocks.heads
     extras = extra_arrays(problem, bias, mask, ids, transposed=True)
     delta_BNH = jnp.sum((o_BNE.astype(f32) * do_BNE.astype(f32)).reshape(B, N, problem.heads, D), axis=-1)
-    delta = delta_BNH.transpose(0, 2, 1).reshape(lse.shape)
+    # The forward pass may have grouped its heads in another way.
+    lse, delta = (x.reshape(B, grid.groups, heads, N) for x in (lse, delta_BNH.transpose(0, 2, 1)))
     operands = (*_three(arrays), lse, delta, do_BNE, *[x for x in extras if x is not None])
     padded = grid.n_queries * grid.blocks.queries
     window = max(w.size for w in windows(heads, D))
@@ -399,5 +375,5 @@ def backward(problem: Problem, arrays: tuple, o_BNE, lse, do_BNE, bias, mask, id
         ],
         name="flash_long_backward",
     )(*operands)
-    dbias = _bias_gradient(problem, operands, extras, packed) if bias_gradient else None
+    dbias = _bias_gradient(problem, cut, operands, extras, packed) if bias_gradient else None
     return ([jnp.concatenate(gradients, axis=-1)] if packed else list(gradients)), dbias

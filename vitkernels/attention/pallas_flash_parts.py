@@ -43,6 +43,7 @@ class Problem:
     bias: tuple[int, int, int, int] | None  # its shape; a dimension of 1 is broadcast
     mask: tuple[int, int, int, int] | None
     segments: bool
+    chip: str | None = None  # the TPU that the kernels are for, where that is known
 
     @property
     def width(self) -> int:

@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vitkernels.attention.pallas_flash_blocks import Blocks
 from vitkernels.attention.pallas_flash_parts import (
     FLOOR,
     LANES,
@@ -33,7 +34,6 @@ from vitkernels.attention.pallas_flash_parts import (
     dot,
     extra_arrays,
     f32,
-    group_of_heads,
     lanes,
     mask_keys,
     only_head,
@@ -43,10 +43,6 @@ from vitkernels.attention.pallas_flash_parts import (
     turned,
     windows,
 )
-
-# Scores that one straight piece of code may hold: past it the compiler takes minutes.
-_UNROLLED = 4 * 2**20
-_SCORE_ARRAYS = 10  # arrays of one block's scores that the backward kernel holds at a time (7 to 9 were scheduled)
 
 
 @dataclass(frozen=True)
@@ -91,36 +87,8 @@ def q_blocks(rows: int, largest: int, multiple: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def scores_of_group(problem: Problem) -> int:
-    """Scores in the smallest piece of straight code: a group of heads that fills whole lane tiles.
-
-    Float32 ones count four times: an honest product is as many passes as that and more.
-    """
-    rows, columns = round_up(problem.q_tokens, LANES), round_up(problem.kv_tokens, LANES)
-    return group_of_heads(problem) * rows * columns * (4 if problem.dtype == "float32" else 1)
-
-
-def takes(problem: Problem) -> bool:
-    """Whether these kernels are for the problem: they compile in seconds and their blocks fit in VMEM."""
-    if scores_of_group(problem) > _UNROLLED:
-        return False
-    itemsize = 2 if problem.dtype == "bfloat16" else 4
-    n, m = round_up(problem.q_tokens, LANES), round_up(problem.kv_tokens, LANES)
-    # Backward: q, k, v, do in and dq, dk, dv out, each in two buffers.
-    blocks = 2 * itemsize * problem.width * (3 * n + 4 * m)
-    for shape, size in ((problem.bias, 4 + 4), (problem.mask, 2)):  # the bias and its gradient
-        if shape is not None:
-            _, heads, rows, columns = shape
-            # A single row or column still fills whole registers.
-            blocks += 2 * size * heads * (m if columns > 1 else ROWS) * (n if rows > 1 else LANES)
-    return blocks + _SCORE_ARRAYS * 4 * m * min(n, 256) < 0.8 * VMEM_LIMIT
-
-
-def _for_groups(problem: Problem, body) -> None:
+def _for_groups(problem: Problem, per_trip: int, body) -> None:
     """Run body(first head, first lane, heads) over all heads: unrolled, or in a loop over groups of whole tiles."""
-    group = group_of_heads(problem)
-    most = max(_UNROLLED // (scores_of_group(problem) // group), group)
-    per_trip = max(h for h in range(group, problem.heads + 1, group) if problem.heads % h == 0 and h <= most)
     if per_trip == problem.heads:
         body(0, 0, per_trip)
         return
@@ -137,13 +105,13 @@ def _for_groups(problem: Problem, body) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _forward_kernel(*refs, layout: Layout, present: tuple[bool, ...]):
+def _forward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...]):
     problem = layout.problem
     *inputs, o_ref = refs
     n = len(layout.specs())
     operands = layout.operands(inputs[:n])
     extras = _extras(inputs[n:], present)
-    blocks = q_blocks(round_up(problem.q_tokens, ROWS), 256, ROWS)
+    blocks = q_blocks(round_up(problem.q_tokens, ROWS), cut.queries, ROWS)
     keys = slice(0, layout.kv_rows)
 
     def heads_at(first_head, first_lane, heads):
@@ -178,7 +146,7 @@ def _forward_kernel(*refs, layout: Layout, present: tuple[bool, ...]):
 
         pipelined([(h, rows) for h in range(heads) for rows in blocks], scores, finish)
 
-    _for_groups(problem, heads_at)
+    _for_groups(problem, cut.heads, heads_at)
 
 
 def _extras(refs, present) -> Extras:
@@ -203,13 +171,13 @@ def _first_axis(shared: bool, ndim: int):
     return lambda b: (0 if shared else b, *[0] * (ndim - 1))
 
 
-def forward(problem: Problem, arrays: tuple, bias, mask, ids):
+def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
     """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E)."""
     layout = Layout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, ROWS)
     extras = extra_arrays(problem, bias, mask, ids, transposed=False)
     return pl.pallas_call(
-        partial(_forward_kernel, layout=layout, present=tuple(x is not None for x in extras)),
+        partial(_forward_kernel, layout=layout, cut=cut, present=tuple(x is not None for x in extras)),
         grid=(problem.batch,),
         in_specs=[*layout.specs(), *_extra_specs(extras, q_rows, layout.kv_rows)],
         out_specs=pl.BlockSpec((1, q_rows, problem.width), lambda b: (b, 0, 0)),
@@ -224,14 +192,14 @@ def forward(problem: Problem, arrays: tuple, bias, mask, ids):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _backward_kernel(*refs, layout: Layout, present: tuple[bool, ...], bias_gradient: bool):
+def _backward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...], bias_gradient: bool):
     problem = layout.problem
     n = len(layout.specs())
     inputs, do_ref, rest = refs[:n], refs[n], refs[n + 1 :]
     extras, outputs = _extras(rest[: sum(present)], present), rest[sum(present) :]
     operands, gradients = layout.operands(inputs), layout.operands(outputs[:n])
     dbias_ref = outputs[n] if bias_gradient else None
-    blocks = q_blocks(round_up(problem.q_tokens, LANES), 256, LANES)
+    blocks = q_blocks(round_up(problem.q_tokens, LANES), cut.queries, LANES)
     keys = slice(0, layout.kv_rows)
     N, M = problem.q_tokens, problem.kv_tokens
     if dbias_ref is not None:
@@ -283,7 +251,7 @@ def _backward_kernel(*refs, layout: Layout, present: tuple[bool, ...], bias_grad
 
         pipelined([(h, rows) for h in range(heads) for rows in blocks], products, finish)
 
-    _for_groups(problem, heads_at)
+    _for_groups(problem, cut.heads, heads_at)
 
 
 def _softmax_and_its_gradient(s, dp, problem, extras, head, rows, keys):
@@ -323,7 +291,7 @@ def _add_bias_gradient(dbias_ref, ds_MN, head, rows: slice) -> None:
     dbias_ref[at] += ds_MN
 
 
-def backward(problem: Problem, arrays: tuple, do_BNE, bias, mask, ids, bias_gradient: bool):
+def backward(problem: Problem, cut: Blocks, arrays: tuple, do_BNE, bias, mask, ids, bias_gradient: bool):
     """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
     layout = Layout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, LANES)
@@ -338,6 +306,7 @@ def backward(problem: Problem, arrays: tuple, do_BNE, bias, mask, ids, bias_grad
         partial(
             _backward_kernel,
             layout=layout,
+            cut=cut,
             present=tuple(x is not None for x in extras),
             bias_gradient=bias_gradient,
         ),

@@ -36,7 +36,6 @@ class RecordingRuntime(XlaRuntime):
 
     def _device(self) -> torch.device:
         device = super()._device()
-        lazy_target.record_for("TPU")
         # What the step begins with, and torch_xla's number of it; the first step's own results are not to live on.
         self._given = WeakTensorKeyDictionary()
         return device
@@ -118,12 +117,13 @@ def model_flops(cfg) -> int:
     return facts.train_flops_per_image * cfg.data.batch_size
 
 
-def build(*overrides: str) -> tuple[bytes, dict[int, int]]:
-    """Record the step of `python train.py *overrides`; for tpu_dump.compile_in. Ends the process' use of its device."""
+def build(chip: str, *overrides: str) -> tuple[bytes, dict[int, int]]:
+    """Record the step of `python train.py *overrides` on that chip, for tpu_dump.compile_in; the process is used up."""
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["XLA_HLO_DEBUG"] = os.environ["XLA_IR_DEBUG"] = "1"  # operations name the torch function they come from
     import train
 
+    lazy_target.record_for("TPU", chip)
     with tempfile.TemporaryDirectory(prefix="vitkernels_step_") as folder:
         try:
             train.run(compose(overrides), Path(folder), lambda name, precision: RecordingRuntime(precision))

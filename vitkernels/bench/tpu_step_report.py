@@ -15,7 +15,7 @@ def estimate(overrides: list[str], chip: Chip, timeout: float = 3600) -> Program
     """Record, compile and estimate the step of `python train.py *overrides`; raises UsageError where that fails."""
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
         build = "vitkernels.bench.tpu_step:build"
-        dump = tpu_dump.compile_in(Path(folder), build, *overrides, chip=chip.name, timeout=timeout)
+        dump = tpu_dump.compile_in(Path(folder), build, chip.name, *overrides, chip=chip.name, timeout=timeout)
         return tpu_program.estimate(dump)
 
 
