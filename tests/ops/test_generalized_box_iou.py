@@ -12,6 +12,8 @@ from vitkernels.ops import GeneralizedBoxIoULoss, generalized_box_iou, generaliz
 from vitkernels.ops.generalized_box_iou import BACKENDS
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_GPU = pytest.param("triton", "cuda", marks=pytest.mark.gpu)
+HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 1), (3, 37), (2, 130), (33, 5), (0, 4), (3, 0)]
 
 # Degenerate boxes divide by zero on purpose, and NumPy, which Triton's interpreter calculates with, says so.
@@ -53,7 +55,7 @@ def torchvision_giou(preds, targets):
 
 def check(backend, function, theirs, preds, targets, tolerance):
     """Values and gradients beside torchvision's in float64. Where those are not finite, ours are not either."""
-    reason = BACKENDS.get(backend).unsupported(preds, targets, None)
+    reason = BACKENDS.unsupported(backend, preds, targets, None)
     if reason is not None:
         with pytest.raises(UsageError, match="cannot take this call"):
             function(preds, targets, backend=backend)
@@ -115,7 +117,7 @@ class TestEveryBackend:
             # 1e-7 in a denominator that is zero otherwise: gradients of 1e7 and more, to float32's 2⁻²⁴ and a few.
             ours = [x.requires_grad_() for x in degenerate(device)]
             theirs = [x.detach().clone().requires_grad_() for x in ours]
-            reason = BACKENDS.get(backend).unsupported(*ours, 1e-7)
+            reason = BACKENDS.unsupported(backend, *ours, 1e-7)
             if reason is not None:
                 pytest.skip(reason)
             loss = generalized_box_iou_loss(*ours, backend=backend)
@@ -128,7 +130,7 @@ class TestEveryBackend:
         function, theirs = PAIRS[pair]
         for wanted in (0, 1):
             ours = [draw((33, 6), device) for _ in range(2)]
-            if BACKENDS.get(backend).unsupported(*ours, None):
+            if BACKENDS.unsupported(backend, *ours, None):
                 pytest.skip("refused")
             exact = [x.double() for x in ours]
             ours[wanted].requires_grad_()
@@ -136,6 +138,18 @@ class TestEveryBackend:
             (found,) = torch.autograd.grad(function(*ours, backend=backend).sum(), ours[wanted])
             (reference,) = torch.autograd.grad(theirs(*exact).sum(), exact[wanted])
             torch.testing.assert_close(found.double(), reference, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("backend, device", [("reference", "cpu"), ("triton", "cpu"), ("pallas_tpu", "cpu"), ON_GPU])
+def test_no_backend_refuses_what_it_must_take(backend, device):
+    """The suite above skips what a backend refuses: so it must not refuse these."""
+    pytest.importorskip({"triton": "triton", "pallas_tpu": "jax"}.get(backend, "torch"))
+    for shape in [*SHAPES, (), (5,), (2, 3, 4)]:
+        for dtype in (torch.float32, torch.bfloat16) if backend == "pallas_tpu" else HALVES_AND_FLOAT:
+            boxes = draw(shape, device, dtype)
+            if backend != "pallas_tpu" or boxes.numel():
+                assert BACKENDS.unsupported(backend, boxes, boxes, None) is None
+                assert BACKENDS.unsupported(backend, boxes, boxes, 1e-7) is None
 
 
 @pytest.mark.parametrize("eps", [1e-7, 0.5])

@@ -1,5 +1,6 @@
 """int8_matmul: every backend against an int64 product, on any sizes and strides; the scaled product beneath it."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from vitkernels.ops import int8_matmul
 from vitkernels.ops.int8_matmul import BACKENDS, LARGEST_K
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+ON_GPU = pytest.param("triton", "cuda", marks=pytest.mark.gpu)
 # Nothing, one, less than a tile, whole tiles, just past them, and odd everywhere.
 SIZES = [
     (0, 4, 5),
@@ -47,7 +49,7 @@ def exact(x, w):
 
 
 def check(backend, x, w):
-    reason = BACKENDS.get(backend).unsupported(x, w)
+    reason = BACKENDS.unsupported(backend, x, w)
     if reason is not None:
         with pytest.raises(UsageError, match="cannot take this call"):
             int8_matmul(x, w, backend=backend)
@@ -85,6 +87,19 @@ class TestEveryBackend:
         x, w = (torch.full(shape, -128, dtype=torch.int8, device=device) for shape in ((2, K), (K, 3)))
         check(backend, x, w)
         check(backend, x, torch.full_like(w, 127))
+
+
+@pytest.mark.parametrize("backend, device", [("reference", "cpu"), ("triton", "cpu"), ("pallas_tpu", "cpu"), ON_GPU])
+def test_no_backend_refuses_what_it_must_take(backend, device):
+    """The suite above skips what a backend refuses: so it must not refuse these."""
+    pytest.importorskip({"triton": "triton", "pallas_tpu": "jax"}.get(backend, "torch"))
+    for size in SIZES + LARGE:
+        M, K, N = size
+        for x, w in itertools.product(
+            *([draw(*shape, device, t) for t in (False, True)] for shape in ((M, K), (K, N)))
+        ):
+            if backend != "pallas_tpu" or 0 not in size:
+                assert BACKENDS.unsupported(backend, x, w) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

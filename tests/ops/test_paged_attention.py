@@ -78,7 +78,7 @@ def places(request):
 def check(name, tensors, pages_per_compute_block=2, soft_cap=None, may_refuse=False, **options):
     """Against float64. Where a backend may refuse, the call must refuse with the reason that it gives."""
     args = (*tensors, pages_per_compute_block, options.get("megacore_mode"), soft_cap)
-    reason = BACKENDS.get(name).unsupported(*args)
+    reason = BACKENDS.unsupported(name, *args)
     if reason is not None:
         assert may_refuse, reason
         with pytest.raises(UsageError) as raised:

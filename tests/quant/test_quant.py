@@ -18,6 +18,7 @@ from vitkernels.quant import (
     train_in_8_bits,
 )
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ["w8a16", "w4a16_block32", "w8a8_asym", "w4a8_block16_asym"]
 
 
@@ -113,15 +114,16 @@ def small_vit():
 def gradients(model, x):
     out = model(x)
     # A loss whose gradient is dense and of every size.
-    (out * torch.linspace(-1, 1, 10)).sum().backward()
+    (out * torch.linspace(-1, 1, 10, device=out.device)).sum().backward()
     return out.detach(), {name: p.grad.flatten() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "loss"), [("int8", 0.06), ("fp8", 0.25)])
-def test_gradients_point_where_float_ones_do(dtype, loss):
+def test_gradients_point_where_float_ones_do(dtype, loss, device):
     """Rounding gives each product a relative error of about 1/60 (int8) or 1/14 (fp8); `loss`: of eight in a row."""
-    x = torch.randn(4, 1, 16, 16)
-    plain = small_vit()
+    x = torch.randn(4, 1, 16, 16, device=device)
+    plain = small_vit().to(device)
     model = train_in_8_bits(copy.deepcopy(plain), dtype, lambda name, _: name != "head")
     assert list(model.state_dict()) == list(plain.state_dict())
     expected_out, expected = gradients(plain, x)
@@ -148,8 +150,8 @@ def test_compiles_whole():
 @pytest.mark.parametrize("M", [48, 37])
 def test_triton_rounds_as_torch_does(M):
     pytest.importorskip("triton")
-    from vitkernels.ops import rowwise
-    from vitkernels.ops.rowwise import triton as kernels
+    from vitkernels.quant import rowwise
+    from vitkernels.quant.rowwise import triton as kernels
 
     torch.manual_seed(0)
     x, gradient = torch.randn(M, 40) * torch.rand(M, 1), torch.randn(M, 40)

@@ -91,9 +91,10 @@ def _missing(module: str) -> str | None:
     try:
         import_module(module)
     except ModuleNotFoundError as error:
-        if error.name not in _EXTRAS:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
-        return f"{error.name} is not installed: pip install 'vitkernels[{_EXTRAS[error.name]}]' (Linux only)"
+        return f"{package} is not installed: pip install 'vitkernels[{_EXTRAS[package]}]' (Linux only)"
     except UsageError as error:  # the bridges say it in their own words
         return str(error)
     return None

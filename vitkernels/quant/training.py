@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.ops.rowwise import quantize_columns, quantize_rows
 from vitkernels.quant.products import product_of_rows
+from vitkernels.quant.rowwise import quantize_columns, quantize_rows
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _MULTIPLE = 16  # of features: what 8-bit matrix units want of rows

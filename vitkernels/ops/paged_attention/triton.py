@@ -1,42 +1,38 @@
 """The Triton backend, for NVIDIA GPUs and, interpreted, for any CPU."""
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-_MISSING = None if find_spec("triton") else "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
+from vitkernels.bridge.operator import calculable, operator
+from vitkernels.ops.paged_attention.triton_launch import attend
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-if _MISSING is None:
-    from vitkernels.bridge.operator import calculable, operator
-    from vitkernels.ops.paged_attention.triton_launch import attend
 
-    @operator(
-        "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor context_lens, Tensor block_tables, "
-        "float? soft_cap) -> Tensor"
-    )
-    def _paged_attention(
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        context_lens: Tensor,
-        block_tables: Tensor,
-        soft_cap: float | None,
-    ) -> Tensor:
-        arrays = map(calculable, (query, key_cache, value_cache))
-        return attend(*arrays, context_lens, block_tables, soft_cap).to(query.dtype)
+@operator(
+    "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor context_lens, Tensor block_tables, "
+    "float? soft_cap) -> Tensor"
+)
+def _paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    context_lens: Tensor,
+    block_tables: Tensor,
+    soft_cap: float | None,
+) -> Tensor:
+    arrays = map(calculable, (query, key_cache, value_cache))
+    return attend(*arrays, context_lens, block_tables, soft_cap).to(query.dtype)
 
-    @torch.library.register_fake("vitkernels::paged_attention")
-    def _(query, key_cache, value_cache, context_lens, block_tables, soft_cap):
-        return query.new_empty(query.shape)
+
+@torch.library.register_fake("vitkernels::paged_attention")
+def _(query, key_cache, value_cache, context_lens, block_tables, soft_cap):
+    return query.new_empty(query.shape)
 
 
 def unsupported(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, context_lens: Tensor, block_tables: Tensor, *options
 ) -> str | None:
-    if _MISSING is not None:
-        return _MISSING
     if query.device.type not in ("cuda", "cpu"):
         return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {query.device.type}"
     if query.dtype not in _DTYPES:

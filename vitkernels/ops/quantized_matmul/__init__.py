@@ -44,16 +44,17 @@ def quantized_matmul(
             features. With weight_bits=4 either int8 that holds −8 … 7, as torch_xla has it, or uint8 with two weights
             to a byte from `pack_int4`: (N, ⌈K/2⌉) or (S, ⌈B/2⌉, N).
         scale: (N,) or (S, N), floating.
-        zero_point: as scale, or None for symmetric weights. In the units of W: scale times the integer zero point.
+        zero_point: as scale, or None for symmetric weights. In the units of W: scale times the integer zero point, so
+            integers are refused.
         bias: (N,) or None.
         activation_bits: 8 rounds each token to int8 first, symmetric, its largest magnitude at 127, and sums in int32;
             16 leaves x in its own dtype.
         backend: "auto" (the fastest that takes the call here) or one of BACKENDS.names().
 
-    Returns: (..., N) in x's dtype. Sums and scales are float32 or wider. No gradient flows: train with
-        `vitkernels.quant.train_in_8_bits`.
+    Returns: (..., N) in x's dtype. Sums and scales are float32 or wider.
 
-    Raises: UsageError (a ValueError) for shapes, dtypes and bits that do not fit, or a named backend that cannot run.
+    Raises: UsageError (a ValueError) for shapes, dtypes and bits that do not fit, tensors that require a gradient (but
+        for torch.no_grad()), or a named backend that cannot run.
 
     Layouts and the meaning of zero_point are those of torch_xla's `torch.ops.xla.quantized_matmul`, so weights made
     for one load into the other.
@@ -92,12 +93,18 @@ def _check(x, w, scale, zero_point, bias, block_size, weight_bits, activation_bi
     for name, (tensor, shape) in given.items():
         if tensor is None:
             continue
-        if tuple(tensor.shape) != shape or not (tensor.dtype.is_floating_point or name == "zero_point"):
+        if tuple(tensor.shape) != shape or not tensor.dtype.is_floating_point:
+            units = ". It is in W's units: an integer zero point times scale" if name == "zero_point" else ""
             raise UsageError(
                 f"{name} must be floating, of shape {shape} beside w {tuple(w.shape)}; "
-                f"got {tensor.dtype} {tuple(tensor.shape)}"
+                f"got {tensor.dtype} {tuple(tensor.shape)}{units}"
             )
         if tensor.device != x.device:
             raise UsageError(f"{name} is on {tensor.device}, x on {x.device}; move them to one device")
     if w.device != x.device:
         raise UsageError(f"w is on {w.device}, x on {x.device}; move them to one device")
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, scale, zero_point, bias)):
+        raise UsageError(
+            "quantized_matmul is for inference and has no gradient; call it under torch.no_grad(), or train with "
+            "vitkernels.quant.train_in_8_bits"
+        )

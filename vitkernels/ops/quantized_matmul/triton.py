@@ -2,58 +2,56 @@
 and a second kernel unpacks, multiplies, scales and adds the bias.
 """
 
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_MISSING = None if find_spec("triton") else "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
+from vitkernels.bridge.operator import calculable, operator
+from vitkernels.ops.int8_matmul.triton_product import product as int8_product
+from vitkernels.ops.quantized_matmul.packing import unpack_int4
+from vitkernels.ops.quantized_matmul.reference import dequantize
+from vitkernels.ops.quantized_matmul.triton_product import product
+from vitkernels.quant.rowwise.triton import quantize_rows
+
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MANY_TOKENS = 512
 
-if _MISSING is None:
-    from vitkernels.bridge.operator import calculable, operator
-    from vitkernels.ops.int8_matmul.triton_product import product as int8_product
-    from vitkernels.ops.quantized_matmul.packing import unpack_int4
-    from vitkernels.ops.quantized_matmul.reference import dequantize
-    from vitkernels.ops.quantized_matmul.triton_product import product
-    from vitkernels.ops.rowwise.triton import quantize_rows
 
-    @operator(
-        "quantized_matmul(Tensor x, Tensor w, Tensor scale, Tensor? zero_point, Tensor? bias, int block_size, "
-        "int activation_bits) -> Tensor"
-    )
-    def _quantized_matmul(x, w, scale, zero_point, bias, block_size, activation_bits):
-        given, x_scale = calculable(x.contiguous()), None
-        if activation_bits == 8:
-            given, x_scale, _, _ = quantize_rows(given, None, torch.int8, gelu=False, transposed=False, sums=False)
-        scales = [None if t is None else calculable(t.contiguous()) for t in (scale, zero_point, bias)]
-        out_dtype = x.dtype if given.device.type == "cuda" else calculable(x[:0]).dtype
-        args = given, w, *scales[:2], x_scale, scales[2], block_size, out_dtype
-        return (_many_tokens if _is_bound_by_arithmetic(given) else product)(*args).to(x.dtype)
+@operator(
+    "quantized_matmul(Tensor x, Tensor w, Tensor scale, Tensor? zero_point, Tensor? bias, int block_size, "
+    "int activation_bits) -> Tensor"
+)
+def _quantized_matmul(x, w, scale, zero_point, bias, block_size, activation_bits):
+    given, x_scale = calculable(x.contiguous()), None
+    if activation_bits == 8:
+        given, x_scale, _, _ = quantize_rows(given, None, torch.int8, gelu=False, transposed=False, sums=False)
+    scales = [None if t is None else calculable(t.contiguous()) for t in (scale, zero_point, bias)]
+    out_dtype = x.dtype if given.device.type == "cuda" else calculable(x[:0]).dtype
+    args = given, w, *scales[:2], x_scale, scales[2], block_size, out_dtype
+    return (_many_tokens if _is_bound_by_arithmetic(given) else product)(*args).to(x.dtype)
 
-    def _many_tokens(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtype):
-        """Where arithmetic is what takes time, weights are unpacked once and not by every tile that reads them."""
-        if x_scale is None:
-            weight_NK = dequantize(w, scale, zero_point, x_MK.shape[1], block_size).to(x_MK.dtype)
-            return F.linear(x_MK, weight_NK, None if bias is None else bias.to(x_MK.dtype))
-        if block_size != -1 or zero_point is not None:
-            return product(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtype)
-        w_NK = unpack_int4(w, x_MK.shape[1]) if w.dtype == torch.uint8 else w
-        return int8_product(x_MK, w_NK.T, out_dtype, x_scale, scale.float(), bias_N=bias)
 
-    def _is_bound_by_arithmetic(x_MK: Tensor) -> bool:
-        return x_MK.shape[0] >= _MANY_TOKENS and x_MK.dtype != torch.float32
+def _many_tokens(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtype):
+    """Where arithmetic is what takes time, weights are unpacked once and not by every tile that reads them."""
+    if x_scale is None:
+        weight_NK = dequantize(w, scale, zero_point, x_MK.shape[1], block_size).to(x_MK.dtype)
+        return F.linear(x_MK, weight_NK, None if bias is None else bias.to(x_MK.dtype))
+    if block_size != -1 or zero_point is not None:
+        return product(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtype)
+    w_NK = unpack_int4(w, x_MK.shape[1]) if w.dtype == torch.uint8 else w
+    return int8_product(x_MK, w_NK.T, out_dtype, x_scale, scale.float(), bias_N=bias)
 
-    @torch.library.register_fake("vitkernels::quantized_matmul")
-    def _(x, w, scale, zero_point, bias, block_size, activation_bits):
-        return x.new_empty(x.shape[0], scale.shape[-1])
+
+def _is_bound_by_arithmetic(x_MK: Tensor) -> bool:
+    return x_MK.shape[0] >= _MANY_TOKENS and x_MK.dtype != torch.float32
+
+
+@torch.library.register_fake("vitkernels::quantized_matmul")
+def _(x, w, scale, zero_point, bias, block_size, activation_bits):
+    return x.new_empty(x.shape[0], scale.shape[-1])
 
 
 def unsupported(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> str | None:
-    if _MISSING is not None:
-        return _MISSING
     if x_MK.device.type not in ("cuda", "cpu"):
         return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {x_MK.device.type}"
     if x_MK.dtype not in _DTYPES:

@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from vitkernels.bridge.triton import triton_call
-from vitkernels.ops import rowwise
-from vitkernels.ops.rowwise.triton_kernel import column_tops_kernel, columns_kernel, rows_kernel, transpose_kernel
+from vitkernels.quant import rowwise
+from vitkernels.quant.rowwise.triton_kernel import column_tops_kernel, columns_kernel, rows_kernel, transpose_kernel
 
 _DTYPES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 

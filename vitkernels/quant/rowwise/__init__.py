@@ -18,7 +18,7 @@ _LEAST = 1e-30  # a row whose largest value is below this counts as this: its re
 _ALIGNMENT = 16  # bytes: what matrix units want of a row's length
 
 if find_spec("triton"):
-    from vitkernels.ops.rowwise import triton as rowwise_triton
+    from vitkernels.quant.rowwise import triton as rowwise_triton
 else:
     rowwise_triton = None
 
