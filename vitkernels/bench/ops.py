@@ -51,7 +51,9 @@ class Case:
     def both(self, backend: str) -> tuple[Tensor, ...]:
         """Results and gradients; the results' gradients are the results themselves, which are random enough."""
         results = self.call(backend)
-        return *results, *torch.autograd.grad(results, self.leaves, [x.detach() for x in results])
+        values = [x.detach() for x in results]
+        # Values only: a graph that lived on would tie the leaves to this stream, and later calls are captured on another.
+        return *values, *torch.autograd.grad(results, self.leaves, values)
 
 
 def cases(sizes: Sizes, dtype: torch.dtype) -> list[Callable[[], Case]]:
