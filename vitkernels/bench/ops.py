@@ -52,7 +52,7 @@ class Case:
         """Results and gradients; the results' gradients are the results themselves, which are random enough."""
         results = self.call(backend)
         values = [x.detach() for x in results]
-        # Values only: a graph that lived on would tie the leaves to this stream, and later calls are captured on another.
+        # Values only: a graph that lived on would tie the leaves to this stream, and captures run on another.
         return *values, *torch.autograd.grad(results, self.leaves, values)
 
 
