@@ -3,9 +3,11 @@
     python scripts/tpu_report.py attn=pallas_flash model=vit_b16_256 chip=v5e        # the whole training step
     python scripts/tpu_report.py model=vit_b16_256 --compare native,sdpa,pallas_flash
     python scripts/tpu_report.py --shapes 128,12,256,64 64,16,256,72                  # attention alone, by kernels
+    python scripts/tpu_report.py --tune --shapes 16,16,577,64 chip=v5e                # pallas_flash's blocks
 
 The first two take any setting of train.py (data.batch_size=64, optim=sgd, ops=..., +model.kwargs.depth=2), record the
 step that train.py would run, compile it with libtpu for the chip, and write report.json and report.png (--output).
+--tune writes what it finds into the table that the kernels read (--table), where it is clearly better than their rule.
 Every time printed or written is an ESTIMATE; the method's validation stands below the tables. Needs the tpu extra
 (libtpu, Linux x86-64). ViT-B/16 at batch 128 takes about two minutes of processor time a backend, attention 10 to 20 s
 a figure.
@@ -37,6 +39,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--operations", action="store_true", help="also list each attention program's operations")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the attention report to this file")
     parser.add_argument("--results", type=Path, metavar="FILE", help="append attention's rows to it")
+    parser.add_argument("--tune", action="store_true", help="search pallas_flash's blocks for --shapes")
+    parser.add_argument("--table", type=Path, metavar="FILE", help="another table to write than the package's own")
     options = parser.parse_args(arguments)
     wanted = [text.removeprefix("chip=") for text in options.settings if text.startswith("chip=")]
     overrides = [text for text in options.settings if not text.startswith("chip=")]
@@ -44,7 +48,9 @@ def main(arguments: list[str] | None = None) -> None:
         chip = tpu_chips.chip(wanted[-1] if wanted else "v5e")
         if (reason := tpu_static.unavailable()) is not None:
             raise UsageError(reason)
-        if overrides or options.compare:
+        if options.tune:
+            tune(options, chip)
+        elif overrides or options.compare:
             report_step(options, overrides, chip)
         else:
             report_attention(options, chip)
@@ -108,6 +114,27 @@ def report_attention(options, chip: tpu_chips.Chip) -> None:
     print(f"\n{tpu_report.validation(chip)}")
     if options.json is not None:
         options.json.write_text(json.dumps(tpu_report.document(rows, chip), indent=1) + "\n")
+
+
+def tune(options, chip: tpu_chips.Chip) -> None:
+    """pallas_flash's blocks for each shape: searched, told, and written where they are clearly better."""
+    from vitkernels.attention import pallas_flash_blocks
+    from vitkernels.bench import tpu_tune
+
+    table = options.table or pallas_flash_blocks.TABLE
+    for shape in options.shapes:
+        print(f"\n(B, H, N, D) = {shape}, bfloat16, TPU {chip.name}", flush=True)
+        problem = tpu_tune.problem(shape)
+        found = tpu_tune.search(problem, tpu_tune.libtpu_estimate(problem, chip), lambda text: print(text, flush=True))
+        for what, plan, ms in (("rule", found.rule, found.rule_ms), ("found", found.plan, found.ms)):
+            times = ", ".join(f"{which} {ms[which]:.3f}" for which in ms)
+            print(f"{what}: ESTIMATED ms {times}; {plan}")
+        if found.plan == found.rule:
+            print("nothing is 10 % better than the rule: the table gets no entry")
+        else:
+            pallas_flash_blocks.write([found.entry(problem, chip.name)], table)
+            print(f"written: {table}")
+    print(f"\n{tpu_report.caveat(chip)}")
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

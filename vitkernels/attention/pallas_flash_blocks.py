@@ -94,10 +94,10 @@ def _long(problem: Problem) -> Blocks:
     queries, keys = 1024, 1024
     while heads * queries * keys > _LONG_SCORES and queries * keys > LANES * LANES:
         queries, keys = (queries, keys // 2) if keys > queries else (queries // 2, keys)
-    return Blocks(heads, _even(problem.q_tokens, queries), _even(problem.kv_tokens, keys))
+    return Blocks(heads, even(problem.q_tokens, queries), even(problem.kv_tokens, keys))
 
 
-def _even(tokens: int, largest: int) -> int:
+def even(tokens: int, largest: int) -> int:
     """Rows of a block, in whole tiles: the fewest padded rows, where each block itself costs about half a tile."""
     sizes = range(LANES, largest + 1, LANES)
     return min(sizes, key=lambda size: -(-tokens // size) * (size + LANES // 2))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from vitkernels.attention import pallas_flash_blocks, pallas_flash_long, pallas_flash_short
 from vitkernels.attention.pallas_flash_parts import LANES, Problem
 
-_FORMS = {"short": pallas_flash_short, "long": pallas_flash_long}
+FORMS = {"short": pallas_flash_short, "long": pallas_flash_long}
 
 
 def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: str | None) -> Problem:
@@ -56,7 +56,7 @@ def attend(
     problem = describe(main, named, heads, scale, is_causal, chip)
     plan = pallas_flash_blocks.plan(problem)
     given = (named.get("bias"), named.get("mask"), named.get("segment_ids"))
-    return _FORMS[plan.form].forward(problem, plan.forward, main, *given)
+    return FORMS[plan.form].forward(problem, plan.forward, main, *given)
 
 
 def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras, bias_gradient, chip=None):
@@ -66,7 +66,7 @@ def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras,
     plan = pallas_flash_blocks.plan(problem)
     saved = (*outputs, cotangents[0]) if plan.form == "long" else cotangents[:1]
     given = (named.get("bias"), named.get("mask"), named.get("segment_ids"), bias_gradient)
-    gradients, dbias = _FORMS[plan.form].backward(problem, plan.backward, main, *saved, *given)
+    gradients, dbias = FORMS[plan.form].backward(problem, plan.backward, main, *saved, *given)
     if len(main) == 3 and len(primals) - len(extras) == 1:
         gradients = [jnp.concatenate(gradients, axis=2)]
     found = {"bias": None if dbias is None else dbias.astype(named["bias"].dtype)}

@@ -50,14 +50,14 @@ CAVEAT = (
 )
 
 
-def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=()):
+def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=(), chip="v5e"):
     """A contender's pass as a JAX function, and the shapes of its arrays (bfloat16). Backward returns gradients too.
 
-    blocks: of JAX's kernels, one of tpu_peers.candidates.
+    blocks: of JAX's kernels, one of tpu_peers.candidates. chip: whose table of blocks pallas_flash reads.
     """
     width, packed = heads * head_dim, contender in ("pallas_flash", "xla")
     if packed:
-        attend = partial({"pallas_flash": _pallas_flash, "xla": _xla}[contender], heads)
+        attend = partial(_xla, heads) if contender == "xla" else partial(_pallas_flash, heads, chip)
         sizes = [(batch, tokens, 3 * width), (batch, tokens, width)]
     else:
         attend = _softmax_attention
@@ -74,11 +74,12 @@ def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_
     return (attend, arrays[:-1]) if which == "forward" else (partial(_both, attend), arrays)
 
 
-def _pallas_flash(heads: int, qkv):
+def _pallas_flash(heads: int, chip: str, qkv):
     from vitkernels.attention import pallas_flash_jax
 
     head_dim = qkv.shape[2] // 3 // heads
     static = {"heads": heads, "scale": head_dim**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
+    static["chip"] = chip
 
     def forward(qkv):
         outputs = pallas_flash_jax.attend(qkv, **static)
@@ -130,7 +131,10 @@ def estimate(
     Of JAX's kernels the block sizes with the least estimate.
     """
     if contender not in tpu_peers.CONTENDERS:
-        return _estimate(contender, which, shape, (), chip)
+        program = _estimate(contender, which, shape, (), chip)
+        if contender == "pallas_flash":
+            program.note = str(pallas_flash_plan(shape, chip))
+        return program
     programs, refusals = {}, []
     for blocks in tpu_peers.candidates(contender, shape[0], shape[2]):
         try:
@@ -144,9 +148,20 @@ def estimate(
     return programs[blocks]
 
 
+def pallas_flash_plan(shape: tuple[int, int, int, int], chip: Chip):
+    """The blocks that pallas_flash runs in, which says whether its rule or its table chose them."""
+    from dataclasses import replace
+
+    from vitkernels.attention import pallas_flash_blocks
+    from vitkernels.bench import tpu_tune
+
+    return pallas_flash_blocks.plan(replace(tpu_tune.problem(shape), chip=chip.name))
+
+
 def _estimate(contender: str, which: str, shape: tuple, blocks: tuple, chip: Chip) -> tpu_program.Program:
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
-        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, which, *shape, blocks, chip=chip.name)
+        arguments = (contender, which, *shape, blocks, chip.name)
+        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", *arguments, chip=chip.name)
         program = tpu_program.estimate(dump)
     kernels = [o.name for o in program.operations if o.kind == "tpu_custom_call" and o.name in program.untimed]
     if kernels:  # XLA has no estimate of its own for these: the sum would be without what it is about
