@@ -175,6 +175,24 @@ def test_scaled_products(device, size, dtype):
         assert (out.double() - reference).norm() < tolerance * reference.norm()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_long_products(device, dtype):
+    """Dealt out in runs of steps that end inside tiles: 6 tiles of 5 steps among 4 programs, and one for all."""
+    pytest.importorskip("triton")
+    from vitkernels.ops.int8_matmul.triton_long import product
+
+    x, w = ((20 * torch.randn(shape, device=device)).clamp(-128, 127).to(dtype) for shape in ((40, 320), (90, 320)))
+    x_scale, w_scale = torch.rand(40, device=device), torch.rand(90, device=device)
+    tile = (32, 32, 64) if device == "cpu" else (64, 64, 64)
+    sums = x.double() @ w.double().T
+    for scales, exact in (((x_scale, w_scale), sums * x_scale[:, None] * w_scale), ((None, None), sums)):
+        for programs in (4, 7, 1):
+            out = product(x, w, torch.float32, *scales, tile, programs)
+            # Integers are exact but for the scales; fp8 sums of 320 keep some 14 bits on Hopper.
+            assert (out.double() - exact).norm() < (1e-6 if dtype == torch.int8 else 1e-3) * exact.norm()
+
+
 @pytest.mark.parametrize("resident", [False, True])
 def test_tiles_change_no_sum(resident):
     pytest.importorskip("triton")

@@ -12,25 +12,46 @@ from torch.library import register_fake
 from vitkernels.bridge.operator import operator
 
 if find_spec("triton"):
-    from vitkernels.ops.int8_matmul import triton_product
+    from vitkernels.ops.int8_matmul import triton_long, triton_product
 
 
 @operator(
-    "product_of_rows(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, Tensor? bias, ScalarType out_dtype) -> Tensor"
+    "product_of_rows(Tensor a, Tensor b, Tensor? a_scale, Tensor? b_scale, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor"
 )
 def product_of_rows(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype):
     """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias: both int8 with exact sums, or both fp8 (e4m3).
 
-    On CUDA K must be a multiple of 16.
+    A scale that is None is one everywhere. On CUDA K must be a multiple of 16.
     """
     if a_MK.device.type == "cuda":
+        if bias_N is None and triton_long.takes(a_MK, b_NK) and _is_faster_in_runs(a_MK, b_NK):
+            return triton_long.product(a_MK, b_NK, out_dtype, a_scale_M, b_scale_N)
         if a_MK.dtype == torch.int8:
             return triton_product.product(a_MK, b_NK.T, out_dtype, a_scale_M, b_scale_N, bias_N=bias_N)
-        bias_N = None if bias_N is None else bias_N.to(out_dtype)
-        scales = {"scale_a": a_scale_M[:, None], "scale_b": b_scale_N[None]}
-        return torch._scaled_mm(a_MK, b_NK.T, **scales, bias=bias_N, out_dtype=out_dtype, use_fast_accum=True)
-    out_MN = _sums(a_MK, b_NK).float() * a_scale_M[:, None] * b_scale_N
+        return _by_library(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
+    out_MN = _sums(a_MK, b_NK).float()
+    for scale in (None if a_scale_M is None else a_scale_M[:, None], b_scale_N):
+        out_MN = out_MN if scale is None else out_MN * scale
     return (out_MN if bias_N is None else out_MN + bias_N).to(out_dtype)
+
+
+def _is_faster_in_runs(a_MK: Tensor, b_NK: Tensor) -> bool:
+    """In fp8 the library is the faster one, until not even a quarter of the multiprocessors gets one of its tiles."""
+    few = triton_long.programs_on(a_MK.device) // 3
+    return a_MK.dtype == torch.int8 or -(-a_MK.shape[0] // 128) * -(-b_NK.shape[0] // 128) <= few
+
+
+def _by_library(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype) -> Tensor:
+    scale_a, scale_b = (
+        torch.ones(len(t), device=t.device) if scale is None else scale
+        for t, scale in ((a_MK, a_scale_M), (b_NK, b_scale_N))
+    )
+    options = {"scale_a": scale_a[:, None], "scale_b": scale_b[None], "out_dtype": out_dtype, "use_fast_accum": True}
+    if bias_N is None or out_dtype == torch.float32:  # it adds biases to 16-bit results alone
+        out_MN = torch._scaled_mm(a_MK, b_NK.T, **options)
+        return out_MN if bias_N is None else out_MN + bias_N
+    return torch._scaled_mm(a_MK, b_NK.T, bias=bias_N.to(out_dtype), **options)
 
 
 def _sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:

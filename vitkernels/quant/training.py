@@ -6,8 +6,8 @@ Each of the three products has one scale per row of each operand:
     dW  = doutᵀ x   sums run over tokens, so scales of tokens cannot be taken out of them. One operand (the wider) goes
                     in as it was rounded for the first two products; the other is multiplied with those scales before
                     it is rounded with scales of its own, one per channel.
-So what is wide is read and rounded once, in a pass that also writes the transposed copy that the third product needs;
-with a GELU before it (or its derivative) in that same pass. Activations are kept for the backward pass in 8 bits.
+So what is wide is rounded once, with a GELU before it (or its derivative) in that same pass. Activations are kept for
+the backward pass in 8 bits. In a graph of torch.compile tokens are rounded in the pass that makes them.
 
 int8: 127 levels up and down, exact sums (as in A. Dettmers et al. 2022, arXiv 2208.07339, applied to training by
 M. Wortsman et al. 2023, arXiv 2304.13013). fp8: e4m3 for all operands (P. Micikevicius et al. 2022, arXiv 2209.05433).
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.quant.products import product_of_rows
-from vitkernels.quant.rowwise import quantize_columns, quantize_rows
+from vitkernels.quant.rowwise import quantize_columns, quantize_gelu, quantize_rows, transpose_rows
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _MULTIPLE = 16  # of features: what 8-bit matrix units want of rows
@@ -39,54 +39,51 @@ class Weight(NamedTuple):
 
     @classmethod
     def of(cls, weight_NK: Tensor, dtype: torch.dtype) -> "Weight":
-        rows, row_scale, _, _ = quantize_rows(weight_NK, None, dtype, False, False, False)
-        return cls(rows, row_scale, *quantize_columns(weight_NK, None, None, dtype))
+        columns, column_scale, _ = quantize_columns(weight_NK, None, None, dtype, False)
+        return cls(*quantize_rows(weight_NK, dtype), columns, column_scale)
 
 
 class Tokens(NamedTuple):
-    """Activations (M, C) in 8 bits; `transposed` (C, M) is empty where the other operand of dW is the wider one."""
+    """Activations or their gradients (M, C) in 8 bits, with a scale for each token."""
 
     rows_MC: Tensor
     scale_M: Tensor
-    transposed_CM: Tensor
-
-    @classmethod
-    def of(cls, x_MC, dtype, transposed: bool, gelu: bool = False) -> "Tokens":
-        return cls(*quantize_rows(x_MC, None, dtype, gelu, transposed, False)[:3])
 
 
-def _weight_gradient(dout: Tokens, x: Tokens, out_dtype: torch.dtype) -> Tensor:
-    """doutᵀ x (N, K); of the two the one that has no transposed copy is rounded anew, with the other's scales."""
-    if x.transposed_CM.numel():
-        dout_NM, scale_N = quantize_columns(dout.rows_MC, dout.scale_M, x.scale_M, dout.rows_MC.dtype)
-        ones_K = torch.ones_like(x.scale_M[:1]).expand(x.transposed_CM.shape[0]).contiguous()
-        return product_of_rows(dout_NM, x.transposed_CM, scale_N, ones_K, None, out_dtype)
-    x_KM, scale_K = quantize_columns(x.rows_MC, x.scale_M, dout.scale_M, x.rows_MC.dtype)
-    ones_N = torch.ones_like(dout.scale_M[:1]).expand(dout.transposed_CM.shape[0]).contiguous()
-    return product_of_rows(dout.transposed_CM, x_KM, ones_N, scale_K, None, out_dtype)
+def _weight_gradients(dout: Tokens, x: Tokens, bias: bool, out_dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """doutᵀ x (N, K), and the sums of dout over tokens (N,): of what was rounded, whose errors even out.
+
+    Of the two the wider one goes in as it is, the other is rounded anew, with the scales of both.
+    """
+    if x.rows_MC.shape[1] > dout.rows_MC.shape[1]:
+        x_KM, _ = transpose_rows(*x, False)
+        dout_NM, scale_N, dbias = quantize_columns(*dout, x.scale_M, dout.rows_MC.dtype, bias)
+        dw = product_of_rows(dout_NM, x_KM, scale_N, None, None, out_dtype)
+    else:
+        dout_NM, dbias = transpose_rows(*dout, bias)
+        x_KM, scale_K, _ = quantize_columns(*x, dout.scale_M, x.rows_MC.dtype, False)
+        dw = product_of_rows(dout_NM, x_KM, None, scale_K, None, out_dtype)
+    return dw, dbias.to(out_dtype) if bias else None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_MK, weight_NK, bias_N, dtype):
-        wide_x = x_MK.shape[1] > weight_NK.shape[0]
-        x, w = Tokens.of(x_MK, dtype, transposed=wide_x), Weight.of(weight_NK, dtype)
+        x, w = Tokens(*quantize_rows(x_MK, dtype)), Weight.of(weight_NK, dtype)
         out_MN = product_of_rows(x.rows_MC, w.rows_NK, x.scale_M, w.row_scale_N, bias_N, x_MK.dtype)
-        kept = x if not wide_x else x._replace(rows_MC=x.rows_MC.new_empty(0))
-        ctx.save_for_backward(*kept, w.columns_KN, w.column_scale_K)
-        ctx.wide_x, ctx.bias, ctx.dtypes = wide_x, bias_N is not None, (dtype, x_MK.dtype, weight_NK.dtype)
+        ctx.save_for_backward(*x, w.columns_KN, w.column_scale_K)
+        ctx.bias, ctx.dtypes = bias_N is not None, (dtype, x_MK.dtype, weight_NK.dtype)
         return out_MN
 
     @staticmethod
     def backward(ctx, dout_MN):
-        *x, w_columns, w_column_scale = ctx.saved_tensors
+        x_rows, x_scale, w_columns, w_column_scale = ctx.saved_tensors
         dtype, x_dtype, weight_dtype = ctx.dtypes
-        *dout, dbias = quantize_rows(dout_MN.contiguous(), None, dtype, False, not ctx.wide_x, ctx.bias)
+        dout = Tokens(*quantize_rows(dout_MN.contiguous(), dtype))
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = product_of_rows(dout[0], w_columns, dout[1], w_column_scale, None, x_dtype)
-        dw = _weight_gradient(Tokens(*dout), Tokens(*x), dout_MN.dtype).to(weight_dtype)
-        return dx, dw, dbias.to(weight_dtype) if ctx.bias else None, None
+            dx = product_of_rows(dout.rows_MC, w_columns, dout.scale_M, w_column_scale, None, x_dtype)
+        return dx, *_weight_gradients(dout, Tokens(x_rows, x_scale), ctx.bias, weight_dtype), None
 
 
 class _Mlp(torch.autograd.Function):
@@ -94,32 +91,29 @@ class _Mlp(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x_MK, weight1_HK, bias1_H, weight2_NH, bias2_N, dtype):
-        x, w1, w2 = Tokens.of(x_MK, dtype, False), Weight.of(weight1_HK, dtype), Weight.of(weight2_NH, dtype)
+        x, w1, w2 = Tokens(*quantize_rows(x_MK, dtype)), Weight.of(weight1_HK, dtype), Weight.of(weight2_NH, dtype)
         hidden_MH = product_of_rows(x.rows_MC, w1.rows_NK, x.scale_M, w1.row_scale_N, bias1_H, x_MK.dtype)
-        active = Tokens.of(hidden_MH, dtype, transposed=True, gelu=True)
+        active = Tokens(*quantize_gelu(hidden_MH, None, dtype))
         out_MN = product_of_rows(active.rows_MC, w2.rows_NK, active.scale_M, w2.row_scale_N, bias2_N, x_MK.dtype)
-        kept = *x[:2], hidden_MH, active.scale_M, active.transposed_CM
-        ctx.save_for_backward(*kept, w1.columns_KN, w1.column_scale_K, w2.columns_KN, w2.column_scale_K)
+        weights = w1.columns_KN, w1.column_scale_K, w2.columns_KN, w2.column_scale_K
+        ctx.save_for_backward(*x, hidden_MH, *active, *weights)
         ctx.dtype, ctx.weight_dtype = dtype, weight1_HK.dtype
         ctx.bias1, ctx.bias2 = bias1_H is not None, bias2_N is not None
         return out_MN
 
     @staticmethod
     def backward(ctx, dout_MN):
-        x_rows, x_scale, hidden_MH, active_scale, active_HM, *weights = ctx.saved_tensors
+        x_rows, x_scale, hidden_MH, active_rows, active_scale, *weights = ctx.saved_tensors
         w1_columns, w1_scale, w2_columns, w2_scale = weights
-        empty = x_rows.new_empty(0)
-        *dout, dbias2 = quantize_rows(dout_MN.contiguous(), None, ctx.dtype, False, False, ctx.bias2)
-        dw2 = _weight_gradient(Tokens(*dout), Tokens(empty, active_scale, active_HM), dout_MN.dtype)
-        dactive_MH = product_of_rows(dout[0], w2_columns, dout[1], w2_scale, None, hidden_MH.dtype)
-        *dhidden, dbias1 = quantize_rows(hidden_MH, dactive_MH, ctx.dtype, True, True, ctx.bias1)
-        dw1 = _weight_gradient(Tokens(*dhidden), Tokens(x_rows, x_scale, empty), dout_MN.dtype)
+        dout = Tokens(*quantize_rows(dout_MN.contiguous(), ctx.dtype))
+        dw2, dbias2 = _weight_gradients(dout, Tokens(active_rows, active_scale), ctx.bias2, ctx.weight_dtype)
+        dactive_MH = product_of_rows(dout.rows_MC, w2_columns, dout.scale_M, w2_scale, None, hidden_MH.dtype)
+        dhidden = Tokens(*quantize_gelu(hidden_MH, dactive_MH, ctx.dtype))
+        dw1, dbias1 = _weight_gradients(dhidden, Tokens(x_rows, x_scale), ctx.bias1, ctx.weight_dtype)
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = product_of_rows(dhidden[0], w1_columns, dhidden[1], w1_scale, None, hidden_MH.dtype)
-        dbias1, dbias2 = dbias1 if ctx.bias1 else None, dbias2 if ctx.bias2 else None
-        gradients = (g if g is None else g.to(ctx.weight_dtype) for g in (dw1, dbias1, dw2, dbias2))
-        return dx, *gradients, None
+            dx = product_of_rows(dhidden.rows_MC, w1_columns, dhidden.scale_M, w1_scale, None, hidden_MH.dtype)
+        return dx, dw1, dbias1, dw2, dbias2, None
 
 
 class EightBitLinear(nn.Linear):

@@ -54,3 +54,57 @@ def copy_kernel(x_ptr, out_ptr, x_stride_r, x_stride_k, out_stride_r, R, K, TILE
     inside = (r[:, None] < R) & (k[None, :] < K)
     x = tl.load(x_ptr + r[:, None] * x_stride_r + k[None, :] * x_stride_k, mask=inside)
     tl.store(out_ptr + r[:, None] * out_stride_r + k[None, :], x, mask=inside)
+
+
+@triton.jit
+def pieces_kernel(
+    x_MK, w_NK, pieces_ptr, ACROSS, STEPS, RUN, TOTAL,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SUM: tl.constexpr,
+):  # fmt: skip
+    """RUN steps along K of the TOTAL, tile after tile: a piece of one tile, and of the next (programs, 2, tile).
+
+    ACROSS: tiles in a row of them. STEPS: to a tile.
+    """
+    program = tl.program_id(0)
+    start = program * RUN
+    end = min(start + RUN, TOTAL)
+    for piece in range(2):
+        if start < end:
+            tile = start // STEPS
+            first = start - tile * STEPS
+            last = min(STEPS, first + end - start)
+            acc = tl.zeros([TILE_M, TILE_N], SUM)
+            for step in range(first, last):
+                x = x_MK.load([tile // ACROSS * TILE_M, step * TILE_K])
+                w = w_NK.load([tile % ACROSS * TILE_N, step * TILE_K])
+                acc = tl.dot(x, w.T, acc, out_dtype=SUM)
+            at = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
+            tl.store(pieces_ptr + (program * 2 + piece).to(tl.int64) * (TILE_M * TILE_N) + at, acc)
+            start += last - first
+
+
+@triton.jit
+def join_kernel(
+    pieces_ptr, out_ptr, x_scale_ptr, w_scale_ptr, M, N, ACROSS, STEPS, RUN,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of a tile of out (M, N): the sum of its pieces, in order, times the scales."""
+    tile = tl.program_id(0)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, TILE_N)
+    total = tl.zeros([ROWS, TILE_N], pieces_ptr.dtype.element_ty)
+    for program in range(tile * STEPS // RUN, (tile * STEPS + STEPS - 1) // RUN + 1):
+        piece = program * 2 + (program * RUN // STEPS != tile).to(tl.int32)
+        at = piece.to(tl.int64) * (TILE_M * TILE_N) + row[:, None] * TILE_N + column[None, :]
+        total += tl.load(pieces_ptr + at)
+    m, n = tile // ACROSS * TILE_M + row, tile % ACROSS * TILE_N + column
+    out = total.to(tl.float32)
+    if x_scale_ptr is not None:
+        out *= tl.load(x_scale_ptr + m, mask=m < M, other=0.0)[:, None]
+    if w_scale_ptr is not None:
+        out *= tl.load(w_scale_ptr + n, mask=n < N, other=0.0)[None, :]
+    tl.store(
+        out_ptr + m[:, None] * N + n[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=(m[:, None] < M) & (n[None, :] < N),
+    )

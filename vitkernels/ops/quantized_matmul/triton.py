@@ -24,7 +24,7 @@ _MANY_TOKENS = 512
 def _quantized_matmul(x, w, scale, zero_point, bias, block_size, activation_bits):
     given, x_scale = calculable(x.contiguous()), None
     if activation_bits == 8:
-        given, x_scale, _, _ = quantize_rows(given, None, torch.int8, gelu=False, transposed=False, sums=False)
+        given, x_scale = quantize_rows(given, None, torch.int8, gelu=False)
     scales = [None if t is None else calculable(t.contiguous()) for t in (scale, zero_point, bias)]
     out_dtype = x.dtype if given.device.type == "cuda" else calculable(x[:0]).dtype
     args = given, w, *scales[:2], x_scale, scales[2], block_size, out_dtype

@@ -59,8 +59,7 @@ def product_kernel(
         if BLOCKWISE:
             acc = tl.zeros([TILE_M, TILE_N], SUM)
             x_sum = tl.zeros([TILE_M], tl.float32)
-        if zero_ptr is not None:
-            x_sum += tl.sum(x.to(tl.float32), axis=1)
+        summand = x.to(tl.float32)
         if PACKED:
             digits = w.to(tl.int8, bitcast=True)
             acc = _dot(x, (digits << 4) >> 4, acc, SUM)
@@ -68,11 +67,12 @@ def product_kernel(
                 x = tl.load(x_at + UNIT, mask=(j[None, :] < UNIT) & (j[None, :] + UNIT < BLOCK), other=0.0)
             else:
                 x = tl.load(x_at + UNIT)
-            if zero_ptr is not None:
-                x_sum += tl.sum(x.to(tl.float32), axis=1)
+            summand += x.to(tl.float32)
             acc = _dot(x, digits >> 4, acc, SUM)
         else:
             acc = _dot(x, w, acc, SUM)
+        if zero_ptr is not None:
+            x_sum += tl.sum(summand, axis=1)  # one sum a step: Triton 3.6 fails to compile two
         if BLOCKWISE:
             total += (
                 acc.to(tl.float32) * tl.load(scale_ptr + block * N + n, mask=in_n, other=0.0).to(tl.float32)[None, :]

@@ -1,7 +1,7 @@
 """8-bit quantization with one scale per row or column, in Triton on CUDA (interpreted on CPUs for tests) and in torch.
 
 Symmetric: value ≈ q · scale, the row's largest magnitude at 127 (int8) or 448 (fp8, e4m3). Nothing is sampled or
-carried over from earlier steps. Shape suffixes: M rows (tokens), C columns (channels), P programs.
+carried over from earlier steps. Shape suffixes: M rows (tokens), C columns (channels).
 """
 
 from importlib.util import find_spec
@@ -28,47 +28,55 @@ def padded(rows: int) -> int:
     return -(-rows // _ALIGNMENT) * _ALIGNMENT
 
 
+def quantize_rows(x_MC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows to 8 bits: q (M, C) and its scales (M,). x is contiguous."""
+    if torch.compiler.is_compiling():  # a compiler rounds x in the pass that makes it
+        return _quantized(x_MC.float(), dtype, 1)
+    return _quantize_rows(x_MC, dtype)
+
+
+@operator("quantize_rows(Tensor x, ScalarType dtype) -> (Tensor, Tensor)")
+def _quantize_rows(x_MC, dtype):
+    if x_MC.device.type == "cuda":
+        return rowwise_triton.quantize_rows(x_MC, None, dtype, False)
+    return _quantized(x_MC.float(), dtype, 1)
+
+
+@operator("quantize_gelu(Tensor x, Tensor? gradient, ScalarType dtype) -> (Tensor, Tensor)")
+def quantize_gelu(x_MC, gradient_MC, dtype):
+    """As quantize_rows, of gelu(x), or with a gradient of gradient · gelu'(x): read and rounded in one pass."""
+    if x_MC.device.type == "cuda":
+        return rowwise_triton.quantize_rows(x_MC, gradient_MC, dtype, True)
+    x = x_MC.float()
+    value = F.gelu(x) if gradient_MC is None else torch.ops.aten.gelu_backward(gradient_MC.float(), x)
+    return _quantized(value, dtype, 1)
+
+
+@operator("transpose_rows(Tensor q, Tensor scale, bool sums) -> (Tensor, Tensor)")
+def transpose_rows(q_MC, scale_M, sums):
+    """qᵀ (C, padded(M)), and where asked for float32 sums (C,) over rows of q · scale; else they are empty."""
+    if q_MC.device.type == "cuda":
+        return rowwise_triton.transpose_rows(q_MC, scale_M, sums)
+    return _transposed(q_MC), _sums(q_MC, scale_M, sums)
+
+
 @operator(
-    "quantize_rows(Tensor x, Tensor? gradient, ScalarType dtype, bool gelu, bool transposed, bool sums)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    "quantize_columns(Tensor x, Tensor? factor, Tensor? other_factor, ScalarType dtype, bool sums)"
+    " -> (Tensor, Tensor, Tensor)"
 )
-def quantize_rows(x_MC, gradient_MC, dtype, gelu, transposed, sums):
-    """Rows to 8 bits: q (M, C), its scales (M,), and where asked for qᵀ (C, padded(M)) and float32 sums (C,) of rows
-    (with qᵀ, on CUDA, of rows as rounded: the errors of many tokens even out).
+def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums):
+    """Columns of x · factor[:, None] · other_factor[:, None] to 8 bits: qᵀ (C, padded(M)) and its scales (C,); and
+    where asked for float32 sums (C,) over rows of x · factor, else empty.
 
-    gelu: gelu(x) is quantized in x's place, or gradient · gelu'(x) where there is a gradient. x is contiguous. What is
-    not asked for is empty.
+    x may be 8-bit itself, its scales the factor. Factors come both or not at all.
     """
     if x_MC.device.type == "cuda":
-        return rowwise_triton.quantize_rows(x_MC, gradient_MC, dtype, gelu, transposed, sums)
-    value = _activated(x_MC, gradient_MC, gelu)
-    q, scale = _quantized(value, dtype, 1)
-    qt = _transposed(q) if transposed else q.new_empty(0, 0)
-    return q, scale, qt, value.sum(0) if sums else value.new_empty(0)
-
-
-@operator("quantize_columns(Tensor x, Tensor? factor, Tensor? other_factor, ScalarType dtype) -> (Tensor, Tensor)")
-def quantize_columns(x_MC, factor_M, other_factor_M, dtype):
-    """Columns of x · factor[:, None] · other_factor[:, None] to 8 bits: qᵀ (C, padded(M)) and its scales (C,).
-
-    x may be 8-bit itself, its scales among the factors.
-    """
-    if x_MC.device.type == "cuda":
-        return rowwise_triton.quantize_columns(x_MC, factor_M, other_factor_M, dtype)
+        return rowwise_triton.quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums)
     value = x_MC.float()
-    for factor in (factor_M, other_factor_M):
-        value = value if factor is None else value * factor[:, None]
+    if factor_M is not None:
+        value = value * (factor_M * other_factor_M)[:, None]
     q, scale = _quantized(value, dtype, 0)
-    return _transposed(q), scale
-
-
-def _activated(x, gradient, gelu) -> Tensor:
-    x = x.float()
-    if not gelu:
-        return x
-    if gradient is None:
-        return F.gelu(x)
-    return torch.ops.aten.gelu_backward(gradient.float(), x)
+    return _transposed(q), scale, _sums(x_MC, factor_M, sums)
 
 
 def _quantized(value: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
@@ -79,24 +87,35 @@ def _quantized(value: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Ten
 
 
 def _transposed(q: Tensor) -> Tensor:
-    out = torch.zeros(q.shape[1], padded(q.shape[0]), dtype=torch.int8, device=q.device)
-    out[:, : q.shape[0]] = q.view(torch.int8).T  # as bits: not every device copies 8-bit floats
-    return out.view(q.dtype)
+    bits = q if q.dtype == torch.int8 else q.view(torch.int8)  # not every device copies 8-bit floats; XLA has no views
+    out = F.pad(bits.T, (0, padded(q.shape[0]) - q.shape[0]))
+    return out if q.dtype == torch.int8 else out.view(q.dtype)
+
+
+def _sums(x_MC: Tensor, factor_M: Tensor | None, wanted: bool) -> Tensor:
+    if not wanted:
+        return x_MC.new_empty(0, dtype=torch.float32)
+    return (x_MC.float() * factor_M[:, None]).sum(0)
 
 
 @register_fake("vitkernels::quantize_rows")
-def _(x, gradient, dtype, gelu, transposed, sums):
-    M, C = x.shape
-    qt = x.new_empty((C, padded(M)) if transposed else (0, 0), dtype=dtype)
-    return (
-        x.new_empty(M, C, dtype=dtype),
-        x.new_empty(M, dtype=torch.float32),
-        qt,
-        x.new_empty(C if sums else 0, dtype=torch.float32),
-    )
+def _(x, dtype):
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@register_fake("vitkernels::quantize_gelu")
+def _(x, gradient, dtype):
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
+
+
+@register_fake("vitkernels::transpose_rows")
+def _(q, scale, sums):
+    M, C = q.shape
+    return q.new_empty(C, padded(M)), q.new_empty(C if sums else 0, dtype=torch.float32)
 
 
 @register_fake("vitkernels::quantize_columns")
-def _(x, factor, other_factor, dtype):
+def _(x, factor, other_factor, dtype, sums):
     M, C = x.shape
-    return x.new_empty(C, padded(M), dtype=dtype), x.new_empty(C, dtype=torch.float32)
+    made = [x.new_empty(size, dtype=torch.float32) for size in (C, C if sums else 0)]
+    return x.new_empty(C, padded(M), dtype=dtype), *made
