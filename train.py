@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import contextlib
 import copy
+import gc
 import json
 import logging
 import math
@@ -52,6 +53,7 @@ from vitkernels.training.timer import StepTimer
 
 log = logging.getLogger("vitkernels")
 
+SETTLING_STEPS = 4  # after these, all that lives as long as the run has been made
 PROFILED_STEPS = 8  # two to start the profiler, five in the trace, one during which it is written
 
 
@@ -61,7 +63,7 @@ def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
     is_ours = not run_folder.is_taken(run_dir)  # a folder that turns out to be another run's is left as it is
     try:
         runtime = create_runtime(cfg.runtime.name, cfg.runtime.precision)
-        with parallels.create(cfg.parallel.name, runtime, cfg.parallel.lost_after, cfg.parallel.reshard) as parallel:
+        with parallels.create(runtime=runtime, **cfg.parallel) as parallel:
             run_dir, done = parallel.on_main(run_folder.open_for, run_dir, cfg)
             is_ours = True
             if done:
@@ -292,6 +294,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps
     stopping = False
     parameters = [p for p in model.parameters() if p.requires_grad]
+    settled = step + SETTLING_STEPS
+    cleanup.callback(gc.unfreeze)
     if eval_pending:  # the run was ended between this step's checkpoint and its evaluation
         evaluate_now(path)
     net.train()
@@ -329,6 +333,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             history.add(step, sum(losses) / accum, grad_norm, lr)
             runtime.end_step(images, targets)
             timer.step_done()
+            if step == settled:  # a later collection need not go over this: it would take 0.3 s, and ranks would wait
+                gc.collect()
+                gc.freeze()
             if profiler is not None:
                 profiler.step()
 

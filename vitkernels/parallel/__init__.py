@@ -13,15 +13,32 @@ def names() -> tuple[str, ...]:
     return ("auto", "none", "ddp", "fsdp")
 
 
-def create(name: str, runtime: Runtime, lost_after: float = 30.0, reshard: bool = False) -> Parallel:
+REDUCE = ("fp32", "bf16")  # precisions that gradients can be averaged in
+
+
+def create(
+    name: str,
+    runtime: Runtime,
+    lost_after: float = 30.0,
+    overlap: bool | str = "auto",
+    reduce: str = "fp32",
+    reshard: bool = False,
+) -> Parallel:
     """The engine of that name, joined to the other processes; a context manager that leaves them.
 
     auto: ddp where there are several devices (torchrun's processes, or the chips of a TPU slice), none otherwise.
-    lost_after: seconds without a sign of life after which a process counts as lost. reshard: see processes.Fsdp.
-    Raises UsageError when the name is unknown, or does not fit how this process was started.
+    lost_after: seconds without a sign of life after which a process counts as lost. overlap (true, false or auto),
+    reduce and reshard: see processes.Processes and processes.Fsdp.
+    Raises UsageError when the name or a setting is unknown, or does not fit how this process was started.
     """
     if name not in names():
         raise unknown_name("parallel", name, names())
+    if reduce not in REDUCE:
+        raise unknown_name("parallel.reduce", reduce, REDUCE)
+    if overlap not in (True, False, "auto"):
+        raise UsageError(f"parallel.overlap must be true, false or auto; got {overlap!r}")
+    if reshard and overlap is False:
+        raise UsageError("parallel.reshard=true gathers block by block, which parallel.overlap=false does not")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if runtime.name == "xla":
         return _spmd(name, runtime, world)
@@ -33,9 +50,10 @@ def create(name: str, runtime: Runtime, lost_after: float = 30.0, reshard: bool 
         return Parallel(runtime)
     from vitkernels.parallel import processes
 
+    beside = None if overlap == "auto" else overlap
     if name == "ddp":
-        return processes.Ddp(runtime, lost_after)
-    return processes.Fsdp(runtime, lost_after, reshard)
+        return processes.Ddp(runtime, lost_after, beside, reduce)
+    return processes.Fsdp(runtime, lost_after, beside, reduce, reshard)
 
 
 def _spmd(name: str, runtime: Runtime, world: int) -> Parallel:
