@@ -147,7 +147,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         if cfg.mode == "train":
             train_in_8_bits(model, cfg.quant.dtype, lambda name, _: not name.endswith(skip))
         else:
-            scheme = Scheme(cfg.quant.weight_bits, cfg.quant.activation_bits, cfg.quant.block_size, cfg.quant.symmetric)
+            q = cfg.quant
+            scheme = Scheme(q.weight_bits, q.activation_bits, q.block_size, q.symmetric, q.get("fp8", False))
             quantized = copy.deepcopy(model)
             quantize_(quantized, scheme, lambda name, _: not name.endswith(skip), backend=cfg.quant.backend)
     for module in filter(None, (model, quantized, ema and ema.module)):

@@ -80,6 +80,32 @@ def test_every_scheme_cuda(block_size, bits, asymmetric, activation_bits, dtype)
         check("triton", M, 96, 264, block_size, bits, asymmetric, activation_bits, "cuda", dtype)
 
 
+@pytest.mark.parametrize(
+    "backend, device", [("reference", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("M, K, N", [(5, 96, 24), (600, 96, 272), (3, 37, 7)])
+def test_fp8_weights(backend, device, dtype, M, K, N):
+    torch.manual_seed(0)
+    x, w, scale, bias = (
+        torch.randn(M, K).to(dtype),
+        torch.randn(N, K).to(torch.float8_e4m3fn),
+        torch.rand(N),
+        torch.randn(N),
+    )
+    on_device = [t.to(device) for t in (x, w, scale)]
+    out = quantized_matmul(*on_device, bias=bias.to(device), activation_bits=8, backend=backend)
+    full = (w.double() * scale.double()[:, None]).T
+    # A rounded token: half of its last of four digits, or half a step of the smallest numbers, 2⁻¹⁰ of 448 at the top.
+    step = x.double().abs() * 2**-4 + x.double().abs().amax(1, keepdim=True) * 2**-10 / 448
+    arithmetic = (torch.finfo(dtype).eps + K * 2**-12) * (x.double().abs() @ full.abs() + bias.abs())
+    error = (out.cpu().double() - (x.double() @ full + bias.double())).abs()
+    assert out.dtype == dtype and (error <= 1.001 * step @ full.abs() + arithmetic).all()
+    reference = quantized_matmul(x, w, scale, bias=bias, activation_bits=8, backend="reference")
+    # Hopper's sums of fp8 keep some 14 bits; a token on a tie may be rounded the other way.
+    assert (out.cpu().float() - reference.float()).norm() <= (2e-3 + torch.finfo(dtype).eps) * reference.float().norm()
+
+
 @pytest.mark.parametrize("shape", [(3, 8), (2, 7, 4), (1, 1)])
 def test_packing_halves_the_bytes_and_loses_nothing(shape):
     w = torch.randint(-8, 8, shape, dtype=torch.int8)
@@ -118,6 +144,7 @@ def test_tokens_of_zeros_and_leading_dimensions():
         ({"x": torch.randn(2, 32, requires_grad=True)}, r"no gradient; call it under torch.no_grad\(\)"),
         ({"scale": torch.ones(6, requires_grad=True)}, "train with vitkernels.quant.train_in_8_bits"),
         ({"x": torch.zeros(2, 32, dtype=torch.int8)}, "x must be"),
+        ({"w": torch.zeros(6, 32).to(torch.float8_e4m3fn)}, "fp8 weights go with weight_bits=8, activation_bits=8"),
         ({"backend": "xla"}, "torch_xla"),
         ({"backend": "cutlass"}, "reference"),
     ],

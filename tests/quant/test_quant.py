@@ -18,7 +18,7 @@ from vitkernels.quant import (
 )
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-NAMES = ["w8a16", "w4a16_block32", "w8a8_asym", "w4a8_block16_asym"]
+NAMES = ["w8a16", "w4a16_block32", "w8a8_asym", "w4a8_block16_asym", "w8a8_fp8"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -27,12 +27,17 @@ def test_linear_gives_what_its_float_form_gives(name):
     linear = nn.Linear(64, 24)
     quantized = QuantizedLinear.of(linear, name)
     x = torch.randn(3, 5, 64)
-    # Between W8 and W4 weights: half a step of 2/255 or 2/15 of the range; the same for tokens.
-    weight_step = linear.weight.abs().max() / (127 if quantized.scheme.weight_bits == 8 else 7)
+    # Half a step of 1/127 or 1/7 of the range, or, in fp8, of 32 of 448; the same for tokens.
+    weight_step = linear.weight.abs().max() * step_of(quantized.scheme)
     assert (quantized.dequantize().weight - linear.weight).abs().max() <= 0.51 * weight_step
     error = (quantized(x) - quantized.dequantize()(x)).norm() / linear(x).norm()
-    # A token's 255 levels: rounding of 1/254 at most, and about 0.6 of that in the norm.
-    assert error < (0.015 if quantized.scheme.activation_bits == 8 else 1e-6)
+    # A token's 255 levels: rounding of 1/254 at most, and about 0.6 of that in the norm; fp8's three digits: 1/16.
+    assert error < (0.05 if quantized.scheme.fp8 else 0.015 if quantized.scheme.activation_bits == 8 else 1e-6)
+
+
+def step_of(scheme):
+    """The widest step between two stored numbers, relative to the greatest."""
+    return 32 / 448 if scheme.fp8 else 1 / 127 if scheme.weight_bits == 8 else 1 / 7
 
 
 def test_four_bits_take_half_of_what_eight_do():
@@ -50,7 +55,7 @@ def test_embedding(name):
     quantized = QuantizedEmbedding.of(table, name)
     ids = torch.tensor([[0, 9], [3, 3]])
     assert torch.equal(quantized(ids), quantized.dequantize()(ids)) and quantized(ids).shape == (2, 2, 64)
-    step = table.weight.abs().max() / (127 if quantized.scheme.weight_bits == 8 else 7)
+    step = table.weight.abs().max() * step_of(quantized.scheme)
     assert (quantized(ids) - table(ids)).abs().max() <= 0.51 * step
     assert quantized.weight.untyped_storage().nbytes() == 10 * 64 * quantized.scheme.weight_bits // 8
 
@@ -90,6 +95,8 @@ def test_swap_round_trip(name):
 def test_refusals():
     with pytest.raises(ValueError, match=r"unknown scheme 'w2a16'.*w4a16_block32_asym"):
         quantize_(Tied(), "w2a16")
+    with pytest.raises(ValueError, match="w8a8_fp8 alone, got w4a16_fp8"):
+        quantize_(Tied(), "w4a16_fp8")
     with pytest.raises(ValueError, match=r"block_size 24 does not divide .* embed \(32\), first \(32\)"):
         quantize_(Tied(), "w4a16_block24")
     with pytest.raises(ValueError, match="filter lets through"):

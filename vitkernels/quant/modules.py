@@ -17,7 +17,7 @@ class QuantizedLinear(nn.Module):
     """y = x Wᵀ + bias with W in 8 or 4 bits, in torch_xla's layouts; for inference.
 
     Buffers, all in the state dict: `weight` int8 (N, K) or (S, B, N), or uint8 with two 4-bit weights to a byte along
-    K; `scale` and `zero_point` (N,) or (S, N); `bias` (N,), in float.
+    K, or fp8 (N, K); `scale` and `zero_point` (N,) or (S, N); `bias` (N,), in float.
     backend: quantized_matmul's.
     """
 
@@ -102,8 +102,8 @@ class QuantizedLinear(nn.Module):
 class QuantizedEmbedding(nn.Module):
     """Rows of a table kept in 8 or 4 bits, with one scale per row or one per block of a row; for inference.
 
-    Buffers: `weight` int8 (V, D), or uint8 (V, ⌈D/2⌉) with two 4-bit entries to a byte; `scale` and `zero_point` (V,)
-    or (V, D / block_size). The scheme's activation_bits say nothing here.
+    Buffers: `weight` int8 or fp8 (V, D), or uint8 (V, ⌈D/2⌉) with two 4-bit entries to a byte; `scale` and
+    `zero_point` (V,) or (V, D / block_size). The scheme's activation_bits say nothing here.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, scheme: Scheme | str, dtype=torch.float32, device=None):
@@ -114,9 +114,8 @@ class QuantizedEmbedding(nn.Module):
             raise UsageError(f"block_size {scheme.block_size} does not divide the embedding's width {embedding_dim}")
         packed = scheme.weight_bits == 4
         width = -(-embedding_dim // 2) if packed else embedding_dim
-        kind = torch.uint8 if packed else torch.int8
         shape = (num_embeddings,) if scheme.block_size == -1 else (num_embeddings, embedding_dim // scheme.block_size)
-        self.register_buffer("weight", torch.zeros(num_embeddings, width, dtype=kind, device=device))
+        self.register_buffer("weight", torch.zeros(num_embeddings, width, dtype=scheme.dtype, device=device))
         self.register_buffer("scale", torch.zeros(shape, device=device))
         self.register_buffer("zero_point", None if scheme.symmetric else torch.zeros(shape, device=device))
 
@@ -129,7 +128,7 @@ class QuantizedEmbedding(nn.Module):
         quantized = cls(*weight.shape, scheme, weight.dtype, weight.device)
         scheme = quantized.scheme
         groups = weight if scheme.block_size == -1 else weight.unflatten(1, (-1, scheme.block_size))
-        q, quantized.scale, quantized.zero_point = quantize_groups(groups, scheme.weight_bits, scheme.symmetric)
+        q, quantized.scale, quantized.zero_point = quantize_groups(groups, scheme)
         q = q.reshape(weight.shape)
         quantized.weight = pack_int4(q) if scheme.weight_bits == 4 else q
         return quantized.train(embedding.training)
@@ -138,7 +137,9 @@ class QuantizedEmbedding(nn.Module):
         """(...,) of row numbers to (..., D) in the table's own dtype. Only the rows asked for are unpacked."""
         flat = ids.reshape(-1)
         zero_point = None if self.zero_point is None else self.zero_point[flat]
-        return self._rows(self.weight[flat], self.scale[flat], zero_point).reshape(*ids.shape, self.embedding_dim)
+        w = self.weight
+        w = w.view(torch.int8)[flat].view(w.dtype) if self.scheme.fp8 else w[flat]  # CPUs cannot index 8-bit floats
+        return self._rows(w, self.scale[flat], zero_point).reshape(*ids.shape, self.embedding_dim)
 
     def dequantize(self) -> nn.Embedding:
         """An nn.Embedding of the entries that the stored ones stand for."""

@@ -17,7 +17,7 @@ def quantize_(
 ) -> nn.Module:
     """Swap every nn.Linear and nn.Embedding for its quantized form, in place; returns the model.
 
-    scheme: a Scheme or its name: w8a16, w4a16, w8a8 or w4a8, then `_block<size>` and `_asym` where wanted.
+    scheme: a Scheme or its name: w8a16, w4a16, w8a8 or w4a8, then `_block<size>` and `_asym` where wanted; w8a8_fp8.
     filter: called with a layer's name and itself; where it says no, the layer stays. By default all are quantized.
     backend: quantized_matmul's.
 

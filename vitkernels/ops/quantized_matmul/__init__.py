@@ -42,13 +42,14 @@ def quantized_matmul(
         x: (..., K), floating.
         w: int8 (N, K) with one scale per out feature (block_size −1), or int8 (S, B, N) with one per block of B in
             features. With weight_bits=4 either int8 that holds −8 … 7, as torch_xla has it, or uint8 with two weights
-            to a byte from `pack_int4`: (N, ⌈K/2⌉) or (S, ⌈B/2⌉, N).
+            to a byte from `pack_int4`: (N, ⌈K/2⌉) or (S, ⌈B/2⌉, N). Or fp8 (e4m3) (N, K) with activation_bits=8, which
+            then rounds tokens to fp8, and no zero point.
         scale: (N,) or (S, N), floating.
         zero_point: as scale, or None for symmetric weights. In the units of W: scale times the integer zero point, so
             integers are refused.
         bias: (N,) or None.
-        activation_bits: 8 rounds each token to int8 first, symmetric, its largest magnitude at 127, and sums in int32;
-            16 leaves x in its own dtype.
+        activation_bits: 8 rounds each token to int8 first, symmetric, its largest magnitude at 127, and sums in int32
+            (to fp8, its largest magnitude at 448, where the weights are fp8); 16 leaves x in its own dtype.
         backend: "auto" (the fastest that takes the call here) or one of BACKENDS.names().
 
     Returns: (..., N) in x's dtype. Sums and scales are float32 or wider.
@@ -71,9 +72,16 @@ def _check(x, w, scale, zero_point, bias, block_size, weight_bits, activation_bi
             raise UsageError(f"{name} must be {choices[0]} or {choices[1]}, got {value!r}")
     if x.ndim < 1 or not x.dtype.is_floating_point or x.dtype.itemsize < 2:
         raise UsageError(f"x must be (..., in features) of 16 bits or more, floating; got {x.dtype} {tuple(x.shape)}")
-    if w.dtype not in (torch.int8, torch.uint8) or (w.dtype == torch.uint8 and weight_bits != 4):
+    is_fp8 = w.dtype == torch.float8_e4m3fn
+    if not (is_fp8 or w.dtype == torch.int8 or (w.dtype == torch.uint8 and weight_bits == 4)):
         raise UsageError(
-            f"w must be int8, or with weight_bits=4 uint8 from pack_int4; got {w.dtype} with weight_bits={weight_bits}"
+            "w must be int8, or with weight_bits=4 uint8 from pack_int4, or float8_e4m3fn; "
+            f"got {w.dtype} with weight_bits={weight_bits}"
+        )
+    if is_fp8 and ((weight_bits, activation_bits, block_size) != (8, 8, -1) or zero_point is not None):
+        raise UsageError(
+            "fp8 weights go with weight_bits=8, activation_bits=8, block_size=-1 and no zero point; got "
+            f"{weight_bits}, {activation_bits}, {block_size} and {'one' if zero_point is not None else 'none'}"
         )
     K, packed = x.shape[-1], w.dtype == torch.uint8
     if block_size == -1:

@@ -16,6 +16,8 @@ def unsupported(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -
         return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {x_MK.device.type}"
     if x_MK.dtype not in _DTYPES:
         return f"it sums in float32; {x_MK.dtype} would lose digits. Use backend='reference'"
+    if w.dtype == torch.float8_e4m3fn:
+        return "it multiplies int8; fp8 weights are for NVIDIA GPUs, or backend='reference'"
     if 0 in (*x_MK.shape, *w.shape):
         return "it has no empty calls"
     return None

@@ -19,7 +19,7 @@ def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor
     M, K = x_MK.shape
     x, x_scale = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32)), None
     if activation_bits == 8:
-        x, x_scale = quantize_tokens(x)
+        x, x_scale = quantize_tokens(x) if w.dtype != torch.float8_e4m3fn else _quantize_tokens_to_fp8(x)
         x = x.to(torch.float64 if x.device.type != "xla" else torch.float32)  # a TPU has no float64
     w_SBN = blocks_of(w, K, block_size).to(x.dtype)
     x_MSB = x.reshape(M, *w_SBN.shape[:2])
@@ -40,8 +40,13 @@ def quantize_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(x_MK / scale), scale
 
 
+def _quantize_tokens_to_fp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x_MK.abs().amax(1, keepdim=True).clamp(min=LEAST) / 448
+    return (x_MK / scale).to(torch.float8_e4m3fn).to(x_MK.dtype), scale
+
+
 def blocks_of(w: Tensor, K: int, block_size: int) -> Tensor:
-    """Weights of any layout as int8 (S, B, N)."""
+    """Weights of any layout as (S, B, N), one number to an entry."""
     if w.dtype == torch.uint8:
         w = unpack_int4(w, K if block_size == -1 else block_size)
     return w.T[None] if block_size == -1 else w

@@ -7,10 +7,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import calculable, operator
-from vitkernels.ops.int8_matmul.triton_product import product as int8_product
+from vitkernels.ops.int8_matmul.triton_product import product as eight_bit_product
 from vitkernels.ops.quantized_matmul.packing import unpack_int4
 from vitkernels.ops.quantized_matmul.reference import dequantize
 from vitkernels.ops.quantized_matmul.triton_product import product
+from vitkernels.quant.products import product_of_rows
 from vitkernels.quant.rowwise.triton import quantize_rows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -24,9 +25,11 @@ _MANY_TOKENS = 512
 def _quantized_matmul(x, w, scale, zero_point, bias, block_size, activation_bits):
     given, x_scale = calculable(x.contiguous()), None
     if activation_bits == 8:
-        given, x_scale = quantize_rows(given, None, torch.int8, gelu=False)
+        given, x_scale = quantize_rows(given, None, torch.int8 if w.dtype == torch.uint8 else w.dtype, gelu=False)
     scales = [None if t is None else calculable(t.contiguous()) for t in (scale, zero_point, bias)]
     out_dtype = x.dtype if given.device.type == "cuda" else calculable(x[:0]).dtype
+    if w.dtype == torch.float8_e4m3fn:
+        return _fp8(given, w, scales[0].float(), x_scale, scales[2], out_dtype)
     args = given, w, *scales[:2], x_scale, scales[2], block_size, out_dtype
     return (_many_tokens if _is_bound_by_arithmetic(given) else product)(*args).to(x.dtype)
 
@@ -39,7 +42,14 @@ def _many_tokens(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtyp
     if block_size != -1 or zero_point is not None:
         return product(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtype)
     w_NK = unpack_int4(w, x_MK.shape[1]) if w.dtype == torch.uint8 else w
-    return int8_product(x_MK, w_NK.T, out_dtype, x_scale, scale.float(), bias_N=bias)
+    return eight_bit_product(x_MK, w_NK.T, out_dtype, x_scale, scale.float(), bias_N=bias)
+
+
+def _fp8(x_MK, w_NK, scale_N, x_scale_M, bias_N, out_dtype):
+    """By PyTorch's own kernel where it takes the sizes: it was the faster one on an H200."""
+    if 0 in (*x_MK.shape, *w_NK.shape) or x_MK.shape[1] % 16 or w_NK.shape[0] % 16:
+        return eight_bit_product(x_MK, w_NK.T, out_dtype, x_scale_M, scale_N, bias_N=bias_N)
+    return product_of_rows(x_MK, w_NK, x_scale_M, scale_N, bias_N, out_dtype)
 
 
 def _is_bound_by_arithmetic(x_MK: Tensor) -> bool:
@@ -54,6 +64,10 @@ def _(x, w, scale, zero_point, bias, block_size, activation_bits):
 def unsupported(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> str | None:
     if x_MK.device.type not in ("cuda", "cpu"):
         return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {x_MK.device.type}"
+    if w.dtype == torch.float8_e4m3fn and x_MK.device.type == "cpu":
+        return "Triton's interpreter rounds to fp8 without a carry into the exponent; use backend='reference'"
+    if w.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(x_MK.device) < (8, 9):
+        return "fp8 needs a GPU of compute capability 8.9 or more"
     if x_MK.dtype not in _DTYPES:
         return f"it sums in float32; {x_MK.dtype} would lose digits. Use backend='reference'"
     return None

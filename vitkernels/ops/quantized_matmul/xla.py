@@ -12,7 +12,9 @@ from vitkernels.ops.quantized_matmul.packing import unpack_int4
 from vitkernels.ops.quantized_matmul.reference import quantize_tokens
 
 
-def unsupported(x_MK, *args) -> str | None:
+def unsupported(x_MK, w, *args) -> str | None:
+    if w.dtype == torch.float8_e4m3fn:
+        return "it multiplies int8; fp8 weights are for NVIDIA GPUs, or backend='reference'"
     return None if x_MK.device.type == "xla" else f"it is for torch_xla's devices, got {x_MK.device.type}"
 
 
