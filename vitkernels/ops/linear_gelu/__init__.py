@@ -15,6 +15,7 @@ BACKENDS = Backends(
         "reference": "vitkernels.ops.linear_gelu.reference",
         "passes": "vitkernels.ops.linear_gelu.passes",
         "triton": "vitkernels.ops.linear_gelu.triton",
+        "pallas_hopper": "vitkernels.ops.linear_gelu.pallas_hopper",
         "pallas_tpu": "vitkernels.ops.linear_gelu.pallas_tpu",
     },
     preference={"cuda": ("passes",), "tpu": ("pallas_tpu",)},

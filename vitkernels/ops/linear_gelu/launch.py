@@ -24,6 +24,10 @@ from vitkernels.ops.linear_gelu.triton_kernels import (
 def forward(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool, form: str) -> tuple[Tensor, Tensor]:
     """gelu(x weightᵀ + bias) and what GELU was given."""
     M, N = len(x_MK), len(weight_NK)
+    if form == "pallas_hopper":
+        from vitkernels.ops.linear_gelu import pallas_hopper_launch  # needs a newer JAX than all else
+
+        return pallas_hopper_launch.forward(x_MK, weight_NK, bias_N, tanh)
     if form == "passes" or not M:
         with torch.autocast(x_MK.device.type, enabled=False):  # the CPU's float32 stands for bfloat16 already
             pre_MN = F.linear(x_MK, weight_NK, None if bias_N is None else bias_N.to(x_MK.dtype))
@@ -39,6 +43,11 @@ def backward(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dpre = (dy weight) gelu'(pre), gelu(pre) again if it is needed, and dpre's sums over rows."""
     M, N = pre_MN.shape
+    if form == "pallas_hopper":
+        from vitkernels.ops.linear_gelu import pallas_hopper_launch
+
+        dpre_MN, sums_TN = pallas_hopper_launch.backward(dy_MK, weight_KN, pre_MN, tanh)
+        return dpre_MN, gelu_pass(pre_MN, tanh) if needs_act else None, column_sums(sums_TN)
     act_MN = torch.empty_like(pre_MN) if needs_act else None
     if form == "passes" or not M:
         dact_MN = dy_MK @ weight_KN

@@ -14,6 +14,7 @@ BACKENDS = Backends(
         "reference": "vitkernels.ops.mlp.reference",
         "passes": "vitkernels.ops.mlp.passes",
         "triton": "vitkernels.ops.mlp.triton",
+        "pallas_hopper": "vitkernels.ops.mlp.pallas_hopper",
     },
     preference={"cuda": ("passes",)},
     features=lambda x, weight1, bias1, weight2, bias2, tanh, keep: ((*weight1.shape[::-1], weight2.shape[0]), x.dtype),

@@ -1,0 +1,167 @@
+"""The Hopper kernels of linear_gelu and mlp: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU
+itself, where the conformance suite runs them too."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+pytest.importorskip("jax")
+
+import jax
+
+from vitkernels.ops import linear_gelu, mlp
+from vitkernels.ops.linear_gelu import pallas_hopper
+
+needs_new_jax = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason=f"Mosaic GPU's interpreter needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax>=0.11' "
+    "(on Python 3.12)",
+)
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # relative to the norm: one rounding, or its mean over sums
+
+
+def error(x, exact) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def slope_of_gelu(pre, tanh):
+    leaf = pre.double().requires_grad_()
+    return torch.autograd.grad(F.gelu(leaf, approximate="tanh" if tanh else "none").sum(), leaf)[0]
+
+
+# A pair of blocks and both groups with work and without, more steps than the ring has slots, rows beyond the last,
+# both widths of a tile.
+@needs_new_jax
+@pytest.mark.parametrize(
+    "M, N, K, dtype, tanh", [(72, 384, 192, torch.bfloat16, False), (136, 256, 128, torch.float16, True)]
+)
+def test_interpreted(M, N, K, dtype, tanh):
+    import jax.numpy as jnp
+
+    from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
+
+    array = lambda x: jnp.asarray(x.float().numpy(), str(dtype).removeprefix("torch."))  # noqa: E731
+    tensor = lambda a: torch.tensor(a.astype("float32").tolist())  # noqa: E731
+    x, weight = torch.randn(M, K).to(dtype), (torch.randn(N, K) * K**-0.5).to(dtype)
+    bias = torch.randn(N)
+    problem = M, N, K, str(dtype).removeprefix("torch."), tanh, 1, True
+
+    pre, act = map(tensor, Forward(*problem)(array(x), array(weight), jnp.asarray(bias.numpy())))
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert error(pre, exact) < TOLERANCE[dtype]
+    assert error(act, F.gelu(exact, approximate="tanh" if tanh else "none")) < TOLERANCE[dtype]
+
+    dpre, sums = map(tensor, Backward(*problem)(array(x), array(weight.mT), array(pre)))
+    exact = x.double() @ weight.double().mT * slope_of_gelu(pre, tanh)
+    assert error(dpre, exact) < TOLERANCE[dtype]
+    assert error(sums.sum(0), exact.sum(0)) < TOLERANCE[dtype]
+
+
+@needs_new_jax
+@pytest.mark.parametrize("N, K, dtype", [(3072, 768, "bfloat16"), (5120, 1280, "float16")])
+def test_lowers_for_the_gpu(N, K, dtype):
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
+    from vitkernels.bridge.mosaic_gpu import mosaic_module
+    from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
+
+    for kind in (Forward, Backward):
+        product = kind(25216, N, K, dtype, False, 66)
+        assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
+
+
+def test_refuses_what_its_kernels_have_not(monkeypatch):
+    def reason(rows=(2, 20), K=64, N=128, dtype=torch.bfloat16, device="cuda"):
+        x = SimpleNamespace(shape=torch.Size((*rows, K)), dtype=dtype, device=torch.device(device))
+        return pallas_hopper.unsupported(x, SimpleNamespace(shape=torch.Size((N, K))), None, False)
+
+    if pallas_hopper._reason is not None:
+        assert pallas_hopper._reason in reason()
+    monkeypatch.setattr(pallas_hopper, "_reason", None)  # as on a Hopper GPU; nothing is launched here
+    assert reason() is None
+    assert "x is on cpu" in reason(device="cpu")
+    assert "torch.float32" in reason(dtype=torch.float32)
+    assert "weight is 128 x 80" in reason(K=80)
+    assert "weight is 192 x 64" in reason(N=192)
+    assert "x has 39" in reason(rows=(3, 13))
+    assert "x has 0" in reason(rows=(0, 16))
+
+
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(pallas_hopper._reason is not None, reason=str(pallas_hopper._reason)),
+]
+
+
+def on_hopper(test):
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+def draw(M, K, N, dtype):
+    shapes = (M, K), (N, K), (N,), (K, N)
+    leaves = [torch.randn(shape, device="cuda") * (shape[-1] ** -0.5 if shape != (M, K) else 1) for shape in shapes]
+    return [x.to(dtype).requires_grad_() for x in leaves]
+
+
+def results(leaves, approximate="none", **settings):
+    x, weight1, bias1, weight2 = leaves
+    out = mlp(x, weight1, bias1, weight2, approximate=approximate, **settings)
+    return out, *torch.autograd.grad(out, leaves, out.detach())
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "M, K, N, dtype, approximate",
+    [
+        (8, 64, 128, torch.float16, "tanh"),
+        (25216, 192, 768, torch.bfloat16, "none"),
+        (1576, 1024, 4096, torch.bfloat16, "tanh"),
+        (33000, 768, 3072, torch.float16, "none"),
+    ],
+)
+def test_against_float64(M, K, N, dtype, approximate):
+    leaves = draw(M, K, N, dtype)
+    wide = [x.detach().double().requires_grad_() for x in leaves]
+    out = F.linear(F.gelu(F.linear(*wide[:3]), approximate=approximate), wide[3])
+    exact = out, *torch.autograd.grad(out, wide, out.detach())
+    for keep in (False, True):
+        found = results(leaves, approximate, keep_activation=keep, backend="pallas_hopper")
+        for name, x, y in zip(("out", "dx", "dweight1", "dbias1", "dweight2"), found, exact, strict=True):
+            # Twice: the hidden tensor is rounded, and the output, which is also the gradient that comes back.
+            assert error(x, y) < 2 * TOLERANCE[dtype], (name, keep)
+
+
+@on_hopper
+def test_same_bits_again():
+    leaves = draw(4096, 768, 3072, torch.bfloat16)
+    for x, y in zip(*(results(leaves, backend="pallas_hopper") for _ in range(2)), strict=True):
+        assert torch.equal(x, y)
+
+
+@on_hopper
+def test_in_a_cuda_graph_and_at_odd_addresses():
+    x, weight, bias, _ = (t.detach() for t in draw(128, 128, 256, torch.bfloat16))
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
+    expected = linear_gelu(shifted, weight, bias, backend="pallas_hopper")
+    assert torch.equal(expected, linear_gelu(x, weight, bias, backend="pallas_hopper"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear_gelu(x, weight, bias, backend="pallas_hopper")
+    x.neg_()
+    graph.replay()
+    assert torch.equal(out, linear_gelu(x, weight, bias, backend="pallas_hopper"))
+
+
+@on_hopper
+def test_whole_graph():
+    leaves = draw(256, 128, 512, torch.bfloat16)
+    run = lambda *leaves: mlp(*leaves, keep_activation=True, backend="pallas_hopper") * 2  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True)
+    ours = compiled(*leaves)
+    torch.testing.assert_close(ours, run(*leaves))
+    grads = torch.autograd.grad(ours.sum(), leaves)
+    assert all(g.isfinite().all() for g in grads)

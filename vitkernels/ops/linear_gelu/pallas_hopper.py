@@ -1,0 +1,56 @@
+"""Mosaic-GPU Pallas products for NVIDIA Hopper, with GELU and its gradient hidden behind the tensor cores' work."""
+
+import torch
+from torch import Tensor
+
+from vitkernels.ops.linear_gelu.operators import linear_gelu
+
+DTYPES = (torch.bfloat16, torch.float16)
+_INSTEAD = "Use backend='passes'"
+
+
+def _unavailable() -> str | None:
+    """Why its kernels cannot run on this machine, and what would mend it; None when they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        from vitkernels.bridge import jax_compat
+    except ImportError as error:
+        return str(error)
+    import jax
+
+    if jax.__version_info__ < (0, 11) or not jax_compat.has_cuda_plugin():
+        return (
+            f"it needs jax 0.11 or newer and JAX's CUDA plugin beside it, this is jax {jax.__version__}: "
+            "pip install 'jax[cuda13]'"
+        )
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return (
+            "its kernels multiply with wgmma, which Hopper alone has (compute capability 9.0); "
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
+        )
+    return None
+
+
+_reason = _unavailable()  # here and not at the first call, because torch.compile would trace an import
+
+
+def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> str | None:
+    if x.device.type != "cuda":
+        return f"its kernels are for NVIDIA Hopper GPUs; x is on {x.device}"
+    if _reason is not None:
+        return f"{_reason}. {_INSTEAD}"
+    if x.dtype not in DTYPES:
+        return f"its kernels multiply bfloat16 and float16, and x is {x.dtype}. {_INSTEAD}"
+    N, K = weight_NK.shape
+    if K % 64 or N % 128 or not K or not N:
+        return f"its tiles take inputs in steps of 64 and outputs in steps of 128; weight is {N} x {K}. {_INSTEAD}"
+    rows = x.shape[:-1].numel()
+    if rows % 8 or not rows:
+        return f"it copies rows in groups of 8, and x has {rows}. {_INSTEAD}"
+    return None
+
+
+def run(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> Tensor:
+    return linear_gelu(x, weight_NK, bias_N, tanh, "pallas_hopper")[0]

@@ -1,0 +1,16 @@
+"""Mosaic-GPU Pallas products for NVIDIA Hopper, with GELU and its gradient hidden behind the tensor cores' work."""
+
+from torch import Tensor
+
+from vitkernels.ops.linear_gelu import pallas_hopper as first_layer
+from vitkernels.ops.mlp.operators import mlp, unsupported_second
+
+
+def unsupported(
+    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep
+) -> str | None:
+    return first_layer.unsupported(x, weight1, bias1, tanh) or unsupported_second(first_layer, x, weight2, tanh)
+
+
+def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep) -> Tensor:
+    return mlp(x, weight1, bias1, weight2, bias2, tanh, keep, "pallas_hopper")[0]
