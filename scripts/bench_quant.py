@@ -3,7 +3,8 @@
     python scripts/bench_quant.py
     python scripts/bench_quant.py --schemes w8a8 w4a16_block64 --tokens 12608 --sizes 1024,4096 768,3072
 
-Prints a table and appends its rows to results/quant.jsonl. Rounding the tokens is part of the time.
+Prints two tables, of calls one after another on a cold cache and of CUDA graph replays, and appends their rows to
+results/quant.jsonl. Rounding the tokens is part of the time.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from vitkernels.bench.attention import Timing  # noqa: E402
 from vitkernels.quant import QuantizedLinear  # noqa: E402
 
 SIZES = ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))  # in, out features: qkv, proj, fc1, fc2
-SCHEMES = ("w8a8", "w8a16", "w4a16", "w4a8", "w8a8_block128", "w4a16_block128", "w4a8_block128")
+SCHEMES = ("w8a8", "w8a8_fp8", "w8a16", "w4a16", "w4a8", "w8a8_block128", "w4a16_block128", "w4a8_block128")
 
 
 def main() -> None:
@@ -37,28 +38,37 @@ def main() -> None:
         parser.error("this benchmark needs an NVIDIA GPU")
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    print("| in, out | " + " | ".join(("bf16", *options.schemes, "bf16 again")) + " |  (µs, × bf16)")
-    for size in options.sizes:
-        times = linear_times(size, options.tokens, options.schemes)
-        base = times["bf16"].median
-        cells = [f"{t.median * 1e3:.0f} ({base / t.median:.2f})" for t in times.values()]
-        print(f"| {size[0]}, {size[1]} | " + " | ".join(cells) + " |", flush=True)
-        with options.results.open("a") as file:
-            for name, timing in times.items():
-                row = {"tokens": options.tokens, "in_out": size, "linear": name, "ms": asdict(timing)}
-                file.write(json.dumps(machine | row) + "\n")
+    for how, timing in {"calls, cold L2": Timing.of, "graph replays": Timing.on_device}.items():
+        print(f"\n{options.tokens} tokens, {how}: µs (× bf16)")
+        print("| in, out | " + " | ".join(("bf16", *options.schemes, "bf16 again")) + " |")
+        sums: dict[str, float] = {}
+        for size in options.sizes:
+            times = linear_times(size, options.tokens, options.schemes, timing)
+            medians = {name: t.median for name, t in times.items()}
+            _show(f"{size[0]}, {size[1]}", medians)
+            sums = {name: sums.get(name, 0) + median for name, median in medians.items()}
+            with options.results.open("a") as file:
+                for name, t in times.items():
+                    row = {"tokens": options.tokens, "in_out": size, "linear": name, "how": how, "ms": asdict(t)}
+                    file.write(json.dumps(machine | row) + "\n")
+        _show("sum", sums)
+
+
+def _show(title: str, medians: dict[str, float]) -> None:
+    cells = [f"{ms * 1e3:.0f} ({medians['bf16'] / ms:.2f})" for ms in medians.values()]
+    print(f"| {title} | " + " | ".join(cells) + " |", flush=True)
 
 
 @torch.no_grad()
-def linear_times(size: tuple[int, int], tokens: int, schemes) -> dict[str, Timing]:
+def linear_times(size: tuple[int, int], tokens: int, schemes, timing) -> dict[str, Timing]:
     """Each layer's forward pass on random bfloat16 tokens; bfloat16 first and last, to know the noise."""
     linear = nn.Linear(*size, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(tokens, size[0], device="cuda", dtype=torch.bfloat16)
-    times = {"bf16": Timing.of(lambda: linear(x))}
+    times = {"bf16": timing(lambda: linear(x))}
     for scheme in schemes:
         quantized = QuantizedLinear.of(linear, scheme)
-        times[scheme] = Timing.of(lambda layer=quantized: layer(x))
-    return times | {"bf16 again": Timing.of(lambda: linear(x))}
+        times[scheme] = timing(lambda layer=quantized: layer(x))
+    return times | {"bf16 again": timing(lambda: linear(x))}
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from vitkernels.bridge.operator import operator
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _LEAST = 1e-30  # a row whose largest value is below this counts as this: its reciprocal must stay finite
+_COMPILED_WIDTH = 1024  # of rows that Inductor holds in registers: longer ones it would read twice, 3 × slower
 _ALIGNMENT = 16  # bytes: what matrix units want of a row's length
 
 if find_spec("triton"):
@@ -30,7 +31,8 @@ def padded(rows: int) -> int:
 
 def quantize_rows(x_MC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows to 8 bits: q (M, C) and its scales (M,). x is contiguous."""
-    if torch.compiler.is_compiling():  # a compiler rounds x in the pass that makes it
+    if torch.compiler.is_compiling() and x_MC.shape[1] <= _COMPILED_WIDTH:
+        # The compiler rounds x in the pass that makes it.
         return _quantized(x_MC.float(), dtype, 1)
     return _quantize_rows(x_MC, dtype)
 
