@@ -33,11 +33,11 @@ def linear_gelu(
         weight_NK, bias_N: as in nn.Linear(K, N). The bias may have another dtype; its gradient has that too.
         approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
         backend: "auto" or a name. passes: the library's product, then one pass; triton: GELU in the epilogue of a
-            product of its own.
+            product of its own; pallas_hopper: that too, behind the tensor cores' work, on NVIDIA Hopper.
 
     Returns:
         (..., N) in autocast's dtype where autocast is on, else in x's. GELU is calculated in float32 from the product
-        rounded to that dtype, as F.gelu(F.linear(...)) does.
+        rounded to that dtype, as F.gelu(F.linear(...)) does (pallas_hopper: from the product before it is rounded).
 
     Raises:
         UsageError (a ValueError): shapes, dtypes or `approximate` that do not fit, or a named backend that cannot take

@@ -1,6 +1,6 @@
 """The linear layer with GELU as PyTorch operators, opaque to torch.compile; the MLP's backward builds on them too.
 
-`form` says how: "passes" or "triton", as the backends are named.
+`form` says how: "passes", "triton" or "pallas_hopper", as the backends are named.
 
 Shape suffixes: M rows (tokens), K input features, N output features.
 """
