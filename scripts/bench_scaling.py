@@ -6,8 +6,8 @@
     python scripts/bench_scaling.py --engines ddp,reduce=bf16 fsdp   with settings of conf/parallel
 
 Weak scaling: each GPU keeps its batch. Efficiency is the median step of one GPU alone, without any engine, over that of
-N GPUs. With --busy one GPU is also measured while all others train by themselves, which shows what they leave each
-other of power and of the host.
+N GPUs. One GPU is also measured while all others train by themselves: what they leave each other of power and of the
+host.
 torchrun starts processes once, and those that a run does not need wait. Rows are appended to results/scaling.jsonl.
 """
 
@@ -113,10 +113,13 @@ def table(rows: list[dict], batch: int) -> str:
 
 
 def jobs(args) -> list[tuple[str, int, bool]]:
-    """(engine, processes, whether no other GPU works): one GPU, then most of them first."""
+    """(engine, processes, whether no other GPU works).
+
+    All GPUs by themselves come first: this also fills the compilation cache, in which each GPU has entries of its own.
+    """
     most = max(args.processes)
     several = [(engine, count, True) for count in sorted(args.processes)[::-1] if count > 1 for engine in args.engines]
-    return [("none", 1, True), *several, *([("none", most, False)] if args.busy else [])]
+    return [*([("none", most, False)] if most > 1 else []), ("none", 1, True), *several]
 
 
 def run_all(args) -> None:
@@ -146,7 +149,6 @@ def main() -> None:
     parser.add_argument("--attn", default="triton_flash")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--engines", nargs="+", default=["ddp", "fsdp"], help="ddp or fsdp, and settings after a comma")
-    parser.add_argument("--busy", action="store_true", help="also all GPUs at once, each by itself")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--set", nargs="*", default=[], help="more settings of train.py")

@@ -57,8 +57,9 @@ class SpmdData(Parallel):
 class SpmdFsdp(SpmdData):
     """Every chip has a part of each parameter, of its gradient and of its optimizer state, and its part of each batch.
 
-    A parameter is split along its longest dimension; XLA gathers it where it is used. What the blocks put out is kept
-    split by images: left to itself, XLA might split it by channels, as the weights are.
+    A parameter is split along its longest dimension; XLA gathers it where it is used. What the layers put out, and its
+    gradient, is kept split by images: left to itself, XLA would split some of it by channels, as the weights are, and
+    send it between chips in place of weights.
     """
 
     name = "fsdp"
@@ -66,6 +67,12 @@ class SpmdFsdp(SpmdData):
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
         for parameter in model.parameters():
             self._place(parameter, int(np.argmax(parameter.shape)) if parameter.dim() else None)
-        for block in model.blocks:
-            block.register_forward_hook(lambda block, inputs, output: self._place(output, 0))
+        for layer in model.modules():
+            if any(True for _ in layer.parameters(recurse=False)):
+                layer.register_forward_hook(lambda layer, inputs, output: self._split_by_images(output))
         return Parallel.wrap(self, model, compiled, mode)
+
+    def _split_by_images(self, output):
+        if not isinstance(output, Tensor):  # a fused layer may put out several
+            return type(output)(map(self._split_by_images, output))
+        return self._spmd.mark_sharding_with_gradients(output, self.mesh, ("data", *[None] * (output.dim() - 1)))
