@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, metavar="FILE", help="append attention's rows to it")
     parser.add_argument("--tune", action="store_true", help="search pallas_flash's blocks for --shapes")
     parser.add_argument("--table", type=Path, metavar="FILE", help="another table to write than the package's own")
-    options = parser.parse_args(arguments)
+    options = parser.parse_intermixed_args(arguments)  # settings may stand before, between and after the options
     wanted = [text.removeprefix("chip=") for text in options.settings if text.startswith("chip=")]
     overrides = [text for text in options.settings if not text.startswith("chip=")]
     try:

@@ -5,8 +5,9 @@ layouts; `xla_apart` is given q, k and v as (B, H, N, D) and returns that: no su
 around it wrote and read XLA's layouts at no cost. A module's XLA attention lies between the two. `jax_flash` and
 `jax_splash` are JAX's own kernels, given q, k and v apart as well, in the best of their block sizes (tpu_peers).
 
-The pass `with projections` is forward and backward of x (B, N, E) to the qkv projection, attention and the output
-projection: there each contender gets the layouts that XLA's products can write for it, and pays for what they cannot.
+Arrays come and go in the layouts that suit the contender best (compile_jax's own_layouts). The pass `with projections`
+is forward and backward of x (B, N, E) through the qkv projection, attention and the output projection: there it gets
+the layouts that XLA's products can write for it, and pays for what they cannot.
 
 Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D.
 """
@@ -51,7 +52,9 @@ CAVEAT = (
 
 
 def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=(), chip="v5e"):
-    """A contender's pass as a JAX function, and the shapes of its arrays (bfloat16). Backward returns gradients too.
+    """A contender's pass as a JAX function and the shapes of its arrays (bfloat16); the arguments of compile_jax.
+
+    Backward returns gradients too.
 
     blocks: of JAX's kernels, one of tpu_peers.candidates. chip: whose table of blocks pallas_flash reads.
     """
@@ -71,7 +74,7 @@ def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_
         attend = partial(_projected if packed else _projected_apart, attend)
         sizes = [(batch, tokens, width), first, last, (batch, tokens, width)]
     arrays = [jax.ShapeDtypeStruct(size, "bfloat16") for size in sizes]
-    return (attend, arrays[:-1]) if which == "forward" else (partial(_both, attend), arrays)
+    return (attend, arrays[:-1], True) if which == "forward" else (partial(_both, attend), arrays, True)
 
 
 def _pallas_flash(heads: int, chip: str, qkv):

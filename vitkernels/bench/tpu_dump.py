@@ -67,8 +67,8 @@ class Dump:
 
 
 def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout: float = 900) -> Dump:
-    """Compile what "package.module:function"(*arguments) returns: a JAX function and its jax.ShapeDtypeStructs, or a
-    serialized HLO module and its aliases (see tpu_static.compile_hlo).
+    """Compile what "package.module:function"(*arguments) returns: the arguments of tpu_static.compile_jax (a JAX
+    function, its jax.ShapeDtypeStructs, ...), or of compile_hlo (a serialized module, its aliases).
 
     Raises UsageError with the end of the compiler's message where it refuses, or takes more than `timeout` seconds.
     """
@@ -91,7 +91,7 @@ def _main(folder: str, chip: str, build: str, arguments: str) -> None:
     if isinstance(built[0], bytes):
         executable = tpu_static.compile_hlo(built[0], chip, built[1])
     else:
-        executable = tpu_static.compile_jax(*built, chip).runtime_executable()
+        executable = tpu_static.compile_jax(*built, chip=chip).runtime_executable()
     analysis = executable.get_compiled_memory_stats()
     parts = ("argument", "output", "temp", "alias", "generated_code")
     memory = {part: getattr(analysis, f"{part}_size_in_bytes") for part in parts}

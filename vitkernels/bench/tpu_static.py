@@ -37,14 +37,19 @@ def device(chip: str = "v5e"):
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
 
-def compile_jax(function, shapes, chip: str = "v5e"):
+def compile_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
     """`function` on jax.ShapeDtypeStructs, compiled for the chip: a jax.stages.Compiled that cannot be called.
 
+    own_layouts: its arrays and results lie as suits it best, as between the layers of a model. Otherwise as XLA lays
+    arrays out at a program's edge, which for (B, N, E) with an odd N is N outermost, and copies stand at both ends.
     Raises what the compiler raises.
     """
+    from jax.experimental.layout import Format, Layout
+
     sharding = jax.sharding.SingleDeviceSharding(device(chip))
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
-    return jax.jit(function).trace(*placed).lower().compile()
+    edges = Format(Layout.AUTO, sharding) if own_layouts else None
+    return jax.jit(function, in_shardings=edges, out_shardings=edges).trace(*placed).lower().compile()
 
 
 def compile_hlo(module: bytes, chip: str = "v5e", aliases: dict[int, int] | None = None):
