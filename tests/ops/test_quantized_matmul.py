@@ -106,6 +106,24 @@ def test_fp8_weights(backend, device, dtype, M, K, N):
     assert (out.cpu().float() - reference.float()).norm() <= (2e-3 + torch.finfo(dtype).eps) * reference.float().norm()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("block_size", "activation_bits"), [(-1, 8), (32, 8), (-1, 16)])
+def test_whole_graph(device, block_size, activation_bits):
+    pytest.importorskip("triton")
+    torch._dynamo.reset()
+    w, scale, _, _ = weights(64, 48, block_size, 8, False)
+    x, w, scale = torch.randn(5, 64, device=device), w.to(device), scale.to(device)
+
+    def model(x):
+        return 2 * quantized_matmul(
+            x.tanh(), w, scale, block_size=block_size, activation_bits=activation_bits, backend="triton"
+        )
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    # Tokens on a tie may be rounded the other way: the compiler's tanh is another one.
+    torch.testing.assert_close(compiled(x), model(x), rtol=1e-2 if activation_bits == 8 else 1e-4, atol=1e-3)
+
+
 @pytest.mark.parametrize("shape", [(3, 8), (2, 7, 4), (1, 1)])
 def test_packing_halves_the_bytes_and_loses_nothing(shape):
     w = torch.randint(-8, 8, shape, dtype=torch.int8)

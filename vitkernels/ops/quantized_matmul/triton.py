@@ -11,27 +11,33 @@ from vitkernels.ops.int8_matmul.triton_product import product as eight_bit_produ
 from vitkernels.ops.quantized_matmul.packing import unpack_int4
 from vitkernels.ops.quantized_matmul.reference import dequantize
 from vitkernels.ops.quantized_matmul.triton_product import product
+from vitkernels.quant import rowwise
 from vitkernels.quant.products import product_of_rows
-from vitkernels.quant.rowwise.triton import quantize_rows
+from vitkernels.quant.rowwise import triton as rowwise_triton
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MANY_TOKENS = 512
 
 
 @operator(
-    "quantized_matmul(Tensor x, Tensor w, Tensor scale, Tensor? zero_point, Tensor? bias, int block_size, "
-    "int activation_bits) -> Tensor"
+    "quantized_matmul(Tensor x, Tensor? x_scale, Tensor w, Tensor scale, Tensor? zero_point, Tensor? bias, "
+    "int block_size, int activation_bits, ScalarType out_dtype) -> Tensor"
 )
-def _quantized_matmul(x, w, scale, zero_point, bias, block_size, activation_bits):
-    given, x_scale = calculable(x.contiguous()), None
-    if activation_bits == 8:
-        given, x_scale = quantize_rows(given, None, torch.int8 if w.dtype == torch.uint8 else w.dtype, gelu=False)
-    scales = [None if t is None else calculable(t.contiguous()) for t in (scale, zero_point, bias)]
-    out_dtype = x.dtype if given.device.type == "cuda" else calculable(x[:0]).dtype
+def _quantized_matmul(x, x_scale, w, scale, zero_point, bias, block_size, activation_bits, out_dtype):
+    """x is rounded already where x_scale is given."""
+    x = calculable(x.contiguous())
+    if activation_bits == 8 and x_scale is None:
+        x, x_scale = rowwise_triton.quantize_rows(x, None, _token_dtype(w), gelu=False)
+    scale, zero_point, bias = (None if t is None else calculable(t.contiguous()) for t in (scale, zero_point, bias))
     if w.dtype == torch.float8_e4m3fn:
-        return _fp8(given, w, scales[0].float(), x_scale, scales[2], out_dtype)
-    args = given, w, *scales[:2], x_scale, scales[2], block_size, out_dtype
-    return (_many_tokens if _is_bound_by_arithmetic(given) else product)(*args).to(x.dtype)
+        return _fp8(x, w, scale.float(), x_scale, bias, out_dtype)
+    wide = torch.float32 if x.device.type == "cpu" and out_dtype == torch.bfloat16 else out_dtype
+    form = _many_tokens if _is_bound_by_arithmetic(x) else product
+    return form(x, w, scale, zero_point, x_scale, bias, block_size, wide).to(out_dtype)
+
+
+def _token_dtype(w: Tensor) -> torch.dtype:
+    return torch.int8 if w.dtype == torch.uint8 else w.dtype
 
 
 def _many_tokens(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtype):
@@ -57,8 +63,8 @@ def _is_bound_by_arithmetic(x_MK: Tensor) -> bool:
 
 
 @torch.library.register_fake("vitkernels::quantized_matmul")
-def _(x, w, scale, zero_point, bias, block_size, activation_bits):
-    return x.new_empty(x.shape[0], scale.shape[-1])
+def _(x, x_scale, w, scale, zero_point, bias, block_size, activation_bits, out_dtype):
+    return x.new_empty(x.shape[0], scale.shape[-1], dtype=out_dtype)
 
 
 def unsupported(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> str | None:
@@ -66,12 +72,20 @@ def unsupported(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -
         return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {x_MK.device.type}"
     if w.dtype == torch.float8_e4m3fn and x_MK.device.type == "cpu":
         return "Triton's interpreter rounds to fp8 without a carry into the exponent; use backend='reference'"
-    if w.dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability(x_MK.device) < (8, 9):
+    if w.dtype == torch.float8_e4m3fn and not _has_fp8(x_MK.device.index):
         return "fp8 needs a GPU of compute capability 8.9 or more"
     if x_MK.dtype not in _DTYPES:
         return f"it sums in float32; {x_MK.dtype} would lose digits. Use backend='reference'"
     return None
 
 
-def run(*args) -> Tensor:
-    return _quantized_matmul(*args)
+@torch.compiler.assume_constant_result
+def _has_fp8(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor:
+    x, x_scale = x_MK, None
+    if activation_bits == 8 and torch.compiler.is_compiling():  # apart, so that the compiler may fuse the rounding
+        x, x_scale = rowwise.quantize_rows(x_MK.contiguous(), _token_dtype(w))
+    return _quantized_matmul(x, x_scale, w, scale, zero_point, bias, block_size, activation_bits, x_MK.dtype)
