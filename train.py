@@ -223,6 +223,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         run_folder.refuse_other_run(path, state, identifying)
         models.load_weights(model, ckpt.load_tensors(path, "model", model.state_dict()), str(path))
         optimizer_state.load(optimizer, model, path, state["optimizer"])
+        parallel.place_state(optimizer)
         scaler.load_state_dict(state["scaler"])
         if ema is not None:
             models.load_weights(ema.module, ckpt.load_tensors(path, "ema", ema.module.state_dict()), str(path))

@@ -1,4 +1,7 @@
-"""torch_xla SPMD, PJRT_DEVICE=CPU with four devices: train.py gives the losses of one CPU at the same global batch."""
+"""torch_xla SPMD, PJRT_DEVICE=CPU with several devices: train.py gives the losses of one CPU at the same global batch.
+
+Sums over devices are taken in another order: 1e-7 a step, which AdamW amplifies.
+"""
 
 import json
 import os
@@ -6,25 +9,63 @@ import subprocess
 import sys
 
 import pytest
-from ranks import ROOT, SMALL
+from ranks import ROOT, SMALL, Ranks
 
 from vitkernels.runtime import xla
 
 pytestmark = pytest.mark.skipif(xla.unavailable() is not None, reason="torch_xla is not installed")
 
+COMMON = ["trainer.eval_every=null", "checkpoints.every_steps=2", "++model.kwargs.depth=1"]
+STEPS, IMAGES = 4, 16
+# Tells how the first parameter's moments lie on the devices, once they have come from a checkpoint.
+TELL = """
+import runpy, sys
+import torch_xla
+from vitkernels.parallel.spmd import SpmdFsdp
+place_state = SpmdFsdp.place_state
+def told(self, optimizer):
+    place_state(self, optimizer)
+    for parameter, state in optimizer.state.items():
+        if parameter.shape == (96, 32):
+            print("moment", torch_xla._XLAC._get_xla_sharding_spec(state["exp_avg"]))
+SpmdFsdp.place_state = told
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
-def losses(folder, *words, **environment):
-    command = [sys.executable, str(ROOT / "train.py"), *SMALL, *words, "trainer.max_steps=4", f"hydra.run.dir={folder}"]
-    command += ["trainer.eval_every=null", "checkpoints.every_epochs=null"]
-    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+
+def losses(folder):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
-def test_four_devices_train_as_one(tmp_path, engine):
-    """Sums over devices are taken in another order: 1e-7 a step, which AdamW amplifies."""
-    expected = losses(tmp_path / "cpu", "data.batch_size=16")
-    words = ["runtime=xla", "runtime.precision=fp32", f"parallel={engine}", "data.batch_size=4"]
-    assert losses(tmp_path / "xla", *words, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="4") == pytest.approx(expected, rel=1e-4)
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cpu") / "run"
+    alone = Ranks(1, folder, *COMMON, f"data.batch_size={IMAGES}", f"trainer.max_steps={STEPS}")
+    assert alone.finish() == [0], alone.said()
+    return losses(folder)
+
+
+def train(folder, engine, devices, steps):
+    words = [*SMALL, *COMMON, "runtime=xla", "runtime.precision=fp32", f"parallel={engine}", "resume=auto"]
+    words += [f"data.batch_size={IMAGES // devices}", f"trainer.max_steps={steps}", f"hydra.run.dir={folder}"]
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", TELL, str(ROOT / "train.py"), *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    return done.stdout
+
+
+def test_four_devices_train_as_one(tmp_path, expected):
+    train(tmp_path, "ddp", 4, steps=3)
+    assert losses(tmp_path) == pytest.approx(expected[:3], rel=1e-4)
+
+
+def test_a_sharded_run_of_four_devices_goes_on_with_two(tmp_path, expected):
+    """What is saved is whole; on the other devices each has its half of the weights and moments again."""
+    train(tmp_path, "fsdp", 4, steps=2)
+    said = train(tmp_path, "fsdp", 2, steps=STEPS)
+    assert f"resumed from {tmp_path}" in said and "moment {devices=[2,1]0,1}" in said
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-4) and len(expected) == STEPS

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 from vitkernels.runtime import Runtime
@@ -48,6 +49,9 @@ class Parallel:
     def accumulating(self, net: nn.Module, last: bool) -> contextlib.AbstractContextManager:
         """Around forward and backward of one of a step's batches: gradients are shared with the last one alone."""
         return contextlib.nullcontext()
+
+    def place_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer's state, as it comes from a checkpoint, the places that its parameters have."""
 
     def full(self, tensor: Tensor) -> Tensor:
         """The whole of a tensor of which each process may hold a part. All processes must call it."""

@@ -7,6 +7,7 @@ this leaves the modules, and so the parameters' names, as they are.
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from vitkernels.errors import UsageError
@@ -66,11 +67,20 @@ class SpmdFsdp(SpmdData):
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
         for parameter in model.parameters():
-            self._place(parameter, int(np.argmax(parameter.shape)) if parameter.dim() else None)
+            self._split_longest(parameter)
         for layer in model.modules():
             if any(True for _ in layer.parameters(recurse=False)):
                 layer.register_forward_hook(lambda layer, inputs, output: self._split_by_images(output))
         return Parallel.wrap(self, model, compiled, mode)
+
+    def place_state(self, optimizer: torch.optim.Optimizer) -> None:
+        for parameter, state in optimizer.state.items():
+            for tensor in state.values():
+                if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
+                    self._split_longest(tensor)
+
+    def _split_longest(self, tensor: Tensor) -> None:
+        self._place(tensor, int(np.argmax(tensor.shape)) if tensor.dim() else None)
 
     def _split_by_images(self, output):
         if not isinstance(output, Tensor):  # a fused layer may put out several
