@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -70,9 +71,10 @@ def test_four_processes_then_two_then_one_train_as_one_would(tmp_path):
     )
 
 
-def test_a_sharded_model_has_the_losses_of_a_whole_one_with_mixup_and_clipping(tmp_path):
+@pytest.mark.parametrize("ops", ["eager", "fused"])
+def test_shared_out_a_model_has_the_losses_of_one_process_with_mixup_and_clipping(tmp_path, ops):
     common = ["data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "trainer.clip_grad=0.5", "trainer.max_steps=4"]
-    common += ["trainer.eval_every=null"]
+    common += ["trainer.eval_every=null", f"ops={ops}"]
     folders = [tmp_path / engine for engine in ("none", "ddp", "fsdp")]
     for folder in folders:
         world = 1 if folder.name == "none" else 2
@@ -229,6 +231,37 @@ def test_torchrun_starts_a_preempted_and_a_killed_run_again(tmp_path):
     assert "stopped by SIGTERM at step" in said and said.count("resumed from") == 2, said
     assert alone.finish() == [0], alone.said()
     assert metrics(folder)[0] == pytest.approx(metrics(tmp_path / "alone")[0], rel=1e-4)  # 60 steps of rounding
+
+
+def train_under_kills(folder: Path, kills: int, seed: int, *words: str) -> list[str]:
+    """Two processes, of which one or both are killed `kills` times, each time a few steps on; then the run to its end.
+
+    What was done, for messages.
+    """
+    chance, done = random.Random(seed), []
+    for _ in range(kills):
+        ranks = Ranks(2, folder, *words, "data.batch_size=8", "parallel.lost_after=4")
+        step = steps(folder) + chance.randint(1, 8)
+        while steps(folder) < step and any(p.is_alive() for p in ranks.processes):
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.1))  # anywhere in a step, a checkpoint or the log
+        number, victims = chance.choice([signal.SIGTERM, signal.SIGKILL]), chance.choice([(0,), (1,), (0, 1)])
+        for rank in victims:
+            os.kill(ranks.processes[rank].pid, number)
+        done.append(f"{number.name} to {victims} at {steps(folder)} steps: exit codes {ranks.finish()}")
+    ranks = Ranks(2, folder, *words, "data.batch_size=8")
+    assert ranks.finish() == [0, 0], f"{done}\n{ranks.said()}"
+    return done
+
+
+def test_a_run_killed_at_random_points_ends_with_the_losses_of_one_that_was_not(tmp_path):
+    words = ["trainer.max_steps=60", "trainer.eval_every=null", "checkpoints.every_steps=3", "resume=auto"]
+    done = train_under_kills(tmp_path / "run", 3, 2, *words)
+    assert sum("exit codes [0, 0]" in one for one in done) == 0, f"the run ended before it was killed: {done}"
+    alone = Ranks(1, tmp_path / "alone", *words, "data.batch_size=16")
+    assert alone.finish() == [0], alone.said()
+    losses, expected = metrics(tmp_path / "run")[0], metrics(tmp_path / "alone")[0]
+    assert losses == pytest.approx(expected, rel=1e-4) and len(losses) == 60, done  # 60 steps of rounding
 
 
 def test_a_folder_of_another_run_is_refused_by_all(tmp_path):

@@ -51,6 +51,8 @@ def train(folder, engine, devices, steps):
     words = [*SMALL, *COMMON, "runtime=xla", "runtime.precision=fp32", f"parallel={engine}", "resume=auto"]
     words += [f"data.batch_size={IMAGES // devices}", f"trainer.max_steps={steps}", f"hydra.run.dir={folder}"]
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
+    # LLVM's costly passes make each graph take 12 s to compile instead of 2, and then run in no time either way.
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-c", TELL, str(ROOT / "train.py"), *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
