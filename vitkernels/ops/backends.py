@@ -88,6 +88,8 @@ _EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the
 @torch.compiler.assume_constant_result
 def _missing(module: str) -> str | None:
     """The package that this backend's module wants in vain, and what brings it."""
+    if module in sys.modules:  # an import that does nothing takes longer than a short kernel
+        return None
     try:
         import_module(module)
     except ModuleNotFoundError as error:
@@ -102,7 +104,8 @@ def _missing(module: str) -> str | None:
 
 @torch.compiler.assume_constant_result  # torch.compile cannot trace an import, and need not
 def _import(module: str) -> None:
-    import_module(module)
+    if module not in sys.modules:
+        import_module(module)
 
 
 def backends_of(op: Callable) -> Backends:

@@ -87,7 +87,7 @@ def _k_last(x_RK: Tensor) -> Tensor:
     pitch = -(-K // _COPY_BYTES) * _COPY_BYTES
     spaced = R == 1 or (row >= K and row % _COPY_BYTES == 0)
     if (step == 1 or K == 1) and spaced and x_RK.data_ptr() % _COPY_BYTES == 0:
-        return x_RK.as_strided((R, K), (pitch if R == 1 else row, 1))
+        return x_RK if R > 1 and step == 1 else x_RK.as_strided((R, K), (pitch if R == 1 else row, 1))
     out_RK = x_RK.new_empty(R, pitch)[:, :K]
     triton_call(
         x_RK.view(torch.int8), out_RK.view(torch.int8), row, step, out_RK.stride(0), R, K,
