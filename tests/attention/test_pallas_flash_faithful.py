@@ -153,13 +153,14 @@ def test_no_less_exact_than_jax_s_flash():
         assert error[0] <= 1.5 * error[1] and error[1] < TOLERANCE
 
 
-def test_agrees_with_torch_xla_s_flash_where_that_is_right():
-    """Its kernel is JAX's in blocks of its own, cut to the length; 256 tokens without a bias are right there."""
+@pytest.mark.parametrize("N", [256, 1024])
+def test_agrees_with_torch_xla_s_flash_where_that_is_right(N):
+    """Its kernel is JAX's in blocks of its own, cut to the length; these lengths are right there without a bias."""
     pytest.importorskip("torch_xla")
     from torch_xla.experimental.custom_kernel import FlashAttention
 
-    arrays = inputs(1, 1, 256, 64)
-    sizes = {name: min(size, 256) for name, size in FlashAttention.DEFAULT_BLOCK_SIZES.items()}
+    arrays = inputs(1, 1, N, 64)
+    sizes = {name: min(size, N) for name, size in FlashAttention.DEFAULT_BLOCK_SIZES.items()}
     sizes["block_b"] = 1
     theirs = jax_flash(sizes, *arrays)
     close(ours(*arrays), theirs, 2 * TOLERANCE)  # each is off by up to TOLERANCE

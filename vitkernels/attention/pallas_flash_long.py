@@ -80,6 +80,15 @@ class _Grid:
         """One number for each query: of (B, groups, heads of a group, N)."""
         return pl.BlockSpec((1, 1, self.blocks.heads, self.blocks.queries), self.at(lambda b, g, i, j: (b, g, 0, i)))
 
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """The shape of what the backward pass needs of each query: in bfloat16 its log-sum-exp.
+
+        In float32 that would be rounded by 5e-7, and every probability with it; so its maximum and 1 / Σ are apart.
+        """
+        problem = self.problem
+        return problem.batch, self.groups, 2 if problem.dtype == "float32" else 1, self.blocks.heads, problem.q_tokens
+
     def extras(self, arrays) -> list[pl.BlockSpec]:
         """Blocks of the extras that are there, in the transposed form."""
         keys, queries, heads = self.blocks.keys, self.blocks.queries, self.blocks.heads
@@ -153,7 +162,7 @@ def _call(kernel, grid: _Grid, in_specs, out_specs, out_shape, scratch_shapes, n
 def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     problem, blocks = grid.problem, grid.blocks
     step = grid.program()
-    *inputs, o_ref, lse_ref, top_ref, sum_ref, o_DN_ref = refs
+    *inputs, o_ref, saved_ref, top_ref, sum_ref, o_DN_ref = refs
     extras = _extras(inputs[3:], present)
     read_q, read_k, read_v = _inputs(grid, step, *inputs[:3])
     places = windows(blocks.heads, problem.head_dim)
@@ -186,7 +195,11 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
             tiles.add(o_DN_ref[h] * safe_reciprocal(sum_ref[h], problem.may_lose_rows), h == blocks.heads - 1)
             # A query without keys: its probabilities are 0 whatever this is, if it is finite.
             total = jnp.where(sum_ref[h] > 0, sum_ref[h], 1.0) if problem.may_lose_rows else sum_ref[h]
-            lse_ref[0, 0, h : h + 1, :] = top_ref[h] + jnp.log2(total)
+            if saved_ref.shape[2] == 2:
+                saved_ref[0, 0, 0, h : h + 1, :] = top_ref[h]
+                saved_ref[0, 0, 1, h : h + 1, :] = 1 / total
+            else:
+                saved_ref[0, 0, 0, h : h + 1, :] = top_ref[h] + jnp.log2(total)
 
 
 def _store(ref, lane, value):
@@ -194,7 +207,8 @@ def _store(ref, lane, value):
 
 
 def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
-    """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E), and log2 Σ exp2 of the scores, (B, G, H / G, N)."""
+    """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E), and what the backward pass needs:
+    log2 Σ exp2 of the scores (B, G, 1, H / G, N); in float32 their maximum and 1 / Σ (B, G, 2, H / G, N)."""
     grid = _Grid(problem, cut, len(arrays) == 1, "bgij")
     extras = extra_arrays(problem, bias, mask, ids, transposed=True)
     heads, queries = grid.blocks.heads, grid.blocks.queries
@@ -203,10 +217,13 @@ def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
         partial(_forward_kernel, grid=grid, present=tuple(x is not None for x in extras)),
         grid,
         in_specs=[*grid.inputs(), *grid.extras(extras)],
-        out_specs=[grid.rows("i"), grid.statistics()],
+        out_specs=[
+            grid.rows("i"),
+            pl.BlockSpec((1, 1, *grid.saved[2:4], queries), grid.at(lambda b, g, i, j: (b, g, 0, 0, i))),
+        ],
         out_shape=[
             shape((problem.batch, problem.q_tokens, problem.width), arrays[0].dtype),
-            shape((problem.batch, grid.groups, heads, problem.q_tokens), f32),
+            shape(grid.saved, f32),
         ],
         scratch_shapes=[
             pltpu.VMEM((heads, 1, queries), f32),
@@ -346,15 +363,19 @@ def _bias_gradient(problem: Problem, cut: Blocks, operands: tuple, extras: list,
     return jnp.swapaxes(dbias if h > 1 else jnp.sum(dbias, axis=1, keepdims=True), -1, -2)
 
 
-def backward(problem: Problem, cut: Blocks, arrays: tuple, o_BNE, lse, do_BNE, bias, mask, ids, bias_gradient: bool):
+def backward(problem: Problem, cut: Blocks, arrays: tuple, o_BNE, saved, do_BNE, bias, mask, ids, bias_gradient: bool):
     """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
     packed = len(arrays) == 1
     grid = _Grid(problem, cut, packed, "bgji")
     B, N, M, D, heads = problem.batch, problem.q_tokens, problem.kv_tokens, problem.head_dim, grid.blocks.heads
     extras = extra_arrays(problem, bias, mask, ids, transposed=True)
-    delta_BNH = jnp.sum((o_BNE.astype(f32) * do_BNE.astype(f32)).reshape(B, N, problem.heads, D), axis=-1)
     # The forward pass may have grouped its heads in another way.
-    lse, delta = (x.reshape(B, grid.groups, heads, N) for x in (lse, delta_BNH.transpose(0, 2, 1)))
+    lse, *factor = (saved[:, :, n].reshape(B, grid.groups, heads, N) for n in range(grid.saved[2]))
+    if factor:  # of the probabilities, and so of do
+        per_head = factor[0].reshape(B, problem.heads, N, 1).transpose(0, 2, 1, 3)
+        do_BNE = (do_BNE.reshape(B, N, problem.heads, D) * per_head).reshape(do_BNE.shape)
+    delta_BNH = jnp.sum((o_BNE.astype(f32) * do_BNE.astype(f32)).reshape(B, N, problem.heads, D), axis=-1)
+    delta = delta_BNH.transpose(0, 2, 1).reshape(lse.shape)
     operands = (*_three(arrays), lse, delta, do_BNE, *[x for x in extras if x is not None])
     padded = grid.n_queries * grid.blocks.queries
     window = max(w.size for w in windows(heads, D))

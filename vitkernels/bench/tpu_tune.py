@@ -147,7 +147,7 @@ def build(form: str, which: str, blocks: dict, batch: int, heads: int, tokens: i
     qkv, out = (shape((batch, tokens, n * of.width), "bfloat16") for n in (3, 1))
     if which == "forward":
         return (lambda qkv: kernels.forward(of, cut, (qkv,), *none)), [qkv], True
-    saved = [out, shape((batch, heads // cut.heads, cut.heads, tokens), "float32")] if form == "long" else []
+    saved = [out, shape((batch, heads // cut.heads, 1, cut.heads, tokens), "float32")] if form == "long" else []
 
     def backward(qkv, *arrays):
         return kernels.backward(of, cut, (qkv,), *arrays, *none, False)[0]
