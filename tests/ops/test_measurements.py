@@ -130,6 +130,7 @@ def test_a_wrong_backend_is_not_measured(monkeypatch):
         "reference": 2.0,
         "passes": 2.0,
         "triton": "wrong: differs from the reference by 1.0e+00",
+        "pallas_hopper": 2.0,
     }
 
 
