@@ -6,6 +6,7 @@ The conformance suite runs them too, where there is a Hopper GPU.
 import dataclasses
 import importlib
 import math
+import os
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from torch.nn import functional as F
 from vitkernels import attention
 from vitkernels.attention import Problem
 
+# A kernel's warpgroups wait for each other in the interpreter's threads; with as many of XLA's as there are cores, a
+# machine of two would wait for ever. Read when JAX first looks for the CPU.
+os.environ.setdefault("NPROC", "8")
 jax = pytest.importorskip("jax")
 
 needs_new_jax = pytest.mark.skipif(
@@ -80,13 +84,42 @@ def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, loader):
 
 
 @needs_new_jax
-@pytest.mark.parametrize("N, D", [(197, 64), (577, 88), (4096, 128), (1024, 40)])
+def test_short_backward_interpreted():
+    """Two heads, one after the other, in one thread block; every room is used again."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash_hopper_short import ShortBackward
+
+    class OneBlock(ShortBackward):
+        blocks = 1
+
+    H, N, M, D = 2, 130, 140, 64
+    q, k, v, do = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M, N))
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT * 0.1
+    out = (scores.softmax(-1) @ leaves[2]).transpose(1, 2)
+    exact = torch.autograd.grad(out, leaves, do.double())
+    lse = torch.zeros(1, H, 256)
+    lse[:, :, :N] = scores.logsumexp(-1) / math.log(2)
+
+    array = lambda x: jnp.asarray(x.detach().float().numpy(), "bfloat16")  # noqa: E731
+    backward = OneBlock(1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), None, True)
+    found = backward(*map(array, (q, k, v, out, do)), jnp.asarray(lse.detach().numpy()))
+    for name, x, y in zip(("dq", "dk", "dv"), found, exact, strict=True):
+        assert error(torch.tensor(x.astype("float32").tolist()).transpose(1, 2), y) < TOLERANCE[torch.bfloat16], name
+
+
+@needs_new_jax
+@pytest.mark.parametrize("N, D", [(197, 64), (256, 40), (577, 88), (4096, 128), (1024, 40)])
 def test_lowers_for_the_gpu(N, D):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
-    from vitkernels.attention.pallas_flash_hopper import Call
+    from vitkernels.attention.pallas_flash_hopper import Call, takes_short_backward
 
     call = Call(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
-    for kernel in (call.forward, call.dq, call.dkdv):
+    kernels = [call.forward, call.dq, call.dkdv]
+    if takes_short_backward(N, N, D, False):
+        kernels.append(call.short_backward)
+    for kernel in kernels:
         assert kernel.module.startswith(b"ML")  # MLIR bytecode
 
 

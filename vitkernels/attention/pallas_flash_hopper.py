@@ -15,7 +15,14 @@ from torch.library import register_autograd, register_fake
 from vitkernels.attention.pallas_flash_hopper_backward import Backward
 from vitkernels.attention.pallas_flash_hopper_forward import Forward
 from vitkernels.attention.pallas_flash_hopper_parts import Problem, padded
-from vitkernels.attention.pallas_flash_hopper_schedule import Schedule, dkdv_schedule, dq_schedule, forward_schedule
+from vitkernels.attention.pallas_flash_hopper_schedule import (
+    Schedule,
+    dkdv_schedule,
+    dq_schedule,
+    forward_schedule,
+    takes_short_backward,
+)
+from vitkernels.attention.pallas_flash_hopper_short import ShortBackward
 from vitkernels.bridge.mosaic_gpu import Kernel
 from vitkernels.bridge.operator import operator
 
@@ -35,7 +42,7 @@ class Call:
     packed: bool  # q, k and v, and their gradients, are one array of 3 H heads
     device: torch.device
 
-    def _problem(self, kind: type, schedule: Schedule) -> Problem:
+    def _problem(self, kind: type, schedule: Schedule | None) -> Problem:
         return kind(
             batch=self.batch,
             heads=self.heads,
@@ -57,6 +64,13 @@ class Call:
         return Kernel(problem, _inputs(problem))
 
     @cached_property
+    def short_backward(self) -> Kernel:
+        """(q, k, v, out, do, lse, dq, dk, dv)"""
+        problem = self._problem(ShortBackward, None)
+        do = problem.rows(self.queries, self.heads)
+        return Kernel(problem, (*_inputs(problem), do, do, problem.vector()))
+
+    @cached_property
     def dq(self) -> Kernel:
         """(q, k, v, out, do, lse, dq, delta)"""
         problem = self._problem(Backward, dq_schedule(self.keys, self.head_dim))
@@ -74,6 +88,10 @@ class Call:
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
 
     def run_backward(self, q, k, v, out, lse, do, dq, dk, dv) -> None:
+        if takes_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
+            with torch.cuda.device(self.device):
+                self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
+            return
         delta = self.vector()
         with torch.cuda.device(self.device):
             self.dq(q, k, v, out, do, lse, dq, delta)

@@ -20,6 +20,7 @@ from vitkernels.attention.pallas_flash_hopper_parts import (
     along_columns,
     along_rows,
     at,
+    row_sums,
     slot_of,
 )
 
@@ -75,7 +76,7 @@ class Backward(parts.Problem):
             plgpu.barrier_wait(do_arrived)
             q, do, out = (at(scratch[name], warpgroup) for name in ("q_smem", "do_smem", "out_smem"))
             lse = plgpu.load(lse_smem, layout=BY_ROW)
-            delta = sum(_row_sums(x, y) for x, y in zip(do, out, strict=True))
+            delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
             plgpu.barrier_wait(q_arrived)
             carry = parts.zeros(ROWS, q)
 
@@ -188,8 +189,3 @@ class Backward(parts.Problem):
         if self.schedule.loader:
             plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return sums[: len(dk)], sums[len(dk) :]
-
-
-def _row_sums(x_part, y_part):
-    x, y = (plgpu.load(part, layout=plgpu.Layout.WGMMA).astype(jnp.float32) for part in (x_part, y_part))
-    return (x * y).sum(axis=1)

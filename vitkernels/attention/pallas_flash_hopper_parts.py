@@ -44,7 +44,7 @@ class Problem:
     is_causal: bool
     all_heads: int
     first_heads: tuple[int, int, int]
-    schedule: Schedule
+    schedule: Schedule | None  # None: the kernel knows only one
     interpret: bool = False
 
     @property
@@ -79,13 +79,18 @@ class Problem:
 
     def kernel(self, body, own_rows: int, out_type: tuple, scratch: dict):
         """`body` as a kernel: a thread block per batch entry, head and `warpgroups` times 64 of `own_rows`."""
+        tiles = pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)
+        grid = {"batch": self.batch, "head": self.heads, "tile": tiles}
+        return self.launch(body, grid, self.schedule.warpgroups + self.schedule.loader, out_type, scratch)
+
+    def launch(self, body, grid: dict[str, int], warpgroups: int, out_type: tuple, scratch: dict):
         return plgpu.kernel(
             body,
             out_type=out_type,
             scratch_types=scratch,
-            grid=(self.batch, self.heads, pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)),
-            grid_names=("batch", "head", "tile"),
-            num_threads=self.schedule.warpgroups + self.schedule.loader,
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=warpgroups,
             thread_name="warpgroup",
             # Lane: there a kernel may say itself how a tile lies in memory (see _untiled).
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -155,7 +160,7 @@ def _columns(array_ref, where: tuple, first_row, rows: int, head, parts: tuple):
 
 def _unchecked(start):
     """A start that JAX cannot see to reach beyond the array; the TMA unit knows what to do there."""
-    return start + 0 * lax.axis_index("batch")
+    return start + 0 * lax.axis_index("warpgroup")
 
 
 def load_rows(array_ref, batch, first_row, head, parts: tuple, index, barrier, interpret: bool) -> None:
@@ -188,6 +193,12 @@ def along_rows(x: jax.Array, shape) -> jax.Array:
 
 def along_columns(x: jax.Array, shape) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
+
+
+def row_sums(x_part, y_part) -> jax.Array:
+    """rowsum(x y), in float32, of two tiles in shared memory."""
+    x, y = (plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in (x_part, y_part))
+    return (x * y).sum(axis=1)
 
 
 def position(shape, axis: int) -> jax.Array:

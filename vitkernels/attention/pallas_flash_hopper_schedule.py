@@ -48,6 +48,14 @@ def forward_schedule(keys: int, head_dim: int) -> Schedule:
     )
 
 
+def takes_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
+    """Whether one kernel for dq, dk and dv does it: where a whole head fits into shared memory, in rows of 128 bytes.
+
+    A causal call's masks would not fit into its registers.
+    """
+    return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_causal
+
+
 def dq_schedule(keys: int, head_dim: int) -> Schedule:
     if head_dim > 64:
         return _resident(64, 2, keys, head_dim, kept=3) or Schedule(64, 2, 2, loader=True)
