@@ -25,7 +25,7 @@ D = 64
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
 
 # Of JAX's error, in norms over thousands of elements. In bfloat16 both round p, ds and the results to 8 bits and little
-# else counts: 2 % for the luck of the sample. In float32 the order in which the CPU sums a product decides: with jax 0.7
+# else counts: 2 % for the luck of the sample. In float32 the order in which a CPU sums decides: with jax 0.7
 # and 0.11 outputs had 0.56 to 1.05, dq 0.59 to 1.14, dk and dv 1.03 to 1.87 (most at 4096 tokens). (On a TPU JAX's
 # float32 products are single bfloat16 passes and ours are not; no interpreter shows that.)
 MOST = {"bfloat16": 1.02, "float32": 2.0}
