@@ -62,6 +62,7 @@ def test_the_same_kernel_is_recognised_whatever_its_names():
     ("operation", "part"),
     [
         (Operation("a", "tpu_custom_call", "pallas_call", 1), "Pallas kernels"),
+        (Operation("name.3", "tpu_custom_call", "", 1), "attention kernel of XLA's own"),
         (Operation("a", "copy", "aten__mm", 1), "copies"),
         (Operation("a", "fusion", "aten__addcmul", 1, file="/site/torch/optim/adam.py"), "optimizer"),
         (Operation("a", "fusion", "aten___softmax_backward_data", 1), "attention in XLA"),

@@ -1,5 +1,6 @@
 """The report on a whole training step: what each kernel costs, what dominates, and whether it fits. All estimates."""
 
+import re
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from vitkernels.bench.tpu_program import Operation, Program
 from vitkernels.bench.tpu_report import summary
 
 _COPIES = ("copy", "copy-done", "slice-done", "slice", "transpose", "reshape", "concatenate", "bitcast-convert")
+# libtpu puts a flash attention of its own, which it calls so, in place of a plain softmax(q kᵀ) v.
+_XLA_FLASH = re.compile(r"name(\.\d+)?")
 
 
 def estimate(overrides: list[str], chip: Chip, timeout: float = 3600) -> Program:
@@ -23,7 +26,7 @@ def part(operation: Operation) -> str:
     """Which part of the step an operation belongs to. XLA's fusions are named after the operation at their root."""
     torch_op = operation.source.split("/")[0].split(".")[0]
     if operation.kind == "tpu_custom_call":
-        return "Pallas kernels"
+        return "attention kernel of XLA's own" if _XLA_FLASH.fullmatch(operation.name) else "Pallas kernels"
     if operation.kind in _COPIES:
         return "copies"
     if "/torch/optim/" in operation.file or "/clip_grad" in operation.file:
