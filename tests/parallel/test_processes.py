@@ -75,6 +75,8 @@ def test_four_processes_then_two_then_one_train_as_one_would(tmp_path):
 def test_shared_out_a_model_has_the_losses_of_one_process_with_mixup_and_clipping(tmp_path, ops):
     common = ["data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}", "trainer.clip_grad=0.5", "trainer.max_steps=4"]
     common += ["trainer.eval_every=null", f"ops={ops}"]
+    if ops == "fused":  # Triton's interpreter takes seconds for a layer
+        common += ["++model.kwargs.depth=1", "trainer.max_steps=2"]
     folders = [tmp_path / engine for engine in ("none", "ddp", "fsdp")]
     for folder in folders:
         world = 1 if folder.name == "none" else 2
@@ -207,7 +209,7 @@ def ranks_of(torchrun: subprocess.Popen) -> dict[int, int]:
 
 def test_torchrun_starts_a_preempted_and_a_killed_run_again(tmp_path):
     """SIGTERM to one rank, then SIGKILL to another: after two restarts the losses are those of a run on one process."""
-    common = ["trainer.max_steps=60", "trainer.eval_every=null", "checkpoints.every_steps=5", "resume=auto"]
+    common = ["trainer.max_steps=30", "trainer.eval_every=null", "checkpoints.every_steps=5", "resume=auto"]
     alone = Ranks(1, tmp_path / "alone", *common, "data.batch_size=16")
     folder = tmp_path / "run"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
@@ -218,7 +220,7 @@ def test_torchrun_starts_a_preempted_and_a_killed_run_again(tmp_path):
             [*torchrun, str(ROOT / "train.py"), *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         )
     try:
-        for number, rank, step in ((signal.SIGTERM, 1, 8), (signal.SIGKILL, 0, 30)):
+        for number, rank, step in ((signal.SIGTERM, 1, 6), (signal.SIGKILL, 0, 16)):
             deadline = time.monotonic() + 200
             while steps(folder) < step:
                 assert run.poll() is None and time.monotonic() < deadline, log.read_text()
@@ -230,7 +232,7 @@ def test_torchrun_starts_a_preempted_and_a_killed_run_again(tmp_path):
     said = log.read_text()
     assert "stopped by SIGTERM at step" in said and said.count("resumed from") == 2, said
     assert alone.finish() == [0], alone.said()
-    assert metrics(folder)[0] == pytest.approx(metrics(tmp_path / "alone")[0], rel=1e-4)  # 60 steps of rounding
+    assert metrics(folder)[0] == pytest.approx(metrics(tmp_path / "alone")[0], rel=1e-4)  # 30 steps of rounding
 
 
 def train_under_kills(folder: Path, kills: int, seed: int, *words: str) -> list[str]:
