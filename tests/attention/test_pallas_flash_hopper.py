@@ -113,11 +113,11 @@ def test_short_backward_interpreted():
 @pytest.mark.parametrize("N, D", [(197, 64), (256, 40), (577, 88), (4096, 128), (1024, 40)])
 def test_lowers_for_the_gpu(N, D):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
-    from vitkernels.attention.pallas_flash_hopper import Call, takes_short_backward
+    from vitkernels.attention.pallas_flash_hopper import Call, fits_short_backward
 
     call = Call(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
     kernels = [call.forward, call.dq, call.dkdv]
-    if takes_short_backward(N, N, D, False):
+    if fits_short_backward(N, N, D, False):
         kernels.append(call.short_backward)
     for kernel in kernels:
         assert kernel.module.startswith(b"ML")  # MLIR bytecode
@@ -177,6 +177,26 @@ def test_cross_lengths(N, M, is_causal, dtype):
     exact = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=0.1)
     for x, y in zip((out, *grads), (exact, *torch.autograd.grad(exact, leaves, do.double())), strict=True):
         assert error(x, y) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "N, M, D", [(256, 256, 64), (197, 197, 64), (1, 1, 64), (129, 129, 40), (50, 70, 48), (129, 17, 64)]
+)
+def test_short_backward(N, M, D, dtype, monkeypatch):
+    from vitkernels.attention import pallas_flash_hopper
+
+    monkeypatch.setattr(pallas_flash_hopper, "SHORT_BACKWARD", True)
+    q, k, v = (torch.randn(3, 50, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
+    out = attention.get("pallas_flash")(q, k, v, scale=0.1)
+    do = torch.randn_like(out)
+    grads, again = (torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for _ in range(2))
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*leaves, scale=0.1)
+    for x, y, z in zip(grads, again, torch.autograd.grad(exact, leaves, do.double()), strict=True):
+        assert torch.equal(x, y)
+        assert error(x, z) < TOLERANCE[dtype] if z.norm() > 1e-6 else x.norm() < 1e-3
 
 
 @gpu

@@ -16,11 +16,12 @@ from vitkernels.attention.pallas_flash_hopper_backward import Backward
 from vitkernels.attention.pallas_flash_hopper_forward import Forward
 from vitkernels.attention.pallas_flash_hopper_parts import Problem, padded
 from vitkernels.attention.pallas_flash_hopper_schedule import (
+    SHORT_BACKWARD,
     Schedule,
     dkdv_schedule,
     dq_schedule,
+    fits_short_backward,
     forward_schedule,
-    takes_short_backward,
 )
 from vitkernels.attention.pallas_flash_hopper_short import ShortBackward
 from vitkernels.bridge.mosaic_gpu import Kernel
@@ -88,7 +89,7 @@ class Call:
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
 
     def run_backward(self, q, k, v, out, lse, do, dq, dk, dv) -> None:
-        if takes_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
+        if SHORT_BACKWARD and fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
             with torch.cuda.device(self.device):
                 self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
             return
