@@ -48,7 +48,7 @@ def forward_schedule(keys: int, head_dim: int) -> Schedule:
     )
 
 
-# One kernel for dq, dk and dv is faster than two, but in its present form it was only interpreted and compiled. To be set
+# One kernel for dq, dk and dv is faster than two, but in its present form was only interpreted and compiled. To be set
 # once test_short_backward has passed on a Hopper GPU (notes/pallas_flash_hopper.md).
 SHORT_BACKWARD = False
 
