@@ -25,10 +25,11 @@ D = 64
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
 
 # Of JAX's error, in norms over thousands of elements. In bfloat16 both round p, ds and the results to 8 bits and little
-# else counts: 2 % for the luck of the sample. In float32 the order in which a CPU sums decides: with jax 0.7
-# and 0.11 outputs had 0.56 to 1.05, dq 0.59 to 1.14, dk and dv 1.03 to 1.87 (most at 4096 tokens). (On a TPU JAX's
-# float32 products are single bfloat16 passes and ours are not; no interpreter shows that.)
-MOST = {"bfloat16": 1.02, "float32": 2.0}
+# else counts: 2 % for the luck of the sample, in each of the four results. In float32 it is the CPU's products that
+# err: the same 1024 x 1024 by 1024 x 64 by 5.7e-7, or by 2.9e-7 with the left side transposed. JAX's kernel has that
+# luck in dk and dv, ours in the output and dq, so the worst of the four is compared: 0.98 to 1.19 of JAX's with jax 0.7
+# and 0.11. (On a TPU JAX's float32 products are single bfloat16 passes and ours are not; no interpreter shows that.)
+MOST = {"bfloat16": 1.02, "float32": 1.25}
 
 
 def pallas_flash(q, k, v, do):
@@ -58,6 +59,12 @@ def inputs_and_results(N):
     return (q, k, v, do), (p @ v, ds @ k, ds.swapaxes(-1, -2) @ q, p.swapaxes(-1, -2) @ do)
 
 
+def relative_error(x, exact):
+    """Absolute where the exact result is nothing: a single token has no dq and no dk."""
+    size = np.linalg.norm(exact)
+    return np.linalg.norm(x - exact) / (size if size > 1e-6 else 1.0)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("N", LENGTHS)
 def test_no_less_exact_than_jax_s_flash(N, dtype):
@@ -67,7 +74,8 @@ def test_no_less_exact_than_jax_s_flash(N, dtype):
     for attend in (pallas_flash, jax_flash):
         run = jax.jit(jaxpr_as_fun(interpreted(jax.make_jaxpr(attend)(*arrays))), compiler_options=QUICK)
         results = [np.asarray(x, np.float64).reshape(1, 1, N, D) for x in run(*arrays)]
-        found.append([np.linalg.norm(x - y) for x, y in zip(results, wanted, strict=True)])
-    for name, ours, theirs, of in zip(("o", "dq", "dk", "dv"), *found, wanted, strict=True):
-        # Of a single token dq and dk are nothing but rounding: 1e-6 of the inputs, which are about 1, is none of it.
-        assert ours <= MOST[dtype] * theirs + 1e-9 * np.linalg.norm(of) + (1e-6 if N == 1 else 0), (name, ours, theirs)
+        found.append([relative_error(x, y) for x, y in zip(results, wanted, strict=True)])
+    if dtype == "float32":
+        found = [[max(errors)] for errors in found]
+    for ours, theirs in zip(*found, strict=True):
+        assert ours <= MOST[dtype] * theirs + (1e-6 if N == 1 else 1e-9), found
