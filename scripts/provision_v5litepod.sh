@@ -423,10 +423,18 @@ setup() {
 
 fetcher=''
 
+outlived() { # SECONDS: waits so long, or fails when this script is gone, which what it started in the background is not
+  local left=$1
+  for (( ; left > 0; left -= 5)); do
+    sleep $((left < 5 ? left : 5))
+    kill -0 $$ || return $?
+  done
+}
+
 fetch_regularly() { # the node's disk goes with the node
   local pause
   pause=$(seconds "${setting[fetch_every]}")
-  while sleep "$pause"; do
+  while outlived "$pause"; do
     fetch || true
   done
 }
@@ -522,12 +530,7 @@ delete() {
 alarm='' trained=false
 
 ring_after() { # SECONDS: SIGALRM to this script, if it is still there
-  local left=$1
-  for (( ; left > 0; left -= 5)); do
-    sleep $((left < 5 ? left : 5))
-    kill -0 $$ || return $?
-  done
-  kill -ALRM $$
+  outlived "$1" && kill -ALRM $$
 }
 
 end_of_run() {

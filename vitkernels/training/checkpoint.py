@@ -125,7 +125,7 @@ class Checkpoints:
         paths, best = self.paths(), self.folder / BEST
         for old in paths[paths.index(newest) :][self.keep :]:
             if not (best.is_symlink() and os.readlink(best) == old.name):
-                shutil.rmtree(old)
+                _remove(old)
 
 
 class _Writer(StorageWriter):
@@ -177,7 +177,7 @@ class _Writer(StorageWriter):
         _write_synced(self.folder / "state.json", lambda file: file.write(text.encode()))
         _sync_folder(self.folder)
         if self.path.exists():  # of an earlier attempt, which was not whole or went another way
-            shutil.rmtree(self.path)
+            _remove(self.path)
         os.rename(self.folder, self.path)
         _sync_folder(self.path.parent)
         self.prune(self.path)
@@ -256,6 +256,13 @@ def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
+
+
+def _remove(path: Path) -> None:
+    """Under another name, so that one that is killed meanwhile leaves no checkpoint that is not whole."""
+    going = path.with_name(f"{path.name}.old.tmp")  # what is left of it goes when the next one is written
+    os.rename(path, going)
+    shutil.rmtree(going)
 
 
 def _write_synced(path: Path, write) -> None:
