@@ -44,12 +44,13 @@ $(VENV)/uv/bin/uv:
 	@if command -v uv >/dev/null; then mkdir -p $(@D) && ln -sf "$$(command -v uv)" $@; \
 	 else $(PYTHON) -m venv $(VENV)/uv && $(VENV)/uv/bin/pip install --quiet uv; fi
 
-# The oldest and newest Python that every locked wheel exists for.
+# The oldest and newest Python that every locked wheel exists for. Compiled here: where Python may write no bytecode
+# (PYTHONDONTWRITEBYTECODE, a read-only environment) each start of train.py would compile for 10 s.
 $(VENV)/.ready: $(LOCK) pyproject.toml $(VENV)/uv/bin/uv
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(None if (3, 11) <= v <= (3, 13) else \
 	  "vitkernels needs Python 3.11 to 3.13, and %s is %d.%d: make setup PYTHON=python3.12" % (sys.executable, *v))'
 	$(VENV)/uv/bin/uv venv --quiet --allow-existing --python "$$(command -v $(PYTHON))" $(VENV)
-	$(VENV)/uv/bin/uv pip sync --quiet --python $(BIN)/python --require-hashes $(LOCK)
+	$(VENV)/uv/bin/uv pip sync --quiet --compile-bytecode --python $(BIN)/python --require-hashes $(LOCK)
 	$(VENV)/uv/bin/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $@
 
