@@ -13,7 +13,7 @@ import torch
 
 from vitkernels.attention.contract import AttentionBackend
 from vitkernels.attention.contract import Problem as Call
-from vitkernels.bridge import lazy_target
+from vitkernels.bridge import hopper, lazy_target
 from vitkernels.errors import UsageError
 
 # Here and not at the first call, because torch.compile would trace an import.
@@ -30,35 +30,14 @@ _DTYPES = (torch.bfloat16, torch.float32)
 _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def _why_no_hopper() -> str | None:
-    """Why the CUDA kernels cannot run on this machine and what would mend it; None when they can."""
-    if _unavailable is not None or not torch.cuda.is_available():
-        return _unavailable or "torch sees no CUDA device"
-    import jax
-
-    from vitkernels.bridge import jax_compat
-
-    if jax.__version_info__ < (0, 11):
-        return f"its kernels for NVIDIA need jax 0.11 or newer, this is {jax.__version__}: pip install 'jax[cuda13]'"
-    if not jax_compat.has_cuda_plugin():
-        return "its kernels for NVIDIA are compiled by JAX's CUDA plugin: pip install 'jax[cuda13]'"
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return (
-            "its kernels for NVIDIA multiply with wgmma, which Hopper alone has (compute capability 9.0); "
-            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}: use triton_flash or sdpa"
-        )
-    return None
-
-
-_no_hopper = _why_no_hopper()
+_no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention import pallas_flash_hopper
 
 
 def _unsupported_on_hopper(problem: Call) -> str | None:
     if _no_hopper is not None:
-        return _no_hopper
+        return f"{_no_hopper}; use triton_flash or sdpa"
     if problem.dtype not in _HOPPER_DTYPES:
         return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:

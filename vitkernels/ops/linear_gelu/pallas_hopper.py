@@ -3,37 +3,14 @@
 import torch
 from torch import Tensor
 
+from vitkernels.bridge import hopper
 from vitkernels.ops.linear_gelu.operators import linear_gelu
 
 DTYPES = (torch.bfloat16, torch.float16)
 _INSTEAD = "Use backend='passes'"
 
 
-def _unavailable() -> str | None:
-    """Why its kernels cannot run on this machine, and what would mend it; None when they can."""
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    try:
-        from vitkernels.bridge import jax_compat
-    except ImportError as error:
-        return str(error)
-    import jax
-
-    if jax.__version_info__ < (0, 11) or not jax_compat.has_cuda_plugin():
-        return (
-            f"it needs jax 0.11 or newer and JAX's CUDA plugin beside it, this is jax {jax.__version__}: "
-            "pip install 'jax[cuda13]'"
-        )
-    capability = torch.cuda.get_device_capability()
-    if capability != (9, 0):
-        return (
-            "its kernels multiply with wgmma, which Hopper alone has (compute capability 9.0); "
-            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
-        )
-    return None
-
-
-_reason = _unavailable()  # here and not at the first call, because torch.compile would trace an import
+_reason = hopper.unavailable()  # here and not at the first call, because torch.compile would trace an import
 
 
 def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> str | None:

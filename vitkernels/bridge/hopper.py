@@ -1,0 +1,26 @@
+"""Whether Mosaic-GPU Pallas kernels can run here; importable without jax."""
+
+import torch
+
+
+def unavailable() -> str | None:
+    """Why Mosaic-GPU kernels for NVIDIA Hopper cannot run on this machine, and what would mend it; None: they can."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        from vitkernels.bridge import jax_compat
+    except ImportError as error:
+        return str(error)
+    import jax
+
+    if jax.__version_info__ < (0, 11):
+        return f"its kernels for NVIDIA need jax 0.11 or newer, this is {jax.__version__}: pip install 'jax[cuda13]'"
+    if not jax_compat.has_cuda_plugin():
+        return "its kernels for NVIDIA are compiled by JAX's CUDA plugin: pip install 'jax[cuda13]'"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return (
+            "its kernels for NVIDIA multiply with wgmma, which Hopper alone has (compute capability 9.0); "
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
+        )
+    return None
