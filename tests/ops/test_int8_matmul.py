@@ -153,10 +153,12 @@ def test_unknown_backend():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("size", [(70, 200, 50), pytest.param((2050, 2000, 2060), marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize(
+    "size", [(70, 200, 50), (5, 0, 7), pytest.param((2050, 2000, 2060), marks=pytest.mark.gpu)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 def test_scaled_products(device, size, dtype):
-    """What quantized layers call: scales of rows and columns, int8 and fp8."""
+    """What quantized layers call: scales of rows and columns, a bias, int8 and fp8; nothing summed leaves the bias."""
     pytest.importorskip("triton")
     from vitkernels.ops.int8_matmul.triton_product import product
 
@@ -165,12 +167,13 @@ def test_scaled_products(device, size, dtype):
     M, K, N = size
     x, w = ((20 * torch.randn(shape, device=device)).clamp(-128, 127).to(dtype) for shape in ((M, K), (N, K)))
     x_scale, w_scale = torch.rand(M, device=device), torch.rand(N, device=device)
-    reference = x.double() @ w.double().T * x_scale[:, None] * w_scale
+    bias = torch.randn(N, device=device)
+    reference = x.double() @ w.double().T * x_scale[:, None] * w_scale + bias
     # float32: sums of 2000 fp8 products, which Hopper's tensor cores keep to some 14 bits. bfloat16: 2⁻⁹ each.
     for out_dtype, tolerance in ((torch.float32, 1e-3), (torch.bfloat16, 3e-3)):
         if device == "cpu" and out_dtype == torch.bfloat16:
             continue  # Triton's interpreter has none
-        out = product(x, w.T, out_dtype, x_scale, w_scale)
+        out = product(x, w.T, out_dtype, x_scale, w_scale, bias_N=bias)
         assert out.dtype == out_dtype
         assert (out.double() - reference).norm() < tolerance * reference.norm()
 

@@ -52,7 +52,7 @@ def product(
     N = w_KN.shape[1]
     out_MN = x_MK.new_empty(M, N, dtype=out_dtype)
     if 0 in (M, N, K):
-        return out_MN.zero_()
+        return out_MN.zero_() if bias_N is None else out_MN.copy_(bias_N)
     tiles = tiles or choose_tiles(M, N, x_MK.dtype)
     x_MK, w_NK = _k_last(x_MK), _k_last(w_KN.T)
     programs = -(-M // tiles.m) * -(-N // tiles.n)
