@@ -88,7 +88,7 @@ def report_step(options, overrides: list[str], chip: tpu_chips.Chip) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     document = tpu_report.document([], chip) | {"settings": overrides, "steps": steps, "kernels": kernels}
     (options.output / "report.json").write_text(json.dumps(document, indent=1) + "\n")
-    tpu_step_report.picture(steps, title, options.output / "report.png")
+    tpu_step_report.picture(steps, title, chip, options.output / "report.png")
     print(f"\nwritten: {options.output / 'report.json'}, {options.output / 'report.png'}")
     if all("error" in row for row in steps.values()):
         raise UsageError("no step compiled; the reasons stand in the table")

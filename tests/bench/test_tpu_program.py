@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,10 @@ def refused():
     raise ValueError("no such kernel")
 
 
+def endless():
+    time.sleep(60)
+
+
 @needs_libtpu
 def test_xla_s_matmul_agrees_with_its_published_time(tmp_path):
     """JAX's Pallas matmul notebook: 0.827 ms on a v5e at 4096³, of which 0.105 are the host's dispatch."""
@@ -92,6 +97,8 @@ def test_xla_s_matmul_agrees_with_its_published_time(tmp_path):
 def test_a_refusal_is_told(tmp_path):
     with pytest.raises(UsageError, match="no such kernel"):
         tpu_dump.compile_in(tmp_path, f"{__name__}:refused")
+    with pytest.raises(UsageError, match="not compiled within"):
+        tpu_dump.compile_in(tmp_path, f"{__name__}:endless", timeout=0.2)
 
 
 @needs_libtpu

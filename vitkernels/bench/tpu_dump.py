@@ -1,17 +1,21 @@
 """Compile a JAX function for a TPU in a process of its own, and keep what the compiler dumped.
 
-libtpu reads its flags once, when it loads: hence the process. Only the last stages of each kernel's schedule are kept:
-the whole dump of a large kernel is some 100 MB of text.
+libtpu reads its flags once, when it loads: hence the process. It is forked from one that has PyTorch and JAX imported
+already, and no backend of theirs begun: the imports take longer than most compilations. Only the last stages of each
+kernel's schedule are kept: the whole dump of a large kernel is some 100 MB of text.
 """
 
+import atexit
 import importlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import traceback
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from vitkernels.bench import tpu_chips, tpu_static
@@ -22,7 +26,7 @@ _FLAGS = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
     "--xla_jf_dump_llo_pass_label_regex=post-ra|utilization"
 )
-_MODULE, _MEMORY = "compiled_module.hlo", "compiled_memory.json"
+_MODULE, _MEMORY, _SAID = "compiled_module.hlo", "compiled_memory.json", "compiler_said.log"
 
 
 @dataclass(frozen=True)
@@ -73,21 +77,65 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
     Raises UsageError with the end of the compiler's message where it refuses, or takes more than `timeout` seconds.
     """
     flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_FLAGS.format(folder=folder)}".strip()
-    modules = os.pathsep.join(path for path in sys.path if path)  # what can be imported here can be there
-    environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": modules}
-    command = [sys.executable, "-m", __name__, str(folder), chip, build, json.dumps(arguments)]
-    try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout, check=False)
-    except subprocess.TimeoutExpired:
-        raise UsageError(f"{build}{arguments}: not compiled within {timeout:.0f} s") from None
-    if done.returncode:
-        raise UsageError(f"{build}{arguments} does not compile for {chip}:\n{done.stderr[-2000:]}")
+    environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"}
+    job = {"folder": str(folder), "chip": chip, "build": build, "arguments": arguments, "timeout": timeout}
+    server = _server()
+    # What can be imported here can be there.
+    print(json.dumps(job | {"environment": environment, "path": sys.path}), file=server.stdin, flush=True)
+    status = server.stdout.readline().strip()
+    if status == str(-signal.SIGALRM):
+        raise UsageError(f"{build}{arguments}: not compiled within {timeout:g} s")
+    if status != "0":
+        said = Path(folder, _SAID)
+        end = said.read_text(errors="replace")[-2000:] if said.exists() else "the compiling process did not begin"
+        raise UsageError(f"{build}{arguments} does not compile for {chip} (status {status or 'unknown'}):\n{end}")
     return Dump(folder, tpu_chips.chip(chip))
 
 
-def _main(folder: str, chip: str, build: str, arguments: str) -> None:
+@cache
+def _server() -> subprocess.Popen:
+    """The process that compilations are forked from; it ends with this one."""
+    modules = os.pathsep.join(path for path in sys.path if path)
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": modules}
+    command = [sys.executable, "-W", "ignore", "-m", __name__]  # JAX warns of forks: of its threads, and has none yet
+    server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(server.communicate)  # closes its input
+    return server
+
+
+def _serve() -> None:
+    """A job is a line of JSON, and is answered with the exit status of its process: -N where signal N ended it."""
+    for line in sys.stdin:
+        if (child := os.fork()) == 0:
+            _compile(**json.loads(line))
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _compile(folder, chip, build, arguments, timeout, environment, path) -> None:
+    """In the forked process, which ends here."""
+    said = os.open(Path(folder, _SAID), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    signal.setitimer(signal.ITIMER_REAL, timeout)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = path
+    status = 1
+    try:
+        _write(Path(folder), chip, build, arguments)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _write(folder: Path, chip: str, build: str, arguments: list) -> None:
     module, function = build.split(":")
-    built = getattr(importlib.import_module(module), function)(*json.loads(arguments))
+    built = getattr(importlib.import_module(module), function)(*arguments)
     if isinstance(built[0], bytes):
         executable = tpu_static.compile_hlo(built[0], chip, built[1])
     else:
@@ -95,9 +143,9 @@ def _main(folder: str, chip: str, build: str, arguments: str) -> None:
     analysis = executable.get_compiled_memory_stats()
     parts = ("argument", "output", "temp", "alias", "generated_code")
     memory = {part: getattr(analysis, f"{part}_size_in_bytes") for part in parts}
-    Path(folder, _MEMORY).write_text(json.dumps(memory))
-    Path(folder, _MODULE).write_text(executable.hlo_modules()[0].to_string())
+    (folder / _MEMORY).write_text(json.dumps(memory))
+    (folder / _MODULE).write_text(executable.hlo_modules()[0].to_string())
 
 
 if __name__ == "__main__":
-    _main(*sys.argv[1:])
+    _serve()

@@ -2,12 +2,14 @@
 
 import re
 import tempfile
+import textwrap
 from pathlib import Path
 
 from vitkernels.bench import tpu_dump, tpu_program
+from vitkernels.bench.tpu_attention import VALIDATION
 from vitkernels.bench.tpu_chips import Chip
 from vitkernels.bench.tpu_program import Operation, Program
-from vitkernels.bench.tpu_report import summary
+from vitkernels.bench.tpu_report import caveat, summary
 
 _COPIES = ("copy", "copy-done", "slice-done", "slice", "transpose", "reshape", "concatenate", "bitcast-convert")
 # libtpu puts a flash attention of its own, which it calls so, in place of a plain softmax(q kᵀ) v.
@@ -148,29 +150,49 @@ def untimed(row: dict) -> str:
     )
 
 
-def picture(steps: dict[str, dict], title: str, path: Path) -> None:
-    """Stacked bars, one per attention backend, of what the step's estimate is made of."""
+def picture(steps: dict[str, dict], title: str, chip: Chip, path: Path) -> None:
+    """Stacked bars, one per attention backend, of what the step's estimate is made of; beside them the validation."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    good = {name: row for name, row in steps.items() if "error" not in row}
+    figure = Figure(figsize=(15, 5 + 0.4 * len(steps)), layout="constrained")
+    FigureCanvasAgg(figure)
+    bars, ratios = figure.subplots(1, 2, width_ratios=(3, 1))
+    _bars(bars, {name: row for name, row in steps.items() if "error" not in row})
+    for name in (name for name, row in steps.items() if "error" in row):
+        bars.barh(name, 0)
+        bars.text(0, name, " does not compile: see the table", va="center")
+    bars.invert_yaxis()
+    bars.set_title(title)
+    _ratios(ratios)
+    figure.legend(loc="outside upper center", ncols=5, frameon=False)
+    figure.supxlabel(textwrap.fill(caveat(chip), 190), fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def _bars(axes, good: dict[str, dict]) -> None:
     totals: dict[str, float] = {}
     for row in good.values():
         for part_name, ms in row["estimate_ms_of_parts"].items():
             totals[part_name] = totals.get(part_name, 0.0) + ms
-    figure = Figure(figsize=(10, 1.8 + 0.6 * len(good)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
     left = dict.fromkeys(good, 0.0)
     for part_name in sorted(totals, key=lambda name: -totals[name]):
         widths = [row["estimate_ms_of_parts"].get(part_name, 0.0) for row in good.values()]
         axes.barh(list(good), widths, left=list(left.values()), label=part_name, height=0.6)
         left = {name: left[name] + width for name, width in zip(good, widths, strict=True)}
     for name, end in left.items():
-        axes.text(end, name, f" {end:.0f} ms", va="center")
-    axes.set_xlim(0, 1.1 * max(left.values(), default=1.0))
-    axes.invert_yaxis()
+        fits = "" if good[name]["fits_in_hbm"] else "\n over HBM"
+        axes.text(end, name, f" {end:.0f} ms{fits}", va="center")
+    axes.set_xlim(0, 1.12 * max(left.values(), default=1.0))
     axes.set_xlabel("ESTIMATED ms per training step (from the compiler's schedule; no TPU was used)")
-    axes.set_title(title)
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.savefig(path, dpi=130)
+
+
+def _ratios(axes) -> None:
+    names = [what for what, _, _ in VALIDATION]
+    axes.axvline(1, color="grey", linewidth=1)
+    axes.scatter([ours / theirs for _, ours, theirs in VALIDATION], range(len(names)), s=18, color="black")
+    axes.set_yticks(range(len(names)), names, fontsize=7)
+    axes.invert_yaxis()
+    axes.set_xlim(0.8, 1.2)
+    axes.set_xlabel("estimate / published")
+    axes.set_title("Validation: timings published for TPU v5e", fontsize=10)
