@@ -18,14 +18,16 @@ import torch, torch_xla
 import torch_xla.experimental.xla_quantized_matmul
 from torch_xla.experimental.xla_quantized_matmul import XlaQuantizedLinear
 from vitkernels.ops import quantized_matmul
-from vitkernels.ops.quantized_matmul import pack_int4
+from vitkernels.ops.quantized_matmul import unpack_int4
 from vitkernels.quant import QuantizedLinear, Scheme
 from vitkernels.quant.schemes import quantize_weight
 
 theirs = torch.ops.xla.quantized_matmul
 to = lambda *tensors: [None if t is None else t.to("xla") for t in tensors]
+close = {"atol": 1e-4, "rtol": 1e-5}  # float32 sums of 64 products of at most 127 * 4 * scale, in another order
 torch.manual_seed(0)
 x, weight = torch.randn(2, 3, 64), torch.randn(24, 64)
+pairs = []  # what must agree; evaluated below, as one program
 for block_size, symmetric, activation_bits, bits in itertools.product((-1, 16), (True, False), (16, 8), (8, 4)):
     scheme = Scheme(bits, activation_bits, block_size, symmetric)
     w, scale, zero = quantize_weight(weight, scheme)
@@ -33,19 +35,19 @@ for block_size, symmetric, activation_bits, bits in itertools.product((-1, 16), 
     expected = quantized_matmul(x, w, scale, zero, backend="reference", **keywords)
     lazy = quantized_matmul(*to(x, w, scale, zero), **keywords)
     assert lazy.device.type == "xla"
-    close = {"atol": 1e-4, "rtol": 1e-5}  # float32 sums of 64 products of at most 127 * 4 * scale, in another order
-    torch.testing.assert_close(lazy.cpu(), expected, **close)
+    pairs.append((scheme, "reference", lazy, expected))
     if block_size == -1 or activation_bits == 16:  # what torch_xla has
-        unpacked = quantize_weight(weight, Scheme(bits, activation_bits, block_size, symmetric))[0]
-        if bits == 4:
-            from vitkernels.ops.quantized_matmul import unpack_int4
-            unpacked = unpack_int4(unpacked, 64 if block_size == -1 else block_size)
+        unpacked = w if bits == 8 else unpack_int4(w, 64 if block_size == -1 else block_size)
         own = theirs(*to(x, unpacked, scale, zero), block_size=block_size, quantize_activation=activation_bits == 8)
-        torch.testing.assert_close(lazy.cpu(), own.cpu(), **close)
+        pairs.append((scheme, "torch_xla", lazy, own))
         # A layer takes the weights made for theirs, one 4-bit weight to a byte.
         layer = QuantizedLinear(64, 24, scheme, bias=False)
         layer.load_quantized_weight(unpacked, scale, zero)
-        torch.testing.assert_close(layer(x), expected, **close)
+        pairs.append((scheme, "layer", layer(x), expected))
+torch_xla.sync()
+for scheme, of, left, right in pairs:
+    told = lambda message: f"{scheme}, {of}: {message}"
+    torch.testing.assert_close(left.cpu(), right.cpu(), **close, msg=told)
 
 w, scale, _ = quantize_weight(weight, Scheme(8, 8))
 compiled = torch.compile(lambda *a: quantized_matmul(*a, activation_bits=8) * 2, backend="openxla", fullgraph=True)
