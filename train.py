@@ -232,6 +232,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             ckpt.set_rng_state(streams[str(parallel.rank)], runtime)
         step, best, result = state["step"], state["best"], state["result"]
         train_loss, eval_pending = state["train_loss"], state["eval_pending"]
+        if parallel.is_main:  # in a folder of its own too the run has the best checkpoint that it speaks of
+            checkpoints.mark_best(path.with_name(ckpt.folder_name(best["step"])))
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
     run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending) if parallel.is_main else NoLog()

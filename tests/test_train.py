@@ -14,6 +14,7 @@ import torch
 import train
 from vitkernels import attention
 from vitkernels.errors import UsageError
+from vitkernels.training import checkpoint as ckpt
 from vitkernels.training.history import NonFiniteLossError
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
@@ -238,6 +239,21 @@ def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
     older = first / "checkpoints" / "step_00000004"
     with pytest.raises(UsageError, match="newer than"):
         train.run(settings(*SMALL, *longer, f"resume={older}"), first)
+
+
+@pytest.mark.parametrize(("top1", "best"), [([50.0, 40.0, 40.0], 2), ([50.0, 60.0, 60.0], 4)])
+def test_a_run_that_goes_on_in_another_folder_has_its_best_there(settings, monkeypatch, tmp_path, top1, best):
+    """It was killed between its last checkpoint and the evaluation; the best is the one of before, or that one."""
+    results = iter(top1)
+    card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"top1": next(results), **card})
+    cfg = settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=4", "resume=auto")
+    first, later = tmp_path / "2026-01-01_00-00-00", tmp_path / "2026-01-02_00-00-00"
+    train.run(cfg, first)
+    (first / "summary.json").unlink()
+    train.run(cfg, later)
+    assert json.loads((later / "summary.json").read_text())["best"] == {"top1": max(top1), "step": best}
+    assert ckpt.load_state(later / "checkpoints" / "best")["step"] == best
 
 
 def test_a_failed_attempt_does_not_block_its_folder(settings, tmp_path):

@@ -67,7 +67,7 @@ class Checkpoints:
         A process killed at any moment leaves the earlier checkpoints whole; the newest `keep` up to this step stay.
         """
         self.wait()
-        path = self.folder / f"step_{step:08d}"
+        path = self.folder / folder_name(step)
         tensors = {name: t.detach().cpu() if t.device.type == "xla" else t.detach() for name, t in tensors.items()}
         written = dcp.async_save(
             tensors,
@@ -101,6 +101,7 @@ class Checkpoints:
         """Keep a checkpoint as `best`, once it is written, if it was. The main process calls it."""
         self.wait()
         if path.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)  # a run that goes on from another's has none of its own yet
             link = self.folder / f"{BEST}.tmp"
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(path, self.folder))
@@ -126,6 +127,11 @@ class Checkpoints:
         for old in paths[paths.index(newest) :][self.keep :]:
             if not (best.is_symlink() and os.readlink(best) == old.name):
                 _remove(old)
+
+
+def folder_name(step: int) -> str:
+    """What the checkpoint of that step is called."""
+    return f"step_{step:08d}"
 
 
 class _Writer(StorageWriter):
