@@ -28,7 +28,11 @@ def pack(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, 
 
 
 def load(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, rest: dict) -> None:
-    """Restore what `pack` gave from the checkpoint at `path`; UsageError when parameters were grouped otherwise."""
+    """Restore what `pack` gave from the checkpoint at `path`; UsageError when parameters were grouped otherwise.
+
+    Of a group only what it counts ("step", Lookahead's "lookahead_step") comes from the checkpoint: weight decay, betas
+    and the like are settings, and stay those that the optimizer was made with.
+    """
     names = _names(optimizer, model)
     numbers = {name: number for number, name in enumerate(names)}
     try:
@@ -36,7 +40,9 @@ def load(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, rest: d
         ours = [group["params"] for group in optimizer.state_dict()["param_groups"]]
         if [group["params"] for group in groups] != ours:
             raise ValueError("its parameters are grouped otherwise")
-        for group, own in zip(groups, optimizer.param_groups, strict=True):  # LAMB counts its steps in a tensor
+        for group, own in zip(groups, optimizer.param_groups, strict=True):
+            group |= {k: v for k, v in own.items() if k != "params" and not k.endswith("step")}
+            # LAMB counts its steps in a tensor.
             group |= {k: torch.as_tensor(group[k]).to(v) for k, v in own.items() if isinstance(v, torch.Tensor)}
         parameters = dict(model.named_parameters())
         stored = load_tensors(path, "optimizer", _Like(parameters))
