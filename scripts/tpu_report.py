@@ -9,8 +9,8 @@ The first two take any setting of train.py (data.batch_size=64, optim=sgd, ops=.
 step that train.py would run, compile it with libtpu for the chip, and write report.json and report.png (--output).
 --tune writes what it finds into the table that the kernels read (--table), where it is clearly better than their rule.
 Every time printed or written is an ESTIMATE; the method's validation stands below the tables. Needs the tpu extra
-(libtpu, Linux x86-64). ViT-B/16 at batch 128 takes about two minutes of processor time a backend, attention 10 to 20 s
-a figure.
+(libtpu, Linux x86-64). ViT-B/16 at batch 128 takes 4 to 7 minutes of processor time a backend and 4 GB of memory,
+attention 5 to 20 s a figure.
 """
 
 import argparse

@@ -26,7 +26,7 @@ def estimate(overrides: list[str], chip: Chip, timeout: float = 3600) -> Program
 
 def part(operation: Operation) -> str:
     """Which part of the step an operation belongs to. XLA's fusions are named after the operation at their root."""
-    torch_op = operation.source.split("/")[0].split(".")[0]
+    torch_op = _torch_op(operation.source)
     if operation.kind == "tpu_custom_call":
         return "attention kernel of XLA's own" if _XLA_FLASH.fullmatch(operation.name) else "Pallas kernels"
     if operation.kind in _COPIES:
@@ -45,6 +45,10 @@ def part(operation: Operation) -> str:
     return "elementwise, sums"
 
 
+def _torch_op(source: str) -> str:
+    return source.split("/")[0].split(".")[0]
+
+
 def step(program: Program, batch: int, flops: float | None) -> dict:
     """The whole step: milliseconds, what dominates, memory. flops: of the model, forward and backward."""
     parts: dict[str, float] = {}
@@ -53,8 +57,9 @@ def step(program: Program, batch: int, flops: float | None) -> dict:
     memory, chip = program.memory, program.chip
     # What is aliased is counted as argument and as output, and is there once.
     need = sum(memory[name] for name in ("argument", "output", "temp", "generated_code")) - memory["alias"]
-    ms = program.estimate_ms
+    ms, untimed = program.estimate_ms, set(program.untimed)
     return summary(program) | {
+        "estimate_ms_of_untimed": sum(o.estimate_ms for o in program.operations if o.name in untimed),
         "estimate_images_per_s": batch / ms * 1e3,
         "estimate_mfu": None if flops is None else flops / (ms / 1e3 * chip.peak_flops),
         "hbm_size_bytes": need,
@@ -97,31 +102,35 @@ def _kernel(same: list[Operation]) -> dict:
     return row
 
 
-_HEAD = "| kernel | part | × | ESTIMATE ms in all | each | compute | HBM | MXU | bundles × trips | spills | VMEM MiB |"
+_HEAD = (
+    "| kernel | of | part | × | ESTIMATE ms in all | each | compute | HBM | HBM MiB | MXU | bundles × trips | spills "
+    "| VMEM MiB |"
+)
 
 
 def kernel_table(rows: list[dict], most: int = 20) -> str:
-    """The longest kernels as Markdown."""
+    """The longest kernels as Markdown, with the torch operation that each comes from (a fusion's: that at its root)."""
     lines = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
     for row in rows[:most]:
-        cells = [row["kernel"], row["part"], str(row["times_run"])]
+        cells = [row["kernel"], _torch_op(row["source"]), row["part"], str(row["times_run"])]
         cells += [f"{row['estimate_ms_in_all']:.2f}", f"{row['estimate_ms']:.3f}"]
         if "bundles" in row:
             cells += [f"{row[key]:.3f}" for key in ("estimate_compute_ms", "estimate_memory_ms")]
+            cells.append(f"{row['hbm_traffic_bytes'] / 2**20:.1f}")
             cells += [f"{row['mxu_share']:.0%}", f"{row['scheduled_bundles']}", f"{row['spilled_registers']}"]
         else:
-            cells += ["–"] * 5
+            cells += ["–"] * 6
         cells.append("–" if row["vmem_bytes"] is None else f"{row['vmem_bytes'] / 2**20:.1f}")
         lines.append("| " + " | ".join(cells) + " |")
     if (rest := rows[most:]) != []:
-        lines.append(f"| {len(rest)} more | | | {sum(row['estimate_ms_in_all'] for row in rest):.2f} |" + " |" * 7)
+        lines.append(f"| {len(rest)} more | | | | {sum(row['estimate_ms_in_all'] for row in rest):.2f} |" + " |" * 8)
     return "\n".join(lines)
 
 
 def step_table(steps: dict[str, dict], chip: Chip) -> str:
-    """Steps side by side. Ratio: the slowest's estimate over each, so above 1 is faster."""
+    """Steps side by side; how many times as fast as the slowest."""
     head = (
-        "| attn | ESTIMATE ms | images/s | MFU | ratio | dominated by | HBM GiB of "
+        "| attn | ESTIMATE ms | images/s | MFU | × as fast | dominated by | HBM GiB of "
         + f"{chip.hbm_bytes >> 30} | fits |"
     )
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
@@ -130,12 +139,16 @@ def step_table(steps: dict[str, dict], chip: Chip) -> str:
         if "error" in row:
             lines.append(f"| {name} | {row['error'].strip().splitlines()[-1][:200]} |")
             continue
-        first = [f"{part} {ms:.1f}" for part, ms in list(row["estimate_ms_of_parts"].items())[:3]]
+        first = [f"{part} {_short(ms)}" for part, ms in list(row["estimate_ms_of_parts"].items())[:3]]
         mfu = "–" if row["estimate_mfu"] is None else f"{row['estimate_mfu']:.0%}"
-        cells = [name, f"{row['estimate_ms']:.1f}", f"{row['estimate_images_per_s']:.0f}", mfu]
+        cells = [name, _short(row["estimate_ms"]), f"{row['estimate_images_per_s']:.0f}", mfu]
         cells += [f"{slowest / row['estimate_ms']:.2f}", ", ".join(first), f"{row['hbm_size_bytes'] / 2**30:.2f}"]
         lines.append("| " + " | ".join([*cells, "yes" if row["fits_in_hbm"] else "NO"]) + " |")
     return "\n".join(lines)
+
+
+def _short(ms: float) -> str:
+    return f"{ms:.1f}" if ms >= 10 else f"{ms:.3f}"
 
 
 def untimed(row: dict) -> str:
@@ -145,8 +158,8 @@ def untimed(row: dict) -> str:
         return "Every operation's schedule was read."
     return (
         f"{len(row['untimed'])} operations without a readable schedule ({', '.join(names)}): taken at XLA's own "
-        "estimate, or at nothing where it has none (scalars). What it takes to go from one operation to the next is "
-        "not counted either."
+        f"estimate, {row['estimate_ms_of_untimed']:.2f} ms in all, or at nothing where it has none (scalars). What it "
+        "takes to go from one operation to the next is not counted either."
     )
 
 
@@ -182,7 +195,7 @@ def _bars(axes, good: dict[str, dict]) -> None:
         left = {name: left[name] + width for name, width in zip(good, widths, strict=True)}
     for name, end in left.items():
         fits = "" if good[name]["fits_in_hbm"] else "\n over HBM"
-        axes.text(end, name, f" {end:.0f} ms{fits}", va="center")
+        axes.text(end, name, f" {_short(end)} ms{fits}", va="center")
     axes.set_xlim(0, 1.12 * max(left.values(), default=1.0))
     axes.set_xlabel("ESTIMATED ms per training step (from the compiler's schedule; no TPU was used)")
 
