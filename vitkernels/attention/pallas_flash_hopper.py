@@ -25,7 +25,7 @@ from vitkernels.attention.pallas_flash_hopper_schedule import (
 )
 from vitkernels.attention.pallas_flash_hopper_short import ShortBackward
 from vitkernels.bridge.mosaic_gpu import Kernel
-from vitkernels.bridge.operator import operator
+from vitkernels.bridge.operator import differentiable_once, operator
 
 
 @dataclass(frozen=True)
@@ -172,6 +172,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("pallas_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
         return (None,) * 5
@@ -231,6 +232,7 @@ def _save_packed(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("pallas_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
         return (None,) * 3

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake
 
 from vitkernels.attention.triton_flash_launch import Call, asked_for, backward, bias_gradient, forward
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import calculable, differentiable_once, operator
 
 
 def _parts(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,6 +102,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("triton_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
         return (None,) * 9
@@ -181,6 +182,7 @@ def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias,
     return qkv.new_empty(qkv.shape), dbias
 
 
+@differentiable_once("triton_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
         return (None,) * 7

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitkernels.bridge.operator import differentiable_once
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.quant.products import product_of_rows
 from vitkernels.quant.rowwise import quantize_columns, quantize_gelu, quantize_rows, transpose_rows
@@ -76,6 +77,7 @@ class _Linear(torch.autograd.Function):
         return out_MN
 
     @staticmethod
+    @differentiable_once("a layer that multiplies in 8 bits")
     def backward(ctx, dout_MN):
         x_rows, x_scale, w_columns, w_column_scale = ctx.saved_tensors
         dtype, x_dtype, weight_dtype = ctx.dtypes
@@ -102,6 +104,7 @@ class _Mlp(torch.autograd.Function):
         return out_MN
 
     @staticmethod
+    @differentiable_once("a layer that multiplies in 8 bits")
     def backward(ctx, dout_MN):
         x_rows, x_scale, hidden_MH, active_rows, active_scale, *weights = ctx.saved_tensors
         w1_columns, w1_scale, w2_columns, w2_scale = weights

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.bridge.triton import triton_call
 
 _LARGEST_C = 65536  # a row must fit into one program's registers
@@ -132,6 +132,7 @@ def _save(ctx, inputs, output):
     ctx.mark_non_differentiable(count, gradient)
 
 
+@differentiable_once("cross_entropy by triton")
 def _scale(ctx, dloss, _dcount, _dgradient):
     count, gradient = ctx.saved_tensors
     return gradient * (dloss / count).to(torch.float32), None, None, None, None

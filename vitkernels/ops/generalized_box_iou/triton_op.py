@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.bridge.triton import triton_call
 from vitkernels.ops.generalized_box_iou.triton_kernel import backward_kernel, forward_kernel
 
@@ -66,6 +66,7 @@ def _save(ctx, inputs, output):
     ctx.save_for_backward(*boxes)
 
 
+@differentiable_once("generalized_box_iou by triton")
 def _differentiate(ctx, grad):
     of_preds, of_targets, _ = ctx.needs_input_grad
     d_preds, d_targets = giou_backward(grad, *ctx.saved_tensors, ctx.eps, of_targets)

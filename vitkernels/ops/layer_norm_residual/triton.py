@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.bridge.triton import triton_call
 
 _LARGEST_C = 8192  # a row must fit into one program's registers
@@ -283,6 +283,7 @@ def _save_add(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("layer_norm_residual by triton")
 def _differentiate_add(ctx, dtotal, dnormed, _dmean, _drstd):
     total, mean, rstd, weight, branch, branch_bias, layer_scale, sample_scale = ctx.saved_tensors
     if dnormed is None:
@@ -308,6 +309,7 @@ def _save(ctx, inputs, output):
     ctx.bias_dtype = bias.dtype
 
 
+@differentiable_once("layer_norm_residual by triton")
 def _differentiate(ctx, dnormed, _dmean, _drstd):
     x, mean, rstd, weight = ctx.saved_tensors
     dx, _, sums = add_layer_norm_backward(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.ops.linear_gelu import launch
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,6 +82,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("linear_gelu by kernels")
 def _differentiate(ctx, dact, _dpre):
     if dact is None:
         return (None,) * 5

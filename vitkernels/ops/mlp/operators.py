@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake
 from torch.nn import functional as F
 
-from vitkernels.bridge.operator import operator
+from vitkernels.bridge.operator import differentiable_once, operator
 from vitkernels.ops.linear_gelu.operators import column_sums, linear_gelu, linear_into_gelu_backward
 
 
@@ -43,6 +43,7 @@ def _save(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
+@differentiable_once("mlp by kernels")
 def _differentiate(ctx, dy, _dpre, _dact):
     if dy is None:
         return (None,) * 8
