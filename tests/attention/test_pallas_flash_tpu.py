@@ -12,7 +12,8 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from vitkernels.attention import pallas_flash_jax
+from vitkernels.attention import pallas_flash_blocks, pallas_flash_jax
+from vitkernels.attention.pallas_flash_parts import Problem
 from vitkernels.bench import tpu_static
 
 pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
@@ -73,8 +74,11 @@ def test_cross_attention(N, M):
     compile_both(N, M=M, packed=False)
 
 
-@pytest.mark.parametrize("N", [197, 1300])
-def test_extras(N):
+@pytest.mark.parametrize(("N", "form"), [(197, "short"), (577, "short"), (1537, "long")])
+def test_extras(N, form):
+    extras = {"bias": (1, 2, N, N), "mask": (2, 1, 1, N), "segments": True}
+    problem = Problem(2, 2, 64, N, N, 0.125, is_causal=True, dtype="bfloat16", **extras)
+    assert pallas_flash_blocks.rule(problem).form == form
     compile_both(N, H=2, bias=(1, 2, N, N), mask=(2, 1, 1, N), segment_ids=(2, N), is_causal=True)
 
 
@@ -83,6 +87,6 @@ def test_bias_of_single_columns(shape):
     compile_both(197, bias=shape)
 
 
-@pytest.mark.parametrize(("chip", "N"), [("v5p", 197), ("v6e", 197), ("v6e", 1300)])
+@pytest.mark.parametrize(("chip", "N"), [("v5p", 197), ("v6e", 197), ("v6e", 1537)])
 def test_other_chips(chip, N):
     compile_both(N, H=2, chip=chip)
