@@ -77,7 +77,7 @@ class Cloud:
             )
 
     def finish(self, process, code=0):
-        found = process.wait(timeout=120)
+        found = process.wait(timeout=300)
         output = self.output.read_text()
         assert found == code, output
         return output
@@ -109,7 +109,7 @@ class Cloud:
 
     def until(self, seen, process):
         """Wait until a step was called for (its name), or until something is true (a function)."""
-        end = time.monotonic() + 60
+        end = time.monotonic() + 300
         while not (seen() if callable(seen) else seen in self.steps):
             assert time.monotonic() < end and process.poll() is None, self.output.read_text()
             time.sleep(0.01)
