@@ -126,9 +126,11 @@ def tune(options, chip: tpu_chips.Chip) -> None:
         print(f"\n(B, H, N, D) = {shape}, bfloat16, TPU {chip.name}", flush=True)
         problem = tpu_tune.problem(shape)
         found = tpu_tune.search(problem, tpu_tune.libtpu_estimate(problem, chip), lambda text: print(text, flush=True))
-        for what, plan, ms in (("rule", found.rule, found.rule_ms), ("found", found.plan, found.ms)):
+        told = {"rule": (found.rule, found.rule_ms), "written": (found.plan, found.ms)}
+        told |= {f"best in the {form} form": best for form, best in found.best.items()}
+        for what, (plan, ms) in told.items():
             times = ", ".join(f"{which} {ms[which]:.3f}" for which in ms)
-            print(f"{what}: ESTIMATED ms {times}; {plan}")
+            print(f"{what}: ESTIMATED ms {times}; {plan}", flush=True)
         if found.plan == found.rule:
             print("nothing is 10 % better than the rule: the table gets no entry")
         else:

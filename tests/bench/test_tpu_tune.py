@@ -59,8 +59,10 @@ def test_each_pass_leaves_the_rule_by_itself():
         better = {"forward": 0.95, "backward": 0.8}[which]
         return 9.0 if form == "long" else better if blocks.queries == 384 else 1.0
 
-    found, _ = search(estimate)
+    found, told = search(estimate)
     assert found.plan.forward == found.rule.forward and found.plan.backward.queries == 384
+    assert found.plan.source == "table" and found.best["short"][1] == {"forward": 0.95, "backward": 0.8}
+    assert sum(line.startswith("long") for line in told) == 2, "a form that begins far behind is not searched"
     assert found.ms == {"forward": 1.0, "backward": 0.8}
 
 

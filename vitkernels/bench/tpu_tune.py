@@ -1,9 +1,10 @@
 """Search pallas_flash's blocks for a TPU by the estimate, with no TPU; what is clearly better goes into its table.
 
 The form (whole rows of scores, or online) is one for both passes, blocks are each pass' own. From the blocks that the
-kernels' rule gives, one size at a time is varied while the others stand; what does not compile is passed over. A pass
-keeps the rule's blocks unless others take 10 % less, because smaller differences say nothing (tpu_attention.CAVEAT);
-another form than the rule's must take 10 % less in both passes together.
+kernels' rule gives, one size at a time is varied while the others stand. Passed over: what does not compile, or not in
+two minutes, and a form that begins half as slow again as the rule. A pass keeps the rule's blocks unless others take
+10 % less, because smaller differences say nothing (tpu_attention.CAVEAT); another form than the rule's must take 10 %
+less in both passes together.
 
 Shape suffixes: B batch, H heads, N tokens, D head dim.
 """
@@ -22,6 +23,8 @@ from vitkernels.bridge.jax_compat import jax
 from vitkernels.errors import UsageError
 
 CLEARLY = 0.9  # of the rule's estimate, or less
+_HOPELESS = 1.5  # times the rule's estimate
+_PATIENCE_S = 120  # for one compilation
 _SIZES = (128, 256, 512, 1024, 1280)  # at most: what is tried is the block below with the least padding
 # Of a short form's straight piece, and of a long form's step: beyond, the compiler takes minutes or runs out of VMEM.
 _SCORES = {"short": 4 * 2**20, "long": 2 * 2**20}
@@ -38,6 +41,7 @@ class Found:
     ms: dict[str, float]
     rule: Plan
     rule_ms: dict[str, float]
+    best: dict[str, tuple[Plan, dict[str, float]]]  # of each form, whether or not it is clearly better
 
     def entry(self, problem: Problem, chip: str) -> dict:
         """The table's entry."""
@@ -71,21 +75,28 @@ def search(of: Problem, estimate: Estimate, say: Callable[[str], None] = print) 
     rule_ms = {which: ms(rule.form, which, getattr(rule, which)) for which in PASSES}
     if float("inf") in rule_ms.values():
         raise UsageError(f"the rule's own blocks do not compile for {of}: there is nothing to compare with")
-    best = {}
+    found = {}
     for form in _forms(of):
         start = rule if form == rule.form else _start(of, form)
-        best[form] = Plan(
-            form, *[_descend(of, form, which, getattr(start, which), ms) for which in PASSES], source="table"
-        )
-    totals = {form: sum(ms(form, which, getattr(plan, which)) for which in PASSES) for form, plan in best.items()}
+        began = sum(ms(form, which, getattr(start, which)) for which in PASSES)
+        if began < _HOPELESS * sum(rule_ms.values()) or began == float("inf"):
+            blocks = [_descend(of, form, which, getattr(start, which), ms) for which in PASSES]
+            start = Plan(form, *blocks, source="table")
+        found[form] = start, {which: ms(form, which, getattr(start, which)) for which in PASSES}
+    plan, times = _chosen(found, rule, rule_ms)
+    return Found(plan, times, rule, rule_ms, found)
+
+
+def _chosen(found: dict, rule: Plan, rule_ms: dict[str, float]) -> tuple[Plan, dict[str, float]]:
+    """The rule's plan, but for what is clearly better."""
+    totals = {form: sum(times.values()) for form, (_, times) in found.items()}
     form = min(totals, key=lambda form: totals[form])
-    if form != rule.form and totals[form] > CLEARLY * min(totals[rule.form], sum(rule_ms.values())):
-        form = rule.form
-    plan = best[form]
-    if form == rule.form:
-        kept = {w: getattr(rule, w) for w in PASSES if ms(form, w, getattr(plan, w)) > CLEARLY * rule_ms[w]}
-        plan = rule if len(kept) == len(PASSES) else replace(plan, **kept)
-    return Found(plan, {which: ms(form, which, getattr(plan, which)) for which in PASSES}, rule, rule_ms)
+    if totals[form] <= CLEARLY * min(totals[rule.form], sum(rule_ms.values())):
+        return found[form]
+    plan, times = found[rule.form]
+    better = [which for which in PASSES if times[which] <= CLEARLY * rule_ms[which]]
+    plan = replace(rule, **{which: getattr(plan, which) for which in better}, source="table" if better else "rule")
+    return plan, rule_ms | {which: times[which] for which in better}
 
 
 def _forms(of: Problem) -> list[str]:
@@ -130,7 +141,9 @@ def libtpu_estimate(of: Problem, chip: Chip) -> Estimate:
     def estimate(form: str, which: str, blocks: Blocks) -> float:
         with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
             arguments = (form, which, asdict(blocks), of.batch, of.heads, of.q_tokens, of.head_dim)
-            dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", *arguments, chip=chip.name)
+            dump = tpu_dump.compile_in(
+                Path(folder), f"{__name__}:build", *arguments, chip=chip.name, timeout=_PATIENCE_S
+            )
             program = tpu_program.estimate(dump)
         if program.untimed:
             raise UsageError(f"the schedule of {', '.join(program.untimed)} could not be read")
