@@ -86,7 +86,7 @@ class WorkerDiedError(RuntimeError):
 
     def __init__(self, reason: str, batch: int, epoch: int):
         super().__init__(
-            f"a data worker died, waited for with batch {batch} of epoch {epoch + 1}: {reason} Most often memory ran "
+            f"a data worker died, waited for with batch {batch} of epoch {epoch + 1}: {reason}. Most often memory ran "
             "out: fewer data.num_workers need less. resume=auto goes on from the newest checkpoint"
         )
 
@@ -247,10 +247,12 @@ class DatasetLoader:
                 images, targets, problems = next(batches)
             except StopIteration:
                 return
-            except RuntimeError as error:
-                if "DataLoader worker" not in str(error):
+            except (RuntimeError, ConnectionError, EOFError) as error:
+                if not (self._dataloader.num_workers and _is_of_a_dead_worker(error)):
                     raise
-                raise WorkerDiedError(str(error).splitlines()[0], batch, epoch) from error
+                raise WorkerDiedError(
+                    (str(error).splitlines() or [repr(error)])[0].rstrip(" ."), batch, epoch
+                ) from error
             batch += 1
             if problems:
                 self._report(problems)
@@ -271,6 +273,13 @@ class DatasetLoader:
                 )
         if len(self.bad_images) > self._allowed:
             raise BadImagesError(self.bad_images, self.num_samples, self._allowed)
+
+
+def _is_of_a_dead_worker(error: Exception) -> bool:
+    """Torch says so; but where one dies while it hands over a batch, only their connection is seen to break."""
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("DataLoader worker (pid")
+    return "in DataLoader worker process" not in str(error)  # else the work that it did raised this
 
 
 def check_common(batch_size: int, seed: int, pin_memory: bool) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import IGNORE, BadImagesError, DatasetLoader, Problem
+from data.loader import IGNORE, BadImagesError, DatasetLoader, Problem, WorkerDiedError
 from vitkernels.errors import UsageError
 
 sizes = given(
@@ -169,3 +169,28 @@ def test_values_that_cannot_work(kwargs, message):
         pytest.skip("there is a GPU to pin memory for")
     with pytest.raises(UsageError, match=message):
         make(12, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), WorkerDiedError),
+        (ConnectionResetError("Connection reset by peer"), WorkerDiedError),  # it died while it handed over a batch
+        (EOFError(), WorkerDiedError),
+        (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nbad stripe"), RuntimeError),
+        (ConnectionError("Caught ConnectionError in DataLoader worker process 0.\nno server"), ConnectionError),
+    ],
+)
+def test_a_worker_that_died_is_told_from_one_whose_work_failed(monkeypatch, error, expected):
+    class Broken:
+        num_workers = 1
+
+        def __iter__(self):
+            raise error
+            yield
+
+    loader = make(8)
+    monkeypatch.setattr(loader, "_dataloader", Broken())
+    with pytest.raises(expected) as caught:
+        next(loader.epoch(0))
+    assert type(caught.value) is expected

@@ -9,23 +9,40 @@ import os
 import runpy
 import sys
 import time
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[2]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])  # for the server
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+# For the server, which does not look where this process does.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
+PRELOADED = ["train", "vitkernels.parallel.processes", "data.digits", "sklearn.model_selection", "sklearn.datasets"]
+PRELOADED += ["settled"]
 
 SMALL = ["runtime=cpu", "attn=sdpa", "+model.kwargs.embed_dim=32", "+model.kwargs.num_heads=2", "+model.kwargs.depth=2"]
 SMALL += ["schedule=constant", "schedule.warmup_epochs=0", "trainer.log_every=2", "trainer.warmup_steps=0"]
+
+
+# Not the one that multiprocessing keeps: a test of data workers may have started that without these imports.
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload(PRELOADED)
+
+
+def fork(target, *args) -> multiprocessing.context.ForkServerProcess:
+    """A process, begun, that runs target(*args) with all imported."""
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
+    with mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+        process.start()
+    return process
 
 
 class Ranks:
     """`world` processes that run train.py with these overrides. before: code that is run in `rank`s first, by rank."""
 
     def __init__(self, world: int, folder: Path, *overrides: str, before: dict[int, str] | None = None):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["train", "data.digits", "sklearn.model_selection", "sklearn.datasets"])
         folder.mkdir(parents=True, exist_ok=True)
         self.logs = [folder.with_name(f"{folder.name}.rank{rank}") for rank in range(world)]
         # The store that torchrun keeps for its ranks, so that it outlives any of them.
@@ -42,9 +59,7 @@ class Ranks:
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
             code = (before or {}).get(rank, "")
-            process = context.Process(target=_be, args=(words, environment, str(self.logs[rank]), code))
-            process.start()
-            self.processes.append(process)
+            self.processes.append(fork(_be, words, environment, str(self.logs[rank]), code))
 
     def finish(self, seconds: float = 180) -> list[int]:
         """The exit codes."""

@@ -4,12 +4,9 @@ Sums over devices are taken in another order: 1e-7 a step, which AdamW amplifies
 """
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
-from ranks import ROOT, SMALL, Ranks
+from ranks import Ranks
 
 from vitkernels.runtime import xla
 
@@ -17,9 +14,12 @@ pytestmark = pytest.mark.skipif(xla.unavailable() is not None, reason="torch_xla
 
 COMMON = ["trainer.eval_every=null", "checkpoints.every_steps=2", "++model.kwargs.depth=1"]
 STEPS, IMAGES = 4, 16
-# Tells how the first parameter's moments lie on the devices, once they have come from a checkpoint.
-TELL = """
-import runpy, sys
+# LLVM's costly passes make each graph take 12 s to compile instead of 2, and then run in no time either way. How the
+# first parameter's moments lie on the devices is told, once they have come from a checkpoint.
+BEFORE = """
+import os
+os.environ["CPU_NUM_DEVICES"] = "{devices}"
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 import torch_xla
 from vitkernels.parallel.spmd import SpmdFsdp
 place_state = SpmdFsdp.place_state
@@ -29,8 +29,6 @@ def told(self, optimizer):
         if parameter.shape == (96, 32):
             print("moment", torch_xla._XLAC._get_xla_sharding_spec(state["exp_avg"]))
 SpmdFsdp.place_state = told
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
@@ -48,26 +46,22 @@ def expected(tmp_path_factory):
 
 
 def train(folder, engine, devices, steps):
-    words = [*SMALL, *COMMON, "runtime=xla", "runtime.precision=fp32", f"parallel={engine}", "resume=auto"]
-    words += [f"data.batch_size={IMAGES // devices}", f"trainer.max_steps={steps}", f"hydra.run.dir={folder}"]
-    environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
-    # LLVM's costly passes make each graph take 12 s to compile instead of 2, and then run in no time either way.
-    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", TELL, str(ROOT / "train.py"), *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    return done.stdout
+    words = [*COMMON, "runtime=xla", "runtime.precision=fp32", f"parallel={engine}", "resume=auto"]
+    words += [f"data.batch_size={IMAGES // devices}", f"trainer.max_steps={steps}"]
+    one = Ranks(1, folder, *words, before={0: BEFORE.format(devices=devices)})
+    assert one.finish(300) == [0], one.said()
+    return one.said()
 
 
 def test_four_devices_train_as_one(tmp_path, expected):
-    train(tmp_path, "ddp", 4, steps=3)
-    assert losses(tmp_path) == pytest.approx(expected[:3], rel=1e-4)
+    train(tmp_path / "run", "ddp", 4, steps=3)
+    assert losses(tmp_path / "run") == pytest.approx(expected[:3], rel=1e-4)
 
 
 def test_a_sharded_run_of_four_devices_goes_on_with_two(tmp_path, expected):
     """What is saved is whole; on the other devices each has its half of the weights and moments again."""
-    train(tmp_path, "fsdp", 4, steps=2)
-    said = train(tmp_path, "fsdp", 2, steps=STEPS)
-    assert f"resumed from {tmp_path}" in said and "moment {devices=[2,1]0,1}" in said
-    assert losses(tmp_path) == pytest.approx(expected, rel=1e-4) and len(expected) == STEPS
+    folder = tmp_path / "run"
+    train(folder, "fsdp", 4, steps=2)
+    said = train(folder, "fsdp", 2, steps=STEPS)
+    assert f"resumed from {folder}" in said and "moment {devices=[2,1]0,1}" in said
+    assert losses(folder) == pytest.approx(expected, rel=1e-4) and len(expected) == STEPS
