@@ -117,6 +117,21 @@ def test_auto_leaves_what_does_not_fit(caplog):
     assert not isinstance(model.blocks, FusedBlocks) and "stays as timm has it" in caplog.text
 
 
+def test_what_does_not_fit_takes_no_residual_dtype_either(monkeypatch):
+    monkeypatch.setattr("vitkernels.models.fusing._has_kernel", lambda *_: True)  # as on a GPU
+    model = models.create_model("vit_digits", "native", num_classes=10, norm_layer="rmsnorm")
+    with pytest.raises(ValueError, match="needs layer_norm_residual, which is eager here"):
+        models.set_ops(model, {"layer_norm_residual": "auto"}, torch.bfloat16)
+
+
+def test_a_later_call_decides_alone():
+    plain, model = pair(ALL, torch.bfloat16)
+    models.set_ops(model, {"patch_embed": "eager"})
+    assert str(model) == str(plain)
+    images = torch.randn(2, 1, 16, 16)
+    assert torch.equal(model(images), plain(images))
+
+
 @pytest.mark.parametrize(
     "ops,residual,message",
     [

@@ -61,6 +61,13 @@ class FusedBlock(Block):
         adopted.ops, adopted.keep_activation = ops, keep_activation
         return adopted
 
+    def released(self) -> Block:
+        """timm's block that was adopted."""
+        block = Block.__new__(Block)
+        nn.Module.__init__(block)
+        block.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("ops", "keep_activation")})
+        return block
+
     def forward(
         self,
         x_BNC: Tensor,

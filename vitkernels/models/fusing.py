@@ -43,14 +43,21 @@ def set_ops(
     wanted = {name: b for name, b in ops.items() if b != "eager" and _has_kernel(name, b, device)}
     if "mlp" in wanted and "layer_norm_residual" not in wanted:
         raise UsageError("mlp is fused together with layer_norm_residual, which is eager; set it to triton or auto")
-    if residual_dtype is not None and "layer_norm_residual" not in wanted:
-        raise UsageError(f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager")
     wanted = {name: backend for name, backend in wanted.items() if _fits(name, backend, model)}
+    if residual_dtype is not None and "layer_norm_residual" not in wanted:
+        raise UsageError(
+            f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager here; name its backend, "
+            "or leave the stream as it is (ops.residual_precision=null)"
+        )
     if "layer_norm_residual" in wanted:
         model.blocks = FusedBlocks(*(FusedBlock.adopt(block, wanted, keep_activation) for block in model.blocks))
         model.blocks.residual_dtype = residual_dtype
+    elif isinstance(getattr(model, "blocks", None), FusedBlocks):  # of an earlier call
+        model.blocks = nn.Sequential(*(block.released() for block in model.blocks))
     if "patch_embed" in wanted:
         model.patch_embed.proj = PatchConv.adopt(model.patch_embed.proj, wanted["patch_embed"])
+    elif isinstance(getattr(getattr(model, "patch_embed", None), "proj", None), PatchConv):
+        model.patch_embed.proj = model.patch_embed.proj.released()
     return model
 
 
@@ -103,6 +110,13 @@ class PatchConv(nn.Conv2d):
         adopted.__dict__.update(conv.__dict__)
         adopted.backend = backend
         return adopted
+
+    def released(self) -> nn.Conv2d:
+        """The convolution that was adopted."""
+        conv = nn.Conv2d.__new__(nn.Conv2d)
+        nn.Module.__init__(conv)
+        conv.__dict__.update({k: v for k, v in self.__dict__.items() if k != "backend"})
+        return conv
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, E, H / P, W / P): a view of (B, N, E), to which timm's flatten and transpose return."""
