@@ -3,6 +3,7 @@
     python scripts/tpu_report.py attn=pallas_flash model=vit_b16_256 chip=v5e        # the whole training step
     python scripts/tpu_report.py model=vit_b16_256 --compare native,sdpa,pallas_flash
     python scripts/tpu_report.py --shapes 128,12,256,64 64,16,256,72                  # attention alone, by kernels
+    python scripts/tpu_report.py --shapes vit --results results/tpu_attention.jsonl   # ... at the shapes of ViTs
     python scripts/tpu_report.py --tune --shapes 16,16,577,64 chip=v5e                # pallas_flash's blocks
 
 The first two take any setting of train.py (data.batch_size=64, optim=sgd, ops=..., +model.kwargs.depth=2), record the
@@ -25,13 +26,26 @@ sys.path.insert(0, str(ROOT))
 from vitkernels.bench import tpu_attention, tpu_chips, tpu_report, tpu_static  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
+# (B, H, N, D): ViT-B at 256 and 224 pixels, ViT-L at 384 and 512, and the head sizes of SoViT-400m, ViT-H and ViT-g.
+VIT_SHAPES = (
+    (128, 12, 256, 64),
+    (128, 12, 197, 64),
+    (64, 16, 577, 64),
+    (32, 16, 1025, 64),
+    (64, 16, 256, 72),
+    (64, 16, 256, 80),
+    (64, 16, 256, 88),
+)
+
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="train.py's settings, and chip=v5e|v5p|v6e")
     parser.add_argument("--compare", type=lambda text: text.split(","), metavar="A,B", help="attention backends")
     parser.add_argument("--output", type=Path, default=Path("runs/tpu_report"), help="folder of the step's report")
-    parser.add_argument("--shapes", nargs="+", default=[(128, 12, 256, 64)], type=_shape, metavar="B,H,N,D")
+    parser.add_argument(
+        "--shapes", nargs="+", default=[VIT_SHAPES[:1]], type=_shapes, metavar="B,H,N,D", help="or vit, for ViTs' own"
+    )
     names = tpu_attention.CONTENDERS
     parser.add_argument("--contenders", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
     passes = tpu_attention.PASSES
@@ -97,16 +111,14 @@ def report_step(options, overrides: list[str], chip: tpu_chips.Chip) -> None:
 def report_attention(options, chip: tpu_chips.Chip) -> None:
     """Attention alone, contender by contender."""
     rows = []
-    for shape in options.shapes:
+    for shape in itertools.chain.from_iterable(options.shapes):
         found = []
         for which, name in itertools.product(options.passes, options.contenders):
             found.append(tpu_report.row(name, which, shape, chip))
             if options.results is not None:
                 tpu_report.append(found[-1], options.results)
-        print(
-            f"\nESTIMATES for TPU {chip.name}, (B, H, N, D) = {shape}, bfloat16\n\n{tpu_report.table(found)}",
-            flush=True,
-        )
+        print(f"\nESTIMATES for TPU {chip.name}, (B, H, N, D) = {shape}, bfloat16\n\n{tpu_report.table(found)}")
+        print(f"\n{tpu_report.against_the_best(found)}", flush=True)
         if options.operations:
             for row in found:
                 print(f"\n{row['contender']}, {row['pass']}\n\n{tpu_report.operations_table(row)}", flush=True)
@@ -122,7 +134,7 @@ def tune(options, chip: tpu_chips.Chip) -> None:
     from vitkernels.bench import tpu_tune
 
     table = options.table or pallas_flash_blocks.TABLE
-    for shape in options.shapes:
+    for shape in itertools.chain.from_iterable(options.shapes):
         print(f"\n(B, H, N, D) = {shape}, bfloat16, TPU {chip.name}", flush=True)
         problem = tpu_tune.problem(shape)
         found = tpu_tune.search(problem, tpu_tune.libtpu_estimate(problem, chip), lambda text: print(text, flush=True))
@@ -139,12 +151,14 @@ def tune(options, chip: tpu_chips.Chip) -> None:
     print(f"\n{tpu_report.caveat(chip)}")
 
 
-def _shape(text: str) -> tuple[int, int, int, int]:
+def _shapes(text: str) -> tuple[tuple[int, int, int, int], ...]:
+    if text == "vit":
+        return VIT_SHAPES
     try:
         B, H, N, D = (int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not four numbers B,H,N,D") from None
-    return B, H, N, D
+        raise argparse.ArgumentTypeError(f"{text!r} is neither four numbers B,H,N,D nor vit") from None
+    return ((B, H, N, D),)
 
 
 if __name__ == "__main__":

@@ -127,3 +127,15 @@ def test_the_report_sets_attention_side_by_side(tmp_path, capsys, monkeypatch):
 def test_a_row_that_failed_keeps_its_place_in_the_table():
     rows = [{"pass": "forward", "contender": "pallas_flash", "error": "x does not compile for v5e:\nout of VMEM"}]
     assert tpu_report.table(rows).splitlines()[-1] == "| forward | pallas_flash | out of VMEM |"
+
+
+def test_the_best_of_the_others_is_named():
+    times = {"forward": (1.0, 3.0, 2.0), "backward": (2.0, 5.0, None)}
+    rows = [
+        {"pass": which, "contender": name} | ({"error": "no"} if ms is None else {"estimate_ms": ms})
+        for which, found in times.items()
+        for name, ms in zip(("ours", "a", "b"), found, strict=True)
+    ]
+    told = tpu_report.against_the_best(rows)
+    assert told.endswith("ours against the best of the others: forward 2.00 × (b), backward 2.50 × (a)")
+    assert tpu_report.against_the_best(rows[:1]).endswith("there is none")

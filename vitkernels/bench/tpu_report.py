@@ -102,6 +102,18 @@ def table(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def against_the_best(rows: list[dict]) -> str:
+    """How many times as fast as the best of the others the first contender is, pass by pass; rows of one shape."""
+    parts = []
+    for which in dict.fromkeys(found["pass"] for found in rows):
+        first, *others = [found for found in rows if found["pass"] == which]
+        others = [found for found in others if "error" not in found]
+        if "error" not in first and others:
+            best = min(others, key=lambda found: found["estimate_ms"])
+            parts.append(f"{which} {best['estimate_ms'] / first['estimate_ms']:.2f} × ({best['contender']})")
+    return f"ESTIMATED, {rows[0]['contender']} against the best of the others: {', '.join(parts) or 'there is none'}"
+
+
 def operations_table(found: dict) -> str:
     """The operations of one row that take time, longest first."""
     lines = ["| operation | kind | ESTIMATE ms | XLA's own ms | compute ms | HBM ms |", "|---" * 6 + "|"]
