@@ -191,6 +191,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         )
     except (ValueError, TypeError, AssertionError) as error:
         raise UsageError(f"optim.opt={cfg.optim.opt} with these settings cannot be built by timm: {error}") from error
+    parallel.prepare(optimizer)
     warmup_steps = min(round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10)
     scheduler, _ = create_scheduler_v2(
         optimizer,
@@ -322,10 +323,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
                     scaler.scale(loss / accum).backward()
                 losses.append(loss.detach())
             scaler.unscale_(optimizer)
-            # The list has no name: one that lived on would make the gradients outputs of torch_xla's graph.
-            grad_norm = parallel.full(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-            if cfg.trainer.clip_grad:
-                torch.nn.utils.clip_grads_with_norm_(parameters, cfg.trainer.clip_grad, grad_norm)
+            grad_norm = parallel.clip_gradients(parameters, cfg.trainer.clip_grad)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
 """What the training loop asks of the processes and devices that train together. One subclass per way to share work."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,20 @@ class Parallel:
     def accumulating(self, net: nn.Module, last: bool) -> contextlib.AbstractContextManager:
         """Around forward and backward of one of a step's batches: gradients are shared with the last one alone."""
         return contextlib.nullcontext()
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make a new optimizer's steps cheap for parameters as they are here; their result stays the same."""
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+        """The norm of all gradients together, on the device; they are then scaled down to `limit` where it is more.
+
+        limit: None leaves them as they are. The same on all processes, and all must call it.
+        """
+        # The list has no name: one that lived on would make the gradients outputs of torch_xla's graph.
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if limit:
+            nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+        return norm
 
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer's state, as it comes from a checkpoint, the places that its parameters have."""

@@ -6,7 +6,7 @@ Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), in its second form, torch.distri
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitkernels.errors import UsageError
 from vitkernels.parallel.base import Parallel
+from vitkernels.parallel.parts import ELEMENTWISE, parts_of, step_on_parts
 from vitkernels.parallel.watch import Watch
 from vitkernels.runtime import Runtime
 from vitkernels.runtime.base import PRECISIONS
@@ -189,6 +190,19 @@ class Fsdp(Processes):
     def accumulating(self, net: FSDPModule, last: bool) -> Iterator[None]:
         net.set_requires_gradient_sync(last)
         yield
+
+    def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        if type(optimizer) in ELEMENTWISE:
+            step_on_parts(optimizer)
+
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+        with parts_of(parameters) as parts:
+            squared = nn.utils.get_total_norm([part.grad for part in parts if part.grad is not None]).square()
+            dist.all_reduce(squared)
+            norm = squared.sqrt()
+            if limit:
+                nn.utils.clip_grads_with_norm_(parts, limit, norm)
+        return norm
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
