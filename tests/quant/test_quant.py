@@ -16,6 +16,7 @@ from vitkernels.quant import (
     size_in_bytes,
     train_in_8_bits,
 )
+from vitkernels.quant.training import EightBitLinear
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ["w8a16", "w4a16_block32", "w8a8_asym", "w4a8_block16_asym", "w8a8_fp8"]
@@ -107,6 +108,25 @@ def test_refusals():
         train_in_8_bits(Tied(), "int4")
     with pytest.raises(ValueError, match=r"multiples of 16.*head"):
         train_in_8_bits(Tied(), "int8")
+    with pytest.raises(ValueError, match="a bare layer"):
+        train_in_8_bits(nn.Linear(16, 16), "int8")
+
+
+def test_a_model_that_trains_in_8_bits_is_not_swapped_again():
+    """Within an MLP that runs as one, integers would be taken for weights; elsewhere layers would be passed over."""
+    model = train_in_8_bits(small_vit(), "int8", lambda name, _: name != "head")
+    for again in (lambda: quantize_(model, "w8a16"), lambda: train_in_8_bits(model, "fp8")):
+        with pytest.raises(ValueError, match=r"blocks\.0\.attn\.qkv trains in 8 bits already; .* state_dict"):
+            again()
+    fresh = small_vit()
+    fresh.load_state_dict(model.state_dict())
+    quantize_(fresh, "w8a16")
+
+
+def test_a_layer_in_two_places_trains_in_8_bits_in_both():
+    model = train_in_8_bits(Tied(), "int8", lambda name, _: name != "head")
+    assert type(model.first) is type(model.again) is EightBitLinear
+    assert model.first.weight is model.again.weight
 
 
 # --- training ---------------------------------------------------------------------------------------------------------

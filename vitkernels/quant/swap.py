@@ -8,6 +8,7 @@ from torch import nn
 from vitkernels.errors import UsageError
 from vitkernels.quant.modules import QuantizedEmbedding, QuantizedLinear
 from vitkernels.quant.schemes import Scheme
+from vitkernels.quant.training import check_is_float
 
 Filter = Callable[[str, nn.Module], bool]
 
@@ -25,9 +26,10 @@ def quantize_(
     the model, `quantize_` it the same way, and load_state_dict.
 
     Raises UsageError before anything is swapped: for an unknown scheme, a block size that does not divide a layer's in
-    features (the layers are named), or when nothing is left to quantize.
+    features (the layers are named), when nothing is left to quantize, or for a model that trains in 8 bits.
     """
     scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
+    check_is_float(model)
     chosen = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)

@@ -164,15 +164,18 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Callable[[str, nn.Modu
     Parameters and their names stay as they are, so an optimizer made before goes on working and checkpoints are plain.
     Modules of two linear layers with nothing but a GELU between them (fc1, act, fc2, as timm's Mlp) are run as one.
 
-    Raises UsageError before anything is swapped: for another dtype, when no layer is left, or when a layer's features
-    are no multiples of 16.
+    Raises UsageError before anything is swapped: for another dtype, when no layer is left, when a layer's features are
+    no multiples of 16, or for a model that multiplies in 8 bits already.
     """
     if dtype not in DTYPES:
         raise unknown_name("8-bit dtype", dtype, DTYPES)
-    modules = dict(model.named_modules())
+    check_is_float(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
     chosen = {n: m for n, m in modules.items() if type(m) is nn.Linear and (filter is None or filter(n, m))}
     if not chosen:
         raise UsageError(f"{type(model).__name__} has no nn.Linear that the filter lets through")
+    if "" in chosen:
+        raise UsageError("a bare layer cannot be swapped in place: put it into a module, such as nn.Sequential")
     odd = [n for n, m in chosen.items() if m.in_features % _MULTIPLE or m.out_features % _MULTIPLE]
     if odd:
         raise UsageError(
@@ -187,6 +190,16 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Callable[[str, nn.Modu
         if name not in inside:
             model.set_submodule(name, EightBitLinear.adopt(linear, DTYPES[dtype]))
     return model
+
+
+def check_is_float(model: nn.Module) -> None:
+    """Raise UsageError where layers multiply in 8 bits already: what they are made of must not be swapped once more."""
+    found = next((n for n, m in model.named_modules() if isinstance(m, EightBitLinear | EightBitMlp)), None)
+    if found is not None:
+        raise UsageError(
+            f"{found or type(model).__name__} trains in 8 bits already; make the model anew and load this one's "
+            "state_dict, whose names are the plain model's"
+        )
 
 
 def _is_mlp(module: nn.Module) -> bool:
