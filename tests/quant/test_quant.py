@@ -93,6 +93,12 @@ def test_swap_round_trip(name):
     torch.testing.assert_close(plain(ids), out, rtol=1e-5, atol=1e-5)
 
 
+def test_a_bfloat16_model_is_one_again_when_it_is_swapped_back():
+    model = dequantize_(quantize_(Tied().bfloat16(), "w8a16"))
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert model(torch.arange(7)).dtype == torch.bfloat16
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"unknown scheme 'w2a16'.*w4a16_block32_asym"):
         quantize_(Tied(), "w2a16")

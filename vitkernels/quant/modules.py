@@ -33,6 +33,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.backend = in_features, out_features, backend
         self.scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
+        self.dtype = torch.float32  # of the weight that this one stands for
         shape, dtype, scale_shape = stored_weight(in_features, out_features, self.scheme)
         self.register_buffer("weight", torch.zeros(shape, dtype=dtype, device=device))
         self.register_buffer("scale", torch.zeros(scale_shape, device=device))
@@ -45,6 +46,7 @@ class QuantizedLinear(nn.Module):
         has_bias = linear.bias is not None
         quantized = cls(linear.in_features, linear.out_features, scheme, has_bias, backend, linear.weight.device)
         quantized.load_quantized_weight(*quantize_weight(linear.weight, quantized.scheme))
+        quantized.dtype = linear.weight.dtype
         if has_bias:
             quantized.bias = linear.bias.detach().clone()
         return quantized.train(linear.training)
@@ -86,11 +88,11 @@ class QuantizedLinear(nn.Module):
         )
 
     def dequantize(self) -> nn.Linear:
-        """An nn.Linear with the float32 weight that the stored one stands for."""
+        """An nn.Linear with the weight that the stored one stands for, in the dtype of the layer this was made of."""
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         weight = dequantize(self.weight, self.scale, self.zero_point, self.in_features, self.scheme.block_size)
-        linear.weight = nn.Parameter(weight)
+        linear.weight = nn.Parameter(weight.to(self.dtype))
         if has_bias:
             linear.bias = nn.Parameter(self.bias.clone())
         return linear.train(self.training)
