@@ -5,11 +5,13 @@
     python scripts/tpu_report.py --shapes 128,12,256,64 64,16,256,72                  # attention alone, by kernels
     python scripts/tpu_report.py --shapes vit --results results/tpu_attention.jsonl   # ... at the shapes of ViTs
     python scripts/tpu_report.py --tune --shapes 16,16,577,64 chip=v5e                # pallas_flash's blocks
+    python scripts/tpu_report.py --validate                                           # published timings, estimated
 
 The first two take any setting of train.py (data.batch_size=64, optim=sgd, ops=..., +model.kwargs.depth=2), record the
 step that train.py would run, compile it with libtpu for the chip, and write report.json and report.png (--output).
 --tune writes what it finds into the table that the kernels read (--table), where it is clearly better than their rule.
-Every time printed or written is an ESTIMATE; the method's validation stands below the tables. Needs the tpu extra
+Every time printed or written is an ESTIMATE; the method's validation stands below the tables, as recorded; --validate
+estimates those of its cases anew that it can, in about a minute. Needs the tpu extra
 (libtpu, Linux x86-64). ViT-B/16 at batch 128 takes 4 to 7 minutes of processor time a backend and 4 GB of memory,
 attention 5 to 20 s a figure.
 """
@@ -23,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.bench import tpu_attention, tpu_chips, tpu_report, tpu_static  # noqa: E402
+from vitkernels.bench import tpu_attention, tpu_chips, tpu_report, tpu_static, tpu_validation  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
 # (B, H, N, D): ViT-B at 256 and 224 pixels, ViT-L at 384 and 512, and the head sizes of SoViT-400m, ViT-H and ViT-g.
@@ -54,6 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the attention report to this file")
     parser.add_argument("--results", type=Path, metavar="FILE", help="append attention's rows to it")
     parser.add_argument("--tune", action="store_true", help="search pallas_flash's blocks for --shapes")
+    parser.add_argument("--validate", action="store_true", help="estimate what was published for v5e, and compare")
     parser.add_argument("--table", type=Path, metavar="FILE", help="another table to write than the package's own")
     options = parser.parse_intermixed_args(arguments)  # settings may stand before, between and after the options
     wanted = [text.removeprefix("chip=") for text in options.settings if text.startswith("chip=")]
@@ -62,7 +65,9 @@ def main(arguments: list[str] | None = None) -> None:
         chip = tpu_chips.chip(wanted[-1] if wanted else "v5e")
         if (reason := tpu_static.unavailable()) is not None:
             raise UsageError(reason)
-        if options.tune:
+        if options.validate:
+            validate()
+        elif options.tune:
             tune(options, chip)
         elif overrides or options.compare:
             report_step(options, overrides, chip)
@@ -148,7 +153,23 @@ def tune(options, chip: tpu_chips.Chip) -> None:
         else:
             pallas_flash_blocks.write([found.entry(problem, chip.name)], table)
             print(f"written: {table}")
-    print(f"\n{tpu_report.caveat(chip)}")
+    print(f"\n{tpu_report.validation(chip)}")
+
+
+def validate() -> None:
+    """The published timings, each beside its estimate as recorded and by this checkout."""
+    print(
+        "ESTIMATES for TPU v5e\n\n| case | recorded ms | again ms | published ms | again / published |\n"
+        + "|---" * 5
+        + "|"
+    )
+    for case in tpu_validation.CASES:
+        cells = [case.what, f"{case.recorded_ms:g}", "–", f"{case.published_ms:g}", "–"]
+        if case.program:
+            ms = tpu_validation.again(case)
+            cells[2], cells[4] = f"{ms:.3f}", f"{ms / case.published_ms:.2f}"
+        print("| " + " | ".join(cells) + " |", flush=True)
+    print(f"\n{tpu_validation.CAVEAT}")
 
 
 def _shapes(text: str) -> tuple[tuple[int, int, int, int], ...]:

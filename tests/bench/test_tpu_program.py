@@ -9,9 +9,7 @@ import pytest
 
 pytest.importorskip("jax")
 
-import jax
-
-from vitkernels.bench import tpu_dump, tpu_program, tpu_report, tpu_static
+from vitkernels.bench import tpu_dump, tpu_program, tpu_report, tpu_static, tpu_validation
 from vitkernels.errors import UsageError
 
 needs_libtpu = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
@@ -72,10 +70,6 @@ def test_bytes_of_arrays_count_their_padding(text, size):
     assert tpu_program.array_bytes(text) == size
 
 
-def matmul(size: int):
-    return jax.numpy.matmul, [jax.ShapeDtypeStruct((size, size), "bfloat16")] * 2
-
-
 def refused():
     raise ValueError("no such kernel")
 
@@ -85,12 +79,11 @@ def endless():
 
 
 @needs_libtpu
-def test_xla_s_matmul_agrees_with_its_published_time(tmp_path):
-    """JAX's Pallas matmul notebook: 0.827 ms on a v5e at 4096³, of which 0.105 are the host's dispatch."""
-    program = tpu_program.estimate(tpu_dump.compile_in(tmp_path, f"{__name__}:matmul", 4096))
-    assert program.untimed == []
-    assert program.estimate_ms + 0.105 == pytest.approx(0.827, rel=0.03)
-    assert program.memory["argument"] == 2 * 4096**2 * 2
+@pytest.mark.parametrize("which", [0, 8, 13], ids=["XLA's matmul", "Pallas matmul", "JAX's flash attention"])
+def test_published_timings_are_estimated_as_recorded(which):
+    case = tpu_validation.CASES[which]
+    assert tpu_validation.again(case) == pytest.approx(case.recorded_ms, rel=0.01)
+    assert case.ratio == pytest.approx(1, abs=0.1)
 
 
 @needs_libtpu
@@ -119,6 +112,7 @@ def test_the_report_sets_attention_side_by_side(tmp_path, capsys, monkeypatch):
     assert kernel["kind"] == "tpu_custom_call" and kernel["not_interpreted"] == []
     # Read and written once: a packed qkv in, one third of it out.
     assert (kernel["read_bytes"], kernel["written_bytes"]) == (2 * 256 * 768 * 2, 2 * 256 * 256 * 2)
+    assert ours["hbm_size_bytes"] == kernel["read_bytes"] + kernel["written_bytes"]
     assert max(kernel["estimate_compute_ms"], kernel["estimate_memory_ms"]) <= kernel["estimate_ms"] < 0.02
     assert 0.1 < kernel["busy"]["MXU"] < 1
     assert xla["estimate_ms"] > 0

@@ -24,32 +24,6 @@ from vitkernels.errors import UsageError
 CONTENDERS = ("pallas_flash", "xla", "xla_apart", "jax_flash", "jax_splash")
 PASSES = ("forward", "forward+backward", "with projections")
 
-# (what, estimated ms, published ms on a real v5e)
-VALIDATION = (
-    ("XLA matmul bf16 4096³ (JAX's Pallas matmul notebook)", 0.825, 0.827),
-    ("XLA matmul bf16 8192³", 5.917, 6.047),
-    ("Pallas matmul 512×1024×1024 blocks, 1024³", 0.122, 0.127),
-    ("Pallas matmul 512×1024×1024 blocks, 4096³", 0.853, 0.889),
-    ("Pallas matmul 512×1024×1024 blocks, 8192³", 5.984, 6.099),
-    ("Pallas matmul, right side transposed, 1024³", 0.122, 0.121),
-    ("Pallas matmul, right side transposed, 4096³", 0.854, 0.879),
-    ("Pallas matmul, right side transposed, 8192³", 5.991, 6.108),
-    ("Pallas matmul 128³ blocks, 1024³", 0.289, 0.298),
-    ("Pallas matmul 128³ blocks, 8192³", 93.2, 91.8),
-    ("XLA matmul bf16 16384³ (JAX's sparse notebook)", 46.28, 46.95),
-    ("XLA mask · (x @ y), the same", 48.37, 49.99),
-    ("Pallas sparse mask, the same", 32.2, 28.65),
-    ("JAX flash forward B32 H8 D64, N 512 (jax issue 24633)", 2.15, 2.36),
-    ("JAX flash forward, N 1024", 8.47, 9.49),
-    ("JAX flash forward, N 2048", 33.3, 37.6),
-    ("JAX flash forward, N 4096", 130.0, 145.0),
-)
-CAVEAT = (
-    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. Against published timings (the "
-    "estimates' own study; host dispatch of 0.105 ms added there): within 10-15 % for compute-bound Pallas kernels, "
-    "-5/+20 % for memory-bound XLA. No measured backward kernel is among them. Differences under 10 % say nothing."
-)
-
 
 def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=(), chip="v5e"):
     """A contender's pass as a JAX function and the shapes of its arrays (bfloat16); the arguments of compile_jax.

@@ -6,9 +6,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from vitkernels.bench import tpu_attention
-from vitkernels.bench.tpu_attention import CAVEAT, VALIDATION
 from vitkernels.bench.tpu_chips import CHIPS, Chip
 from vitkernels.bench.tpu_program import Operation, Program
+from vitkernels.bench.tpu_validation import CASES, CAVEAT
 from vitkernels.errors import UsageError
 
 
@@ -136,11 +136,11 @@ def caveat(chip: Chip) -> str:
 def validation(chip: Chip = CHIPS["v5e"]) -> str:
     """The caveat, and the method's estimates beside what others measured on a real v5e."""
     lines = [caveat(chip), "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]
-    lines += [f"| {what} | {ours:g} | {theirs:g} | {ours / theirs:.2f} |" for what, ours, theirs in VALIDATION]
+    lines += [f"| {c.what} | {c.recorded_ms:g} | {c.published_ms:g} | {c.ratio:.2f} |" for c in CASES]
     return "\n".join(lines)
 
 
 def document(rows: list[dict], chip: Chip = CHIPS["v5e"]) -> dict:
     """Everything, for JSON."""
-    cases = [{"case": what, "estimate_ms": ours, "published_ms": theirs} for what, ours, theirs in VALIDATION]
+    cases = [{"case": c.what, "estimate_ms": c.recorded_ms, "published_ms": c.published_ms} for c in CASES]
     return {"label": "ESTIMATE", "chip": chip.name, "caveat": caveat(chip), "validation": cases, "rows": rows}

@@ -5,8 +5,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from vitkernels.bench import tpu_dump, tpu_program
-from vitkernels.bench.tpu_attention import VALIDATION
+from vitkernels.bench import tpu_dump, tpu_program, tpu_validation
 from vitkernels.bench.tpu_chips import Chip
 from vitkernels.bench.tpu_program import Operation, Program
 from vitkernels.bench.tpu_report import caveat, summary
@@ -201,9 +200,9 @@ def _bars(axes, good: dict[str, dict]) -> None:
 
 
 def _ratios(axes) -> None:
-    names = [what for what, _, _ in VALIDATION]
+    names = [case.what for case in tpu_validation.CASES]
     axes.axvline(1, color="grey", linewidth=1)
-    axes.scatter([ours / theirs for _, ours, theirs in VALIDATION], range(len(names)), s=18, color="black")
+    axes.scatter([case.ratio for case in tpu_validation.CASES], range(len(names)), s=18, color="black")
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlim(0.8, 1.2)

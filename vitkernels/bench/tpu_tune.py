@@ -3,7 +3,7 @@
 The form (whole rows of scores, or online) is one for both passes, blocks are each pass' own. From the blocks that the
 kernels' rule gives, one size at a time is varied while the others stand. Passed over: what does not compile, or not in
 two minutes, and a form that begins half as slow again as the rule. A pass keeps the rule's blocks unless others take
-10 % less, because smaller differences say nothing (tpu_attention.CAVEAT); another form than the rule's must take 10 %
+10 % less, because smaller differences say nothing (tpu_validation.CAVEAT); another form than the rule's must take 10 %
 less in both passes together.
 
 Shape suffixes: B batch, H heads, N tokens, D head dim.
