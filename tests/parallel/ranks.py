@@ -44,22 +44,32 @@ class Ranks:
 
     def __init__(self, world: int, folder: Path, *overrides: str, before: dict[int, str] | None = None):
         folder.mkdir(parents=True, exist_ok=True)
-        self.logs = [folder.with_name(f"{folder.name}.rank{rank}") for rank in range(world)]
+        words = [str(ROOT / "train.py"), *SMALL, *overrides, f"hydra.run.dir={folder}"]
+        codes = [(before or {}).get(rank, "") for rank in range(world)]
+        self._begin(folder, [(_train, words, code) for code in codes])
+
+    @classmethod
+    def of(cls, world: int, folder: Path, function, *args) -> "Ranks":
+        """`world` processes that run function(*args), logs beside `folder`."""
+        ranks = cls.__new__(cls)
+        ranks._begin(folder, [(function, *args)] * world)
+        return ranks
+
+    def _begin(self, folder: Path, tasks: list[tuple]) -> None:
+        self.logs = [folder.with_name(f"{folder.name}.rank{rank}") for rank in range(len(tasks))]
         # The store that torchrun keeps for its ranks, so that it outlives any of them.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        words = [str(ROOT / "train.py"), *SMALL, *overrides, f"hydra.run.dir={folder}"]
         self.processes = []
-        for rank in range(world):
+        for rank, task in enumerate(tasks):
             environment = {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(world),
+                "WORLD_SIZE": str(len(tasks)),
                 "LOCAL_RANK": str(rank),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            code = (before or {}).get(rank, "")
-            self.processes.append(fork(_be, words, environment, str(self.logs[rank]), code))
+            self.processes.append(fork(_be, environment, str(self.logs[rank]), *task))
 
     def finish(self, seconds: float = 180) -> list[int]:
         """The exit codes."""
@@ -85,7 +95,7 @@ class Ranks:
             time.sleep(0.01)
 
 
-def _be(words: list[str], environment: dict[str, str], log: str, code: str) -> None:
+def _be(environment: dict[str, str], log: str, function, *args) -> None:
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -96,6 +106,10 @@ def _be(words: list[str], environment: dict[str, str], log: str, code: str) -> N
 
     torch.set_num_threads(1)
     logging.getLogger().handlers.clear()
+    function(*args)
+
+
+def _train(words: list[str], code: str) -> None:
     exec(code, {})
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
