@@ -5,6 +5,7 @@ import torch
 
 from vitkernels import models
 from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks
+from vitkernels.quant import quantize_
 
 ALL = {"layer_norm_residual": "triton", "mlp": "passes", "patch_embed": "triton"}
 
@@ -98,6 +99,18 @@ def test_a_bfloat16_stream_is_close():
         want, got = plain(images).float(), fused(images).float()
     assert not torch.equal(got, want)
     assert (got - want).norm() < 0.05 * want.norm()  # four roundings of 0.2 % along the stream, and its norms
+
+
+@pytest.mark.parametrize("scheme", ["w8a16", "w8a8_fp8"])
+def test_a_model_can_be_quantized_before_its_ops_are_set_or_after(scheme):
+    """... under autocast, where integers and 8-bit floats would be cast like weights."""
+    plain, fused = pair({"layer_norm_residual": "reference", "mlp": "reference"})
+    for model in (plain, fused):
+        quantize_(model, scheme)
+    images = torch.randn(2, 1, 16, 16)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        want, got = plain(images), fused(images)
+    assert (got - want).norm() < 0.02 * want.norm()  # bfloat16 rounds what passes between layers at other places
 
 
 def test_it_compiles_whole():

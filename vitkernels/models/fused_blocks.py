@@ -109,9 +109,10 @@ class FusedBlock(Block):
     def _mlp(self, x_BNC: Tensor) -> Branch:
         m = self.mlp
         backend = self.ops.get("mlp", "eager")
-        if type(m) is not Mlp:  # gated or quantized: all of it is a black box
+        if type(m) is not Mlp:  # gated, or of 8-bit training: all of it is a black box
             return self._waiting(m(x_BNC), None, self.ls2, self.drop_path2)
-        if backend == "eager" or (self.training and m.drop1.p > 0):
+        plain = type(m.fc1) is type(m.fc2) is nn.Linear  # not so where they were quantized since
+        if backend == "eager" or not plain or (self.training and m.drop1.p > 0):
             hidden = m.norm(m.drop1(m.act(m.fc1(x_BNC))))
             return self._branch(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)
         last_bias = m.fc2.bias
