@@ -137,6 +137,16 @@ def test_what_does_not_fit_takes_no_residual_dtype_either(monkeypatch):
         models.set_ops(model, {"layer_norm_residual": "auto"}, torch.bfloat16)
 
 
+def test_auto_leaves_patches_that_do_not_cover_the_image(monkeypatch, caplog):
+    """timm's convolution passes over the pixels at the end."""
+    monkeypatch.setattr("vitkernels.models.fusing._has_kernel", lambda *_: True)  # as on a GPU
+    model = models.create_model("vit_digits", "native", num_classes=10, depth=1, img_size=18)
+    with caplog.at_level("INFO", "vitkernels"):
+        models.set_ops(model, {"patch_embed": "auto"})
+    assert "18 x 18 pixels do not divide into patches of 4" in caplog.text
+    assert model(torch.randn(2, 1, 18, 18)).shape == (2, 10)
+
+
 def test_a_later_call_decides_alone():
     plain, model = pair(ALL, torch.bfloat16)
     models.set_ops(model, {"patch_embed": "eager"})

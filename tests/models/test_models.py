@@ -122,6 +122,8 @@ def test_models_that_cannot_be_built_say_why(name, message):
 def test_unknown_keyword_and_backend():
     with pytest.raises(UsageError, match="nonsense"):
         models.create_model("vit_digits", "native", nonsense=1)
+    with pytest.raises(UsageError, match=r"'embed_dim': 97.* cannot be built by timm: dim should be divisible"):
+        models.create_model("vit_digits", "native", embed_dim=97)
     with pytest.raises(UsageError, match=r"unknown attention backend 'nosuch'; known: .*native"):
         models.create_model("vit_digits", "nosuch")
 

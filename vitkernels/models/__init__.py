@@ -109,6 +109,8 @@ def _build(name: str, **kwargs) -> nn.Module:
         if "unexpected keyword" in str(error):
             raise UsageError(f"model {name!r}: {error}") from error
         raise
+    except AssertionError as error:  # timm's way to refuse sizes that do not fit together
+        raise UsageError(f"model {name!r} with {kwargs} cannot be built by timm: {error}") from error
 
 
 def _not_swappable(name: str, why: str) -> str:

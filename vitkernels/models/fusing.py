@@ -81,7 +81,7 @@ def _fits(name: str, backend: str, model: nn.Module) -> bool:
 
 def _misfit(name: str, model: nn.Module) -> str | None:
     if name == "patch_embed":
-        return _patch_misfit(getattr(getattr(model, "patch_embed", None), "proj", None))
+        return _patch_misfit(getattr(model, "patch_embed", None))
     if not isinstance(getattr(model, "blocks", None), nn.Sequential):
         return "it has no row of blocks"
     reasons = [unfusable(block) for block in model.blocks]
@@ -90,11 +90,15 @@ def _misfit(name: str, model: nn.Module) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def _patch_misfit(conv: nn.Module | None) -> str | None:
+def _patch_misfit(patch_embed: nn.Module | None) -> str | None:
+    conv = getattr(patch_embed, "proj", None)
     if not isinstance(conv, nn.Conv2d):
         return f"its patch embedding is {type(conv).__name__}, not one convolution"
     if conv.kernel_size != conv.stride or any(conv.padding) or conv.groups != 1 or conv.dilation != (1, 1):
         return f"its patch embedding is {conv}, whose patches overlap or leave gaps"
+    pixels = getattr(patch_embed, "img_size", None) or ()  # none where sizes may vary
+    if any(size % patch for size, patch in zip(pixels, conv.stride, strict=False)):
+        return f"its images of {pixels[0]} x {pixels[1]} pixels do not divide into patches of {conv.stride[0]}"
     return None
 
 
