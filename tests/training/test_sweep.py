@@ -7,6 +7,7 @@ import pytest
 
 from vitkernels.bench import comparison
 from vitkernels.training import command_line
+from vitkernels.training.signals import EXIT_INTERRUPTED
 from vitkernels.training.sweep import _reason, name_sweep
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
@@ -100,3 +101,14 @@ def test_command_line_mistakes(override, message):
     with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(HydraException) as error:
         compose("config", overrides=[override])
     assert message in command_line.explain(error.value, CONF)
+
+
+def test_a_single_run_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys):
+    """Unlike a sweep's, its command alone would start anew."""
+
+    def main():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert command_line.run(main, CONF) == EXIT_INTERRUPTED
+    assert capsys.readouterr().out == "interrupted; resume=auto goes on from the newest checkpoint, if any\n"

@@ -26,7 +26,8 @@ def run(main: Callable[[], None], config_dir: str) -> int:
     It is 2 after a message about what is wrong in the command line.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us as they are
-    if {"-m", "--multirun"} & set(sys.argv):
+    sweeps = bool({"-m", "--multirun"} & set(sys.argv))
+    if sweeps:
         # A function that can be imported: launchers pickle what their jobs run, and cannot pickle a script's own.
         main = hydra.main(version_base="1.3", config_path=config_dir, config_name="config")(sweep.run_job)
     try:
@@ -39,7 +40,8 @@ def run(main: Callable[[], None], config_dir: str) -> int:
             raise
         return 1
     except KeyboardInterrupt:
-        print("interrupted; the same command continues", flush=True)
+        continues = "the same command continues" if sweeps else "resume=auto goes on from the newest checkpoint, if any"
+        print(f"interrupted; {continues}", flush=True)
         return EXIT_INTERRUPTED
     return 0
 

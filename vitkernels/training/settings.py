@@ -69,6 +69,8 @@ def check_settings(cfg: DictConfig) -> None:
             raise UsageError(f"{name} must be a path{', auto' if name == 'resume' else ''} or null; got {value!r}")
     if cfg.trainer.max_epochs == 0 and cfg.trainer.max_steps is None:
         raise UsageError("trainer.max_epochs=0 trains nothing; mode=eval checkpoint=PATH evaluates weights")
+    if cfg.trainer.clip_grad == 0:
+        raise UsageError("trainer.clip_grad=0 would let no weight move; null does not clip")
     if cfg.mode == "eval" and cfg.checkpoint is None:
         raise UsageError("mode=eval needs the weights to evaluate: checkpoint=PATH")
     takes = cfg.mode if cfg.quant.name == "none" else "train" if "dtype" in cfg.quant else "eval"
