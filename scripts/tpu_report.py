@@ -4,7 +4,7 @@
     python scripts/tpu_report.py model=vit_b16_256 --compare native,sdpa,pallas_flash
     python scripts/tpu_report.py --shapes 128,12,256,64 64,16,256,72                  # attention alone, by kernels
     python scripts/tpu_report.py --shapes vit --results results/tpu_attention.jsonl   # ... at the shapes of ViTs
-    python scripts/tpu_report.py --tune --shapes 16,16,577,64 chip=v5e                # pallas_flash's blocks
+    python scripts/tpu_report.py --tune chip=v5e --shapes 16,16,577,64                # pallas_flash's blocks
     python scripts/tpu_report.py --validate                                           # published timings, estimated
 
 The first two take any setting of train.py (data.batch_size=64, optim=sgd, ops=..., +model.kwargs.depth=2), record the
@@ -143,7 +143,7 @@ def tune(options, chip: tpu_chips.Chip) -> None:
         print(f"\n(B, H, N, D) = {shape}, bfloat16, TPU {chip.name}", flush=True)
         problem = tpu_tune.problem(shape)
         found = tpu_tune.search(problem, tpu_tune.libtpu_estimate(problem, chip), lambda text: print(text, flush=True))
-        told = {"rule": (found.rule, found.rule_ms), "written": (found.plan, found.ms)}
+        told = {"rule": (found.rule, found.rule_ms), "chosen": (found.plan, found.ms)}
         told |= {f"best in the {form} form": best for form, best in found.best.items()}
         for what, (plan, ms) in told.items():
             times = ", ".join(f"{which} {ms[which]:.3f}" for which in ms)
@@ -178,7 +178,8 @@ def _shapes(text: str) -> tuple[tuple[int, int, int, int], ...]:
     try:
         B, H, N, D = (int(part) for part in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither four numbers B,H,N,D nor vit") from None
+        hint = "; settings go before --shapes" if "=" in text else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is neither four numbers B,H,N,D nor vit{hint}") from None
     return ((B, H, N, D),)
 
 

@@ -84,7 +84,7 @@ def test_the_command_writes_a_table_that_the_kernels_read(tmp_path, capsys, monk
     table.write_text(json.dumps({"entries": []}))
     stand_in = lambda form, which, blocks: 5.0 if form == "short" else away(which, blocks)  # noqa: E731
     monkeypatch.setattr(tpu_tune, "libtpu_estimate", lambda of, chip: stand_in)
-    script.main(["--tune", "--shapes", "2,16,1025,64", "--table", str(table), "chip=v6e"])
+    script.main(["--tune", "chip=v6e", "--shapes", "2,16,1025,64", "--table", str(table)])
     printed = capsys.readouterr().out
     assert "ESTIMATE" in printed and "NOT VALIDATED for v6e" in printed and f"written: {table}" in printed
     (entry,) = json.loads(table.read_text())["entries"]
