@@ -76,7 +76,8 @@ def test_a_step_on_parts_is_that_of_a_plain_model(tmp_path, world):
 
 def test_only_optimizers_that_treat_each_element_alone_step_on_parts():
     """A step on a whole parameter, and one on parts of it, are the same for these; for others they are not."""
-    weights, gradients = torch.randn(4, 5), torch.randn(3, 4, 5)
+    numbers = torch.Generator().manual_seed(0)
+    weights, gradients = torch.randn(4, 5, generator=numbers), torch.randn(3, 4, 5, generator=numbers)
 
     def stepped(name, parts):
         parameters = [nn.Parameter(weights[rows].clone()) for rows in parts]
@@ -93,6 +94,6 @@ def test_only_optimizers_that_treat_each_element_alone_step_on_parts():
         torch.testing.assert_close(of_parts, whole, rtol=1e-6, atol=0, msg=name)
         elementwise.add(kind)
     assert elementwise == ELEMENTWISE
-    for name in ("lamb", "lars", "adafactor", "muon", "clion"):
+    for name in ("lamb", "lars", "muon"):
         (whole, kind), (of_parts, _) = stepped(name, [slice(0, 4)]), stepped(name, [slice(0, 3), slice(3, 4)])
         assert kind not in ELEMENTWISE and not torch.allclose(of_parts, whole, rtol=1e-5), name
