@@ -119,6 +119,14 @@ def test_models_that_cannot_be_built_say_why(name, message):
         models.create_model(name, "native")
 
 
+def test_auto_compiles_whole_and_says_what_it_chose(caplog):
+    model, images = models.create_model("vit_digits", num_classes=5, depth=1), torch.randn(2, 1, 16, 16)
+    with caplog.at_level("INFO"):
+        found = torch.compile(model, fullgraph=True, backend="aot_eager")(images)
+    assert "attn=auto chose sdpa for a compiled graph" in caplog.text
+    torch.testing.assert_close(found, model(images), **TOLERANCE)
+
+
 def test_unknown_keyword_and_backend():
     with pytest.raises(UsageError, match="nonsense"):
         models.create_model("vit_digits", "native", nonsense=1)

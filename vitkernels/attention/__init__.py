@@ -4,13 +4,13 @@ To add one: a file in this folder that ends in `BACKEND = Mine()`, a line in `_M
 The conformance suite and the benchmarks pick it up by themselves.
 """
 
-from functools import cache
+import sys
 from importlib import import_module
 
 from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.errors import unknown_name
 
-__all__ = ["AttentionBackend", "Problem", "choose", "get", "names"]
+__all__ = ["AttentionBackend", "Problem", "candidates", "choose", "get", "names"]
 
 _MODULES = {
     "native": "vitkernels.attention.native",
@@ -35,19 +35,26 @@ def names() -> tuple[str, ...]:
     return tuple(_MODULES)
 
 
-@cache
 def get(name: str) -> AttentionBackend:
     """The backend of that name; an unknown name raises a ValueError that lists the names."""
     if name not in _MODULES:
         raise unknown_name("attention backend", name, _MODULES)
-    return import_module(_MODULES[name]).BACKEND
+    module = _MODULES[name]
+    if module not in sys.modules:  # torch.compile cannot trace an import
+        import_module(module)
+    return sys.modules[module].BACKEND
+
+
+def candidates(device_type: str) -> tuple[str, ...]:
+    """What `auto` tries on that device, fastest first; the last one takes every problem."""
+    place = "tpu" if device_type == "xla" and _xla_is_tpu() else device_type
+    return _PREFERENCE.get(place, ("native",))
 
 
 def choose(problem: Problem) -> tuple[str, dict[str, str]]:
     """The fastest backend that takes the problem, and why each faster one was passed over."""
     refused = {}
-    place = "tpu" if problem.device_type == "xla" and _xla_is_tpu() else problem.device_type
-    for name in _PREFERENCE.get(place, ("native",)):
+    for name in candidates(problem.device_type):
         reason = get(name).unsupported(problem)
         if reason is None:
             return name, refused
