@@ -249,6 +249,16 @@ def test_autocast(name, device):
     assert error(out, exact) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys"])
+def test_empty_calls_give_zeros_or_are_refused(name, device, empty):
+    B, H, N, M = (0 if empty == one else 2 for one in ("batch", "heads", "queries", "keys"))
+    q, k = (torch.ones(B, H, tokens, 32, device=device, requires_grad=True) for tokens in (N, M))
+    out = taken(name, q, k, k)(q, k, k)
+    assert out.shape == q.shape and not out.any()
+    out.sum().backward()
+    assert not q.grad.any() and not k.grad.any()
+
+
 def test_a_problem_says_the_same_as_the_call(name, device):
     leaves = draw(device, 1, 2, 20, 32)
     problem = Problem.of(*leaves)

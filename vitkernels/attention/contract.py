@@ -110,7 +110,7 @@ class AttentionBackend:
     Keywords of both entry points:
         bias: floating, broadcastable to (B, H, N, M), added after scaling; differentiable. -inf masks.
         mask: boolean, broadcastable to (B, H, N, M); True keeps.
-        segment_ids: integers (B, N); a token attends to the tokens that carry its own id.
+        segment_ids: integers (B, N) that 32 bits hold; a token attends to the tokens that carry its own id.
         is_causal: query i sees keys 0..i (aligned at the top left, as in SDPA).
         scale: defaults to D ** -0.5.
         dropout_p: probability of dropping an attention weight; the caller passes 0 in evaluation.

@@ -3,13 +3,17 @@
 import torch
 from torch.nn import functional as F
 
-from vitkernels.attention.contract import AttentionBackend, keep_mask
+from vitkernels.attention.contract import AttentionBackend, Problem, keep_mask
 
 
 class Sdpa(AttentionBackend):
     """Runs everywhere. A bias is used in q's dtype, as SDPA demands."""
 
     name = "sdpa"
+
+    def _unsupported(self, problem: Problem) -> str | None:
+        # On the CPU PyTorch divides by the number of heads, and the process ends.
+        return None if problem.heads else "PyTorch's kernels need at least one head, and there is none; use attn=native"
 
     def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         if bias is None and mask is None and segment_ids is None:
