@@ -31,17 +31,16 @@ def steps(folder):
 
 
 def test_four_processes_then_two_then_one_train_as_one_would(tmp_path):
-    """FSDP on 4, its checkpoint continued with DDP on 2 that add up two batches, and that on one that adds up four.
+    """FSDP on 4, its checkpoint continued on 2 that add up two batches, DDP then FSDP, and on one that adds up four.
 
-    A step has 32 images each time, and mixup pairs within them. Sums over processes are taken in another order: 1e-7 a
-    step, which 12 steps of AdamW amplify to 1e-5 at most.
+    A step has 32 images each time. Sums over processes are taken in another order: 1e-7 a step, which 12 steps of AdamW
+    amplify to 1e-5 at most.
     """
     common = ["checkpoints.every_steps=2", "ema.decay=0.9", "trainer.eval_every=1", "resume=auto"]
     alone = Ranks(1, tmp_path / "alone", *common, "data.batch_size=32", "trainer.max_steps=12")
     assert alone.finish() == [0], alone.said()
     folder = tmp_path / "shared"
-    for world, engine, accum in ((4, "fsdp", 1), (2, "ddp", 2), (1, "none", 4)):
-        until = {4: 4, 2: 8, 1: 12}[world]
+    for world, engine, accum, until in ((4, "fsdp", 1, 3), (2, "ddp", 2, 6), (2, "fsdp", 2, 9), (1, "none", 4, 12)):
         words = [
             f"parallel={engine}",
             "data.batch_size=8",
@@ -58,7 +57,7 @@ def test_four_processes_then_two_then_one_train_as_one_would(tmp_path):
     expected, evaluations = metrics(tmp_path / "alone")
     losses, ours = metrics(folder)
     assert losses == pytest.approx(expected, rel=1e-5) and len(losses) == 12
-    assert [ours[step]["val_images"] for step in (4, 8, 12)] == [360] * 3, "each image counted once"
+    assert [ours[step]["val_images"] for step in (3, 6, 9, 12)] == [360] * 4, "each image counted once"
     for figure in ("val_loss", "val_ema_loss", "val_top1"):
         assert ours[12][figure] == pytest.approx(evaluations[12][figure], rel=1e-5), figure
     for name in ("model.safetensors", "model_ema.safetensors", "checkpoints/step_00000012"):
