@@ -130,7 +130,7 @@ def caveat(chip: Chip) -> str:
     text = CAVEAT.replace("v5e; no TPU", f"{chip.name}; no TPU")
     if chip.validated:
         return text
-    return f"{text} NOT VALIDATED for {chip.name}: the timings below are v5e's, its clock and bandwidth published ones."
+    return f"{text} NOT VALIDATED for {chip.name}: published timings are v5e's, its clock and bandwidth data sheets'."
 
 
 def validation(chip: Chip = CHIPS["v5e"]) -> str:

@@ -2,7 +2,7 @@
 
 The form (whole rows of scores, or online) is one for both passes, blocks are each pass' own. From the blocks that the
 kernels' rule gives, one size at a time is varied while the others stand. Passed over: what does not compile, or not in
-two minutes, and a form that begins half as slow again as the rule. A pass keeps the rule's blocks unless others take
+five minutes, and a form that begins half as slow again as the rule. A pass keeps the rule's blocks unless others take
 10 % less, because smaller differences say nothing (tpu_validation.CAVEAT); another form than the rule's must take 10 %
 less in both passes together.
 
@@ -24,7 +24,7 @@ from vitkernels.errors import UsageError
 
 CLEARLY = 0.9  # of the rule's estimate, or less
 _HOPELESS = 1.5  # times the rule's estimate
-_PATIENCE_S = 120  # for one compilation
+_PATIENCE_S = 300  # for one compilation
 _SIZES = (128, 256, 512, 1024, 1280)  # at most: what is tried is the block below with the least padding
 # Of a short form's straight piece, and of a long form's step: beyond, the compiler takes minutes or runs out of VMEM.
 _SCORES = {"short": 4 * 2**20, "long": 2 * 2**20}
