@@ -63,14 +63,18 @@ def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
     is_ours = not run_folder.is_taken(run_dir)  # a folder that turns out to be another run's is left as it is
     try:
         runtime = create_runtime(cfg.runtime.name, cfg.runtime.precision)
-        with parallels.create(runtime=runtime, **cfg.parallel) as parallel:
+        # Whatever happens, logs are closed, and the signals and the folder given back.
+        with parallels.create(runtime=runtime, **cfg.parallel) as parallel, contextlib.ExitStack() as cleanup:
+            if cfg.mode == "train":
+                parallel.on_main(cleanup.enter_context, run_folder.held(run_dir))
             run_dir, done = parallel.on_main(run_folder.open_for, run_dir, cfg)
             is_ours = True
             if done:
                 log.info("this run is done: %s", run_dir / "summary.json")
                 return
-            with contextlib.ExitStack() as cleanup:  # whatever happens, logs are closed and signals given back
-                train_or_evaluate(cfg, run_dir, parallel, cleanup)
+            train_or_evaluate(cfg, run_dir, parallel, cleanup)
+    except run_folder.InUseError:
+        raise
     except Exception as error:
         if is_ours and parallels.is_main():
             run_folder.note_failure(run_dir, str(error) or type(error).__name__)

@@ -256,6 +256,30 @@ def test_a_run_that_goes_on_in_another_folder_has_its_best_there(settings, monke
     assert ckpt.load_state(later / "checkpoints" / "best")["step"] == best
 
 
+HOLD = """
+import pathlib, sys, time
+from vitkernels.training.run_folder import held
+with held(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_folder_in_use_is_left_alone_until_its_process_is_gone(settings, tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    cfg = settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null", "resume=auto")
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=rf"another process \({holder.pid} on .*hydra.run.dir=FOLDER"):
+            train.run(cfg, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    finally:
+        holder.kill()
+        holder.communicate()
+    train.run(cfg, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
+
+
 def test_a_failed_attempt_does_not_block_its_folder(settings, tmp_path):
     with pytest.raises(UsageError, match="unknown model"):
         train.run(settings(*SMALL, "model.name=nosuch"), tmp_path)

@@ -1,8 +1,13 @@
 """One run, one folder: whose it is, whether it is finished, and where to go on from."""
 
+import contextlib
+import fcntl
 import json
 import logging
+import os
 import re
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -56,6 +61,34 @@ def find_done(folder: Path, cfg: DictConfig) -> Path | None:
     """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it."""
     newest = [folder] if is_taken(folder) else _same_runs_beside(folder, cfg)
     return newest[0] if newest and is_done(newest[0]) and is_same_run(newest[0], cfg) else None
+
+
+class InUseError(UsageError):
+    """Another process is at work in the folder, and nothing in it may be touched."""
+
+
+@contextlib.contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """Keeps other processes from running in this folder, until the end of this one at the latest, however it ends.
+
+    Two at once (a job started again while it still runs) would delete each other's checkpoints. Raises InUseError.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / ".lock", "a+") as file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of this process alone: data workers do not inherit it
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            raise InUseError(
+                f"another process ({file.read().strip() or 'just started'}) is running in {folder}. Let it end or stop "
+                "it, then start this again; hydra.run.dir=FOLDER puts this run elsewhere"
+            ) from None
+        except OSError as error:
+            log.warning("%s cannot be locked (%s): nothing else may run in it meanwhile", folder, error)
+        file.truncate(0)
+        file.write(f"{os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
 
 
 def open_for(folder: Path, cfg: DictConfig) -> tuple[Path, bool]:
