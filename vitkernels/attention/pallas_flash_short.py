@@ -297,6 +297,8 @@ def backward(problem: Problem, cut: Blocks, arrays: tuple, do_BNE, bias, mask, i
     q_rows = round_up(problem.q_tokens, LANES)
     extras = extra_arrays(problem, bias, mask, ids, transposed=True)
     out_specs, out_shapes = layout.specs(), layout.shapes(arrays[0].dtype)
+    # In order where the gradient of a shared bias sums over them; otherwise a chip's two cores may split them.
+    images = "arbitrary" if bias_gradient and problem.bias[0] == 1 else "parallel"
     if bias_gradient:
         b, h, n, m = problem.bias
         block = (1, h, layout.kv_rows if m > 1 else 1, q_rows if n > 1 else 1)
@@ -318,8 +320,7 @@ def backward(problem: Problem, cut: Blocks, arrays: tuple, do_BNE, bias, mask, i
         ],
         out_specs=out_specs,
         out_shape=out_shapes,
-        # Images in order: a bias gradient sums over them.
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=(images,), vmem_limit_bytes=VMEM_LIMIT),
         name="flash_short_backward",
     )(*arrays, do_BNE, *[x for x in extras if x is not None])
     if bias_gradient:
