@@ -1,5 +1,8 @@
 """Models: timm's architectures, names and numbers, with the kernel swapped."""
 
+import copy
+import pickle
+
 import pytest
 import timm
 import torch
@@ -46,6 +49,19 @@ def test_same_numbers_as_timm(name):
         model(x).square().sum().backward()
     for (key, a), b in zip(plain.named_parameters(), ours.parameters(), strict=True):
         torch.testing.assert_close(b.grad, a.grad, msg=key, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_model_can_be_copied_and_pickled(copied):
+    ops = {"layer_norm_residual": "reference", "mlp": "passes"}
+    model = models.set_ops(models.create_model("vit_digits", "native", num_classes=10, depth=2), ops)
+    again, images = copied(model), torch.randn(2, 1, 16, 16)
+    assert torch.equal(again(images), model(images))
+    first, second = (block.attn for block in again.blocks)
+    assert type(first) is type(second) and first.qkv.weight is not model.blocks[0].attn.qkv.weight
+    assert models.set_attention(again, "sdpa") and torch.allclose(again(images), model(images), atol=1e-5)
 
 
 def test_gated_attention_is_timms():

@@ -15,6 +15,7 @@ from vitkernels.training.settings import _NUMBERS, check_settings
         ("trainer.log_every=0", "trainer.log_every"),
         ("trainer.accum_steps=true", "trainer.accum_steps"),
         ("trainer.clip_grad=0", "null does not clip"),
+        ("ema.decay=0", "null keeps no average"),
         ("ema.decay=1.5", "ema.decay must be a number from 0 to 1, or null"),
         ("data.batch_size=-1", "data.batch_size"),
         ("mode=evaluate", "mode must be one of train, eval"),

@@ -121,6 +121,9 @@ class AttentionBackend:
 
     name: str
 
+    def __deepcopy__(self, memo) -> "AttentionBackend":
+        return self  # it has no state of its own that changes; a copied model runs the same one
+
     def configured(self, **options) -> "AttentionBackend":
         """This backend with options of its own, those beside `name` in conf/attn/<name>.yaml; UsageError if unknown."""
         if options:

@@ -3,6 +3,8 @@
 Shape suffixes: B batch, N tokens, C channels, H heads, D head dim, E = H * D, 3 = q, k, v.
 """
 
+from functools import cache
+
 from timm.layers import Attention
 from torch import Tensor, nn
 
@@ -21,6 +23,10 @@ class BackendAttention(Attention):
         nn.Module.__init__(adopted)
         adopted.__dict__.update({k: v for k, v in module.__dict__.items() if k != "backend"})
         return adopted
+
+    def __reduce__(self):
+        """For pickle, which would look for the class by its name, and it was made at run time."""
+        return _unpickled, (self.backend,), self.__dict__
 
     def forward(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return self.proj_drop(self.proj(self.attend(x_BNC, attn_mask, is_causal)))
@@ -49,6 +55,12 @@ class BackendAttention(Attention):
         return out_BNE
 
 
+@cache  # so that layers that were copied have the class of the others, and torch.compile does not tell them apart
 def attention_layer(backend: AttentionBackend) -> type[BackendAttention]:
     """The class to pass to timm as `attn_layer`."""
     return type(f"{backend.name.title().replace('_', '')}Attention", (BackendAttention,), {"backend": backend})
+
+
+def _unpickled(backend: AttentionBackend) -> BackendAttention:
+    layer = attention_layer(backend)
+    return layer.__new__(layer)

@@ -71,6 +71,8 @@ def check_settings(cfg: DictConfig) -> None:
         raise UsageError("trainer.max_epochs=0 trains nothing; mode=eval checkpoint=PATH evaluates weights")
     if cfg.trainer.clip_grad == 0:
         raise UsageError("trainer.clip_grad=0 would let no weight move; null does not clip")
+    if cfg.ema.decay == 0:
+        raise UsageError("ema.decay=0 would keep nothing but the weights themselves; null keeps no average")
     if cfg.mode == "eval" and cfg.checkpoint is None:
         raise UsageError("mode=eval needs the weights to evaluate: checkpoint=PATH")
     takes = cfg.mode if cfg.quant.name == "none" else "train" if "dtype" in cfg.quant else "eval"
