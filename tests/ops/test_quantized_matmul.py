@@ -162,6 +162,7 @@ def test_tokens_of_zeros_and_leading_dimensions():
         ({"x": torch.randn(2, 32, requires_grad=True)}, r"no gradient; call it under torch.no_grad\(\)"),
         ({"scale": torch.ones(6, requires_grad=True)}, "train with vitkernels.quant.train_in_8_bits"),
         ({"x": torch.zeros(2, 32, dtype=torch.int8)}, "x must be"),
+        ({"x": torch.zeros(2, 0), "w": torch.zeros(6, 0, dtype=torch.int8)}, r"one at least.*\(2, 0\)"),
         ({"w": torch.zeros(6, 32).to(torch.float8_e4m3fn)}, "fp8 weights go with weight_bits=8, activation_bits=8"),
         ({"backend": "xla"}, "torch_xla"),
         ({"backend": "cutlass"}, "reference"),

@@ -70,8 +70,10 @@ def _check(x, w, scale, zero_point, bias, block_size, weight_bits, activation_bi
     for name, value, choices in (("weight_bits", weight_bits, (8, 4)), ("activation_bits", activation_bits, (16, 8))):
         if value not in choices:
             raise UsageError(f"{name} must be {choices[0]} or {choices[1]}, got {value!r}")
-    if x.ndim < 1 or not x.dtype.is_floating_point or x.dtype.itemsize < 2:
-        raise UsageError(f"x must be (..., in features) of 16 bits or more, floating; got {x.dtype} {tuple(x.shape)}")
+    if x.ndim < 1 or not x.shape[-1] or not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+        raise UsageError(
+            f"x must be (..., in features), one at least, floating, of 16 bits or more; got {x.dtype} {tuple(x.shape)}"
+        )
     is_fp8 = w.dtype == torch.float8_e4m3fn
     if not (is_fp8 or w.dtype == torch.int8 or (w.dtype == torch.uint8 and weight_bits == 4)):
         raise UsageError(
