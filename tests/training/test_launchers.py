@@ -1,6 +1,7 @@
 """Sweeps whose jobs submitit starts, or whose trials Optuna chooses. The sweep's own process is this one."""
 
 import json
+import logging
 import os
 import signal
 import sys
@@ -34,8 +35,15 @@ def start(tmp_path, monkeypatch):
         except SystemExit as end:
             return end.code
 
+    root = logging.getLogger()
+    level = root.level
     yield start
     os.environ.pop(job_slots._GPUS_OF_THE_SWEEP, None)
+    root.setLevel(level)
+    for handler in root.handlers[:]:
+        if type(handler) in (logging.StreamHandler, logging.FileHandler):  # Hydra's; pytest's are of other classes
+            root.removeHandler(handler)
+            handler.close()
 
 
 def training_process(folder: Path) -> int | None:
