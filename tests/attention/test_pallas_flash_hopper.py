@@ -184,10 +184,7 @@ def test_cross_lengths(N, M, is_causal, dtype):
 @pytest.mark.parametrize(
     "N, M, D", [(256, 256, 64), (197, 197, 64), (1, 1, 64), (129, 129, 40), (50, 70, 48), (129, 17, 64)]
 )
-def test_short_backward(N, M, D, dtype, monkeypatch):
-    from vitkernels.attention import pallas_flash_hopper
-
-    monkeypatch.setattr(pallas_flash_hopper, "SHORT_BACKWARD", True)
+def test_short_backward(N, M, D, dtype):
     q, k, v = (torch.randn(3, 50, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
     out = attention.get("pallas_flash")(q, k, v, scale=0.1)
     do = torch.randn_like(out)

@@ -16,7 +16,6 @@ from vitkernels.attention.pallas_flash_hopper_backward import Backward
 from vitkernels.attention.pallas_flash_hopper_forward import Forward
 from vitkernels.attention.pallas_flash_hopper_parts import Problem, padded
 from vitkernels.attention.pallas_flash_hopper_schedule import (
-    SHORT_BACKWARD,
     Schedule,
     dkdv_schedule,
     dq_schedule,
@@ -89,7 +88,7 @@ class Call:
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
 
     def run_backward(self, q, k, v, out, lse, do, dq, dk, dv) -> None:
-        if SHORT_BACKWARD and fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
+        if fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
             with torch.cuda.device(self.device):
                 self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
             return

@@ -48,11 +48,6 @@ def forward_schedule(keys: int, head_dim: int) -> Schedule:
     )
 
 
-# One kernel for dq, dk and dv is faster than two, but in its present form was only interpreted and compiled. To be set
-# once test_short_backward has passed on a Hopper GPU (notes/pallas_flash_hopper.md).
-SHORT_BACKWARD = False
-
-
 def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
     """Whether one kernel for dq, dk and dv can do it: where a whole head fits into shared memory, in rows of 128 bytes.
 

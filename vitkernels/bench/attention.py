@@ -48,11 +48,33 @@ class Timing:
     @classmethod
     def on_device(cls, function: Callable[[], object], milliseconds: float = 100) -> "Timing":
         """Of replays of a CUDA graph: what the GPU needs, without the host."""
-        from triton.testing import do_bench_cudagraph
-
         with torch.cuda.stream(torch.cuda.Stream()):
-            low, median, high = do_bench_cudagraph(function, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
-        return cls(low, median, high)
+            function()
+            once = _replay_ms(_captured(function, 1))
+            calls = max(1, int(milliseconds / 10 / once))
+            graph = _captured(function, calls)
+            times = [_replay_ms(graph) / calls for _ in range(10)]
+        return cls(*torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())
+
+
+def _captured(function: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
+    """A graph of some calls. What other threads do meanwhile (JAX has some) must not invalidate it: thread_local."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        for _ in range(calls):
+            function()
+    _replay_ms(graph)
+    return graph
+
+
+def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
 
 
 def attends(backends: tuple[str, ...]) -> dict[str, Attend]:

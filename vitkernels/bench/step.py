@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +18,10 @@ from vitkernels.runtime import Runtime
 
 @dataclass
 class StepTimes:
-    """Percentiles of step times in ms over n steps, peak memory in bytes, and seconds until the first timed step."""
+    """Percentiles of step times in ms over n steps, peak memory in bytes, and seconds until the first timed step.
+
+    losses: of every step of `learning`, where that was asked for.
+    """
 
     variant: str
     median: float
@@ -28,6 +31,7 @@ class StepTimes:
     peak_memory_bytes: int | None
     warmup_seconds: float
     final_loss: float
+    losses: list[float] | None = None
 
 
 def bare_loop(
@@ -80,6 +84,39 @@ def bare_loop(
     return StepTimes(variant, median, p10, p90, steps, memory, round(warmup_seconds, 1), float(loss.detach()))
 
 
+def learning(
+    runtime: Runtime, model: nn.Module, start: dict[str, torch.Tensor], *,
+    image_size: int, batch_size: int, num_classes: int, in_chans: int = 3, steps: int = 200, lr: float = 1e-4,
+) -> list[float]:  # fmt: skip
+    """Losses of training from `start` (a state dict, loaded into the model) on images that can be learned.
+
+    Each class, 256 at most, is one random picture of 16 x 16 pixels, enlarged, and each image its class under noise
+    that is drawn anew: nothing is learned by heart, where the least rounding decides how fast. AdamW, 20 steps of
+    warm-up. The same arguments give the same images on the same device.
+    """
+    getattr(model, "_orig_mod", model).load_state_dict(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, **runtime.optimizer_kwargs("adamw"))
+    random = torch.Generator(device=runtime.device).manual_seed(0)
+    classes = min(num_classes, 256)
+    pictures = torch.randn(classes, in_chans, 16, 16, device=runtime.device, generator=random)
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / 20)
+        targets = torch.randint(classes, (batch_size,), device=runtime.device, generator=random)
+        images = F.interpolate(pictures[targets], size=(image_size, image_size))
+        images += 1.5 * torch.randn(images.shape, device=runtime.device, generator=random)
+        with runtime.autocast():
+            logits = model(images)
+        loss = F.cross_entropy(logits.float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        runtime.end_step(images, targets)
+        losses.append(loss.detach().clone())  # a CUDA graph's next replay writes over its results
+    return torch.stack(losses).tolist()
+
+
 def free(runtime: Runtime) -> None:
     """Forget compiled graphs and cached memory, so that the next variant starts like the first."""
     torch._dynamo.reset()
@@ -87,28 +124,65 @@ def free(runtime: Runtime) -> None:
         torch.cuda.empty_cache()
 
 
-def run_variants(build: dict[str, Callable[[], nn.Module]], runtime: Runtime, **settings) -> list[StepTimes]:
-    """Each variant's bare loop in turn; one that fails is reported and does not stop the others."""
-    rows = []
+def run_variants(
+    build: dict[str, Callable[[], nn.Module]],
+    runtime: Runtime,
+    learns: Collection[str] = (),
+    learning_steps: int = 0,
+    *,
+    warmup: int,
+    steps: int,
+    **settings,
+) -> list[StepTimes]:
+    """Each variant's bare loop in turn; one that fails is reported and does not stop the others.
+
+    learns: variants that also train `learning_steps` steps of `learning`, all from the first one's initial weights.
+    """
+    rows, start = [], None
     for name, make in build.items():
         free(runtime)
         try:
-            rows.append(bare_loop(name, runtime, make(), **settings))
+            model = make()
+            if start is None:
+                state = getattr(model, "_orig_mod", model).state_dict()
+                start = {key: value.clone() for key, value in state.items()}
+            rows.append(bare_loop(name, runtime, model, warmup=warmup, steps=steps, **settings))
             print(f"{name}: {rows[-1].median:.2f} ms", flush=True)
+            if learning_steps and name in learns:
+                rows[-1].losses = learning(runtime, model, start, steps=learning_steps, **settings)
         except (RuntimeError, ValueError) as error:
             print(f"{name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     return rows
 
 
 def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
-    """Markdown; ratio is the baseline's median over the row's, so above 1 is faster."""
+    """Markdown; ratio is the row's median over the baseline's, so below 1 is faster."""
     base = next((row.median for row in rows if row.variant == baseline), None)
-    lines = [f"| variant | step ms (p10, p90) | images/s | peak GiB | ratio to {baseline} |", "|---|---|---|---|---|"]
+    lines = [f"| variant | step ms (p10, p90) | images/s | peak GiB | of {baseline} |", "|---|---|---|---|---|"]
     for row in rows:
         memory = "–" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f}"
-        ratio = "–" if base is None else f"{base / row.median:.3f}"
+        ratio = "–" if base is None else f"{row.median / base:.3f}"
         times = f"{row.median:.2f} ({row.p10:.2f}, {row.p90:.2f})"
         lines.append(f"| {row.variant} | {times} | {batch_size / row.median * 1e3:.0f} | {memory} | {ratio} |")
+    return "\n".join(lines)
+
+
+def losses_table(rows: list[StepTimes], baseline: str, window: int = 25) -> str:
+    """Markdown: means of `window` steps' losses, the baseline's as they are and the others as differences in percent."""
+    rows = [row for row in rows if row.losses]
+    means = {row.variant: torch.tensor(row.losses).split(window) for row in rows}
+    means = {name: [part.mean().item() for part in parts] for name, parts in means.items()}
+    if baseline not in means:
+        return ""
+    ends = [min((i + 1) * window, len(rows[0].losses)) for i in range(len(means[baseline]))]
+    lines = [f"| loss up to step | {' | '.join(map(str, ends))} | all |", "|---" * (len(ends) + 2) + "|"]
+    for row in rows:
+        overall = [*means[row.variant], sum(row.losses) / len(row.losses)]
+        if row.variant == baseline:
+            reference, cells = overall, [f"{x:.4f}" for x in overall]
+        else:
+            cells = [f"{100 * (x / y - 1):+.2f} %" for x, y in zip(overall, reference, strict=True)]
+        lines.append(f"| {row.variant} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
