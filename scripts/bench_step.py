@@ -98,20 +98,23 @@ def main() -> None:
         }
         learns += [fused, best]
     build[f"{BASELINE} again"] = peers["compiled sdpa"]  # the noise between two measurements of the same thing
-    rows = step.run_variants(
-        build, runtime, learns, args.learning_steps,
-        image_size=image_size, in_chans=in_chans, batch_size=args.batch, num_classes=args.classes,
-        warmup=args.warmup, steps=args.steps,
-    )  # fmt: skip
-    step.free(runtime)
-    rows.append(train_py(args, BEST if kernels else ()))
     context = {
         "model": args.model,
         "batch_size": args.batch,
         "device": runtime.device_name,
         "precision": runtime.precision,
     }
-    step.append_results(args.results, rows, context)
+    rows = []
+    for row in step.run_variants(
+        build, runtime, learns, args.learning_steps,
+        image_size=image_size, in_chans=in_chans, batch_size=args.batch, num_classes=args.classes,
+        warmup=args.warmup, steps=args.steps,
+    ):  # fmt: skip
+        rows.append(row)
+        step.append_results(args.results, [row], context)
+    step.free(runtime)
+    rows.append(train_py(args, BEST if kernels else ()))
+    step.append_results(args.results, rows[-1:], context)
     print(f"\n{args.model}, batch {args.batch}, {runtime.describe()}\n")
     print(step.table(rows, args.batch, BASELINE), "", step.losses_table(rows, BASELINE), sep="\n")
 

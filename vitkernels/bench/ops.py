@@ -5,6 +5,7 @@ Shape suffixes: B images, N tokens of an image, C channels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -58,7 +59,9 @@ class Case:
 
 def cases(sizes: Sizes, dtype: torch.dtype) -> list[Callable[[], Case]]:
     """A case for each op, made when called: each takes much of a GPU's memory. Random inputs."""
-    return [lambda make=make: make(sizes, dtype) for make in (_layer_norm_residual, _linear_gelu, _mlp, _patch_embed)]
+    keeping = partial(_mlp, keep=True)
+    makers = (_layer_norm_residual, _linear_gelu, _mlp, keeping, _patch_embed)
+    return [partial(make, sizes, dtype) for make in makers]
 
 
 def _drawing(device: str) -> Callable[..., Tensor]:
@@ -90,13 +93,13 @@ def _linear_gelu(sizes: Sizes, dtype: torch.dtype) -> Case:
     return Case("linear_gelu", (K, N), sizes.images * sizes.tokens, call, leaves)
 
 
-def _mlp(sizes: Sizes, dtype: torch.dtype) -> Case:
+def _mlp(sizes: Sizes, dtype: torch.dtype, keep: bool = False) -> Case:
     draw = _drawing(sizes.device)
     K, N = sizes.width, sizes.hidden
     first = draw(sizes.images, sizes.tokens, K, dtype=dtype), draw(N, K, dtype=dtype, scale=K**-0.5), draw(N)
     leaves = *first, draw(K, N, dtype=dtype, scale=N**-0.5)
-    call = lambda backend: (ops.mlp(*leaves, backend=backend),)  # noqa: E731
-    return Case("mlp", (K, N, K), sizes.images * sizes.tokens, call, leaves)
+    call = lambda backend: (ops.mlp(*leaves, keep_activation=keep, backend=backend),)  # noqa: E731
+    return Case("mlp", (K, N, K, int(keep)), sizes.images * sizes.tokens, call, leaves)
 
 
 def _patch_embed(sizes: Sizes, dtype: torch.dtype) -> Case:

@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -133,12 +133,12 @@ def run_variants(
     warmup: int,
     steps: int,
     **settings,
-) -> list[StepTimes]:
+) -> Iterator[StepTimes]:
     """Each variant's bare loop in turn; one that fails is reported and does not stop the others.
 
     learns: variants that also train `learning_steps` steps of `learning`, all from the first one's initial weights.
     """
-    rows, start = [], None
+    start = None
     for name, make in build.items():
         free(runtime)
         try:
@@ -146,13 +146,13 @@ def run_variants(
             if start is None:
                 state = getattr(model, "_orig_mod", model).state_dict()
                 start = {key: value.clone() for key, value in state.items()}
-            rows.append(bare_loop(name, runtime, model, warmup=warmup, steps=steps, **settings))
-            print(f"{name}: {rows[-1].median:.2f} ms", flush=True)
+            row = bare_loop(name, runtime, model, warmup=warmup, steps=steps, **settings)
+            print(f"{name}: {row.median:.2f} ms ({row.p10:.2f}, {row.p90:.2f})", flush=True)
             if learning_steps and name in learns:
-                rows[-1].losses = learning(runtime, model, start, steps=learning_steps, **settings)
+                row.losses = learning(runtime, model, start, steps=learning_steps, **settings)
+            yield row
         except (RuntimeError, ValueError) as error:
             print(f"{name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-    return rows
 
 
 def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
@@ -168,7 +168,7 @@ def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
 
 
 def losses_table(rows: list[StepTimes], baseline: str, window: int = 25) -> str:
-    """Markdown: means of `window` steps' losses, the baseline's as they are and the others as differences in percent."""
+    """Markdown: means of `window` steps' losses, the baseline's as they are, the others' as differences in percent."""
     rows = [row for row in rows if row.losses]
     means = {row.variant: torch.tensor(row.losses).split(window) for row in rows}
     means = {name: [part.mean().item() for part in parts] for name, parts in means.items()}

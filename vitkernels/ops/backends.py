@@ -25,8 +25,9 @@ class Backends:
     modules: backend name -> module; "reference" is among them and takes everything.
     preference: place (cpu, cuda, tpu, xla) -> names that `auto` tries there, fastest first. Kernels that would only be
         interpreted do not belong in it. A place that is not listed, or where all refuse, gets the reference.
-    features: from a call's arguments, the sizes of its parameters and the dtype it calculates in: under these names
-        `python -m vitkernels.tune` keeps what it measured, whose order on a GPU comes before `preference`.
+    features: from a call's arguments, the sizes of its parameters (and an option, as a number, where it decides) and
+        the dtype it calculates in: under these `python -m vitkernels.tune` keeps what it measured, whose order on a
+        GPU comes before `preference`.
     """
 
     op: str

@@ -2,7 +2,8 @@
 
 Two tables of the same form: the user's own, and the one that ships with the package; the user's comes first. A table is
 JSON: GPU name -> rows of {op, dtype, features, rows, ms: {backend: milliseconds}, versions, date}. `features` are the
-sizes of the op's parameters: they decide, and unlike the number of images they stay the same.
+sizes of the op's parameters, and for the MLP whether it keeps its activation (1) or not (0): they decide, and unlike
+the number of images they stay the same.
 """
 
 import json

@@ -17,7 +17,10 @@ BACKENDS = Backends(
         "pallas_hopper": "vitkernels.ops.mlp.pallas_hopper",
     },
     preference={"cuda": ("passes",)},
-    features=lambda x, weight1, bias1, weight2, bias2, tanh, keep: ((*weight1.shape[::-1], weight2.shape[0]), x.dtype),
+    features=lambda x, weight1, bias1, weight2, bias2, tanh, keep: (
+        (*weight1.shape[::-1], weight2.shape[0], int(keep)),
+        x.dtype,
+    ),
 )
 
 
