@@ -80,12 +80,15 @@ def test_auto_takes_the_fastest_that_can(tables):
     assert list(backends.refusals(torch.device("cuda", 0), *args)) == ["triton"]
 
 
-def test_the_shipped_table_names_backends_that_exist():
-    from vitkernels.bench.ops import TABLES
+SMALL = bench.Sizes(images=2, tokens=4, width=32, hidden=64, image_size=8, patch=4, device="cpu")
 
+
+def test_the_shipped_table_is_of_backends_and_features_that_exist():
+    features = {case.op: len(case.features) for case in (make() for make in bench.cases(SMALL, torch.bfloat16))}
     for rows in json.loads(measurements.SHIPPED.read_text()).values():
         for measured in rows:
-            assert set(measured["ms"]) <= set(TABLES[measured["op"]].names())
+            assert set(measured["ms"]) <= set(bench.TABLES[measured["op"]].names())
+            assert len(measured["features"]) == features[measured["op"]]
             assert all(ms > 0 for ms in measured["ms"].values())
 
 
@@ -97,9 +100,9 @@ def test_sizes_of_models():
 
 def test_what_tune_measures(monkeypatch, capsys):
     """Every op's backends at a small model's sizes; here with a clock that stands still."""
-    monkeypatch.setattr(bench.Timing, "on_device", lambda function: function() and bench.Timing(1.0, 2.0, 3.0))
-    sizes = bench.Sizes(images=2, tokens=4, width=32, hidden=64, image_size=8, patch=4, device="cpu")
-    for make in bench.cases(sizes, torch.bfloat16):
+    timing = bench.Timing(1.0, 2.0, 3.0)
+    monkeypatch.setattr(bench.Timing, "on_device", lambda function, milliseconds: function() and timing)
+    for make in bench.cases(SMALL, torch.bfloat16):
         case = make()
         found = bench.measure(case)
         assert {name for name, ms in found.items() if ms == 2.0} >= {"reference", "triton"}
@@ -125,7 +128,7 @@ def seen_arguments(case, monkeypatch):
 def test_a_wrong_backend_is_not_measured(monkeypatch):
     case = bench.Case("mlp", (1,), 1, None, ())
     monkeypatch.setattr(bench.Case, "both", lambda self, name: (torch.tensor([1.0 + (name == "triton")]),))
-    monkeypatch.setattr(bench.Timing, "on_device", lambda function: bench.Timing(1.0, 2.0, 3.0))
+    monkeypatch.setattr(bench.Timing, "on_device", lambda function, milliseconds: bench.Timing(1.0, 2.0, 3.0))
     assert bench.measure(case) == {
         "reference": 2.0,
         "passes": 2.0,

@@ -26,7 +26,7 @@ def compiled(chips, engines, words, results, log):
     results.write_text(json.dumps(tpu_spmd.main(chips, engines, words)))
 
 
-@pytest.mark.parametrize(("chips", "engines"), [(4, ("ddp", "fsdp")), (8, ("fsdp",))])
+@pytest.mark.parametrize(("chips", "engines"), [(4, ("ddp", "fsdp")), (8, ("ddp", "fsdp"))])
 def test_each_chip_runs_the_kernels_on_its_images_and_only_weights_and_gradients_travel(chips, engines, tmp_path):
     words = ["model=vit_digits", "+model.kwargs.depth=1", "attn=pallas_flash", f"data.batch_size={BATCH}"]
     results, log = tmp_path / "results.json", tmp_path / "log"
