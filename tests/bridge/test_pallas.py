@@ -1,6 +1,7 @@
 """The bridge on CPU tensors, with the quickstart's kernels as the subjects."""
 
 import functools
+import os
 
 import pytest
 import torch
@@ -254,3 +255,20 @@ def test_a_jax_that_was_told_to_take_the_tpu_is_an_error(monkeypatch):
             jax_compat.close_tpu(torch_xla_in_use=True)
     finally:
         jax.config.update("jax_platforms", before)
+
+
+@pytest.mark.parametrize(("rank", "visible"), [(None, None), ("3", "3")])
+def test_jax_opens_the_gpu_of_its_process_alone(monkeypatch, rank, visible):
+    set_to = {}
+    monkeypatch.setattr(type(jax.config), "update", lambda self, name, value: set_to.update({name: value}))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(jax_compat, "has_cuda_plugin", lambda: True)
+    monkeypatch.delenv("JAX_CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "true")  # the user's own word stands
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("LOCAL_RANK", rank)
+    jax_compat._choose_platforms()
+    assert set_to.pop("jax_platforms") == "cuda,cpu"
+    assert set_to == ({} if visible is None else {"jax_cuda_visible_devices": visible})
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "true"

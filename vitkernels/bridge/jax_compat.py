@@ -58,6 +58,9 @@ def _choose_platforms() -> None:
         # Beside torch, JAX must not take three quarters of the GPU's memory at its first call.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         jax.config.update("jax_platforms", "cuda,cpu")
+        # torchrun's processes have one GPU each; JAX would open every GPU in every one of them.
+        if "LOCAL_RANK" in os.environ and "JAX_CUDA_VISIBLE_DEVICES" not in os.environ:
+            jax.config.update("jax_cuda_visible_devices", os.environ["LOCAL_RANK"])
     else:
         jax.config.update("jax_platforms", "cpu")
 
