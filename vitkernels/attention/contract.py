@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vitkernels.autocast import cast, dtype_of
 from vitkernels.errors import UsageError
 
 
@@ -50,7 +51,7 @@ class Problem:
             q_tokens=N,
             kv_tokens=k_BHMD.shape[2],
             head_dim=D,
-            dtype=q_BHND.dtype,
+            dtype=dtype_of(q_BHND),
             device_type=q_BHND.device.type,
             bias_shape=None if bias is None else tuple(bias.shape),
             has_mask=mask is not None,
@@ -73,7 +74,7 @@ def _check(q, k, v, bias, mask, segment_ids, dropout_p) -> None:
             "k and v must agree with q in batch, heads and head dim, and with each other in tokens; "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+    if not dtype_of(q) == dtype_of(k) == dtype_of(v) or not q.dtype.is_floating_point:
         raise UsageError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     for name, x in (("k", k), ("v", v), ("bias", bias), ("mask", mask), ("segment_ids", segment_ids)):
         if x is not None and x.device != q.device:
@@ -114,7 +115,8 @@ class AttentionBackend:
         is_causal: query i sees keys 0..i (aligned at the top left, as in SDPA).
         scale: defaults to D ** -0.5.
         dropout_p: probability of dropping an attention weight; the caller passes 0 in evaluation.
-    All of them combine. A query with no key left gets zeros, and so do its gradients.
+    All of them combine. A query with no key left gets zeros, and so do its gradients. Under torch.autocast q, k and v
+    are cast to its dtype, as for SDPA.
 
     A call that the backend cannot take raises UsageError (a ValueError) with `unsupported`'s reason.
     """
@@ -167,7 +169,8 @@ class AttentionBackend:
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> Tensor:
-        """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype."""
+        """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype, or autocast's where that is on."""
+        q_BHND, k_BHMD, v_BHMD = cast(q_BHND, k_BHMD, v_BHMD)
         self._require(Problem.of(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale, dropout_p))
         return self._attend(
             q_BHND,
@@ -194,6 +197,7 @@ class AttentionBackend:
         """The projection's own (B, N, 3, H, D) -> (B, N, H * D), ready for the output projection."""
         if qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
             raise UsageError(f"qkv must be (batch, tokens, 3, heads, head dim), got {tuple(qkv_BN3HD.shape)}")
+        (qkv_BN3HD,) = cast(qkv_BN3HD)
         q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)  # views, to check and describe
         self._require(Problem.of(q_BHND, k_BHND, v_BHND, bias, mask, segment_ids, is_causal, scale, dropout_p))
         return self._attend_qkvpacked(

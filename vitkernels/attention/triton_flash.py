@@ -11,7 +11,6 @@ import re
 from importlib.util import find_spec
 
 import torch
-from torch import Tensor
 
 from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.errors import UsageError
@@ -66,20 +65,12 @@ class TritonFlash(AttentionBackend):
     def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         from vitkernels.attention.triton_flash_op import attend  # only here is Triton imported
 
-        q_BHND, k_BHMD, v_BHMD = (_as_autocast_wants(x) for x in (q_BHND, k_BHMD, v_BHMD))
         return attend(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale, self._tile_sizes)[0]
 
     def _attend_qkvpacked(self, qkv_BN3HD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         from vitkernels.attention.triton_flash_op import attend_packed
 
-        qkv_BN3HD = _as_autocast_wants(qkv_BN3HD)
         return attend_packed(qkv_BN3HD, bias, mask, segment_ids, is_causal, scale, self._tile_sizes)[0]
-
-
-def _as_autocast_wants(x: Tensor) -> Tensor:
-    """Under autocast attention runs in its dtype, as SDPA does; the gradient comes back in x's."""
-    device_type = x.device.type
-    return x.to(torch.get_autocast_dtype(device_type)) if torch.is_autocast_enabled(device_type) else x
 
 
 BACKEND = TritonFlash()

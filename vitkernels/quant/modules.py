@@ -6,6 +6,7 @@ Shape suffixes: K in features, N out features, S blocks, V rows of an embedding,
 import torch
 from torch import Tensor, nn
 
+from vitkernels.autocast import dtype_of
 from vitkernels.errors import UsageError
 from vitkernels.ops import quantized_matmul
 from vitkernels.ops.quantized_matmul import pack_int4, unpack_int4
@@ -73,10 +74,8 @@ class QuantizedLinear(nn.Module):
             self.weight = self.weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
         return quantized_matmul(
-            x,
+            x.to(dtype_of(x)),
             self.weight,
             self.scale,
             self.zero_point,

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitkernels.autocast import dtype_of
 from vitkernels.bridge.operator import differentiable_once
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.quant.products import product_of_rows
@@ -216,6 +217,4 @@ def _is_mlp(module: nn.Module) -> bool:
 
 def _rounded(x: Tensor) -> Tensor:
     """x in autocast's dtype where autocast is on, as any linear layer takes it."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
-    return x
+    return x.to(dtype_of(x))

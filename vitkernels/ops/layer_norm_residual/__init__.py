@@ -3,9 +3,9 @@
 Shape suffixes: B images, C channels; "..." any dimensions between them (tokens).
 """
 
-import torch
 from torch import Tensor
 
+from vitkernels.autocast import dtype_of
 from vitkernels.errors import UsageError
 from vitkernels.ops.backends import Backends
 
@@ -53,8 +53,7 @@ def layer_norm_residual(
         UsageError (a ValueError): shapes or dtypes that do not fit, or a named backend that cannot take the call.
     """
     _check(x, branch, weight_C, bias_C, branch_bias_C, layer_scale_C, sample_scale_B)
-    autocast = torch.is_autocast_enabled(x.device.type)
-    out_dtype = torch.get_autocast_dtype(x.device.type) if autocast else x.dtype
+    out_dtype = dtype_of(x)
     args = x, branch, weight_C, bias_C, eps, branch_bias_C, layer_scale_C, sample_scale_B, out_dtype
     return BACKENDS.pick(backend, x.device, *args).run(*args)
 

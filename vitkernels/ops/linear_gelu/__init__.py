@@ -6,6 +6,7 @@ Shape suffixes: K input features, N output features; "..." any dimensions before
 import torch
 from torch import Tensor
 
+from vitkernels.autocast import cast
 from vitkernels.errors import UsageError
 from vitkernels.ops.backends import Backends
 
@@ -72,12 +73,3 @@ def check_linear(x: Tensor, features: int, weight: Tensor, bias: Tensor | None, 
             raise UsageError(f"{name} is on {tensor.device}, x on {x.device}; move them to one device")
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise UsageError(f"x is {x.dtype} and weight{number} {weight.dtype}; cast one of them, or use torch.autocast")
-
-
-def cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where autocast is on."""
-    device_type = tensors[0].device.type
-    if not torch.is_autocast_enabled(device_type):
-        return tensors
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)

@@ -5,8 +5,9 @@ Shape suffixes: K input features, N hidden features, O output features; "..." im
 
 from torch import Tensor
 
+from vitkernels.autocast import cast
 from vitkernels.ops.backends import Backends
-from vitkernels.ops.linear_gelu import cast, check_gelu, check_linear
+from vitkernels.ops.linear_gelu import check_gelu, check_linear
 
 BACKENDS = Backends(
     op="mlp",

@@ -3,9 +3,9 @@
 Shape suffixes: B images, C channels, H and W pixels, P patches of an image, E embedding; h and w a patch's pixels.
 """
 
-import torch
 from torch import Tensor
 
+from vitkernels.autocast import dtype_of
 from vitkernels.errors import UsageError
 from vitkernels.ops.backends import Backends
 
@@ -39,9 +39,7 @@ def patch_embed(images_BCHW: Tensor, weight_EChw: Tensor, bias_E: Tensor | None 
     """
     _check(images_BCHW, weight_EChw, bias_E)
     device = images_BCHW.device
-    autocast = torch.is_autocast_enabled(device.type)
-    dtype = torch.get_autocast_dtype(device.type) if autocast else weight_EChw.dtype
-    args = images_BCHW, weight_EChw, bias_E, dtype
+    args = images_BCHW, weight_EChw, bias_E, dtype_of(weight_EChw)
     return BACKENDS.pick(backend, device, *args).run(*args)
 
 
