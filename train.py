@@ -442,7 +442,7 @@ def pick_attention(name: str, problems: tuple[attention.Problem, ...]) -> str:
         if reason is not None:
             others = [n for n in attention.names() if n not in (name, "auto")]
             takers = [n for n in others if attention.get(n).unsupported(problem) is None]
-            raise UsageError(f"attn={name} cannot run this model here: {reason} These can: {', '.join(takers)}.")
+            raise UsageError(f"attn={name} cannot run this model here: {reason}; these can: {', '.join(takers)}")
     return name
 
 

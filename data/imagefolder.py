@@ -113,7 +113,10 @@ def build(
     arguments. Raises UsageError, before any image is decoded, for a folder or values that cannot work.
     """
     if in_chans != 3:
-        raise UsageError(f"in_chans={in_chans}: imagefolder decodes its images to RGB, so the model needs in_chans=3")
+        raise UsageError(
+            f"in_chans={in_chans}: imagefolder decodes its images to RGB, so the model needs in_chans=3: "
+            "another model=, or model.in_chans=3"
+        )
     if len(mean) != 3 or len(std) != 3:
         raise UsageError(f"data.mean={list(mean)}, data.std={list(std)}: expected three values each, red, green, blue")
     transforms = {

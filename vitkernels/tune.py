@@ -38,7 +38,10 @@ def main(arguments: list[str] | None = None) -> None:
 def tune(model: str, batch_size: int, dtype: str, table: Path) -> None:
     """Measures every op at the sizes of one model, prints them and adds them to the table."""
     if not torch.cuda.is_available():
-        raise UsageError("tune compares kernels on an NVIDIA GPU, and PyTorch sees none here")
+        raise UsageError(
+            "tune compares kernels on an NVIDIA GPU, and PyTorch sees none here: look at nvidia-smi and "
+            "CUDA_VISIBLE_DEVICES; without a GPU there is nothing to tune"
+        )
     from vitkernels.bench import ops as bench
 
     sizes = sizes_of(model, batch_size)

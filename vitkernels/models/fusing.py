@@ -46,8 +46,8 @@ def set_ops(
     wanted = {name: backend for name, backend in wanted.items() if _fits(name, backend, model)}
     if residual_dtype is not None and "layer_norm_residual" not in wanted:
         raise UsageError(
-            f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager here; name its backend, "
-            "or leave the stream as it is (ops.residual_precision=null)"
+            f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager here; name its backend "
+            "(ops.layer_norm_residual=triton, or ops=fused), or leave the stream as it is (ops.residual_precision=null)"
         )
     if "layer_norm_residual" in wanted:
         model.blocks = FusedBlocks(*(FusedBlock.adopt(block, wanted, keep_activation) for block in model.blocks))

@@ -22,7 +22,7 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     if path.is_dir():
         return _of_checkpoint(path)
     if not path.is_file():
-        raise UsageError(f"no weights at {path}: no such file")
+        raise UsageError(f"no weights at {path}: no such file; give a run's checkpoints/best, or a file of weights")
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -197,12 +197,14 @@ def load_state(path: str | Path) -> dict:
     path = Path(path)
     if not path.is_dir():
         kind = "not a folder" if path.exists() else "no such file or folder"
-        raise CheckpointError(f"no checkpoint at {path}: {kind}")
+        raise CheckpointError(f"no checkpoint at {path}: {kind}; a run's are in its checkpoints/, the best as best")
     try:
         state = json.loads((path / "state.json").read_text())
         version, files = state["format"], state["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is not a whole checkpoint of vitkernels: state.json: {error}") from error
+        inside = path / "checkpoints" / "best"
+        mend = f"; this is a run's folder, did you mean {inside}?" if inside.exists() else ""
+        raise CheckpointError(f"{path} is not a whole checkpoint of vitkernels: state.json: {error}{mend}") from error
     if version != FORMAT:
         raise CheckpointError(f"{path} has checkpoint format {version}; this version reads {FORMAT}")
     for name, (size, checksum) in files.items():
