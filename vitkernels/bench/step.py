@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitkernels.environment import git_commit, versions
@@ -56,15 +56,8 @@ def bare_loop(
     images = torch.randn(batch_size, in_chans, image_size, image_size, device=runtime.device)
     targets = torch.randint(0, num_classes, (batch_size,), device=runtime.device)
 
-    def step() -> torch.Tensor:
-        with runtime.autocast():
-            logits = model(images)
-        loss = F.cross_entropy(logits.float(), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        runtime.end_step(images, targets)
-        return loss
+    def step() -> Tensor:
+        return _trained(runtime, model, optimizer, images, targets)
 
     begin = time.perf_counter()
     if runtime.device.type == "cuda":
@@ -84,8 +77,20 @@ def bare_loop(
     return StepTimes(variant, median, p10, p90, steps, memory, round(warmup_seconds, 1), float(loss.detach()))
 
 
+def _trained(runtime: Runtime, model: nn.Module, optimizer, images: Tensor, targets: Tensor) -> Tensor:
+    """One step; its loss."""
+    with runtime.autocast():
+        logits = model(images)
+    loss = F.cross_entropy(logits.float(), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    runtime.end_step(images, targets)
+    return loss
+
+
 def learning(
-    runtime: Runtime, model: nn.Module, start: dict[str, torch.Tensor], *,
+    runtime: Runtime, model: nn.Module, start: dict[str, Tensor], *,
     image_size: int, batch_size: int, num_classes: int, in_chans: int = 3, steps: int = 200, lr: float = 1e-4,
 ) -> list[float]:  # fmt: skip
     """Losses of training from `start` (a state dict, loaded into the model) on images that can be learned.
@@ -106,13 +111,7 @@ def learning(
         targets = torch.randint(classes, (batch_size,), device=runtime.device, generator=random)
         images = F.interpolate(pictures[targets], size=(image_size, image_size))
         images += 1.5 * torch.randn(images.shape, device=runtime.device, generator=random)
-        with runtime.autocast():
-            logits = model(images)
-        loss = F.cross_entropy(logits.float(), targets)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        runtime.end_step(images, targets)
+        loss = _trained(runtime, model, optimizer, images, targets)
         losses.append(loss.detach().clone())  # a CUDA graph's next replay writes over its results
     return torch.stack(losses).tolist()
 
