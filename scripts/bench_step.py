@@ -29,9 +29,8 @@ BASELINE = "timm compiled sdpa"
 BEST = ("ops=auto", "ops.residual_precision=bf16", "ops.keep_activation=true")
 
 
-def train_py(args, overrides: tuple[str, ...]) -> step.StepTimes:
-    """The step times that train.py itself reports, on fake data of the same shape."""
-    settings = (f"attn={args.attn}", *overrides)
+def train_py(args, settings: tuple[str, ...]) -> step.StepTimes:
+    """The step times that train.py itself reports with these settings, on fake data of the same shape."""
     with tempfile.TemporaryDirectory() as folder:
         overrides = [
             f"model.name={args.model}", f"data.batch_size={args.batch}", f"data.num_classes={args.classes}",
@@ -113,7 +112,7 @@ def main() -> None:
         rows.append(row)
         step.append_results(args.results, [row], context)
     step.free(runtime)
-    rows.append(train_py(args, BEST if kernels else ()))
+    rows.append(train_py(args, (f"attn={args.attn}", *(BEST if kernels else ()))))
     step.append_results(args.results, rows[-1:], context)
     print(f"\n{args.model}, batch {args.batch}, {runtime.describe()}\n")
     print(step.table(rows, args.batch, BASELINE), "", step.losses_table(rows, BASELINE), sep="\n")

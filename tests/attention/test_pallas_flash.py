@@ -191,12 +191,23 @@ def test_auto_prefers_it_on_a_tpu_and_never_interpreted(monkeypatch, on_tpu):
     assert attention.choose(problem)[0] == ("pallas_flash" if on_tpu else "sdpa")
 
 
-@pytest.mark.parametrize(("tokens", "chosen"), [(256, "pallas_flash"), (257, "triton_flash"), (577, "pallas_flash")])
-def test_auto_on_a_hopper_gpu_goes_by_what_measured_faster(monkeypatch, tokens, chosen):
+@pytest.mark.parametrize(
+    ("tokens", "head_dim", "chosen"),
+    [
+        (197, 64, "pallas_flash"),
+        (256, 80, "pallas_flash"),
+        (257, 64, "triton_flash"),
+        (257, 88, "triton_flash"),
+        (1025, 64, "triton_flash"),
+        (901, 72, "pallas_flash"),
+        (4096, 64, "pallas_flash"),
+    ],
+)
+def test_auto_on_a_hopper_gpu_goes_by_what_measured_faster(monkeypatch, tokens, head_dim, chosen):
     for name in ("pallas_flash", "triton_flash"):
         monkeypatch.setattr(type(attention.get(name)), "_unsupported", lambda self, problem: None)
-    problem = attention.Problem(1, 12, tokens, tokens, 64, torch.bfloat16, "cuda")
+    problem = attention.Problem(1, 12, tokens, tokens, head_dim, torch.bfloat16, "cuda")
     name, refused = attention.choose(problem)
     assert name == chosen
-    reasons = {"pallas_flash": "just above 256 tokens, 257 here, triton_flash measured faster"}
-    assert refused == (reasons if tokens == 257 else {})
+    reason = f"at head dim {head_dim} and about {tokens} tokens triton_flash measured as fast or faster"
+    assert refused == ({"pallas_flash": reason} if chosen == "triton_flash" else {})

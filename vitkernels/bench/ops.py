@@ -122,7 +122,9 @@ def measure(case: Case) -> dict[str, float | str]:
     The backends take turns, five times, and the median counts: a GPU gets slower as it gets warm, and whoever came
     first would look faster.
     """
-    refusals = {name: _refusal(case, name) for name in TABLES[case.op].names()}
+    exact = case.both("reference")
+    refusals = {name: _refusal(case, name, exact) for name in TABLES[case.op].names()}
+    del exact
     times = {name: [] for name, refusal in refusals.items() if refusal is None}
     for _ in range(5):
         for name, found in times.items():
@@ -130,9 +132,8 @@ def measure(case: Case) -> dict[str, float | str]:
     return refusals | {name: statistics.median(found) for name, found in times.items()}
 
 
-def _refusal(case: Case, name: str) -> str | None:
+def _refusal(case: Case, name: str, exact: tuple[Tensor, ...]) -> str | None:
     """Why the backend cannot be timed: it refuses these sizes or this device, or it is wrong."""
-    exact = case.both("reference")
     try:
         worst = max(_difference(x, y) for x, y in zip(case.both(name), exact, strict=True))
     except ValueError as error:

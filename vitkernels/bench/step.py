@@ -140,18 +140,21 @@ def run_variants(
     start = None
     for name, make in build.items():
         free(runtime)
+        row = model = None
         try:
             model = make()
-            if start is None:
+            if start is None:  # kept on the host, so that it is in nobody's peak memory
                 state = getattr(model, "_orig_mod", model).state_dict()
-                start = {key: value.clone() for key, value in state.items()}
+                start = {key: value.to("cpu", copy=True) for key, value in state.items()}
             row = bare_loop(name, runtime, model, warmup=warmup, steps=steps, **settings)
             print(f"{name}: {row.median:.2f} ms ({row.p10:.2f}, {row.p90:.2f})", flush=True)
             if learning_steps and name in learns:
                 row.losses = learning(runtime, model, start, steps=learning_steps, **settings)
-            yield row
         except (RuntimeError, ValueError) as error:
             print(f"{name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        del model  # before the next one needs the memory
+        if row is not None:
+            yield row
 
 
 def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:

@@ -10,7 +10,7 @@ def unavailable() -> str | None:
     try:
         from vitkernels.bridge import jax_compat
     except ImportError as error:
-        return f"its kernels for NVIDIA are written in JAX's Pallas ({error}): pip install 'jax[cuda13]'"
+        return str(error)
     import jax
 
     if jax.__version_info__ < (0, 11):
