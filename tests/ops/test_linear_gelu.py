@@ -230,7 +230,7 @@ def test_operators_keep_their_promises(device):
     x, weight1, bias1, weight2, bias2 = draw(device, 6, 16, 16, 16)
     ops = torch.ops.vitkernels
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
-    torch.library.opcheck(ops.linear_gelu, (x, weight1, bias1, False, "passes"), test_utils=checks)
+    torch.library.opcheck(ops.linear_gelu, (x, weight1, bias1, False, False, "passes"), test_utils=checks)
     torch.library.opcheck(ops.mlp, (x, weight1, bias1, weight2, bias2, True, True, "passes"), test_utils=checks)
     dy, pre = torch.randn(6, 16, device=device), torch.randn(6, 16, device=device)
     checks = ("test_schema", "test_faketensor")

@@ -27,18 +27,25 @@ def error(x, exact) -> float:
     return ((x.double() - exact).norm() / exact.norm()).item()
 
 
-def slope_of_gelu(pre, tanh):
+def gelu_and_slope(pre, tanh):
     leaf = pre.double().requires_grad_()
-    return torch.autograd.grad(F.gelu(leaf, approximate="tanh" if tanh else "none").sum(), leaf)[0]
+    act = F.gelu(leaf, approximate="tanh" if tanh else "none")
+    return act.detach(), torch.autograd.grad(act.sum(), leaf)[0]
 
 
 # A pair of blocks and both groups with work and without, more steps than the ring has slots, rows beyond the last,
 # both widths of a tile.
 @needs_new_jax
 @pytest.mark.parametrize(
-    "M, N, K, dtype, tanh", [(72, 384, 192, torch.bfloat16, False), (136, 256, 128, torch.float16, True)]
+    "M, N, K, dtype, tanh, keep",
+    [
+        (72, 384, 192, torch.bfloat16, False, False),
+        (136, 256, 128, torch.float16, True, False),
+        (40, 128, 64, torch.bfloat16, False, True),
+        (40, 256, 64, torch.float16, True, True),
+    ],
 )
-def test_interpreted(M, N, K, dtype, tanh):
+def test_interpreted(M, N, K, dtype, tanh, keep):
     import jax.numpy as jnp
 
     from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
@@ -47,15 +54,16 @@ def test_interpreted(M, N, K, dtype, tanh):
     tensor = lambda a: torch.tensor(a.astype("float32").tolist())  # noqa: E731
     x, weight = torch.randn(M, K).to(dtype), (torch.randn(N, K) * K**-0.5).to(dtype)
     bias = torch.randn(N)
-    problem = M, N, K, str(dtype).removeprefix("torch."), tanh, 1, True
+    problem = M, N, K, str(dtype).removeprefix("torch."), tanh, keep, 1, True
 
-    pre, act = map(tensor, Forward(*problem)(array(x), array(weight), jnp.asarray(bias.numpy())))
-    exact = F.linear(x.double(), weight.double(), bias.double())
-    assert error(pre, exact) < TOLERANCE[dtype]
-    assert error(act, F.gelu(exact, approximate="tanh" if tanh else "none")) < TOLERANCE[dtype]
+    saved, act = map(tensor, Forward(*problem)(array(x), array(weight), jnp.asarray(bias.numpy())))
+    pre = F.linear(x.double(), weight.double(), bias.double())
+    exact_act, exact_slope = gelu_and_slope(pre, tanh)
+    assert error(saved, exact_slope if keep else pre) < TOLERANCE[dtype]
+    assert error(act, exact_act) < TOLERANCE[dtype]
 
-    dpre, sums = map(tensor, Backward(*problem)(array(x), array(weight.mT), array(pre)))
-    exact = x.double() @ weight.double().mT * slope_of_gelu(pre, tanh)
+    dpre, sums = map(tensor, Backward(*problem)(array(x), array(weight.mT), array(saved)))
+    exact = x.double() @ weight.double().mT * (saved.double() if keep else gelu_and_slope(saved, tanh)[1])
     assert error(dpre, exact) < TOLERANCE[dtype]
     assert error(sums.sum(0), exact.sum(0)) < TOLERANCE[dtype]
 
@@ -68,8 +76,9 @@ def test_lowers_for_the_gpu(N, K, dtype):
     from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
 
     for kind in (Forward, Backward):
-        product = kind(25216, N, K, dtype, False, 66)
-        assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
+        for keep in (False, True):
+            product = kind(25216, N, K, dtype, False, keep, 66)
+            assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
 
 
 def test_refuses_what_its_kernels_have_not(monkeypatch):

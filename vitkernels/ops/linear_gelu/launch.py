@@ -21,40 +21,46 @@ from vitkernels.ops.linear_gelu.triton_kernels import (
 )
 
 
-def forward(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool, form: str) -> tuple[Tensor, Tensor]:
-    """gelu(x weightᵀ + bias) and what GELU was given."""
+def forward(
+    x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool, keep: bool, form: str
+) -> tuple[Tensor, Tensor]:
+    """gelu(x weightᵀ + bias), and for the backward pass what GELU was given, or with `keep` its slope there."""
     M, N = len(x_MK), len(weight_NK)
     if form == "pallas_hopper":
         from vitkernels.ops.linear_gelu import pallas_hopper_launch  # needs a newer JAX than all else
 
-        return pallas_hopper_launch.forward(x_MK, weight_NK, bias_N, tanh)
+        return pallas_hopper_launch.forward(x_MK, weight_NK, bias_N, tanh, keep)
     if form == "passes" or not M:
         with torch.autocast(x_MK.device.type, enabled=False):  # the CPU's float32 stands for bfloat16 already
             pre_MN = F.linear(x_MK, weight_NK, None if bias_N is None else bias_N.to(x_MK.dtype))
-        return gelu_pass(pre_MN, tanh), pre_MN
-    act_MN, pre_MN = (x_MK.new_empty(M, N) for _ in range(2))
+        return gelu_pass(pre_MN, tanh, pre_MN if keep else None), pre_MN
+    act_MN, saved_MN = (x_MK.new_empty(M, N) for _ in range(2))
     bias_N = x_MK.new_zeros(N) if bias_N is None else bias_N
-    _product(linear_gelu_kernel, bias_N, x_MK, weight_NK, True, (pre_MN, act_MN), tanh)
-    return act_MN, pre_MN
+    _product(linear_gelu_kernel, bias_N, x_MK, weight_NK, True, (saved_MN, act_MN), tanh, keep)
+    return act_MN, saved_MN
 
 
 def backward(
-    dy_MK: Tensor, weight_KN: Tensor, pre_MN: Tensor, tanh: bool, needs_act: bool, form: str
+    dy_MK: Tensor, weight_KN: Tensor, saved_MN: Tensor, tanh: bool, kept: bool, form: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dpre = (dy weight) gelu'(pre), gelu(pre) again if it is needed, and dpre's sums over rows."""
-    M, N = pre_MN.shape
+    """dpre = (dy weight) gelu'(pre), gelu(pre) again unless it was kept, and dpre's sums over rows.
+
+    saved_MN: pre, or gelu'(pre) where gelu(pre) was kept.
+    """
+    M, N = saved_MN.shape
     if form == "pallas_hopper":
         from vitkernels.ops.linear_gelu import pallas_hopper_launch
 
-        dpre_MN, sums_TN = pallas_hopper_launch.backward(dy_MK, weight_KN, pre_MN, tanh)
-        return dpre_MN, gelu_pass(pre_MN, tanh) if needs_act else None, column_sums(sums_TN)
-    act_MN = torch.empty_like(pre_MN) if needs_act else None
+        dpre_MN, sums_TN = pallas_hopper_launch.backward(dy_MK, weight_KN, saved_MN, tanh, kept)
+        return dpre_MN, None if kept else gelu_pass(saved_MN, tanh), column_sums(sums_TN)
+    act_MN = None if kept else torch.empty_like(saved_MN)
     if form == "passes" or not M:
         dact_MN = dy_MK @ weight_KN
-        return backward_pass(dact_MN, pre_MN, tanh, dpre_MN=dact_MN, act_MN=act_MN)
-    dpre_MN = torch.empty_like(pre_MN)
-    sums_TN = pre_MN.new_empty(cdiv(M, _tiles(pre_MN)[0]), N, dtype=torch.float32)
-    _product(gelu_linear_backward_kernel, sums_TN, dy_MK, weight_KN, False, (pre_MN, dpre_MN, act_MN), tanh)
+        return backward_pass(dact_MN, saved_MN, tanh, kept, dpre_MN=dact_MN, act_MN=act_MN)
+    dpre_MN = torch.empty_like(saved_MN)
+    sums_TN = saved_MN.new_empty(cdiv(M, _tiles(saved_MN)[0]), N, dtype=torch.float32)
+    tiles_MN = saved_MN, dpre_MN, act_MN
+    _product(gelu_linear_backward_kernel, sums_TN, dy_MK, weight_KN, False, tiles_MN, tanh, kept)
     return dpre_MN, act_MN, column_sums(sums_TN)
 
 
@@ -63,7 +69,9 @@ def _tiles(x: Tensor) -> tuple[int, int, int]:
     return (128, 128, 64) if x.is_cuda else (32, 64, 16)
 
 
-def _product(kernel, plain: Tensor, a_MK: Tensor, b: Tensor, b_is_NK: bool, tiles_MN: tuple, tanh: bool) -> None:
+def _product(
+    kernel, plain: Tensor, a_MK: Tensor, b: Tensor, b_is_NK: bool, tiles_MN: tuple, tanh: bool, keep: bool
+) -> None:
     """`plain` goes to the kernel as it is; the matrices as descriptors, which load and store whole tiles."""
     M, K = a_MK.shape
     N = tiles_MN[0].shape[1]
@@ -74,7 +82,7 @@ def _product(kernel, plain: Tensor, a_MK: Tensor, b: Tensor, b_is_NK: bool, tile
         *(None if x is None else TensorDescriptor.from_tensor(x, [tile_m, tile_n // 4]) for x in tiles_MN),
     )
     grid = (cdiv(M, tile_m) * cdiv(N, tile_n),)
-    constants = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TANH": tanh, "PRECISION": "ieee"}
+    constants = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TANH": tanh, "KEEP": keep, "PRECISION": "ieee"}
     if a_MK.is_cuda:  # triton_call's launcher does not know descriptors
         with torch.cuda.device(a_MK.device):
             kernel[grid](plain, *descriptors, M, N, K, **constants, num_warps=4, num_stages=3)
@@ -82,30 +90,40 @@ def _product(kernel, plain: Tensor, a_MK: Tensor, b: Tensor, b_is_NK: bool, tile
         triton_call(plain, *descriptors, M, N, K, kernel=kernel, grid=grid, **constants)
 
 
-def gelu_pass(pre_MN: Tensor, tanh: bool) -> Tensor:
+def gelu_pass(pre_MN: Tensor, tanh: bool, slopes_MN: Tensor | None = None) -> Tensor:
+    """gelu(pre); fills slopes_MN, which may be pre_MN, with gelu'(pre) if it is given."""
     act_MN = torch.empty_like(pre_MN)
     size, block = pre_MN.numel(), 2048
     if size:
-        triton_call(pre_MN, act_MN, size, kernel=gelu_kernel, grid=(cdiv(size, block),), BLOCK=block, TANH=tanh)
+        triton_call(
+            pre_MN, act_MN, slopes_MN, size, kernel=gelu_kernel, grid=(cdiv(size, block),), BLOCK=block, TANH=tanh
+        )  # fmt: skip
     return act_MN
 
 
 def backward_pass(
-    dact_MN: Tensor, pre_MN: Tensor, tanh: bool, *, dpre_MN: Tensor | None = None, act_MN: Tensor | None = None
+    dact_MN: Tensor,
+    saved_MN: Tensor,
+    tanh: bool,
+    kept: bool = False,
+    *,
+    dpre_MN: Tensor | None = None,
+    act_MN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """dpre = dact gelu'(pre) and its sums over rows; fills act_MN with gelu(pre) if it is given.
 
+    saved_MN: pre, or gelu'(pre) where gelu(pre) was kept.
     dpre_MN: where dpre goes, by default into new memory. It may be dact_MN: each number is read before it is written.
     """
-    M, N = pre_MN.shape
-    dpre_MN = torch.empty_like(pre_MN) if dpre_MN is None else dpre_MN
+    M, N = saved_MN.shape
+    dpre_MN = torch.empty_like(saved_MN) if dpre_MN is None else dpre_MN
     rows, columns, steps = 16, 128, 8
-    sums_PN = pre_MN.new_empty(cdiv(M, rows * steps), N, dtype=torch.float32)
-    if pre_MN.numel():
+    sums_PN = saved_MN.new_empty(cdiv(M, rows * steps), N, dtype=torch.float32)
+    if saved_MN.numel():
         triton_call(
-            dact_MN, pre_MN, dpre_MN, act_MN, sums_PN, M, N,
+            dact_MN, saved_MN, dpre_MN, act_MN, sums_PN, M, N,
             kernel=gelu_backward_kernel, grid=(cdiv(N, columns), len(sums_PN)),
-            ROWS=rows, COLUMNS=columns, STEPS=steps, TANH=tanh,
+            ROWS=rows, COLUMNS=columns, STEPS=steps, TANH=tanh, KEEP=kept,
         )  # fmt: skip
     return dpre_MN, act_MN, column_sums(sums_PN)
 

@@ -15,17 +15,18 @@ from vitkernels.ops.linear_gelu import launch
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@operator("linear_gelu(Tensor x, Tensor weight, Tensor? bias, bool tanh, str form) -> (Tensor, Tensor)")
-def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, form: str) -> tuple[Tensor, Tensor]:
-    """gelu(x weightᵀ + bias), and what GELU was given, for the backward pass."""
+@operator("linear_gelu(Tensor x, Tensor weight, Tensor? bias, bool tanh, bool keep, str form) -> (Tensor, Tensor)")
+def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, keep: bool, form: str):
+    """gelu(x weightᵀ + bias), and for the backward pass what GELU was given, pre; or, for one who keeps the first
+    result, gelu'(pre) instead: both at once take little more work than one of them."""
     x_MK, weight_NK, bias_N = map(calculable, (x.reshape(-1, x.shape[-1]), weight, bias))
-    act_MN, pre_MN = launch.forward(x_MK.contiguous(), weight_NK.contiguous(), bias_N, tanh, form)
+    act_MN, saved_MN = launch.forward(x_MK.contiguous(), weight_NK.contiguous(), bias_N, tanh, keep, form)
     shape = *x.shape[:-1], weight.shape[0]
-    return act_MN.to(x.dtype).view(shape), pre_MN.to(x.dtype).view(shape)
+    return act_MN.to(x.dtype).view(shape), saved_MN.to(x.dtype).view(shape)
 
 
 @register_fake("vitkernels::linear_gelu")
-def _(x, weight, bias, tanh, form):
+def _(x, weight, bias, tanh, keep, form):
     act = x.new_empty(*x.shape[:-1], weight.shape[0])
     return act, torch.empty_like(act)
 
@@ -43,24 +44,24 @@ def _(dact, pre, tanh):
 
 
 @operator(
-    "linear_into_gelu_backward(Tensor dy, Tensor weight, Tensor pre, bool tanh, bool needs_act, str form)"
+    "linear_into_gelu_backward(Tensor dy, Tensor weight, Tensor saved, bool tanh, bool kept, str form)"
     " -> (Tensor, Tensor, Tensor)"
 )
-def linear_into_gelu_backward(dy: Tensor, weight: Tensor, pre: Tensor, tanh: bool, needs_act: bool, form: str):
-    """Back through y = gelu(pre) weightᵀ: dpre (M, N), gelu(pre) again (empty where it is not needed), and dpre's sums
+def linear_into_gelu_backward(dy: Tensor, weight: Tensor, saved: Tensor, tanh: bool, kept: bool, form: str):
+    """Back through y = gelu(pre) weightᵀ: dpre (M, N), gelu(pre) again (empty where it was kept), and dpre's sums
     over rows in float32.
 
-    dy (M, K); weight (K, N); pre (M, N).
+    dy (M, K); weight (K, N); saved (M, N), linear_gelu's second result.
     """
-    given = calculable(dy).contiguous(), calculable(weight).contiguous(), calculable(pre)
-    dpre, act, sums = launch.backward(*given, tanh, needs_act, form)
-    return dpre.to(pre.dtype), pre.new_empty(0) if act is None else act.to(pre.dtype), sums
+    given = calculable(dy).contiguous(), calculable(weight).contiguous(), calculable(saved)
+    dpre, act, sums = launch.backward(*given, tanh, kept, form)
+    return dpre.to(saved.dtype), saved.new_empty(0) if act is None else act.to(saved.dtype), sums
 
 
 @register_fake("vitkernels::linear_into_gelu_backward")
-def _(dy, weight, pre, tanh, needs_act, form):
-    act = torch.empty_like(pre) if needs_act else pre.new_empty(0)
-    return torch.empty_like(pre), act, pre.new_empty(pre.shape[1], dtype=torch.float32)
+def _(dy, weight, saved, tanh, kept, form):
+    act = saved.new_empty(0) if kept else torch.empty_like(saved)
+    return torch.empty_like(saved), act, saved.new_empty(saved.shape[1], dtype=torch.float32)
 
 
 @operator("column_sums(Tensor x) -> Tensor")
@@ -75,7 +76,7 @@ def _(x):
 
 
 def _save(ctx, inputs, output):
-    x, weight, bias, ctx.tanh, _ = inputs
+    x, weight, bias, ctx.tanh, *_ = inputs  # never with `keep`: that is for the MLP, whose own backward pass knows
     ctx.save_for_backward(x, weight, output[1])
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])
@@ -85,13 +86,13 @@ def _save(ctx, inputs, output):
 @differentiable_once("linear_gelu by kernels")
 def _differentiate(ctx, dact, _dpre):
     if dact is None:
-        return (None,) * 5
+        return (None,) * 6
     x, weight, pre = ctx.saved_tensors
     N, K = weight.shape
     dpre_MN, dbias = gelu_backward_with_sums(dact.reshape(-1, N), pre.view(-1, N), ctx.tanh)
     dx = (dpre_MN @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
     dweight = dpre_MN.mT @ x.reshape(-1, K) if ctx.needs_input_grad[1] else None
-    return dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None, None
+    return dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None, None, None
 
 
 register_autograd("vitkernels::linear_gelu", _differentiate, setup_context=_save)

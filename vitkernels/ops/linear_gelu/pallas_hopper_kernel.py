@@ -38,6 +38,7 @@ def tiles_m(M: int) -> int:
 class Product:
     """One product as its kernel is compiled for it: M a multiple of 8, N of 128, K of 64; dtype of 16 bits.
 
+    keep: gelu's slope is saved between forward and backward pass, for gelu's result is kept; else what it was given.
     pairs: of thread blocks; one for every two multiprocessors.
     """
 
@@ -46,6 +47,7 @@ class Product:
     K: int
     dtype: str
     tanh: bool
+    keep: bool
     pairs: int
     interpret: bool = False
 
@@ -202,15 +204,15 @@ class Forward(Product):
         return self.array(self.M, self.K), self.array(self.N, self.K), self.array(self.N, dtype="float32")
 
     def __call__(self, x_MK, weight_NK, bias_N):
-        """What GELU is given, and what it gives: two arrays (M, N). The bias is float32.
+        """What is saved for the backward pass, and what GELU gives: two arrays (M, N). The bias is float32.
 
         GELU is calculated from the product before it is rounded.
         """
         result = self.array(self.M, self.N)
-        scratch = {name: self.shared(GROUPS, 2, PART, PART) for name in ("pre_smem", "act_smem")}
+        scratch = {name: self.shared(GROUPS, 2, PART, PART) for name in ("saved_smem", "act_smem")}
         return self.kernel(self._body, (result, result), scratch)(x_MK, weight_NK, bias_N)
 
-    def _body(self, x_ref, weight_ref, bias_ref, pre_ref, act_ref, pre_smem, act_smem, **ring):
+    def _body(self, x_ref, weight_ref, bias_ref, saved_ref, act_ref, saved_smem, act_smem, **ring):
         def compute(group, i):
             row, column = self.tile(i)
             acc = pl.run_scoped(
@@ -220,21 +222,21 @@ class Forward(Product):
             for count, (r, c) in enumerate(parts):
                 bias = plgpu.load(bias_ref.at[pl.ds(column + c, PART)], layout=BY_COLUMN, optimized=False)
                 pre = acc[r : r + PART, c : c + PART] + lax.broadcast_in_dim(bias, (PART, PART), [1])
-                act = gelu(pre, self.tanh, self.interpret)
+                act, slope = gelu_and_slope(pre, self.tanh, self.interpret)
                 slot = count % 2
                 plgpu.wait_smem_to_gmem(2, wait_read_only=True)  # all but the last part's two copies
-                pre_smem[group, slot] = pre.astype(self.dtype)
+                saved_smem[group, slot] = (slope if self.keep else pre).astype(self.dtype)
                 act_smem[group, slot] = act.astype(self.dtype)
                 plgpu.commit_smem()
                 here = pl.ds(row + r, PART), pl.ds(column + c, PART)
-                plgpu.copy_smem_to_gmem(pre_smem.at[group, slot], pre_ref.at[here])
+                plgpu.copy_smem_to_gmem(saved_smem.at[group, slot], saved_ref.at[here])
                 plgpu.copy_smem_to_gmem(act_smem.at[group, slot], act_ref.at[here])
 
         self.divide_roles(x_ref, weight_ref, ring, compute)
 
 
 class Backward(Product):
-    """(dy weight) gelu'(pre)."""
+    """(dy weight) gelu'(pre), where `saved` is pre or, with `keep`, gelu'(pre)."""
 
     right_is_NK = False
     columns = 128
@@ -243,20 +245,20 @@ class Backward(Product):
     def inputs(self) -> tuple:
         return self.array(self.M, self.K), self.array(self.K, self.N), self.array(self.M, self.N)
 
-    def __call__(self, dy_MK, weight_KN, pre_MN):
+    def __call__(self, dy_MK, weight_KN, saved_MN):
         """dpre (M, N), and its sums over each tile's rows, (tiles_m(M), N) in float32."""
         out_type = self.array(self.M, self.N), self.array(tiles_m(self.M), self.N, dtype="float32")
         parts = self.columns // PART
         scratch = {
-            "pre_smem": self.shared(GROUPS, parts, ROWS, PART),
+            "saved_smem": self.shared(GROUPS, parts, ROWS, PART),
             "ones_smem": self.shared(GROUPS, PART, PART),
             "sums_smem": plgpu.SMEM((GROUPS, self.columns), jnp.float32),
-            "pre_arrived": plgpu.Barrier(num_arrivals=parts, num_barriers=GROUPS),
+            "saved_arrived": plgpu.Barrier(num_arrivals=parts, num_barriers=GROUPS),
         }
-        return self.kernel(self._body, out_type, scratch)(dy_MK, weight_KN, pre_MN)
+        return self.kernel(self._body, out_type, scratch)(dy_MK, weight_KN, saved_MN)
 
     def _body(
-        self, dy_ref, weight_ref, pre_ref, dpre_ref, sums_ref, pre_smem, ones_smem, sums_smem, pre_arrived, **ring
+        self, dy_ref, weight_ref, saved_ref, dpre_ref, sums_ref, saved_smem, ones_smem, sums_smem, saved_arrived, **ring
     ):
         parts = self.columns // PART
 
@@ -266,21 +268,22 @@ class Backward(Product):
         def compute(group, i):
             row, column = self.tile(i)
             places = [(pl.ds(row, ROWS), pl.ds(column + part * PART, PART)) for part in range(parts)]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dpre of the tile before, which lies where pre will
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dpre of the tile before, which lies where `saved` will
             for part, place in enumerate(places):
-                plgpu.copy_gmem_to_smem(pre_ref.at[place], pre_smem.at[group, part], pre_arrived.at[group])
+                plgpu.copy_gmem_to_smem(saved_ref.at[place], saved_smem.at[group, part], saved_arrived.at[group])
 
             def finish(acc_ref, *sum_refs):
                 acc = self.multiply(acc_ref, group, i, ring)
-                plgpu.barrier_wait(pre_arrived.at[group])
+                plgpu.barrier_wait(saved_arrived.at[group])
                 for part, sum_ref in enumerate(sum_refs):
-                    pieces = [pre_smem.at[group, part, pl.ds(r, PART)] for r in range(0, ROWS, PART)]
+                    pieces = [saved_smem.at[group, part, pl.ds(r, PART)] for r in range(0, ROWS, PART)]
                     for r, piece in enumerate(pieces):
-                        pre = plgpu.load(piece, layout=WGMMA).astype(jnp.float32)
+                        saved = plgpu.load(piece, layout=WGMMA).astype(jnp.float32)
+                        slope = saved if self.keep else gelu_and_slope(saved, self.tanh, self.interpret)[1]
                         dact = acc[r * PART : (r + 1) * PART, part * PART : (part + 1) * PART]
-                        piece[...] = (dact * slope_of_gelu(pre, self.tanh, self.interpret)).astype(self.dtype)
+                        piece[...] = (dact * slope).astype(self.dtype)
                     plgpu.commit_smem()
-                    plgpu.copy_smem_to_gmem(pre_smem.at[group, part], dpre_ref.at[places[part]])
+                    plgpu.copy_smem_to_gmem(saved_smem.at[group, part], dpre_ref.at[places[part]])
                     # dpreᵀ times a column of ones, eight times over: across warps, shuffles take longer.
                     for piece in pieces:
                         ones = ones_smem.at[group, pl.ds(0, 8)].transpose((1, 0))
@@ -301,22 +304,16 @@ class Backward(Product):
 # --- GELU -------------------------------------------------------------------------------------------------------------
 
 
-def gelu(x, tanh: bool, interpret: bool):
-    """gelu(x), in fewer instructions than by its cumulative distribution function."""
-    if tanh:
-        return x * _logistic(x, interpret)
-    bell, tail = _tail(x, interpret)
-    return jnp.maximum(x, 0.0) - jnp.abs(x) * (tail * bell)
-
-
-def slope_of_gelu(x, tanh: bool, interpret: bool):
+def gelu_and_slope(x, tanh: bool, interpret: bool):
+    """gelu(x) and gelu'(x); the compiler drops what is not used. gelu without the cumulative distribution function,
+    in fewer instructions."""
     if tanh:
         cdf = _logistic(x, interpret)
-        return cdf + x * cdf * (1.0 - cdf) * (1.5957691216057308 + 0.2140644488 * x * x)
+        return x * cdf, cdf + x * cdf * (1.0 - cdf) * (1.5957691216057308 + 0.2140644488 * x * x)
     bell, tail = _tail(x, interpret)
     tail = tail * bell
     cdf = jnp.where(x < 0, tail, 1.0 - tail)
-    return cdf + x * bell * (1 / math.sqrt(2 * math.pi))
+    return jnp.maximum(x, 0.0) - jnp.abs(x) * tail, cdf + x * bell * (1 / math.sqrt(2 * math.pi))
 
 
 def _logistic(x, interpret: bool):

@@ -17,4 +17,4 @@ def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool)
 
 
 def run(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> Tensor:
-    return linear_gelu(x, weight_NK, bias_N, tanh, "triton")[0]
+    return linear_gelu(x, weight_NK, bias_N, tanh, False, "triton")[0]

@@ -66,37 +66,45 @@ def _quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _activate(acc, bias_N, pre_MN, act_MN, m, n, N, COLUMNS: tl.constexpr, TANH: tl.constexpr):
+def _activate(
+    acc, bias_N, saved_MN, act_MN, m, n, N, COLUMNS: tl.constexpr, TANH: tl.constexpr, KEEP: tl.constexpr
+):  # fmt: skip
     columns = n + tl.arange(0, COLUMNS)
     pre = acc + tl.load(bias_N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     pre = pre.to(act_MN.dtype)
-    act_MN.store([m, n], gelu_and_slope(pre.to(tl.float32), TANH)[0].to(act_MN.dtype))
-    pre_MN.store([m, n], pre)
+    act, slope = gelu_and_slope(pre.to(tl.float32), TANH)
+    act_MN.store([m, n], act.to(act_MN.dtype))
+    saved_MN.store([m, n], slope.to(saved_MN.dtype) if KEEP else pre)
 
 
 @triton.jit
 def linear_gelu_kernel(
-    bias_N, x_MK, weight_NK, pre_MN, act_MN, M, N, K,
+    bias_N, x_MK, weight_NK, saved_MN, act_MN, M, N, K,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    TANH: tl.constexpr, PRECISION: tl.constexpr,
+    TANH: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """act = gelu(x weightᵀ + bias), and what gelu was given. Matrices come as descriptors."""
+    """act = gelu(x weightᵀ + bias), and what gelu was given, or with KEEP its slope there. Matrices come as
+    descriptors."""
     tiles_n = tl.cdiv(N, TILE_N)
     tile = tl.program_id(0)
     m, n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N  # a row of tiles reads x from memory once
     acc = _product(x_MK, weight_NK, m, n, K, TILE_M, TILE_N, TILE_K, True, PRECISION)
     quarter: tl.constexpr = TILE_N // 4
     first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
-    _activate(first, bias_N, pre_MN, act_MN, m, n, N, quarter, TANH)
-    _activate(second, bias_N, pre_MN, act_MN, m, n + quarter, N, quarter, TANH)
-    _activate(third, bias_N, pre_MN, act_MN, m, n + 2 * quarter, N, quarter, TANH)
-    _activate(fourth, bias_N, pre_MN, act_MN, m, n + 3 * quarter, N, quarter, TANH)
+    _activate(first, bias_N, saved_MN, act_MN, m, n, N, quarter, TANH, KEEP)
+    _activate(second, bias_N, saved_MN, act_MN, m, n + quarter, N, quarter, TANH, KEEP)
+    _activate(third, bias_N, saved_MN, act_MN, m, n + 2 * quarter, N, quarter, TANH, KEEP)
+    _activate(fourth, bias_N, saved_MN, act_MN, m, n + 3 * quarter, N, quarter, TANH, KEEP)
 
 
 @triton.jit
-def _deactivate(dact, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, COLUMNS: tl.constexpr, TANH: tl.constexpr):
-    act, slope = gelu_and_slope(pre_MN.load([m, n]).to(tl.float32), TANH)
-    if act_MN is not None:
+def _deactivate(
+    dact, saved_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N,
+    COLUMNS: tl.constexpr, TANH: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    slope = saved_MN.load([m, n]).to(tl.float32)
+    if not KEEP:
+        act, slope = gelu_and_slope(slope, TANH)
         act_MN.store([m, n], act.to(act_MN.dtype))
     dpre = dact * slope
     dpre_MN.store([m, n], dpre.to(dpre_MN.dtype))
@@ -107,40 +115,45 @@ def _deactivate(dact, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, COLUMNS
 
 @triton.jit
 def gelu_linear_backward_kernel(
-    sums_TN, dy_MK, weight_KN, pre_MN, dpre_MN, act_MN, M, N, K,
+    sums_TN, dy_MK, weight_KN, saved_MN, dpre_MN, act_MN, M, N, K,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
-    TANH: tl.constexpr, PRECISION: tl.constexpr,
+    TANH: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dpre = (dy weight) gelu'(pre), its sums over each tile's rows, and gelu(pre) again."""
+    """dpre = (dy weight) gelu'(pre), its sums over each tile's rows, and gelu(pre) again; with KEEP gelu'(pre) is
+    what was saved."""
     tiles_n = tl.cdiv(N, TILE_N)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     m, n = tile_m * TILE_M, tile_n * TILE_N
     acc = _product(dy_MK, weight_KN, m, n, K, TILE_M, TILE_N, TILE_K, False, PRECISION)
     quarter: tl.constexpr = TILE_N // 4
     first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
-    _deactivate(first, pre_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, quarter, TANH)
-    _deactivate(second, pre_MN, dpre_MN, act_MN, sums_TN, m, n + quarter, tile_m, N, quarter, TANH)
-    _deactivate(third, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 2 * quarter, tile_m, N, quarter, TANH)
-    _deactivate(fourth, pre_MN, dpre_MN, act_MN, sums_TN, m, n + 3 * quarter, tile_m, N, quarter, TANH)
+    _deactivate(first, saved_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N, quarter, TANH, KEEP)
+    _deactivate(second, saved_MN, dpre_MN, act_MN, sums_TN, m, n + quarter, tile_m, N, quarter, TANH, KEEP)
+    _deactivate(third, saved_MN, dpre_MN, act_MN, sums_TN, m, n + 2 * quarter, tile_m, N, quarter, TANH, KEEP)
+    _deactivate(fourth, saved_MN, dpre_MN, act_MN, sums_TN, m, n + 3 * quarter, tile_m, N, quarter, TANH, KEEP)
 
 
 # --- as passes of their own -------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def gelu_kernel(pre, act, size, BLOCK: tl.constexpr, TANH: tl.constexpr):
-    """act = gelu(pre), elementwise."""
+def gelu_kernel(pre, act, slopes, size, BLOCK: tl.constexpr, TANH: tl.constexpr):
+    """act = gelu(pre), elementwise, and gelu'(pre) where `slopes` is given, which may be `pre`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(pre + at, mask=at < size, other=0.0).to(tl.float32)
-    tl.store(act + at, gelu_and_slope(x, TANH)[0], mask=at < size)
+    value, slope = gelu_and_slope(x, TANH)
+    tl.store(act + at, value, mask=at < size)
+    if slopes is not None:
+        tl.store(slopes + at, slope, mask=at < size)
 
 
 @triton.jit
 def gelu_backward_kernel(
-    dact_MN, pre_MN, dpre_MN, act_MN, sums_PN, M, N,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, TANH: tl.constexpr,
+    dact_MN, saved_MN, dpre_MN, act_MN, sums_PN, M, N,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, TANH: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """dpre = dact gelu'(pre) and its sums over ROWS * STEPS rows; gelu(pre) again where act_MN is given."""
+    """dpre = dact gelu'(pre) and its sums over ROWS * STEPS rows; gelu(pre) again where act_MN is given. With KEEP
+    gelu'(pre) is what was saved."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1) * (ROWS * STEPS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -148,11 +161,13 @@ def gelu_backward_kernel(
         rows = first + step * ROWS + tl.arange(0, ROWS)
         inside = (rows < M)[:, None] & (columns < N)[None, :]
         at = rows.to(tl.int64)[:, None] * N + columns[None, :]
-        act, slope = gelu_and_slope(tl.load(pre_MN + at, mask=inside, other=0.0).to(tl.float32), TANH)
+        slope = tl.load(saved_MN + at, mask=inside, other=0.0).to(tl.float32)
+        if not KEEP:
+            act, slope = gelu_and_slope(slope, TANH)
+            if act_MN is not None:
+                tl.store(act_MN + at, act, mask=inside)
         dpre = tl.load(dact_MN + at, mask=inside, other=0.0).to(tl.float32) * slope
         tl.store(dpre_MN + at, dpre, mask=inside)
-        if act_MN is not None:
-            tl.store(act_MN + at, act, mask=inside)
         total += dpre
     tl.store(sums_PN + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, 0), mask=columns < N)
 

@@ -38,15 +38,15 @@ def mlp(
 ) -> Tensor:
     """gelu(x weight1ᵀ + bias1) weight2ᵀ + bias2: (..., K) -> (..., O).
 
-    For the backward pass it keeps x and what GELU was given, and calculates GELU again, unless it kept that too.
+    For the backward pass it keeps x and what GELU was given, and calculates GELU again; or GELU's result and slope.
 
     Args:
         x: floating, (..., K).
         weight1_NK, bias1_N, weight2_ON, bias2_O: as in nn.Linear. Leave bias2 out where `layer_norm_residual` adds it:
             there its gradient costs no pass of its own.
         approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
-        keep_activation: keep GELU's result as well: as much memory again per layer, for a backward pass that writes a
-            tensor of that size less.
+        keep_activation: keep GELU's result, and its slope instead of what it was given: as much memory again per
+            layer, for a backward pass that has no GELU to calculate and writes a tensor of that size less.
         backend: "auto" or a name; they are linear_gelu's.
 
     Returns:

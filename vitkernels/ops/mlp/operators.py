@@ -24,15 +24,15 @@ def unsupported_second(first_layer: ModuleType, x: Tensor, weight2_ON: Tensor, t
     " -> (Tensor, Tensor, Tensor)"
 )
 def mlp(x, weight1, bias1, weight2, bias2, tanh: bool, keep: bool, form: str):
-    """The output, and for the backward pass what GELU was given, and what it gave (empty where that is not kept)."""
-    act, pre = linear_gelu(x, weight1, bias1, tanh, form)
-    return F.linear(act, weight2, None if bias2 is None else bias2.to(x.dtype)), pre, act if keep else x.new_empty(0)
+    """The output, and for the backward pass what GELU was given; or with `keep` its slope there, and what it gave."""
+    act, saved = linear_gelu(x, weight1, bias1, tanh, keep, form)
+    return F.linear(act, weight2, None if bias2 is None else bias2.to(x.dtype)), saved, act if keep else x.new_empty(0)
 
 
 @register_fake("vitkernels::mlp")
 def _(x, weight1, bias1, weight2, bias2, tanh, keep, form):
-    pre = x.new_empty(*x.shape[:-1], weight1.shape[0])
-    return x.new_empty(*x.shape[:-1], weight2.shape[0]), pre, torch.empty_like(pre) if keep else x.new_empty(0)
+    saved = x.new_empty(*x.shape[:-1], weight1.shape[0])
+    return x.new_empty(*x.shape[:-1], weight2.shape[0]), saved, torch.empty_like(saved) if keep else x.new_empty(0)
 
 
 def _save(ctx, inputs, output):
@@ -44,15 +44,15 @@ def _save(ctx, inputs, output):
 
 
 @differentiable_once("mlp by kernels")
-def _differentiate(ctx, dy, _dpre, _dact):
+def _differentiate(ctx, dy, _dsaved, _dact):
     if dy is None:
         return (None,) * 8
-    x, weight1, weight2, pre, act = ctx.saved_tensors
+    x, weight1, weight2, saved, act = ctx.saved_tensors
     needs_dx, needs_dweight1, _, needs_dweight2, *_ = ctx.needs_input_grad
     (N, K), O = weight1.shape, len(weight2)
     dy_MO = dy.reshape(-1, O)
     dpre_MN, again_MN, dbias1 = linear_into_gelu_backward(
-        dy_MO, weight2, pre.view(-1, N), ctx.tanh, not ctx.keep, ctx.form
+        dy_MO, weight2, saved.view(-1, N), ctx.tanh, ctx.keep, ctx.form
     )
     act_MN = act.view(-1, N) if ctx.keep else again_MN
     dweight2 = dy_MO.mT @ act_MN if needs_dweight2 else None
