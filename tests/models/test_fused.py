@@ -7,7 +7,7 @@ from vitkernels import models
 from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks
 from vitkernels.quant import quantize_
 
-ALL = {"layer_norm_residual": "triton", "mlp": "passes", "patch_embed": "triton"}
+ALL = {"layer_norm_residual": "triton", "linear": "triton", "mlp": "passes", "patch_embed": "triton"}
 
 
 def pair(ops, residual_dtype=None, keep_activation=False, **kwargs):
@@ -28,7 +28,7 @@ def losses_and_gradients(model, images):
     return loss.item(), {name: p.grad for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("ops", [ALL, {"layer_norm_residual": "triton"}, {"patch_embed": "triton"}], ids=len)
+@pytest.mark.parametrize("ops", [ALL, {"layer_norm_residual": "triton"}, {"linear": "triton"}], ids=len)
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -104,7 +104,7 @@ def test_a_bfloat16_stream_is_close():
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8_fp8"])
 def test_a_model_can_be_quantized_before_its_ops_are_set_or_after(scheme):
     """... under autocast, where integers and 8-bit floats would be cast like weights."""
-    plain, fused = pair({"layer_norm_residual": "reference", "mlp": "reference"})
+    plain, fused = pair({"layer_norm_residual": "reference", "linear": "reference", "mlp": "reference"})
     for model in (plain, fused):
         quantize_(model, scheme)
     images = torch.randn(2, 1, 16, 16)

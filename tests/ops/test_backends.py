@@ -19,6 +19,7 @@ CALLS = {
     "generalized_box_iou": "torch.rand(2, 3, 4), torch.rand(2, 3, 4)",
     "int8_matmul": "torch.ones(16, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)",
     "layer_norm_residual": "torch.randn(2, 8), None, torch.ones(8), torch.zeros(8)",
+    "linear": "torch.randn(2, 16), torch.randn(16, 16)",
     "linear_gelu": "torch.randn(2, 16), torch.randn(16, 16), torch.randn(16)",
     "mlp": "torch.randn(2, 16), torch.randn(16, 16), torch.randn(16), torch.randn(16, 16)",
     "patch_embed": "torch.randn(1, 1, 4, 4), torch.randn(8, 1, 2, 2)",

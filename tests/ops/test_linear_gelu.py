@@ -231,22 +231,15 @@ def test_operators_keep_their_promises(device):
     ops = torch.ops.vitkernels
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(ops.linear_gelu, (x, weight1, bias1, False, False, "passes"), test_utils=checks)
-    torch.library.opcheck(ops.mlp, (x, weight1, bias1, weight2, bias2, True, True, "passes"), test_utils=checks)
+    rounded1, rounded2 = weight1.detach().clone(), weight2.detach().clone()
+    torch.library.opcheck(
+        ops.mlp, (x, weight1, rounded1, bias1, weight2, rounded2, bias2, True, True, "passes"), test_utils=checks
+    )
     dy, pre = torch.randn(6, 16, device=device), torch.randn(6, 16, device=device)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(ops.gelu_backward_with_sums, (dy, pre, False), test_utils=checks)
     torch.library.opcheck(
         ops.linear_into_gelu_backward, (dy, weight2.detach(), pre, False, False, "passes"), test_utils=checks
-    )
-    torch.library.opcheck(ops.column_sums, (dy,), test_utils=checks)
-
-
-@pytest.mark.parametrize("M", [1, 63, 65, 2049, 5000])
-def test_column_sums(device, M):
-    linear_gelu(*draw(device, 2))  # registers the operators
-    x = torch.randn(M, 33, device=device)
-    torch.testing.assert_close(
-        torch.ops.vitkernels.column_sums(x), x.double().sum(0).float(), rtol=1e-5, atol=1e-6 * M**0.5
     )
 
 

@@ -16,8 +16,9 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitkernels.adopted import Adopted
 from vitkernels.models.attention_layer import BackendAttention
-from vitkernels.ops import layer_norm_residual, mlp
+from vitkernels.ops import layer_norm_residual, linear, mlp
 
 
 class Branch(NamedTuple):
@@ -42,7 +43,17 @@ class Branch(NamedTuple):
         return x_BNC + value
 
 
-class FusedBlock(Block):
+class FusedLinear(Adopted, nn.Linear):
+    """nn.Linear whose gradients the op `linear` calculates; the same parameters."""
+
+    backend: str
+    is_qkv: bool
+
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        return linear(x, self.weight, self.bias if add_bias else None, is_qkv=self.is_qkv, backend=self.backend)
+
+
+class FusedBlock(Adopted, Block):
     """timm's Block, which can hand its last branch to the next block instead of adding it.
 
     ops: op name -> backend, for layer_norm_residual (needed) and mlp (absent: timm's).
@@ -51,22 +62,6 @@ class FusedBlock(Block):
 
     ops: Mapping[str, str]
     keep_activation: bool
-
-    @classmethod
-    def adopt(cls, block: Block, ops: Mapping[str, str], keep_activation: bool = False) -> "FusedBlock":
-        """This class around an existing block's submodules, which stay the same objects."""
-        adopted = cls.__new__(cls)
-        nn.Module.__init__(adopted)
-        adopted.__dict__.update(block.__dict__)
-        adopted.ops, adopted.keep_activation = ops, keep_activation
-        return adopted
-
-    def released(self) -> Block:
-        """timm's block that was adopted."""
-        block = Block.__new__(Block)
-        nn.Module.__init__(block)
-        block.__dict__.update({k: v for k, v in self.__dict__.items() if k not in ("ops", "keep_activation")})
-        return block
 
     def forward(
         self,
@@ -102,9 +97,13 @@ class FusedBlock(Block):
 
     def _branch(self, x_BNE: Tensor, linear: nn.Linear, drop: nn.Dropout, scale, drop_path) -> Branch:
         """The sublayer's last linear layer; its bias waits for the seam, where its gradient comes for free."""
-        if type(linear) is not nn.Linear or (self.training and drop.p > 0):  # quantized; dropout comes after the bias
+        if self.training and drop.p > 0:  # dropout comes after the bias
             return self._waiting(drop(linear(x_BNE)), None, scale, drop_path)
-        return self._waiting(F.linear(x_BNE, linear.weight), linear.bias, scale, drop_path)
+        if type(linear) is FusedLinear:
+            return self._waiting(linear(x_BNE, add_bias=False), linear.bias, scale, drop_path)
+        if type(linear) is nn.Linear:
+            return self._waiting(F.linear(x_BNE, linear.weight), linear.bias, scale, drop_path)
+        return self._waiting(linear(x_BNE), None, scale, drop_path)  # quantized
 
     def _mlp(self, x_BNC: Tensor) -> Branch:
         m = self.mlp
@@ -172,14 +171,22 @@ def unfusable(block: nn.Module) -> str | None:
     return None
 
 
+def attention_unfusable(block: nn.Module) -> str | None:
+    """Why the attention's projections cannot run as the op `linear`; None when they can."""
+    for layer in (getattr(block.attn, "qkv", None), getattr(block.attn, "proj", None)):
+        if type(layer) not in (nn.Linear, FusedLinear):
+            return f"its attention's projections are {type(layer).__name__}, not Linear"
+    return None
+
+
 def mlp_unfusable(block: nn.Module) -> str | None:
     """Why this block's MLP cannot run as one op; None when it can."""
     m = block.mlp
     if type(m) is not Mlp:
         return f"its MLP is {type(m).__name__}, not linear, GELU, linear"
-    for linear in (m.fc1, m.fc2):
-        if type(linear) is not nn.Linear:
-            return f"its MLP's layers are {type(linear).__name__}, not Linear"
+    for layer in (m.fc1, m.fc2):
+        if type(layer) is not nn.Linear:
+            return f"its MLP's layers are {type(layer).__name__}, not Linear"
     if _gelu_kind(m.act) is None:
         return f"its MLP's activation is {type(m.act).__name__}, not GELU"
     if not isinstance(m.norm, nn.Identity):

@@ -6,14 +6,23 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from vitkernels.adopted import Adopted
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks, mlp_unfusable, unfusable
-from vitkernels.ops import layer_norm_residual, mlp, patch_embed
+from vitkernels.models.attention_layer import BackendAttention
+from vitkernels.models.fused_blocks import (
+    FusedBlock,
+    FusedBlocks,
+    FusedLinear,
+    attention_unfusable,
+    mlp_unfusable,
+    unfusable,
+)
+from vitkernels.ops import layer_norm_residual, linear, mlp, patch_embed
 from vitkernels.ops.backends import backends_of, place_of
 
 log = logging.getLogger("vitkernels")
 
-_OPS = {op.__name__: op for op in (layer_norm_residual, mlp, patch_embed)}
+_OPS = {op.__name__: op for op in (layer_norm_residual, linear, mlp, patch_embed)}
 MODEL_OPS = tuple(_OPS)
 
 
@@ -26,7 +35,7 @@ def set_ops(
     """Let the model compute these ops with these backends.
 
     ops: names from MODEL_OPS -> a backend's name, "auto", or "eager" (as timm does it, also where a name is absent).
-        mlp needs layer_norm_residual, whose branches carry the MLP's last bias.
+        mlp needs layer_norm_residual, whose branches carry the MLP's last bias. linear is for attention's projections.
     residual_dtype: what the residual stream between the blocks, and its gradient, are kept in; None: as timm has them,
         which is float32 under autocast. bfloat16 halves the traffic of every seam, at the price of its rounding.
     keep_activation: mlp's option: a faster backward pass for one more hidden tensor in memory per block.
@@ -50,15 +59,40 @@ def set_ops(
             "(ops.layer_norm_residual=triton, or ops=fused), or leave the stream as it is (ops.residual_precision=null)"
         )
     if "layer_norm_residual" in wanted:
-        model.blocks = FusedBlocks(*(FusedBlock.adopt(block, wanted, keep_activation) for block in model.blocks))
+        model.blocks = FusedBlocks(
+            *(FusedBlock.adopt(block, ops=wanted, keep_activation=keep_activation) for block in model.blocks)
+        )
         model.blocks.residual_dtype = residual_dtype
     elif isinstance(getattr(model, "blocks", None), FusedBlocks):  # of an earlier call
         model.blocks = nn.Sequential(*(block.released() for block in model.blocks))
+    _set_linear(model, wanted.get("linear"))
     if "patch_embed" in wanted:
-        model.patch_embed.proj = PatchConv.adopt(model.patch_embed.proj, wanted["patch_embed"])
+        model.patch_embed.proj = PatchConv.adopt(model.patch_embed.proj, backend=wanted["patch_embed"])
     elif isinstance(getattr(getattr(model, "patch_embed", None), "proj", None), PatchConv):
         model.patch_embed.proj = model.patch_embed.proj.released()
     return model
+
+
+def _set_linear(model: nn.Module, backend: str | None) -> None:
+    """Attention's projections as the op `linear`, or with None as timm has them."""
+    for attn in (getattr(block, "attn", None) for block in getattr(model, "blocks", ())):
+        for name in ("qkv", "proj"):
+            layer = getattr(attn, name, None)
+            if backend is not None:
+                setattr(
+                    attn, name, FusedLinear.adopt(layer, backend=backend, is_qkv=name == "qkv" and _keys_stay(attn))
+                )
+            elif type(layer) is FusedLinear:  # of an earlier call
+                setattr(attn, name, layer.released())
+
+
+def _keys_stay(attn: nn.Module) -> bool:
+    """Whether the keys reach the scores as qkv gives them."""
+    return (
+        isinstance(attn, BackendAttention)
+        and isinstance(attn.q_norm, nn.Identity)
+        and isinstance(attn.k_norm, nn.Identity)
+    )
 
 
 def _has_kernel(name: str, backend: str, device: torch.device) -> bool:
@@ -84,7 +118,10 @@ def _misfit(name: str, model: nn.Module) -> str | None:
         return _patch_misfit(getattr(model, "patch_embed", None))
     if not isinstance(getattr(model, "blocks", None), nn.Sequential):
         return "it has no row of blocks"
-    reasons = [unfusable(block) for block in model.blocks]
+    if name == "linear":
+        reasons = [attention_unfusable(block) for block in model.blocks]
+    else:
+        reasons = [unfusable(block) for block in model.blocks]
     if name == "mlp":
         reasons += [mlp_unfusable(block) for block, reason in zip(model.blocks, reasons, strict=True) if reason is None]
     return next((reason for reason in reasons if reason is not None), None)
@@ -102,25 +139,10 @@ def _patch_misfit(patch_embed: nn.Module | None) -> str | None:
     return None
 
 
-class PatchConv(nn.Conv2d):
+class PatchConv(Adopted, nn.Conv2d):
     """A convolution over patches that do not overlap, as one matrix product; the same parameters."""
 
     backend: str
-
-    @classmethod
-    def adopt(cls, conv: nn.Conv2d, backend: str) -> "PatchConv":
-        adopted = cls.__new__(cls)
-        nn.Module.__init__(adopted)
-        adopted.__dict__.update(conv.__dict__)
-        adopted.backend = backend
-        return adopted
-
-    def released(self) -> nn.Conv2d:
-        """The convolution that was adopted."""
-        conv = nn.Conv2d.__new__(nn.Conv2d)
-        nn.Module.__init__(conv)
-        conv.__dict__.update({k: v for k, v in self.__dict__.items() if k != "backend"})
-        return conv
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, E, H / P, W / P): a view of (B, N, E), to which timm's flatten and transpose return."""

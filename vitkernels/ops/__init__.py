@@ -9,6 +9,7 @@ from vitkernels.ops.cross_entropy import cross_entropy
 from vitkernels.ops.generalized_box_iou import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
 from vitkernels.ops.int8_matmul import int8_matmul
 from vitkernels.ops.layer_norm_residual import layer_norm_residual
+from vitkernels.ops.linear import linear
 from vitkernels.ops.linear_gelu import linear_gelu
 from vitkernels.ops.mlp import mlp
 from vitkernels.ops.paged_attention import paged_attention
@@ -22,6 +23,7 @@ __all__ = [
     "generalized_box_iou_loss",
     "int8_matmul",
     "layer_norm_residual",
+    "linear",
     "linear_gelu",
     "mlp",
     "paged_attention",

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from vitkernels.adopted import kind_of
 from vitkernels.errors import UsageError
 from vitkernels.quant.modules import QuantizedEmbedding, QuantizedLinear
 from vitkernels.quant.schemes import Scheme
@@ -33,7 +34,7 @@ def quantize_(
     chosen = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if type(module) in (nn.Linear, nn.Embedding) and (filter is None or filter(name, module))
+        if kind_of(module) in (nn.Linear, nn.Embedding) and (filter is None or filter(name, module))
     }
     if not chosen:
         raise UsageError(f"{type(model).__name__} has no nn.Linear or nn.Embedding that the filter lets through")

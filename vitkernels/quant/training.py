@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vitkernels.adopted import kind_of
 from vitkernels.autocast import dtype_of
 from vitkernels.bridge.operator import differentiable_once
 from vitkernels.errors import UsageError, unknown_name
@@ -172,7 +173,7 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Callable[[str, nn.Modu
         raise unknown_name("8-bit dtype", dtype, DTYPES)
     check_is_float(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen = {n: m for n, m in modules.items() if type(m) is nn.Linear and (filter is None or filter(n, m))}
+    chosen = {n: m for n, m in modules.items() if kind_of(m) is nn.Linear and (filter is None or filter(n, m))}
     if not chosen:
         raise UsageError(f"{type(model).__name__} has no nn.Linear that the filter lets through")
     if "" in chosen:

@@ -3,12 +3,12 @@
 Shape suffixes: K input features, N output features; "..." any dimensions before them (images, tokens).
 """
 
-import torch
 from torch import Tensor
 
 from vitkernels.autocast import cast
 from vitkernels.errors import UsageError
 from vitkernels.ops.backends import Backends
+from vitkernels.ops.linear import check_linear
 
 BACKENDS = Backends(
     op="linear_gelu",
@@ -54,22 +54,3 @@ def linear_gelu(
 def check_gelu(approximate: str) -> None:
     if approximate not in ("none", "tanh"):
         raise UsageError(f"approximate must be 'none' (exact) or 'tanh', got {approximate!r}")
-
-
-def check_linear(x: Tensor, features: int, weight: Tensor, bias: Tensor | None, number: str) -> None:
-    """Raises UsageError unless weight<number> and bias<number> are a linear layer's that takes `features` beside x."""
-    if not x.dtype.is_floating_point or not weight.dtype.is_floating_point:
-        raise UsageError(f"x and weight{number} must be floating, got {x.dtype} and {weight.dtype}")
-    if weight.ndim != 2 or weight.shape[1] != features:
-        raise UsageError(
-            f"weight{number} must be (outputs, {features}) beside x {tuple(x.shape)}; got {tuple(weight.shape)}"
-        )
-    if bias is not None and (bias.shape != weight.shape[:1] or not bias.dtype.is_floating_point):
-        raise UsageError(
-            f"bias{number} must be floating, of shape ({weight.shape[0]},); got {bias.dtype} {tuple(bias.shape)}"
-        )
-    for name, tensor in ((f"weight{number}", weight), (f"bias{number}", bias)):
-        if tensor is not None and tensor.device != x.device:
-            raise UsageError(f"{name} is on {tensor.device}, x on {x.device}; move them to one device")
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise UsageError(f"x is {x.dtype} and weight{number} {weight.dtype}; cast one of them, or use torch.autocast")

@@ -12,8 +12,8 @@ from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vitkernels.bridge.triton import triton_call
+from vitkernels.ops.linear.gradients import sums_over_rows
 from vitkernels.ops.linear_gelu.triton_kernels import (
-    column_sums_kernel,
     gelu_backward_kernel,
     gelu_kernel,
     gelu_linear_backward_kernel,
@@ -52,7 +52,7 @@ def backward(
         from vitkernels.ops.linear_gelu import pallas_hopper_launch
 
         dpre_MN, sums_TN = pallas_hopper_launch.backward(dy_MK, weight_KN, saved_MN, tanh, kept)
-        return dpre_MN, None if kept else gelu_pass(saved_MN, tanh), column_sums(sums_TN)
+        return dpre_MN, None if kept else gelu_pass(saved_MN, tanh), sums_over_rows(sums_TN[:, None])[0]
     act_MN = None if kept else torch.empty_like(saved_MN)
     if form == "passes" or not M:
         dact_MN = dy_MK @ weight_KN
@@ -61,7 +61,7 @@ def backward(
     sums_TN = saved_MN.new_empty(cdiv(M, _tiles(saved_MN)[0]), N, dtype=torch.float32)
     tiles_MN = saved_MN, dpre_MN, act_MN
     _product(gelu_linear_backward_kernel, sums_TN, dy_MK, weight_KN, False, tiles_MN, tanh, kept)
-    return dpre_MN, act_MN, column_sums(sums_TN)
+    return dpre_MN, act_MN, sums_over_rows(sums_TN[:, None])[0]
 
 
 def _tiles(x: Tensor) -> tuple[int, int, int]:
@@ -125,19 +125,4 @@ def backward_pass(
             kernel=gelu_backward_kernel, grid=(cdiv(N, columns), len(sums_PN)),
             ROWS=rows, COLUMNS=columns, STEPS=steps, TANH=tanh, KEEP=kept,
         )  # fmt: skip
-    return dpre_MN, act_MN, column_sums(sums_PN)
-
-
-def column_sums(x_MN: Tensor) -> Tensor:
-    """Sums over rows in float32: in one launch where rows are few, else in two, through partial sums."""
-    M, N = x_MN.shape
-    rows, columns = 64, 32
-    steps = 8 if M > 2048 else max(1, cdiv(M, rows))
-    parts_PN = x_MN.new_empty(max(1, cdiv(M, rows * steps)), N, dtype=torch.float32)
-    if N:
-        triton_call(
-            x_MN, parts_PN, M, N,
-            kernel=column_sums_kernel, grid=(cdiv(N, columns), len(parts_PN)),
-            ROWS=rows, COLUMNS=columns, STEPS=steps,
-        )  # fmt: skip
-    return column_sums(parts_PN) if len(parts_PN) > 1 else parts_PN[0]
+    return dpre_MN, act_MN, sums_over_rows(sums_PN[:, None])[0]

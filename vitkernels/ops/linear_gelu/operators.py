@@ -64,17 +64,6 @@ def _(dy, weight, saved, tanh, kept, form):
     return torch.empty_like(saved), act, saved.new_empty(saved.shape[1], dtype=torch.float32)
 
 
-@operator("column_sums(Tensor x) -> Tensor")
-def column_sums(x: Tensor) -> Tensor:
-    """(M, N) -> (N) in float32, the same bits every time: a linear layer's bias gradient."""
-    return launch.column_sums(calculable(x).contiguous())
-
-
-@register_fake("vitkernels::column_sums")
-def _(x):
-    return x.new_empty(x.shape[1], dtype=torch.float32)
-
-
 def _save(ctx, inputs, output):
     x, weight, bias, ctx.tanh, *_ = inputs  # never with `keep`: that is for the MLP, whose own backward pass knows
     ctx.save_for_backward(x, weight, output[1])

@@ -170,20 +170,3 @@ def gelu_backward_kernel(
         tl.store(dpre_MN + at, dpre, mask=inside)
         total += dpre
     tl.store(sums_PN + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, 0), mask=columns < N)
-
-
-@triton.jit
-def column_sums_kernel(
-    x_MN, sums_PN, M, N, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr
-):  # fmt: skip
-    """Sums over ROWS * STEPS rows."""
-    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    first = tl.program_id(1) * (ROWS * STEPS)
-    total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(STEPS):
-        rows = first + step * ROWS + tl.arange(0, ROWS)
-        inside = (rows < M)[:, None] & (columns < N)[None, :]
-        total += tl.load(x_MN + rows.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0.0).to(
-            tl.float32
-        )
-    tl.store(sums_PN + tl.program_id(1).to(tl.int64) * N + columns, tl.sum(total, 0), mask=columns < N)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from vitkernels.autocast import cast
 from vitkernels.ops.backends import Backends
-from vitkernels.ops.linear_gelu import check_gelu, check_linear
+from vitkernels.ops.linear import check_linear
+from vitkernels.ops.linear_gelu import check_gelu
 
 BACKENDS = Backends(
     op="mlp",
@@ -59,6 +60,6 @@ def mlp(
     check_gelu(approximate)
     check_linear(x, x.shape[-1], weight1_NK, bias1_N, "1")
     check_linear(x, len(weight1_NK), weight2_ON, bias2_O, "2")
-    x, weight1_NK, weight2_ON = cast(x, weight1_NK, weight2_ON)
+    (x,) = cast(x)
     args = x, weight1_NK, bias1_N, weight2_ON, bias2_O, approximate == "tanh", keep_activation
     return BACKENDS.pick(backend, x.device, *args).run(*args)

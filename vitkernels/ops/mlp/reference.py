@@ -12,6 +12,6 @@ def unsupported(*args) -> None:
 
 
 def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep) -> Tensor:
-    hidden = first_layer.run(x, weight1, bias1, tanh)
+    hidden = first_layer.run(x, weight1.to(x.dtype), bias1, tanh)
     with torch.autocast(x.device.type, enabled=False):
-        return F.linear(hidden, weight2, None if bias2 is None else bias2.to(x.dtype))
+        return F.linear(hidden, weight2.to(x.dtype), None if bias2 is None else bias2.to(x.dtype))

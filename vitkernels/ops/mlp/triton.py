@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from vitkernels.ops.linear_gelu import triton as first_layer
-from vitkernels.ops.mlp.operators import mlp, unsupported_second
+from vitkernels.ops.mlp.operators import run_form, unsupported_second
 
 
 def unsupported(
@@ -13,4 +13,4 @@ def unsupported(
 
 
 def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep) -> Tensor:
-    return mlp(x, weight1, bias1, weight2, bias2, tanh, keep, "triton")[0]
+    return run_form(x, weight1, bias1, weight2, bias2, tanh, keep, "triton")

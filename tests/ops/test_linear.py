@@ -1,0 +1,167 @@
+"""The conformance suite of linear: every backend against float64, gradients of everything."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+
+from vitkernels.errors import UsageError
+from vitkernels.ops import linear
+from vitkernels.ops.linear import BACKENDS
+from vitkernels.ops.linear.gradients import column_sums, weight_gradient
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Relative to the norm: sums of a few hundred products in float32; inputs are exact, results rounded once.
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 5e-4, torch.bfloat16: 4e-3, torch.float64: 1e-14}
+
+pytestmark = [pytest.mark.parametrize("device", DEVICES)]
+each_backend = pytest.mark.parametrize("backend", BACKENDS.names())
+
+
+def draw(device, M=40, K=32, N=48, dtype=torch.float32, parameter_dtype=None):
+    """x (2, M / 2, K), weight, bias."""
+    x = torch.randn(2, M // 2, K, device=device).to(dtype)
+    weight, bias = torch.randn(N, K, device=device) * K**-0.5, torch.randn(N, device=device)
+    return [t.requires_grad_() for t in (x, *(p.to(parameter_dtype or dtype) for p in (weight, bias)))]
+
+
+def error(x, exact) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def in_float64(leaves, dout):
+    copies = [x.detach().double().requires_grad_() for x in leaves]
+    out = F.linear(*copies)
+    return out, *torch.autograd.grad(out, copies, dout.double())
+
+
+def check(leaves, backend):
+    out = linear(*leaves, backend=backend)
+    dout = torch.randn_like(out)
+    found = out, *torch.autograd.grad(out, leaves, dout)
+    assert out.dtype == leaves[0].dtype
+    for name, x, exact in zip(("out", "dx", "dweight", "dbias"), found, in_float64(leaves, dout), strict=False):
+        assert x.shape == exact.shape and error(x, exact) < TOLERANCE[x.dtype], name
+    assert [x.dtype for x in found[1:]] == [x.dtype for x in leaves]
+
+
+@each_backend
+@pytest.mark.parametrize("M, K, N", [(40, 32, 48), (2, 16, 16), (66, 5, 3), (5000, 8, 33)])
+def test_linear(device, backend, M, K, N):
+    check(draw(device, M, K, N), backend)
+
+
+@each_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(device, backend, dtype):
+    leaves = draw(device, dtype=dtype)
+    reason = BACKENDS.get(backend).unsupported(*leaves, False)
+    if reason is None:
+        return check(leaves, backend)
+    with pytest.raises(UsageError) as raised:
+        linear(*leaves, backend=backend)
+    assert reason in str(raised.value)
+
+
+@each_backend
+def test_without_bias_and_few_gradients(device, backend):
+    x, weight, bias = draw(device)
+    check([x, weight], backend)
+    (found,) = torch.autograd.grad(linear(x.detach(), weight.detach(), bias, backend=backend).sum(), bias)
+    assert torch.equal(found, torch.full_like(found, 40.0))  # its gradient is expanded from one number
+
+
+def test_weight_gradients_are_not_rounded_to_autocasts_dtype(device):
+    """The reason for the op: products of rounded inputs, in float32."""
+    x, weight, bias = draw(device, 512, dtype=torch.bfloat16, parameter_dtype=torch.float32)
+    errors = {}
+    for backend in BACKENDS.names():
+        with torch.autocast(device, torch.bfloat16):
+            out = linear(x, weight, bias, backend=backend)
+        dout = torch.ones_like(out) + torch.arange(48, device=device).to(out.dtype) / 64
+        dweight, dbias = torch.autograd.grad(out, (weight, bias), dout)
+        assert out.dtype == torch.bfloat16 and dweight.dtype == dbias.dtype == torch.float32
+        errors[backend] = error(dweight, dout.double().view(-1, 48).mT @ x.detach().double().view(-1, 32))
+    assert errors["triton"] < 2e-6 < 5e-4 < errors["reference"] < 4e-3
+
+
+@each_backend
+def test_qkv_without_the_keys_bias(device, backend):
+    """The gradient that softmax attention gives the keys' bias is zero, and what is left is rounding."""
+    x, weight, bias = draw(device, 34, N=96)
+
+    def run(linear, x, weight, bias):
+        q, k, v = linear(x, weight, bias).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v)
+
+    out = run(lambda *leaves: linear(*leaves, is_qkv=True, backend=backend), x, weight, bias)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, (x, weight, bias), dout)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight, bias)]
+    exact = torch.autograd.grad(run(F.linear, *wide), wide, dout.double())
+    assert exact[2][32:64].abs().max() < 1e-12
+    for name, a, b in zip(("dx", "dweight", "dbias"), found, exact, strict=True):
+        assert error(a, b) < 2e-6, name
+    if backend != "reference":
+        assert torch.count_nonzero(found[2][32:64]) == 0 and torch.count_nonzero(found[2]) == 64
+
+
+@each_backend
+def test_no_rows(device, backend):
+    leaves = draw(device, 0)
+    out = linear(*leaves, backend=backend)
+    assert out.shape == (2, 0, 48)
+    assert all(torch.count_nonzero(g) == 0 for g in torch.autograd.grad(out.sum(), leaves))
+
+
+def test_whole_graph(device):
+    torch._dynamo.reset()
+    leaves = draw(device, parameter_dtype=torch.float32)
+
+    def model(x, weight, bias):
+        with torch.autocast(device, torch.bfloat16):
+            return linear(x * 2, weight, bias, is_qkv=True, backend="triton").relu()
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager" if device == "cpu" else "inductor")
+    outs = [function(*leaves) for function in (model, compiled)]
+    assert torch.equal(*outs)
+    grads = [torch.autograd.grad(out.float().square().sum(), leaves) for out in outs]
+    torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-2)
+
+
+def test_operators_keep_their_promises(device):
+    x, weight, bias = draw(device)
+    ops, all_checks = torch.ops.vitkernels, ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(ops.linear, (x, weight, weight.detach().clone(), bias, True), test_utils=all_checks)
+    dy, x = torch.randn(6, 16, device=device).bfloat16(), torch.randn(6, 8, device=device).bfloat16()
+    for dtype in (torch.bfloat16, torch.float32):
+        torch.library.opcheck(ops.weight_gradient, (dy, x, dtype), test_utils=all_checks[:2])
+    torch.library.opcheck(ops.column_sums, (dy,), test_utils=all_checks[:2])
+
+
+@pytest.mark.parametrize("M", [1, 63, 65, 2049, 5000])
+def test_column_sums(device, M):
+    x = torch.randn(M, 33, device=device)
+    close = {"rtol": 1e-5, "atol": 1e-6 * M**0.5}
+    torch.testing.assert_close(column_sums(x), x.double().sum(0).float(), **close)
+    grouped = x.view(M, 3, 11)[:, ::2]  # groups apart, as a projection's queries and values are
+    torch.testing.assert_close(column_sums(grouped), grouped.double().sum(0).float(), **close)
+    assert torch.equal(column_sums(x), column_sums(x))
+
+
+def test_weight_gradient_sums_in_float32(device):
+    dy, x = (torch.randn(4096, n, device=device).bfloat16() for n in (24, 40))
+    exact = dy.double().mT @ x.double()
+    assert error(weight_gradient(dy, x, torch.float32), exact) < 2e-6
+    assert error(weight_gradient(dy, x, torch.bfloat16), exact) < 4e-3
+
+
+def test_mistakes_are_named(device):
+    x, weight, bias = draw(device)
+    with pytest.raises(UsageError, match=r"weight must be \(outputs, 32\)"):
+        linear(x, weight.mT, bias)
+    with pytest.raises(UsageError, match="three equal parts of the outputs, and there are 40"):
+        linear(x, weight[:40], None, is_qkv=True)
+    with pytest.raises(UsageError, match="unknown linear backend 'tritn'"):
+        linear(x, weight, bias, backend="tritn")

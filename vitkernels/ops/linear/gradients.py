@@ -1,0 +1,74 @@
+"""Gradients of a linear layer's parameters, as PyTorch operators that torch.compile does not look into.
+
+Shape suffixes: M rows (tokens), K input features, N output features, G groups of columns, P parts of the rows.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import register_fake
+
+from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.triton import triton_call
+
+
+@operator("weight_gradient(Tensor dy, Tensor x, ScalarType dtype) -> Tensor")
+def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """dyᵀ x in `dtype`, rounded once: (M, N), (M, K) -> (N, K)."""
+    if dtype == dy.dtype:
+        return dy.mT @ x
+    if dy.is_cuda and dtype == torch.float32:
+        return torch.mm(dy.mT, x, out_dtype=dtype)
+    return dy.mT.to(dtype) @ x.to(dtype)
+
+
+@register_fake("vitkernels::weight_gradient")
+def _(dy, x, dtype):
+    return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
+
+
+@operator("column_sums(Tensor x) -> Tensor")
+def column_sums(x: Tensor) -> Tensor:
+    """Sums over rows in float32, the same bits every time: (M, N) -> (N), or (M, G, N) -> (G, N)."""
+    x = calculable(x)
+    x_MGN = x if x.ndim == 3 else x.unsqueeze(1)
+    return sums_over_rows(x_MGN if x.stride(-1) == 1 else x_MGN.contiguous()).view(x.shape[1:])
+
+
+@register_fake("vitkernels::column_sums")
+def _(x):
+    return x.new_empty(x.shape[1:], dtype=torch.float32)
+
+
+def sums_over_rows(x_MGN: Tensor) -> Tensor:
+    """(M, G, N), without gaps along N, -> (G, N): in one launch where rows are few, else in two, by partial sums."""
+    M, G, N = x_MGN.shape
+    rows, columns = 64, 32
+    steps = 8 if M > 2048 else max(1, triton.cdiv(M, rows))
+    sums_PGN = x_MGN.new_empty(max(1, triton.cdiv(M, rows * steps)), G, N, dtype=torch.float32)
+    if sums_PGN.numel():
+        triton_call(
+            x_MGN, sums_PGN, x_MGN.stride(0), x_MGN.stride(1), M, G * N, N,
+            kernel=column_sums_kernel, grid=(triton.cdiv(G * N, columns), len(sums_PGN)),
+            ROWS=rows, COLUMNS=columns, STEPS=steps,
+        )  # fmt: skip
+    return sums_over_rows(sums_PGN) if len(sums_PGN) > 1 else sums_PGN[0]
+
+
+@triton.jit
+def column_sums_kernel(
+    x, sums, stride_row, stride_group, M, columns, N,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Sums over ROWS * STEPS rows of (M, columns), which are groups of N."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    place = column // N * stride_group + column % N
+    first = tl.program_id(1) * (ROWS * STEPS)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for step in range(STEPS):
+        row = first + step * ROWS + tl.arange(0, ROWS)
+        inside = (row < M)[:, None] & (column < columns)[None, :]
+        at = row.to(tl.int64)[:, None] * stride_row + place[None, :]
+        total += tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(sums + tl.program_id(1).to(tl.int64) * columns + column, tl.sum(total, 0), mask=column < columns)
