@@ -149,6 +149,12 @@ def test_tune_measures_and_says_where(tmp_path, capsys):
     table = tmp_path / "table.json"
     tune.main(["--model", "vit_digits", "--batch-size", "8", "--table", str(table)])
     (rows,) = measurements.read(table).values()
-    assert {measured["op"] for measured in rows} == {"layer_norm_residual", "linear_gelu", "mlp", "patch_embed"}
+    assert {measured["op"] for measured in rows} == {
+        "layer_norm_residual",
+        "linear",
+        "linear_gelu",
+        "mlp",
+        "patch_embed",
+    }
     assert all("reference" in measured["ms"] for measured in rows)
-    assert f"wrote 4 rows to {table}" in capsys.readouterr().out
+    assert f"wrote 7 rows to {table}" in capsys.readouterr().out

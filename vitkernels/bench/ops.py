@@ -14,12 +14,14 @@ from torch import Tensor
 from vitkernels import ops
 from vitkernels.bench.attention import Timing
 from vitkernels.ops.layer_norm_residual import BACKENDS as LAYER_NORM_RESIDUAL
+from vitkernels.ops.linear import BACKENDS as LINEAR
 from vitkernels.ops.linear_gelu import BACKENDS as LINEAR_GELU
 from vitkernels.ops.mlp import BACKENDS as MLP
 from vitkernels.ops.patch_embed import BACKENDS as PATCH_EMBED
 
 TABLES = {
     "layer_norm_residual": LAYER_NORM_RESIDUAL,
+    "linear": LINEAR,
     "linear_gelu": LINEAR_GELU,
     "mlp": MLP,
     "patch_embed": PATCH_EMBED,
@@ -60,8 +62,8 @@ class Case:
 
 def cases(sizes: Sizes, dtype: torch.dtype) -> list[Callable[[], Case]]:
     """A case for each op, made when called: each takes much of a GPU's memory. Random inputs."""
-    keeping = partial(_mlp, keep=True)
-    makers = (_layer_norm_residual, _linear_gelu, _mlp, keeping, _patch_embed)
+    qkv, keeping = partial(_linear, times=3), partial(_mlp, keep=True)
+    makers = (_layer_norm_residual, _linear, qkv, _linear_gelu, _mlp, keeping, _patch_embed)
     return [partial(make, sizes, dtype) for make in makers]
 
 
@@ -84,6 +86,19 @@ def _layer_norm_residual(sizes: Sizes, dtype: torch.dtype) -> Case:
 
     leaves = x, branch, weight, bias, branch_bias
     return Case("layer_norm_residual", (C,), sizes.images * sizes.tokens, call, leaves)
+
+
+def _linear(sizes: Sizes, dtype: torch.dtype, times: int = 1) -> Case:
+    """A projection to so many times the width."""
+    draw = _drawing(sizes.device)
+    C, N = sizes.width, times * sizes.width
+    leaves = draw(sizes.images, sizes.tokens, C, dtype=dtype), draw(N, C, scale=C**-0.5), draw(N)
+
+    def call(backend: str) -> tuple[Tensor, ...]:
+        with torch.autocast(sizes.device, dtype):
+            return (ops.linear(*leaves, backend=backend),)
+
+    return Case("linear", (C, N), sizes.images * sizes.tokens, call, leaves)
 
 
 def _linear_gelu(sizes: Sizes, dtype: torch.dtype) -> Case:

@@ -14,7 +14,7 @@ BACKENDS = Backends(
     op="linear",
     modules={"reference": "vitkernels.ops.linear.reference", "triton": "vitkernels.ops.linear.triton"},
     preference={"cuda": ("triton",)},
-    features=lambda x, weight, bias, is_qkv: ((*weight.shape[::-1], int(is_qkv)), x.dtype),
+    features=lambda x, weight, bias, is_qkv: (tuple(weight.shape[::-1]), x.dtype),
 )
 
 
