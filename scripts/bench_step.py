@@ -5,8 +5,8 @@
 
 Prints a table with timm's compiled model with SDPA as its measure, the losses of 200 steps from the same weights on the
 same images, and appends its rows to results/step.jsonl. "best" is what the fastest settings give: `ops=auto` with a
-residual stream in bf16 and the MLP's activation kept; train.py runs with them in a process of its own. `--peers` takes
-out peers; "compiled max-autotune" is torch.compile's slowest compilation.
+residual stream in bf16 and the MLP's activation kept; train.py runs with them in a process of its own. `--peers` and
+`--ours` choose rows; "compiled max-autotune" is torch.compile's slowest compilation.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from vitkernels.bench import step
 ROOT = Path(__file__).resolve().parents[1]
 
 BASELINE = "timm compiled sdpa"
+OURS = "eager", "fused", "best", "best reduce-overhead", "train.py"
 BEST = ("ops=auto", "ops.residual_precision=bf16", "ops.keep_activation=true")
 
 
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--learning-steps", type=int, default=200, help="0: no losses")
     parser.add_argument("--peers", nargs="*", default=["eager native", "eager sdpa", "compiled max-autotune"])
+    parser.add_argument("--ours", nargs="*", choices=OURS, default=OURS, metavar="ROW", help=f"of {', '.join(OURS)}")
     parser.add_argument("--results", type=Path, default=ROOT / "results/step.jsonl")
     args = parser.parse_args()
 
@@ -85,17 +87,16 @@ def main() -> None:
         "compiled max-autotune": lambda: runtime.compile(timm_model(fused=True), "max-autotune"),
     }
     build = {f"timm {name}": peers[name] for name in dict.fromkeys(["compiled sdpa", *args.peers])}
-    build[f"attn={args.attn}"] = lambda: runtime.compile(ours("eager"))
-    learns = [BASELINE, f"{BASELINE} again"]
     kernels = runtime.device.type == "cuda"  # elsewhere the fused ops would be interpreted
+    rows_of_ours = {"eager": lambda: runtime.compile(ours("eager"))}
     if kernels:
-        fused, best, graphs = f"attn={args.attn} ops=fused", "best", "best, compile=reduce-overhead"
-        build |= {
-            fused: lambda: runtime.compile(ours("fused")),
-            best: lambda: runtime.compile(ours("auto", torch.bfloat16, True)),
-            graphs: lambda: runtime.compile(ours("auto", torch.bfloat16, True), "reduce-overhead"),
+        rows_of_ours |= {
+            "fused": lambda: runtime.compile(ours("fused")),
+            "best": lambda: runtime.compile(ours("auto", torch.bfloat16, True)),
+            "best reduce-overhead": lambda: runtime.compile(ours("auto", torch.bfloat16, True), "reduce-overhead"),
         }
-        learns += [fused, best]
+    build |= {f"attn={args.attn} {name}": make for name, make in rows_of_ours.items() if name in args.ours}
+    learns = [BASELINE, f"{BASELINE} again", f"attn={args.attn} fused", f"attn={args.attn} best"]
     build[f"{BASELINE} again"] = peers["compiled sdpa"]  # the noise between two measurements of the same thing
     context = {
         "model": args.model,
@@ -112,8 +113,9 @@ def main() -> None:
         rows.append(row)
         step.append_results(args.results, [row], context)
     step.free(runtime)
-    rows.append(train_py(args, (f"attn={args.attn}", *(BEST if kernels else ()))))
-    step.append_results(args.results, rows[-1:], context)
+    if "train.py" in args.ours:
+        rows.append(train_py(args, (f"attn={args.attn}", *(BEST if kernels else ()))))
+        step.append_results(args.results, rows[-1:], context)
     print(f"\n{args.model}, batch {args.batch}, {runtime.describe()}\n")
     print(step.table(rows, args.batch, BASELINE), "", step.losses_table(rows, BASELINE), sep="\n")
 
