@@ -3,7 +3,7 @@
     python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1, 2, 4 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
         --set runtime=cpu --attn sdpa                                anywhere, to try it out
-    python scripts/bench_scaling.py --engines ddp,reduce=bf16 fsdp   with settings of conf/parallel
+    python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel
 
 Weak scaling: each GPU keeps its batch. Efficiency is the median step of one GPU alone, without any engine, over that of
 N GPUs. One GPU is also measured while all others train by themselves: what they leave each other of power and of the

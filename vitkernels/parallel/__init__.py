@@ -13,7 +13,7 @@ def names() -> tuple[str, ...]:
     return ("auto", "none", "ddp", "fsdp")
 
 
-REDUCE = ("fp32", "bf16")  # precisions that gradients can be averaged in
+SENT = ("fp32", "bf16")  # precisions that gradients can be averaged and parameters be gathered in
 
 
 def create(
@@ -22,19 +22,25 @@ def create(
     lost_after: float = 30.0,
     overlap: bool | str = "auto",
     reduce: str = "fp32",
+    gather: str = "fp32",
     reshard: bool = False,
 ) -> Parallel:
     """The engine of that name, joined to the other processes; a context manager that leaves them.
 
     auto: ddp where there are several devices (torchrun's processes, or the chips of a TPU slice), none otherwise.
     lost_after: seconds without a sign of life after which a process counts as lost. overlap (true, false or auto),
-    reduce and reshard: see processes.Processes and processes.Fsdp.
+    reduce, gather and reshard: see processes.Processes and processes.Fsdp.
     Raises UsageError when the name or a setting is unknown, or does not fit how this process was started.
     """
     if name not in names():
         raise unknown_name("parallel", name, names())
-    if reduce not in REDUCE:
-        raise unknown_name("parallel.reduce", reduce, REDUCE)
+    for setting, precision in (("parallel.reduce", reduce), ("parallel.gather", gather)):
+        if precision not in SENT:
+            raise unknown_name(setting, precision, SENT)
+    if gather == "bf16" and runtime.precision != "bf16":
+        raise UsageError(
+            f"parallel.gather=bf16 is for runtime.precision=bf16, and this is {runtime.precision}: parallel.gather=fp32"
+        )
     if overlap not in (True, False, "auto"):
         raise UsageError(f"parallel.overlap must be true, false or auto; got {overlap!r}")
     if reshard and overlap is False:
@@ -53,7 +59,7 @@ def create(
     beside = None if overlap == "auto" else overlap
     if name == "ddp":
         return processes.Ddp(runtime, lost_after, beside, reduce)
-    return processes.Fsdp(runtime, lost_after, beside, reduce, reshard)
+    return processes.Fsdp(runtime, lost_after, beside, reduce, gather, reshard)
 
 
 def _spmd(name: str, runtime: Runtime, world: int) -> Parallel:

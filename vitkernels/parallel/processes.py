@@ -76,8 +76,9 @@ class Processes(Group):
     """The process group that torchrun described in the environment, and what both ways to train in it share.
 
     overlap: talk beside the work, block by block, each block compiled by itself; or in one piece before and after it,
-    the model compiled as a whole. None: beside it on several hosts. Seen on 4 H200s with a ViT-B under fsdp: NCCL ran
-    1.7 ms of a step of 50, and matrix products that share the GPU with it take up to 1.9 times as long.
+    the model compiled as a whole. None: beside it on several hosts. Seen on 4 H200s with a ViT-B under fsdp with
+    gather=bf16: NCCL ran 1.7 ms of a step of 50, and matrix products that share the GPU with it take up to 1.9 times as
+    long.
     reduce: the precision that gradients are averaged in.
     """
 
@@ -158,8 +159,12 @@ class Ddp(Processes):
 class Fsdp(Processes):
     """Each process has a part of every parameter, gradient and optimizer state, and gathers the rest to run it.
 
-    Parameters are gathered in the precision that they are run in. reshard: give a block's other parts back between
-    forward and backward, and gather them twice; this takes blocks, and so overlap.
+    gather: the precision that parameters are gathered in. fp32: what is calculated, and in which precision, is what one
+    process does. bf16: half the bytes, but all parameters are rounded before they are used, also those that autocast
+    would leave in float32, and the residual stream, which has its dtype from the position embedding, becomes bfloat16.
+    (To keep the stream alone in float32 does not do: LayerNorm on CPUs takes no weights narrower than its input.)
+    reshard: give a block's other parts back between forward and backward, and gather them twice; this takes blocks, and
+    so overlap.
     """
 
     name = "fsdp"
@@ -170,16 +175,18 @@ class Fsdp(Processes):
         lost_after: float,
         overlap: bool | None = None,
         reduce: str = "fp32",
+        gather: str = "fp32",
         reshard: bool = False,
     ):
         super().__init__(runtime, lost_after, reshard or overlap, reduce)
+        self.gather_dtype = torch.bfloat16 if gather == "bf16" else None  # None: as they are
         self.reshard = reshard
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
         mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("data",))
-        # The residual stream stays in float32, as under autocast alone: only parameters are cast.
-        low = self.runtime.dtype if self.runtime.dtype != torch.float32 else None
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.gather_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
+        )
         if compiled:
             self._compile(model, mode)
         for block in model.blocks if self.overlap else ():

@@ -1,0 +1,73 @@
+"""Training in bfloat16 on several processes: calculated as on one, unless what is gathered is to be rounded."""
+
+import os
+
+import pytest
+import torch
+from ranks import Ranks
+from timm.models import VisionTransformer
+from torch.nn import functional as F
+
+from vitkernels import parallel
+from vitkernels.errors import UsageError
+from vitkernels.parallel.base import Parallel
+from vitkernels.runtime.base import Runtime
+
+AS_ALONE = [("ddp", {}), ("fsdp", {"overlap": True}), ("fsdp", {"overlap": False})]
+ROUNDED = [("fsdp", {"overlap": overlap, "gather": "bf16"}) for overlap in (True, False)]
+
+
+def train(engine):
+    """Losses of three steps, and what dtypes the residual stream has before each block and after the last."""
+    torch.manual_seed(0)
+    model = VisionTransformer(16, 4, num_classes=10, embed_dim=32, depth=2, num_heads=2, init_values=0.1)
+    images, targets = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
+    net = engine.wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    engine.prepare(optimizer)
+    losses, stream = [], []
+    for module in (*model.blocks, model.norm):
+        module.register_forward_pre_hook(lambda _, inputs: stream.append(inputs[0].dtype))
+    for _ in range(3):
+        with engine.runtime.autocast():
+            logits = net(images)
+        loss = F.cross_entropy(logits.float(), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, stream
+
+
+def train_beside_one_process():
+    """Each process has the same images, so that the mean of their gradients is the gradient, to the last bit."""
+    runtime = Runtime("bf16")
+    alone, stream = train(Parallel(runtime))
+    assert set(stream) == {torch.float32} and alone[2] < alone[0]
+    for number, (name, how) in enumerate(AS_ALONE + ROUNDED):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # keys of its own in the store that all share
+        with parallel.create(name, runtime, **how) as engine:
+            losses, found = train(engine)
+        case = f"{name} {how}: {losses}, alone {alone}; stream {found}"
+        if (name, how) in AS_ALONE:
+            assert found == stream, case
+            assert losses == pytest.approx(alone, rel=1e-6), case
+        else:
+            assert set(found) == {torch.bfloat16}, case
+            assert losses == pytest.approx(alone, rel=4e-3), case  # 2**-8, of numbers rounded to 8 bits
+
+
+def test_everything_is_calculated_as_on_one_process_but_what_is_gathered_in_bf16(tmp_path):
+    ranks = Ranks.of(2, tmp_path / "log", train_beside_one_process)
+    assert ranks.finish() == [0, 0], ranks.said()
+
+
+@pytest.mark.parametrize("setting", ["reduce", "gather"])
+def test_an_unknown_precision_is_an_error_that_names_the_setting(setting):
+    with pytest.raises(UsageError, match=rf"unknown parallel.{setting} 'fp16'; known: bf16, fp32"):
+        parallel.create("none", Runtime(), **{setting: "fp16"})
+
+
+def test_gathering_in_bf16_is_for_training_in_bf16():
+    with pytest.raises(UsageError, match=r"parallel.gather=bf16 is for runtime.precision=bf16, and this is fp32"):
+        parallel.create("none", Runtime("fp32"), gather="bf16")
