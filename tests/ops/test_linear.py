@@ -31,7 +31,7 @@ def error(x, exact) -> float:
 
 
 def gradients(out, leaves, dout):
-    """Not autograd.grad(out, leaves, dout): PyTorch warns where the first thing that a backward thread does is cuBLAS."""
+    """Through another operation first: PyTorch warns where the first thing that a backward thread does is cuBLAS."""
     return torch.autograd.grad((out.double() * dout.double()).sum(), leaves)
 
 

@@ -30,8 +30,7 @@ def run(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, is_qkv: bool) -> Te
 def linear(x: Tensor, weight: Tensor, rounded: Tensor, bias: Tensor | None, is_qkv: bool) -> Tensor:
     """x roundedᵀ + bias. `rounded` is the weight in x's dtype, and no gradient goes there: autograd would want it in
     that dtype. It goes to `weight`."""
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
+    return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
 
 
 @register_fake("vitkernels::linear")
