@@ -24,14 +24,14 @@ LENGTHS = (1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096)
 D = 64
 QUICK = {"xla_backend_optimization_level": 0}  # compiling is what takes the time
 
-# Of JAX's error, in norms over thousands of elements. In bfloat16 both round p, ds and the results to 8 bits and little
-# else counts: 2 % for the luck of the sample, in each of the four results. In float32 it is the CPU's products that
-# err: the same 1024 x 1024 by 1024 x 64 by 5.7e-7, or by 2.9e-7 with the left side transposed. JAX's kernel has that
-# luck in dk and dv, ours in the output and dq, so the worst of the four is compared: 0.98 to 1.19 of JAX's with jax 0.7
-# and 0.11, and once 1.42, where the same products of JAX's kernel came out 1.2 times closer than in every other run. So
-# factor two: that of the products themselves. A product in bfloat16 would err a thousand times more. (On a TPU JAX's
-# float32 products are single bfloat16 passes and ours are not; no interpreter shows that.)
-MOST = {"bfloat16": 1.02, "float32": 2.0}
+# Of JAX's error, in norms over thousands of elements, in each of the four results. In bfloat16 both round p, ds and the
+# results to 8 bits and little else counts: 2 % for the luck of the sample. In float32 the products' sums err most: ours
+# add 128 terms at a time, JAX's as many as the CPU likes, 160 to 1024, so ours have .4 to .97 of their error from 196
+# tokens on. With fewer tokens both add the same terms, and luck decides, because a row's Σ is rounded once for all its
+# probabilities: .97 to 1.13 in single samples of 49 tokens (jax 0.7 and 0.11). As whole products of 256 to 1024 terms,
+# ours had up to 1.9 times JAX's error; in bfloat16 they would have a thousand times. (On a TPU JAX's float32 products
+# are single bfloat16 passes and ours are not; no interpreter shows that.)
+MOST = {"bfloat16": 1.02, "float32": 1.15}
 
 
 def pallas_flash(q, k, v, do):
@@ -77,7 +77,5 @@ def test_no_less_exact_than_jax_s_flash(N, dtype):
         run = jax.jit(jaxpr_as_fun(interpreted(jax.make_jaxpr(attend)(*arrays))), compiler_options=QUICK)
         results = [np.asarray(x, np.float64).reshape(1, 1, N, D) for x in run(*arrays)]
         found.append([relative_error(x, y) for x, y in zip(results, wanted, strict=True)])
-    if dtype == "float32":
-        found = [[max(errors)] for errors in found]
     for ours, theirs in zip(*found, strict=True):
         assert ours <= MOST[dtype] * theirs + (1e-6 if N == 1 else 1e-9), found

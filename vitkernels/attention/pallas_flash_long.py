@@ -76,9 +76,10 @@ class _Grid:
         size = self.blocks.queries if axis == "i" else self.blocks.keys
         return pl.BlockSpec((1, size, self.width), self.at(lambda b, g, i, j: (b, i if axis == "i" else j, offset + g)))
 
-    def statistics(self) -> pl.BlockSpec:
-        """One number for each query: of (B, groups, heads of a group, N)."""
-        return pl.BlockSpec((1, 1, self.blocks.heads, self.blocks.queries), self.at(lambda b, g, i, j: (b, g, 0, i)))
+    def statistics(self) -> list[pl.BlockSpec]:
+        """What the forward pass saved, and delta: one number for each query, of (B, groups, heads of a group, N)."""
+        block = (1, 1, self.blocks.heads, self.blocks.queries)
+        return [pl.BlockSpec(block, self.at(lambda b, g, i, j: (b, g, 0, i)))] * (self.saved[2] + 1)
 
     @property
     def saved(self) -> tuple[int, ...]:
@@ -114,7 +115,7 @@ def _extras(refs, present) -> Extras:
 
 
 def _scores(grid: _Grid, step, extras: Extras, head: int, s):
-    """Scores of one head, (keys, queries), in powers of two, -inf where masked or past the last key."""
+    """Scores of one head, (keys, queries), in the problem's unit, -inf where masked or past the last key."""
     problem, blocks = grid.problem, grid.blocks
     origin = (step["j"] * blocks.keys, step["i"] * blocks.queries)
     keys, queries = slice(0, blocks.keys), slice(0, blocks.queries)
@@ -179,8 +180,8 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     def accumulate(h, s):
         s = _scores(grid, step, extras, h, s)
         top = jnp.maximum(top_ref[h], jnp.max(s, axis=0, keepdims=True))
-        shrink = jnp.exp2(top_ref[h] - top)
-        p = jnp.exp2(s - top)
+        shrink = problem.exp(top_ref[h] - top)
+        p = problem.exp(s - top)
         top_ref[h] = top
         sum_ref[h] = sum_ref[h] * shrink + jnp.sum(p, axis=0, keepdims=True)
         v_DM = turned(read_v(places[h]), places[h])
@@ -243,15 +244,26 @@ def _three(arrays: tuple) -> tuple:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _probabilities(grid: _Grid, step, extras, head, s, dp, lse_ref, delta_ref):
+def _backward_inputs(grid: _Grid, step, refs, present):
+    """Readers of q, k, v and do, the refs of the statistics, and the extras."""
+    after = 3 + len(grid.statistics())
+    statistics, do_ref = refs[3:after], refs[after]
+    read_do, _, _ = _inputs(grid, step, do_ref, *refs[1:3])
+    return *_inputs(grid, step, *refs[:3]), read_do, statistics, _extras(refs[after + 1 :], present)
+
+
+def _probabilities(grid: _Grid, step, extras, head, s, dp, statistics):
     """Probabilities and the gradient of the scores, (keys, queries); zeros past the last query."""
     problem, queries = grid.problem, grid.blocks.queries
-    lse, delta = lse_ref[0, 0, head : head + 1, :], delta_ref[0, 0, head : head + 1, :]
+    lse, *others = (ref[0, 0, head : head + 1, :] for ref in statistics)
     ragged = problem.q_tokens % queries != 0
     if ragged:
         there = lax.broadcasted_iota(jnp.int32, (1, queries), 1) < problem.q_tokens - step["i"] * queries
-        lse, delta = jnp.where(there, lse, _NEVER), jnp.where(there, delta, 0.0)
-    p = jnp.exp2(_scores(grid, step, extras, head, s) - lse)
+        lse, *others = jnp.where(there, lse, _NEVER), *[jnp.where(there, x, 0.0) for x in others]
+    *factor, delta = others
+    p = problem.exp(_scores(grid, step, extras, head, s) - lse)
+    if factor:
+        p = p * factor[0]
     if ragged and problem.may_lose_rows:
         p = jnp.where(there, p, 0.0)  # the extras past the last query may be NaN
     return p, p * (dp - delta)
@@ -261,10 +273,7 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     problem, blocks = grid.problem, grid.blocks
     step = grid.program()
     *inputs, dq_ref, dk_ref, dv_ref, dq_sum, dk_sum, dv_sum = refs
-    lse_ref, delta_ref, do_ref = inputs[3:6]
-    extras = _extras(inputs[6:], present)
-    read_q, read_k, read_v = _inputs(grid, step, *inputs[:3])
-    read_do, _, _ = _inputs(grid, step, do_ref, *inputs[1:3])
+    read_q, read_k, read_v, read_do, statistics, extras = _backward_inputs(grid, step, inputs, present)
     places = windows(blocks.heads, problem.head_dim)
     queries = pl.ds(pl.multiple_of(step["i"] * blocks.queries, LANES), blocks.queries)
 
@@ -284,7 +293,7 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
 
     def accumulate(h, issued):
         w = places[h]
-        p, ds = _probabilities(grid, step, extras, h, *issued, lse_ref, delta_ref)
+        p, ds = _probabilities(grid, step, extras, h, *issued, statistics)
         q, k, do = read_q(w), read_k(w), read_do(w)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)
         dv_sum[h, :, : w.size] += dot(p, do, (1, 0))
@@ -316,10 +325,7 @@ def _bias_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     problem, blocks = grid.problem, grid.blocks
     step = grid.program()
     *inputs, dbias_ref = refs
-    lse_ref, delta_ref, do_ref = inputs[3:6]
-    extras = _extras(inputs[6:], present)
-    read_q, read_k, read_v = _inputs(grid, step, *inputs[:3])
-    read_do, _, _ = _inputs(grid, step, do_ref, *inputs[1:3])
+    read_q, read_k, read_v, read_do, statistics, extras = _backward_inputs(grid, step, inputs, present)
     _, _, _, heads, m, n = dbias_ref.shape
 
     @pl.when((step["b"] == 0) if problem.bias[0] == 1 else True)
@@ -329,7 +335,7 @@ def _bias_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     for h, w in enumerate(windows(blocks.heads, problem.head_dim)):
         s = dot(only_head(read_k(w), w), read_q(w), (1, 1))
         dp = dot(only_head(read_v(w), w), read_do(w), (1, 1))
-        _, ds = _probabilities(grid, step, extras, h, s, dp, lse_ref, delta_ref)
+        _, ds = _probabilities(grid, step, extras, h, s, dp, statistics)
         if m == 1:
             ds = jnp.sum(ds, axis=0, keepdims=True)
         if n == 1:
@@ -353,7 +359,7 @@ def _bias_gradient(problem: Problem, cut: Blocks, operands: tuple, extras: list,
     dbias = _call(
         partial(_bias_kernel, grid=grid, present=tuple(x is not None for x in extras)),
         grid,
-        in_specs=[*grid.inputs(), grid.statistics(), grid.statistics(), grid.rows("i"), *grid.extras(extras)],
+        in_specs=[*grid.inputs(), *grid.statistics(), grid.rows("i"), *grid.extras(extras)],
         out_specs=pl.BlockSpec(block, grid.at(place)),
         out_shape=jax.ShapeDtypeStruct((partial_j, partial_i, b, h if h > 1 else grid.groups, m, n), f32),
         scratch_shapes=[],
@@ -369,20 +375,17 @@ def backward(problem: Problem, cut: Blocks, arrays: tuple, o_BNE, saved, do_BNE,
     grid = _Grid(problem, cut, packed, "bgji")
     B, N, M, D, heads = problem.batch, problem.q_tokens, problem.kv_tokens, problem.head_dim, grid.blocks.heads
     extras = extra_arrays(problem, bias, mask, ids, transposed=True)
-    # The forward pass may have grouped its heads in another way.
-    lse, *factor = (saved[:, :, n].reshape(B, grid.groups, heads, N) for n in range(grid.saved[2]))
-    if factor:  # of the probabilities, and so of do
-        per_head = factor[0].reshape(B, problem.heads, N, 1).transpose(0, 2, 1, 3)
-        do_BNE = (do_BNE.reshape(B, N, problem.heads, D) * per_head).reshape(do_BNE.shape)
     delta_BNH = jnp.sum((o_BNE.astype(f32) * do_BNE.astype(f32)).reshape(B, N, problem.heads, D), axis=-1)
-    delta = delta_BNH.transpose(0, 2, 1).reshape(lse.shape)
-    operands = (*_three(arrays), lse, delta, do_BNE, *[x for x in extras if x is not None])
+    # The forward pass may have grouped its heads in another way.
+    per_query = [*(saved[:, :, n] for n in range(grid.saved[2])), delta_BNH.transpose(0, 2, 1)]
+    statistics = [x.reshape(B, grid.groups, heads, N) for x in per_query]
+    operands = (*_three(arrays), *statistics, do_BNE, *[x for x in extras if x is not None])
     padded = grid.n_queries * grid.blocks.queries
     window = max(w.size for w in windows(heads, D))
     gradients = _call(
         partial(_backward_kernel, grid=grid, present=tuple(x is not None for x in extras)),
         grid,
-        in_specs=[*grid.inputs(), grid.statistics(), grid.statistics(), grid.rows("i"), *grid.extras(extras)],
+        in_specs=[*grid.inputs(), *grid.statistics(), grid.rows("i"), *grid.extras(extras)],
         out_specs=[
             pl.BlockSpec((1, padded, grid.width), grid.at(lambda b, g, i, j: (b, 0, g))),
             grid.rows("j"),

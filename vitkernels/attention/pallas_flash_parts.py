@@ -5,8 +5,9 @@ Token-major arrays (B, N, E) keep a head's D values side by side on the lanes, a
 """
 
 import math
+import operator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax.experimental import pallas as pl
 LANES = 128  # of a vector register
 ROWS = 16  # bfloat16 rows of a register; float32 has 8
 LOG2E = math.log2(math.e)
-# A row without any key has only -inf: subtracting this instead of its maximum gives exp2(-inf) = 0, not NaN. Scores
+# A row without any key has only -inf: subtracting this instead of its maximum gives exp(-inf) = 0, not NaN. Scores
 # come nowhere near it, and float32 holds it.
 FLOOR = -1e30
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
@@ -48,6 +49,19 @@ class Problem:
     @property
     def width(self) -> int:
         return self.heads * self.head_dim
+
+    @property
+    def unit(self) -> float:
+        """What the scores are multiplied by besides their scale: bfloat16's are powers of two, and the factor is free.
+
+        float32's are powers of e. The scale is mostly a power of two and rounds nothing; times scale · log2 e each
+        score would be rounded at its own size, which is more than its distance from the maximum.
+        """
+        return 1.0 if self.dtype == "float32" else LOG2E
+
+    def exp(self, s):
+        """e to the scores `s`, which are in the problem's unit."""
+        return jnp.exp(s) if self.unit == 1.0 else jnp.exp2(s)
 
     @property
     def may_lose_rows(self) -> bool:
@@ -86,10 +100,21 @@ def group_of_heads(problem: Problem) -> int:
 
 
 def dot(a, b, contract: tuple[int, int]):
-    """A product with float32 sums; of float32 inputs an honest one, not the MXU's single bfloat16 pass."""
-    precision = lax.Precision.HIGHEST if a.dtype == f32 else None
+    """A product with float32 sums; of float32 inputs an honest one, not the MXU's single bfloat16 pass.
+
+    Of float32 inputs 128 terms at a time are summed, as in v5e's MXU, then their sums: a CPU may add a thousand one
+    by one, and those roundings would be most of the error.
+    """
     dims = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(a, b, dims, preferred_element_type=f32, precision=precision)
+    product = partial(lax.dot_general, dimension_numbers=dims, preferred_element_type=f32)
+    if a.dtype != f32:
+        return product(a, b)
+    terms = a.shape[contract[0]]
+    blocks = [(first, min(first + LANES, terms)) for first in range(0, terms, LANES)]
+    factors = [
+        [lax.slice_in_dim(x, *block, axis=axis) for x, axis in zip((a, b), contract, strict=True)] for block in blocks
+    ]
+    return reduce(operator.add, [product(*pair, precision=lax.Precision.HIGHEST) for pair in factors])
 
 
 def only_head(x, window: Window):
@@ -145,12 +170,12 @@ class Extras:
     column_ids: object = None
 
     def join(self, s, problem: Problem, head, rows: slice, columns: slice, transposed: bool, origin=(0, 0)):
-        """Scores in powers of two: scale, bias, mask, segments, causality.
+        """Scores in the problem's unit: scale, bias, mask, segments, causality.
 
         `s` is the part at these rows and columns of the refs' blocks; `origin` is where the blocks themselves begin.
         """
-        s = s * (problem.scale * LOG2E)
-        for ref, factor in ((self.bias, LOG2E), (self.mask, None)):
+        s = s * (problem.scale * problem.unit)
+        for ref, factor in ((self.bias, problem.unit), (self.mask, None)):
             if ref is not None:
                 term = _block(ref, head, rows, columns).astype(f32)
                 s = s + (term if factor is None else term * factor)

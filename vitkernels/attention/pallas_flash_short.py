@@ -138,7 +138,7 @@ def _forward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...
             top = jnp.max(s, axis=1, keepdims=True)
             if problem.may_lose_rows:
                 top = jnp.maximum(top, FLOOR)
-            p = jnp.exp2(s - top)
+            p = problem.exp(s - top)
             total = jnp.sum(p, axis=1, keepdims=True)
             v = clear_tail(take(2, places[h], keys), problem.kv_tokens)
             o = dot(p.astype(v.dtype), v, (1, 0)) * safe_reciprocal(total, problem.may_lose_rows)
@@ -261,7 +261,7 @@ def _softmax_and_its_gradient(s, dp, problem, extras, head, rows, keys):
     top = jnp.max(s, axis=0, keepdims=True)
     if problem.may_lose_rows:
         top = jnp.maximum(top, FLOOR)
-    p = jnp.exp2(s - top)
+    p = problem.exp(s - top)
     p = p * safe_reciprocal(jnp.sum(p, axis=0, keepdims=True), problem.may_lose_rows)
     if problem.may_lose_rows and rows.stop > problem.q_tokens:
         # Extras past the last query hold anything; q and do are zero there, so zero here is all it takes.
