@@ -1,6 +1,6 @@
 """How training scales over the GPUs of one host: train.py with DDP and FSDP on fake data, the input never limits.
 
-    python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1, 2, 4 GPUs
+    python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, all GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
         --set runtime=cpu --attn sdpa                                anywhere, to try it out
     python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel
@@ -23,6 +23,8 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -147,19 +149,28 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=128, help="images per GPU")
     parser.add_argument("--classes", type=int, default=1024)
     parser.add_argument("--attn", default="triton_flash")
-    parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--processes", type=int, nargs="+", help="by default 1, 2, 4, 8 as far as there are GPUs")
     parser.add_argument("--engines", nargs="+", default=["ddp", "fsdp"], help="ddp or fsdp, and settings after a comma")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--set", nargs="*", default=[], help="more settings of train.py")
     parser.add_argument("--results", type=Path, default=ROOT / "results/scaling.jsonl")
     args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    args.processes = args.processes or [count for count in (1, 2, 4, 8) if count <= gpus]
     if "RANK" in os.environ:
         run_all(args)
         return
-    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={max(args.processes)}"]
+    most = max(args.processes, default=1)
+    if "runtime=cpu" not in args.set and (most > gpus or most == 1):
+        wanted = f"{most}, --processes says" if most > 1 else "2 or more"
+        parser.error(
+            f"it compares several GPUs ({wanted}), and PyTorch sees {gpus} here. "
+            "On CPUs: --processes 1 2 --set runtime=cpu, and a small model as in --help"
+        )
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={most}"]
     environment = {"OMP_NUM_THREADS": "4", **os.environ}  # torchrun's own default, 1, makes weights and data slowly
-    subprocess.run([sys.executable, *torchrun, *sys.argv], check=True, env=environment)
+    sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], env=environment).returncode)
 
 
 if __name__ == "__main__":
