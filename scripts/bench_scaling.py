@@ -169,7 +169,8 @@ def main() -> None:
             "On CPUs: --processes 1 2 --set runtime=cpu, and a small model as in --help"
         )
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={most}"]
-    environment = {"OMP_NUM_THREADS": "4", **os.environ}  # torchrun's own default, 1, makes weights and data slowly
+    threads = min(4, max(1, os.cpu_count() // most))  # torchrun's own default, 1, makes weights and data slowly
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     sys.exit(subprocess.run([sys.executable, *torchrun, *sys.argv], env=environment).returncode)
 
 
