@@ -1,6 +1,6 @@
 """How training scales over the GPUs of one host: train.py with DDP and FSDP on fake data, the input never limits.
 
-    python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, all GPUs
+    python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1 to 8 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
         --set runtime=cpu --attn sdpa                                anywhere, to try it out
     python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel
@@ -162,7 +162,7 @@ def main() -> None:
         run_all(args)
         return
     most = max(args.processes, default=1)
-    if "runtime=cpu" not in args.set and (most > gpus or most == 1):
+    if most == 1 or ("runtime=cpu" not in args.set and most > gpus):
         wanted = f"{most}, --processes says" if most > 1 else "2 or more"
         parser.error(
             f"it compares several GPUs ({wanted}), and PyTorch sees {gpus} here. "

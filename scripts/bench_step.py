@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--learning-steps", type=int, default=200, help="0: no losses")
     parser.add_argument("--peers", nargs="*", default=["eager native", "eager sdpa", "compiled max-autotune"])
-    parser.add_argument("--ours", nargs="*", choices=OURS, default=OURS, metavar="ROW", help=f"of {', '.join(OURS)}")
+    parser.add_argument("--ours", nargs="*", choices=OURS, metavar="ROW", help=f"of {', '.join(OURS)}; all by default")
     parser.add_argument("--results", type=Path, default=ROOT / "results/step.jsonl")
     args = parser.parse_args()
 
@@ -95,7 +95,12 @@ def main() -> None:
             "best": lambda: runtime.compile(ours("auto", torch.bfloat16, True)),
             "best reduce-overhead": lambda: runtime.compile(ours("auto", torch.bfloat16, True), "reduce-overhead"),
         }
-    build |= {f"attn={args.attn} {name}": make for name, make in rows_of_ours.items() if name in args.ours}
+    chosen = [*rows_of_ours, "train.py"] if args.ours is None else args.ours
+    if missing := set(chosen) - {*rows_of_ours, "train.py"}:
+        parser.error(
+            f"fused ops would only be interpreted on {runtime.describe()}: no row {', '.join(sorted(missing))}"
+        )
+    build |= {f"attn={args.attn} {name}": make for name, make in rows_of_ours.items() if name in chosen}
     learns = [BASELINE, f"{BASELINE} again", f"attn={args.attn} fused", f"attn={args.attn} best"]
     build[f"{BASELINE} again"] = peers["compiled sdpa"]  # the noise between two measurements of the same thing
     context = {
@@ -113,7 +118,7 @@ def main() -> None:
         rows.append(row)
         step.append_results(args.results, [row], context)
     step.free(runtime)
-    if "train.py" in args.ours:
+    if "train.py" in chosen:
         rows.append(train_py(args, (f"attn={args.attn}", *(BEST if kernels else ()))))
         step.append_results(args.results, rows[-1:], context)
     print(f"\n{args.model}, batch {args.batch}, {runtime.describe()}\n")

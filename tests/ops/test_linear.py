@@ -113,9 +113,11 @@ def test_qkv_without_the_keys_bias(device, backend):
 
 
 @each_backend
-def test_no_rows(device, backend):
-    leaves = draw(device, 0)
-    out = linear(*leaves, backend=backend)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_rows(device, backend, dtype):
+    leaves = draw(device, 0, dtype=dtype, parameter_dtype=torch.float32)
+    with torch.autocast(device, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        out = linear(*leaves, backend=backend)
     assert out.shape == (2, 0, 48)
     assert all(torch.count_nonzero(g) == 0 for g in gradients(out, leaves, torch.ones_like(out)))
 
@@ -132,7 +134,10 @@ def test_whole_graph(device):
     outs = [function(*leaves) for function in (model, compiled)]
     assert torch.equal(*outs)
     grads = [torch.autograd.grad(out.float().square().sum(), leaves) for out in outs]
-    torch.testing.assert_close(*grads, rtol=1e-2, atol=1e-2)
+    for plain, whole in zip(*grads, strict=True):  # Inductor rounds the loss' gradient at another place
+        assert (
+            torch.equal(plain, whole) if device == "cpu" else error(whole, plain.double()) < TOLERANCE[torch.bfloat16]
+        )
 
 
 def test_operators_keep_their_promises(device):
@@ -155,11 +160,13 @@ def test_column_sums(device, M):
     assert torch.equal(column_sums(x), column_sums(x))
 
 
-def test_weight_gradient_sums_in_float32(device):
-    dy, x = (torch.randn(4096, n, device=device).bfloat16() for n in (24, 40))
+@pytest.mark.parametrize("N, K", [(24, 40), (5, 3)])
+def test_weight_gradient_sums_in_float32(device, N, K):
+    dy, x = (torch.randn(4096, n, device=device).bfloat16() for n in (N, K))
     exact = dy.double().mT @ x.double()
-    assert error(weight_gradient(dy, x, torch.float32), exact) < 2e-6
-    assert error(weight_gradient(dy, x, torch.bfloat16), exact) < 4e-3
+    with torch.autocast(device, torch.bfloat16):  # as where a backward pass is called within
+        assert error(weight_gradient(dy, x, torch.float32), exact) < 2e-6
+        assert error(weight_gradient(dy, x, torch.bfloat16), exact) < 4e-3
 
 
 def test_mistakes_are_named(device):

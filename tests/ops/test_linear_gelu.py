@@ -103,6 +103,7 @@ def test_mlp_of_models(device, backend, approximate, M, K, N, O):
     leaves = draw(device, M, K, N, O, torch.bfloat16, torch.float32)
     taken(mlp, MLP_BACKENDS, backend, leaves, approximate == "tanh")
     check(mlp, leaves, approximate, backend)
+    check(mlp, leaves, approximate, backend, keep_activation=True)
     taken(linear_gelu, BACKENDS, backend, leaves[:3], approximate == "tanh")
     check(linear_gelu, leaves[:3], approximate, backend)
 
@@ -122,6 +123,7 @@ def test_mlp_dtypes(device, backend, dtype):
     leaves = draw(device, 20, O=32, dtype=dtype, bias_dtype=torch.float32)
     taken(mlp, MLP_BACKENDS, backend, leaves, False)
     check(mlp, leaves, backend=backend)
+    check(mlp, leaves, backend=backend, keep_activation=True)
 
 
 @each_mlp_backend
@@ -144,6 +146,23 @@ def test_autocast(device, backend):
     assert all(grad.dtype == torch.float32 for grad in grads)
     exact = reference(*(x.double() for x in leaves))
     assert (out.double() - exact).norm() / exact.norm() < 2 * TOLERANCE[torch.bfloat16]  # inputs are rounded too
+
+
+@each_mlp_backend
+def test_weight_gradients_under_autocast_are_not_rounded_to_its_dtype(device, backend):
+    x, *parameters = draw(device, 512, O=16)
+    x = x.detach().bfloat16()
+    halves = [p.detach().bfloat16() for p in parameters]
+    taken(mlp, MLP_BACKENDS, backend, [x, *halves], False)
+    with torch.autocast(device, torch.bfloat16):
+        hidden = linear_gelu(x, *parameters[:2], backend=backend)
+        out = mlp(x, *parameters, keep_activation=True, backend=backend)
+    dout = torch.ones_like(out) + torch.arange(16, device=device).to(out.dtype) / 16
+    (dweight2,) = torch.autograd.grad((out.double() * dout.double()).sum(), parameters[2:3])
+    exact = dout.double().view(-1, 16).mT @ hidden.detach().double().view(-1, 48)
+    error = ((dweight2.double() - exact).norm() / exact.norm()).item()
+    # What is kept has the bits of linear_gelu's result, so that nothing but the sum and a rounding is left.
+    assert error < 2e-6 if backend != "reference" else 5e-4 < error < 4e-3
 
 
 @each_mlp_backend

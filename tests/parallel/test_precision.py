@@ -68,6 +68,7 @@ def test_an_unknown_precision_is_an_error_that_names_the_setting(setting):
         parallel.create("none", Runtime(), **{setting: "fp16"})
 
 
-def test_gathering_in_bf16_is_for_training_in_bf16():
-    with pytest.raises(UsageError, match=r"parallel.gather=bf16 is for runtime.precision=bf16, and this is fp32"):
-        parallel.create("none", Runtime("fp32"), gather="bf16")
+def test_gathering_in_bf16_is_for_fsdp_in_bf16():
+    for name, precision in (("fsdp", "fp32"), ("ddp", "bf16"), ("auto", "bf16")):
+        with pytest.raises(UsageError, match=rf"gather=bf16 is for .*; this is parallel={name} with .* {precision}"):
+            parallel.create(name, Runtime(precision), gather="bf16")

@@ -112,9 +112,13 @@ def _linear_gelu(sizes: Sizes, dtype: torch.dtype) -> Case:
 def _mlp(sizes: Sizes, dtype: torch.dtype, keep: bool = False) -> Case:
     draw = _drawing(sizes.device)
     K, N = sizes.width, sizes.hidden
-    first = draw(sizes.images, sizes.tokens, K, dtype=dtype), draw(N, K, dtype=dtype, scale=K**-0.5), draw(N)
-    leaves = *first, draw(K, N, dtype=dtype, scale=N**-0.5)
-    call = lambda backend: (ops.mlp(*leaves, keep_activation=keep, backend=backend),)  # noqa: E731
+    first = draw(sizes.images, sizes.tokens, K, dtype=dtype), draw(N, K, scale=K**-0.5), draw(N)
+    leaves = *first, draw(K, N, scale=N**-0.5)
+
+    def call(backend: str) -> tuple[Tensor, ...]:
+        with torch.autocast(sizes.device, dtype):
+            return (ops.mlp(*leaves, keep_activation=keep, backend=backend),)
+
     return Case("mlp", (K, N, K, int(keep)), sizes.images * sizes.tokens, call, leaves)
 
 

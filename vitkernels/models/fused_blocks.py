@@ -95,15 +95,15 @@ class FusedBlock(Adopted, Block):
         backend = self.ops["layer_norm_residual"]
         return layer_norm_residual(x_BNC, value, norm.weight, norm.bias, norm.eps, **extras, backend=backend)
 
-    def _branch(self, x_BNE: Tensor, linear: nn.Linear, drop: nn.Dropout, scale, drop_path) -> Branch:
+    def _branch(self, x_BNE: Tensor, last: nn.Linear, drop: nn.Dropout, scale, drop_path) -> Branch:
         """The sublayer's last linear layer; its bias waits for the seam, where its gradient comes for free."""
         if self.training and drop.p > 0:  # dropout comes after the bias
-            return self._waiting(drop(linear(x_BNE)), None, scale, drop_path)
-        if type(linear) is FusedLinear:
-            return self._waiting(linear(x_BNE, add_bias=False), linear.bias, scale, drop_path)
-        if type(linear) is nn.Linear:
-            return self._waiting(F.linear(x_BNE, linear.weight), linear.bias, scale, drop_path)
-        return self._waiting(linear(x_BNE), None, scale, drop_path)  # quantized
+            return self._waiting(drop(last(x_BNE)), None, scale, drop_path)
+        if type(last) is FusedLinear:
+            return self._waiting(last(x_BNE, add_bias=False), last.bias, scale, drop_path)
+        if type(last) is nn.Linear:
+            return self._waiting(F.linear(x_BNE, last.weight), last.bias, scale, drop_path)
+        return self._waiting(last(x_BNE), None, scale, drop_path)  # quantized
 
     def _mlp(self, x_BNC: Tensor) -> Branch:
         m = self.mlp
@@ -173,9 +173,11 @@ def unfusable(block: nn.Module) -> str | None:
 
 def attention_unfusable(block: nn.Module) -> str | None:
     """Why the attention's projections cannot run as the op `linear`; None when they can."""
-    for layer in (getattr(block.attn, "qkv", None), getattr(block.attn, "proj", None)):
+    attn = getattr(block, "attn", None)
+    for name in ("qkv", "proj"):
+        layer = getattr(attn, name, None)
         if type(layer) not in (nn.Linear, FusedLinear):
-            return f"its attention's projections are {type(layer).__name__}, not Linear"
+            return f"{type(block).__name__}.attn.{name} is {type(layer).__name__}, not Linear"
     return None
 
 

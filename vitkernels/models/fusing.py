@@ -52,7 +52,7 @@ def set_ops(
     wanted = {name: b for name, b in ops.items() if b != "eager" and _has_kernel(name, b, device)}
     if "mlp" in wanted and "layer_norm_residual" not in wanted:
         raise UsageError("mlp is fused together with layer_norm_residual, which is eager; set it to triton or auto")
-    wanted = {name: backend for name, backend in wanted.items() if _fits(name, backend, model)}
+    wanted = _fitting(wanted, model)
     if residual_dtype is not None and "layer_norm_residual" not in wanted:
         raise UsageError(
             f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager here; name its backend "
@@ -79,15 +79,14 @@ def _set_linear(model: nn.Module, backend: str | None) -> None:
         for name in ("qkv", "proj"):
             layer = getattr(attn, name, None)
             if backend is not None:
-                setattr(
-                    attn, name, FusedLinear.adopt(layer, backend=backend, is_qkv=name == "qkv" and _keys_stay(attn))
-                )
+                is_qkv = name == "qkv" and _keys_reach_the_scores(attn)
+                setattr(attn, name, FusedLinear.adopt(layer, backend=backend, is_qkv=is_qkv))
             elif type(layer) is FusedLinear:  # of an earlier call
                 setattr(attn, name, layer.released())
 
 
-def _keys_stay(attn: nn.Module) -> bool:
-    """Whether the keys reach the scores as qkv gives them."""
+def _keys_reach_the_scores(attn: nn.Module) -> bool:
+    """Whether they do so as qkv gives them, without a norm."""
     return (
         isinstance(attn, BackendAttention)
         and isinstance(attn.q_norm, nn.Identity)
@@ -103,14 +102,17 @@ def _has_kernel(name: str, backend: str, device: torch.device) -> bool:
     return False
 
 
-def _fits(name: str, backend: str, model: nn.Module) -> bool:
-    reason = _misfit(name, model)
-    if reason is None:
-        return True
-    if backend != "auto":
-        raise UsageError(f"{name}={backend} cannot run {type(model).__name__}: {reason}; set it to eager or auto")
-    log.info("%s stays as timm has it: %s", name, reason)
-    return False
+def _fitting(wanted: dict[str, str], model: nn.Module) -> dict[str, str]:
+    """Those that fit the model. Of the others, those with "auto" are left out, with a line in the log; named ones are
+    an error, all in one."""
+    reasons = {name: reason for name in wanted if (reason := _misfit(name, model)) is not None}
+    named = [f"{name}={wanted[name]}: {reason}" for name, reason in reasons.items() if wanted[name] != "auto"]
+    if named:
+        kind = type(model).__name__
+        raise UsageError(f"what cannot run {kind}, set to eager or auto: {'; '.join(named)}")
+    for name, reason in reasons.items():
+        log.info("%s stays as timm has it: %s", name, reason)
+    return {name: backend for name, backend in wanted.items() if name not in reasons}
 
 
 def _misfit(name: str, model: nn.Module) -> str | None:

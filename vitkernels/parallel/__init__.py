@@ -13,7 +13,7 @@ def names() -> tuple[str, ...]:
     return ("auto", "none", "ddp", "fsdp")
 
 
-SENT = ("fp32", "bf16")  # precisions that gradients can be averaged and parameters be gathered in
+SENT_PRECISIONS = ("fp32", "bf16")  # that gradients can be averaged and parameters be gathered in
 
 
 def create(
@@ -35,11 +35,12 @@ def create(
     if name not in names():
         raise unknown_name("parallel", name, names())
     for setting, precision in (("parallel.reduce", reduce), ("parallel.gather", gather)):
-        if precision not in SENT:
-            raise unknown_name(setting, precision, SENT)
-    if gather == "bf16" and runtime.precision != "bf16":
+        if precision not in SENT_PRECISIONS:
+            raise unknown_name(setting, precision, SENT_PRECISIONS)
+    if gather == "bf16" and (runtime.precision != "bf16" or runtime.name == "xla" or name != "fsdp"):
         raise UsageError(
-            f"parallel.gather=bf16 is for runtime.precision=bf16, and this is {runtime.precision}: parallel.gather=fp32"
+            "parallel.gather=bf16 is for parallel=fsdp under torchrun with runtime.precision=bf16; this is "
+            f"parallel={name} with runtime={runtime.name} and {runtime.precision}: parallel.gather=fp32"
         )
     if overlap not in (True, False, "auto"):
         raise UsageError(f"parallel.overlap must be true, false or auto; got {overlap!r}")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitkernels.adopted import kind_of
+from vitkernels.adopted import Adopted, kind_of
 from vitkernels.autocast import dtype_of
 from vitkernels.bridge.operator import differentiable_once
 from vitkernels.errors import UsageError, unknown_name
@@ -121,19 +121,10 @@ class _Mlp(torch.autograd.Function):
         return dx, dw1, dbias1, dw2, dbias2, None
 
 
-class EightBitLinear(nn.Linear):
+class EightBitLinear(Adopted, nn.Linear):
     """nn.Linear whose three products run in 8 bits; the same parameters under the same names."""
 
     dtype: torch.dtype
-
-    @classmethod
-    def adopt(cls, linear: nn.Linear, dtype: torch.dtype) -> "EightBitLinear":
-        """This class around an existing layer's parameters, which stay the same tensors."""
-        adopted = cls.__new__(cls)
-        nn.Module.__init__(adopted)
-        adopted.__dict__.update(linear.__dict__)
-        adopted.dtype = dtype
-        return adopted
 
     def forward(self, x: Tensor) -> Tensor:
         x_MK = _rounded(x).reshape(-1, self.in_features)
@@ -190,7 +181,7 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Callable[[str, nn.Modu
     inside = {f"{name}.{child}" for name in mlps for child in ("fc1", "fc2")}
     for name, linear in chosen.items():
         if name not in inside:
-            model.set_submodule(name, EightBitLinear.adopt(linear, DTYPES[dtype]))
+            model.set_submodule(name, EightBitLinear.adopt(linear, dtype=DTYPES[dtype]))
     return model
 
 

@@ -16,11 +16,12 @@ from vitkernels.bridge.triton import triton_call
 @operator("weight_gradient(Tensor dy, Tensor x, ScalarType dtype) -> Tensor")
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dyᵀ x in `dtype`, rounded once: (M, N), (M, K) -> (N, K)."""
-    if dtype == dy.dtype:
-        return dy.mT @ x
-    if dy.is_cuda and dtype == torch.float32:
-        return torch.mm(dy.mT, x, out_dtype=dtype)
-    return dy.mT.to(dtype) @ x.to(dtype)
+    with torch.autocast(dy.device.type, enabled=False):  # a backward pass may be called within
+        if dtype == dy.dtype:
+            return dy.mT @ x
+        if dy.is_cuda and dtype == torch.float32:
+            return torch.mm(dy.mT, x, out_dtype=dtype)
+        return (dy.mT.float() @ x.float()).to(dtype)
 
 
 @register_fake("vitkernels::weight_gradient")
@@ -42,7 +43,7 @@ def _(x):
 
 
 def sums_over_rows(x_MGN: Tensor) -> Tensor:
-    """(M, G, N), without gaps along N, -> (G, N): in one launch where rows are few, else in two, by partial sums."""
+    """(M, G, N), without gaps along N, -> (G, N): in one launch where rows are few, else by partial sums."""
     M, G, N = x_MGN.shape
     rows, columns = 64, 32
     steps = 8 if M > 2048 else max(1, triton.cdiv(M, rows))

@@ -65,7 +65,8 @@ def _(dy, weight, saved, tanh, kept, form):
 
 
 def _save(ctx, inputs, output):
-    x, weight, bias, ctx.tanh, *_ = inputs  # never with `keep`: that is for the MLP, whose own backward pass knows
+    x, weight, bias, ctx.tanh, keep, _ = inputs
+    assert not keep, "who keeps the result has a backward pass of its own, as the MLP"
     ctx.save_for_backward(x, weight, output[1])
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])

@@ -3,6 +3,7 @@
 Shape suffixes: K input features, N hidden features, O output features; "..." images, tokens.
 """
 
+import torch
 from torch import Tensor
 
 from vitkernels.autocast import cast
@@ -61,5 +62,6 @@ def mlp(
     check_linear(x, x.shape[-1], weight1_NK, bias1_N, "1")
     check_linear(x, len(weight1_NK), weight2_ON, bias2_O, "2")
     (x,) = cast(x)
-    args = x, weight1_NK, bias1_N, weight2_ON, bias2_O, approximate == "tanh", keep_activation
+    keep = keep_activation and torch.is_grad_enabled()
+    args = x, weight1_NK, bias1_N, weight2_ON, bias2_O, approximate == "tanh", keep
     return BACKENDS.pick(backend, x.device, *args).run(*args)

@@ -16,6 +16,7 @@ from vitkernels.ops.linear_gelu.operators import linear_gelu, linear_into_gelu_b
 
 
 def run_form(x, weight1, bias1, weight2, bias2, tanh: bool, keep: bool, form: str) -> Tensor:
+    """The MLP by a form of linear_gelu; the parameters may be wider than x."""
     rounded1, rounded2 = (weight.detach().to(x.dtype) for weight in (weight1, weight2))
     return mlp(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh, keep, form)[0]
 
