@@ -79,6 +79,13 @@ def test_packed_heads_that_share_lanes(D, H):
     check(N=40, D=D, H=H, packed=True)
 
 
+@pytest.mark.parametrize(("D", "H"), [(72, 4), (88, 3), (120, 3)])  # their last tile is cut
+@pytest.mark.parametrize("form", ["short", "long"])
+def test_heads_across_lane_tiles(D, H, form, monkeypatch):
+    only(form, monkeypatch)
+    check(N=40, D=D, H=H, packed=True, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(("N", "M"), [(1, 50), (50, 1), (100, 300), (300, 100)])
 def test_cross_attention(N, M):
     check(N=N, M=M)

@@ -30,9 +30,10 @@ from vitkernels.attention.pallas_flash_parts import (
     dot,
     extra_arrays,
     f32,
+    fold,
     only_head,
     pipelined,
-    safe_reciprocal,
+    reciprocal,
     turned,
     windows,
 )
@@ -132,7 +133,7 @@ def _inputs(grid: _Grid, step, q_ref, k_ref, v_ref):
 
     def reader(ref, tokens, size, axis):
         def read(window):
-            x = ref[0, :, window.lo : window.hi]
+            x = fold(ref[0, :, window.lo : window.hi], window)
             return clear_rows(x, tokens - step[axis] * size) if tokens % size else x
 
         return read
@@ -193,7 +194,7 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     def _():
         tiles = RowTiles(partial(_store, o_ref))
         for h in range(blocks.heads):
-            tiles.add(o_DN_ref[h] * safe_reciprocal(sum_ref[h], problem.may_lose_rows), h == blocks.heads - 1)
+            tiles.add(o_DN_ref[h] * reciprocal(sum_ref[h], problem), h == blocks.heads - 1)
             # A query without keys: its probabilities are 0 whatever this is, if it is finite.
             total = jnp.where(sum_ref[h] > 0, sum_ref[h], 1.0) if problem.may_lose_rows else sum_ref[h]
             if saved_ref.shape[2] == 2:
@@ -296,8 +297,8 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         p, ds = _probabilities(grid, step, extras, h, *issued, statistics)
         q, k, do = read_q(w), read_k(w), read_do(w)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)
-        dv_sum[h, :, : w.size] += dot(p, do, (1, 0))
-        dk_sum[h, :, : w.size] += dot(ds, q, (1, 0))
+        dv_sum[h, :, : w.folded_size] += dot(p, do, (1, 0))
+        dk_sum[h, :, : w.folded_size] += dot(ds, q, (1, 0))
         dq_sum[h, :, queries] += dot(turned(k, w), ds, (1, 0))
 
     pipelined(range(blocks.heads), products, accumulate)
@@ -307,8 +308,8 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     def _():
         dk_tiles, dv_tiles = LaneTiles(partial(_store, dk_ref)), LaneTiles(partial(_store, dv_ref))
         for h, w in enumerate(places):
-            dk_tiles.add(dk_sum[h, :, : w.size] * problem.scale, w, h == last)
-            dv_tiles.add(dv_sum[h, :, : w.size], w, h == last)
+            dk_tiles.add(dk_sum[h, :, : w.folded_size] * problem.scale, w, h == last)
+            dv_tiles.add(dv_sum[h, :, : w.folded_size], w, h == last)
 
     @pl.when(step["j"] == grid.n_keys - 1)
     def _():
@@ -381,7 +382,7 @@ def backward(problem: Problem, cut: Blocks, arrays: tuple, o_BNE, saved, do_BNE,
     statistics = [x.reshape(B, grid.groups, heads, N) for x in per_query]
     operands = (*_three(arrays), *statistics, do_BNE, *[x for x in extras if x is not None])
     padded = grid.n_queries * grid.blocks.queries
-    window = max(w.size for w in windows(heads, D))
+    window = max(w.folded_size for w in windows(heads, D))
     gradients = _call(
         partial(_backward_kernel, grid=grid, present=tuple(x is not None for x in extras)),
         grid,

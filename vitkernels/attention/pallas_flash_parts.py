@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128  # of a vector register
 ROWS = 16  # bfloat16 rows of a register; float32 has 8
@@ -23,6 +24,7 @@ FLOOR = -1e30
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
 
 f32 = jnp.float32
+_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal  # jax 0.7 has it in the second place only
 
 
 def round_up(x: int, to: int) -> int:
@@ -82,6 +84,23 @@ class Window:
     def size(self) -> int:
         return self.hi - self.lo
 
+    @property
+    def folds(self) -> bool:
+        """Whether it is two whole tiles, which `fold` lays on one another; at an array's end the second may be cut."""
+        return self.size == 2 * LANES
+
+    @property
+    def folded_size(self) -> int:
+        """Lanes of what `fold` returns."""
+        return LANES if self.folds else self.size
+
+    @property
+    def parts(self) -> tuple[slice, ...]:
+        """The head's lanes in what `fold` returns, in their order."""
+        if self.folds:
+            return slice(self.start, LANES), slice(0, self.stop - LANES)
+        return (slice(self.start, self.stop),)
+
 
 def windows(heads: int, head_dim: int) -> list[Window]:
     """Where each head lies; a head of up to 128 lanes touches one tile or two, and shares them with its neighbours."""
@@ -117,12 +136,36 @@ def dot(a, b, contract: tuple[int, int]):
     return reduce(operator.add, [product(*pair, precision=lax.Precision.HIGHEST) for pair in factors])
 
 
+def fold(x, window: Window):
+    """A window's two tiles as one, each of the head's values in its own lane still.
+
+    A head of up to 128 lanes ends in its second tile before the lane where it began in the first, so the two parts do
+    not meet. A product then takes the MXU one tile's passes and not two's, and nothing is shifted across lanes.
+    """
+    if not window.folds:
+        return x
+    return _choose(_lane(LANES) >= window.start, x[:, :LANES], x[:, LANES:])
+
+
 def only_head(x, window: Window):
-    """x of the window's lanes with zeros in those of other heads, so that a product over all of them is the head's."""
+    """A folded x with zeros in the lanes of other heads, so that a product over all of them is the head's."""
     if window.start == 0 and window.stop == window.size:
         return x
-    lane = lax.broadcasted_iota(jnp.int32, (1, window.size), 1)
-    return jnp.where((lane >= window.start) & (lane < window.stop), x, jnp.zeros_like(x))
+    lane = _lane(x.shape[1])
+    inside = reduce(operator.or_, [(lane >= part.start) & (lane < part.stop) for part in window.parts])
+    return _choose(inside, x, jnp.zeros_like(x))
+
+
+def _choose(condition, x, y):
+    """`where` by lanes. 16-bit values in pairs of rows: v5e would widen each to 32 bits and narrow what it chose."""
+    if x.dtype.itemsize == 4:
+        return jnp.where(condition, x, y)
+    pairs = [pltpu.bitcast(array, jnp.int32) for array in (x, y)]
+    return pltpu.bitcast(jnp.where(condition, *pairs), x.dtype)
+
+
+def _lane(size: int):
+    return lax.broadcasted_iota(jnp.int32, (1, size), 1)
 
 
 def clear_tail(x, valid: int):
@@ -209,10 +252,18 @@ def extra_arrays(problem: Problem, bias, mask, ids, transposed: bool) -> list:
 
 
 def turned(x, window: Window):
-    """The head's rows of xᵀ, (D, tokens). 16-bit rows come in pairs of 8, so other offsets turn over in float32."""
+    """The head's rows of a folded x's transpose, (D, tokens).
+
+    16-bit rows come in pairs of 8, so other offsets turn over in float32.
+    """
     if window.start % ROWS == 0 and window.stop % ROWS == 0:
-        return x.T[window.start : window.stop]
-    return x.astype(f32).T[window.start : window.stop].astype(x.dtype)
+        return _head_rows(x.T, window)
+    return _head_rows(x.astype(f32).T, window).astype(x.dtype)
+
+
+def _head_rows(x, window: Window):
+    rows = [x[part] for part in window.parts]
+    return jnp.concatenate(rows, axis=0) if len(rows) > 1 else rows[0]
 
 
 def pipelined(items, first, second) -> None:
@@ -230,8 +281,19 @@ def pipelined(items, first, second) -> None:
     second(*waiting)
 
 
-def safe_reciprocal(x, may_be_zero: bool):
-    return jnp.where(x > 0, 1 / x, 0.0) if may_be_zero else 1 / x
+def reciprocal(total, problem: Problem):
+    """1 / Σ of a query's exponentials, 0 for a query without keys.
+
+    The sums lie between 1 and the number of keys. A division also heeds zeros, infinities and denormals, at three times
+    the operations, on a whole register for each 8 sums; what is left here of v5e's division is its one Newton step.
+    Interpreted the estimate is of 8 bits, which that step makes 16: enough for bfloat16, not for float32.
+    """
+    if problem.dtype == "float32":
+        r = 1 / total
+    else:
+        r = _reciprocal(total, approx=True)
+        r = r * (2 - total * r)
+    return jnp.where(total > 0, r, 0.0) if problem.may_lose_rows else r
 
 
 def lanes(first, size: int):
@@ -247,13 +309,12 @@ class LaneTiles:
         self._open: dict[int, jax.Array] = {}
 
     def add(self, x, window: Window, is_last: bool) -> None:
-        """x: (rows, window.size), of which the head's own lanes count."""
+        """x: (rows, lanes) of a folded window, of which the head's own count."""
         for lo in range(window.lo, window.hi, LANES):
             hi = min(lo + LANES, window.hi)
-            tile = x[:, lo - window.lo : hi - window.lo]
+            tile = x if window.folds else x[:, lo - window.lo : hi - window.lo]
             if lo in self._open:
-                lane = lax.broadcasted_iota(jnp.int32, (1, hi - lo), 1)
-                tile = jnp.where(lane >= window.lo + window.start - lo, tile, self._open[lo])
+                tile = jnp.where(_lane(hi - lo) >= window.lo + window.start - lo, tile, self._open[lo])
             self._open[lo] = tile
             if is_last or window.lo + window.stop >= hi:
                 self._store(lo, self._open.pop(lo))

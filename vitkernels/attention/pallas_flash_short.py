@@ -3,7 +3,8 @@
 A grid step takes one image with all its heads, in the projection's own token-major layout. Heads are unrolled and
 software-pipelined in the source: the next head's q kᵀ is issued before this one's softmax, because the compiler does
 not move a product across it. Two heads of 64 lanes share a register's 128; a product over both with the other's lanes
-cleared costs the MXU nothing and spares the lane shifts.
+cleared costs the MXU nothing and spares the lane shifts. A head that straddles two registers (72, 80, 88 lanes) is
+folded into one.
 
 The backward kernel is one: it recomputes the scores transposed (keys by queries), where sums over keys run down the
 registers and not across them, with delta = Σ p dp inside, and keeps nothing from the forward pass.
@@ -34,12 +35,13 @@ from vitkernels.attention.pallas_flash_parts import (
     dot,
     extra_arrays,
     f32,
+    fold,
     lanes,
     mask_keys,
     only_head,
     pipelined,
+    reciprocal,
     round_up,
-    safe_reciprocal,
     turned,
     windows,
 )
@@ -119,7 +121,7 @@ def _forward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...
 
         def take(operand, window, rows):
             ref, base = operands[operand]
-            return ref[0, rows, lanes(base + first_lane + window.lo, window.size)]
+            return fold(ref[0, rows, lanes(base + first_lane + window.lo, window.size)], window)
 
         def scores(item):
             h, rows = item
@@ -141,7 +143,7 @@ def _forward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...
             p = problem.exp(s - top)
             total = jnp.sum(p, axis=1, keepdims=True)
             v = clear_tail(take(2, places[h], keys), problem.kv_tokens)
-            o = dot(p.astype(v.dtype), v, (1, 0)) * safe_reciprocal(total, problem.may_lose_rows)
+            o = dot(p.astype(v.dtype), v, (1, 0)) * reciprocal(total, problem)
             tiles[rows.start].add(o, places[h], is_last=h == heads - 1)
 
         pipelined([(h, rows) for h in range(heads) for rows in blocks], scores, finish)
@@ -211,10 +213,11 @@ def _backward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ..
         def take(operand, window, rows):
             ref, base = operands[operand]
             x = ref[0, rows, lanes(base + first_lane + window.lo, window.size)]
-            return clear_tail(x, (N if operand == 0 else M) - rows.start)
+            return clear_tail(fold(x, window), (N if operand == 0 else M) - rows.start)
 
         def take_do(window, rows):
-            return clear_tail(do_ref[0, rows, lanes(first_lane + window.lo, window.size)], N - rows.start)
+            do = do_ref[0, rows, lanes(first_lane + window.lo, window.size)]
+            return clear_tail(fold(do, window), N - rows.start)
 
         def store(operand, rows, lane, value):
             ref, base = gradients[operand]
@@ -262,7 +265,7 @@ def _softmax_and_its_gradient(s, dp, problem, extras, head, rows, keys):
     if problem.may_lose_rows:
         top = jnp.maximum(top, FLOOR)
     p = problem.exp(s - top)
-    p = p * safe_reciprocal(jnp.sum(p, axis=0, keepdims=True), problem.may_lose_rows)
+    p = p * reciprocal(jnp.sum(p, axis=0, keepdims=True), problem)
     if problem.may_lose_rows and rows.stop > problem.q_tokens:
         # Extras past the last query hold anything; q and do are zero there, so zero here is all it takes.
         column = lax.broadcasted_iota(jnp.int32, (1, p.shape[1]), 1)
