@@ -32,8 +32,8 @@ QUICK = {"xla_backend_optimization_level": 0}  # compiling is what takes the tim
 # ours had up to 1.9 times JAX's error; in bfloat16 they would have a thousand times. (On a TPU JAX's float32 products
 # are single bfloat16 passes and ours are not; no interpreter shows that.)
 MOST = {"bfloat16": 1.02, "float32": 1.15}
-# Below this JAX's luck does not count: ours are 1.8e-7 to 2.76e-7 at all lengths, four and a half roundings, the same in
-# every run. JAX's 3.0e-7 at 256 tokens was 2.0e-7 in one run of many, beside other tests in the process.
+# Below this JAX's luck does not count: ours are 1.8e-7 to 2.76e-7 at all lengths, four and a half roundings, the same
+# in every run. JAX's 3.0e-7 at 256 tokens was 2.0e-7 in one run of many, beside other tests in the process.
 FLOOR = {"bfloat16": 0.0, "float32": 2.8e-7}
 
 
