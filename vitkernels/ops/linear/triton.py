@@ -18,7 +18,7 @@ def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, is_qkv: boo
     if x.device.type not in ("cuda", "cpu"):
         return f"Triton runs on NVIDIA GPUs, and interpreted on CPUs; x is on {x.device}"
     if x.dtype not in _FLOATS:
-        return f"it sums in float32; {x.dtype} would lose digits. Use backend='reference'"
+        return f"it calculates in float32; {x.dtype} would lose digits. Use backend='reference'"
     return None
 
 

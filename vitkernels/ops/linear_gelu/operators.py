@@ -12,8 +12,6 @@ from torch.library import register_autograd, register_fake
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.ops.linear_gelu import launch
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
 
 @operator("linear_gelu(Tensor x, Tensor weight, Tensor? bias, bool tanh, bool keep, str form) -> (Tensor, Tensor)")
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, keep: bool, form: str):
