@@ -1,4 +1,4 @@
-"""What holds for every op: a missing package is named, and `auto` does without it."""
+"""What holds for every op: a missing package is named, `auto` does without it, and torch.compile finds each backend."""
 
 import subprocess
 import sys
@@ -71,3 +71,10 @@ except ValueError as error:
     ]
     done = run((), "".join(calls))
     assert done.stdout.split("\n")[:-1] == ["True"] * len(CALLS), done.stdout + done.stderr[-2000:]
+
+
+def test_a_compiled_model_may_be_the_first_to_ask_for_a_backend():
+    called = ", ".join(f"ops.{op}({CALLS[op]})" for op in ("layer_norm_residual", "mlp", "linear"))
+    call = f"print(len(torch.compile(lambda: ({called}), fullgraph=True, backend='eager')()))"
+    done = run((), call)
+    assert done.stdout.split() == ["3"], done.stdout + done.stderr[-2000:]

@@ -165,7 +165,8 @@ def test_weight_gradient_sums_in_float32(device, N, K):
     dy, x = (torch.randn(4096, n, device=device).bfloat16() for n in (N, K))
     exact = dy.double().mT @ x.double()
     with torch.autocast(device, torch.bfloat16):  # as where a backward pass is called within
-        assert error(weight_gradient(dy, x, torch.float32), exact) < 2e-6
+        # Added up one by one, 4096 products are off by about 2e-6; rounded to bfloat16 on the way, by 1e-3.
+        assert error(weight_gradient(dy, x, torch.float32), exact) < 1e-5
         assert error(weight_gradient(dy, x, torch.bfloat16), exact) < 4e-3
 
 

@@ -74,6 +74,8 @@ class Cloud:
                 stderr=subprocess.STDOUT,
                 cwd=self.checkout,
                 env={**self.environment, **environment},
+                # A shell without job control lets what it starts in the background ignore ctrl-c, tests among that.
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def finish(self, process, code=0):

@@ -44,7 +44,9 @@ class Backends:
         if name not in self.modules:
             raise unknown_name(f"{self.op} backend", name, ("auto", *self.modules))
         _import(self.modules[name])
-        return sys.modules[self.modules[name]]
+        # torch.compile knows sys.modules as it was at its first look; of a package it sees what was imported since.
+        package, _, module = self.modules[name].rpartition(".")
+        return getattr(sys.modules[package], module)
 
     def pick(self, backend: str, device: torch.device, *args, **kwargs) -> ModuleType:
         """The module to run a call with these arguments: the named one or UsageError; for "auto" the first that can."""
