@@ -1,6 +1,7 @@
 """The Hopper kernels of linear_gelu and mlp: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU
 itself, where the conformance suite runs them too."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ pytest.importorskip("jax")
 import jax
 
 from vitkernels.ops import linear_gelu, mlp
+from vitkernels.ops.linear import pallas_hopper as linear_hopper
 from vitkernels.ops.linear_gelu import pallas_hopper
 
 needs_new_jax = pytest.mark.skipif(
@@ -54,15 +56,17 @@ def test_interpreted(M, N, K, dtype, tanh, keep):
     tensor = lambda a: torch.tensor(a.astype("float32").tolist())  # noqa: E731
     x, weight = torch.randn(M, K).to(dtype), (torch.randn(N, K) * K**-0.5).to(dtype)
     bias = torch.randn(N)
-    problem = M, N, K, str(dtype).removeprefix("torch."), tanh, keep, 1, True
+    forward, backward = (
+        partial(kind, M, N, K, str(dtype).removeprefix("torch."), 1, interpret=True) for kind in (Forward, Backward)
+    )
 
-    saved, act = map(tensor, Forward(*problem)(array(x), array(weight), jnp.asarray(bias.numpy())))
+    saved, act = map(tensor, forward(True, tanh, keep)(array(x), array(weight), jnp.asarray(bias.numpy())))
     pre = F.linear(x.double(), weight.double(), bias.double())
     exact_act, exact_slope = gelu_and_slope(pre, tanh)
     assert error(saved, exact_slope if keep else pre) < TOLERANCE[dtype]
     assert error(act, exact_act) < TOLERANCE[dtype]
 
-    dpre, sums = map(tensor, Backward(*problem)(array(x), array(weight.mT), array(saved)))
+    dpre, sums = map(tensor, backward(tanh, keep)(array(x), array(weight.mT), array(saved)))
     exact = x.double() @ weight.double().mT * (saved.double() if keep else gelu_and_slope(saved, tanh)[1])
     assert error(dpre, exact) < TOLERANCE[dtype]
     assert error(sums.sum(0), exact.sum(0)) < TOLERANCE[dtype]
@@ -75,9 +79,9 @@ def test_lowers_for_the_gpu(N, K, dtype):
     from vitkernels.bridge.mosaic_gpu import mosaic_module
     from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
 
-    for kind in (Forward, Backward):
-        for keep in (False, True):
-            product = kind(25216, N, K, dtype, False, keep, 66)
+    for keep in (False, True):
+        problem = 25216, N, K, dtype, 66
+        for product in (Forward(*problem, True, False, keep), Backward(*problem, False, keep)):
             assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
 
 
@@ -86,9 +90,9 @@ def test_refuses_what_its_kernels_have_not(monkeypatch):
         x = SimpleNamespace(shape=torch.Size((*rows, K)), dtype=dtype, device=torch.device(device))
         return pallas_hopper.unsupported(x, SimpleNamespace(shape=torch.Size((N, K))), None, False)
 
-    if pallas_hopper._reason is not None:
-        assert pallas_hopper._reason in reason()
-    monkeypatch.setattr(pallas_hopper, "_reason", None)  # as on a Hopper GPU; nothing is launched here
+    if linear_hopper._reason is not None:
+        assert linear_hopper._reason in reason()
+    monkeypatch.setattr(linear_hopper, "_reason", None)  # as on a Hopper GPU; nothing is launched here
     assert reason() is None
     assert "x is on cpu" in reason(device="cpu")
     assert "torch.float32" in reason(dtype=torch.float32)
@@ -100,7 +104,7 @@ def test_refuses_what_its_kernels_have_not(monkeypatch):
 
 gpu = [
     pytest.mark.gpu,
-    pytest.mark.skipif(pallas_hopper._reason is not None, reason=str(pallas_hopper._reason)),
+    pytest.mark.skipif(linear_hopper._reason is not None, reason=str(linear_hopper._reason)),
 ]
 
 

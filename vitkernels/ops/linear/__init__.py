@@ -12,7 +12,11 @@ from vitkernels.ops.backends import Backends
 
 BACKENDS = Backends(
     op="linear",
-    modules={"reference": "vitkernels.ops.linear.reference", "triton": "vitkernels.ops.linear.triton"},
+    modules={
+        "reference": "vitkernels.ops.linear.reference",
+        "triton": "vitkernels.ops.linear.triton",
+        "pallas_hopper": "vitkernels.ops.linear.pallas_hopper",
+    },
     preference={"cuda": ("triton",)},
     features=lambda x, weight, bias, is_qkv: (tuple(weight.shape[::-1]), x.dtype),
 )
@@ -24,16 +28,17 @@ def linear(
     """x weightᵀ + bias: (..., K) -> (..., N).
 
     Under autocast a float32 weight's gradient is a product of bfloat16 tensors that is summed in float32, rounded to
-    bfloat16 and cast back. Backend triton leaves it as it was summed.
+    bfloat16 and cast back. Every other backend leaves it as it was summed.
 
     Args:
         x: floating, (..., K).
         weight_NK, bias_N: as in nn.Linear(K, N). The bias may have another dtype; its gradient has that too.
         is_qkv: the outputs are the queries, keys and values of softmax attention, a third each, and the keys go there
             as they are (no norm, no rotation). Their bias then adds one number to all scores of a query, which softmax
-            does not see: its gradient is zero, and triton does not sum it up but says so. The reference sums it up, and
-            finds what rounding leaves.
-        backend: "auto" or a name.
+            does not see: its gradient is zero, and the kernels do not sum it up but say so. The reference sums it up,
+            and finds what rounding leaves.
+        backend: "auto" or a name. triton: the library's product, gradients of the parameters by kernels; pallas_hopper:
+            the product by a kernel of its own too, on NVIDIA Hopper, which rounds after the bias and does not round it.
 
     Returns:
         (..., N) in autocast's dtype where autocast is on, else in x's.

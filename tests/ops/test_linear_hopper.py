@@ -1,0 +1,157 @@
+"""The Hopper kernel of linear: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU itself, where
+the conformance suite runs it too."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+pytest.importorskip("triton")
+pytest.importorskip("jax")
+
+import jax
+
+from vitkernels.ops import linear
+from vitkernels.ops.linear import pallas_hopper
+
+needs_new_jax = pytest.mark.skipif(
+    jax.__version_info__ < (0, 11),
+    reason=f"Mosaic GPU's interpreter needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax>=0.11' "
+    "(on Python 3.12)",
+)
+TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # relative to the norm: one rounding
+
+
+def error(x, exact) -> float:
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+# A pair of blocks and both groups with work and without, more steps than the ring has slots, rows beyond the last,
+# both widths of a tile.
+@needs_new_jax
+@pytest.mark.parametrize(
+    "M, N, K, dtype, has_bias",
+    [(72, 384, 192, torch.bfloat16, True), (136, 256, 512, torch.float16, False), (40, 128, 64, torch.bfloat16, True)],
+)
+def test_interpreted(M, N, K, dtype, has_bias):
+    import jax.numpy as jnp
+
+    from vitkernels.ops.linear.pallas_hopper_kernel import Linear
+
+    name = str(dtype).removeprefix("torch.")
+    x, weight, bias = torch.randn(M, K).to(dtype), (torch.randn(N, K) * K**-0.5).to(dtype), torch.randn(N)
+    given = [jnp.asarray(t.float().numpy(), name) for t in (x, weight)]
+    given += [jnp.asarray(bias.numpy())] if has_bias else []
+    (y,) = Linear(M, N, K, name, 1, has_bias, interpret=True)(*given)
+    exact = F.linear(x.double(), weight.double(), bias.double() if has_bias else None)
+    assert y.dtype == name and error(torch.tensor(y.astype("float32").tolist()), exact) < TOLERANCE[dtype]
+
+
+@needs_new_jax
+@pytest.mark.parametrize("N, K, dtype", [(3072, 1024, "bfloat16"), (1024, 1024, "float16")])
+def test_lowers_for_the_gpu(N, K, dtype):
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
+    from vitkernels.bridge.mosaic_gpu import mosaic_module
+    from vitkernels.ops.linear.pallas_hopper_kernel import Linear
+
+    for has_bias in (False, True):
+        product = Linear(25216, N, K, dtype, 66, has_bias)
+        assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
+
+
+def test_refuses_what_its_kernel_has_not(monkeypatch):
+    def reason(rows=(2, 20), K=64, N=128, dtype=torch.bfloat16, device="cuda"):
+        x = SimpleNamespace(shape=torch.Size((*rows, K)), dtype=dtype, device=torch.device(device))
+        return pallas_hopper.unsupported(x, SimpleNamespace(shape=torch.Size((N, K))), None, False)
+
+    if pallas_hopper._reason is not None:
+        assert pallas_hopper._reason in reason()
+    monkeypatch.setattr(pallas_hopper, "_reason", None)  # as on a Hopper GPU; nothing is launched here
+    assert reason() is None
+    assert "x is on cpu" in reason(device="cpu")
+    assert "torch.float32" in reason(dtype=torch.float32)
+    assert "weight is 128 x 80" in reason(K=80)
+    assert "weight is 192 x 64" in reason(N=192)
+    assert "x has 39" in reason(rows=(3, 13))
+    assert "x has 0. Use backend='triton'" in reason(rows=(0, 16))
+
+
+def on_hopper(test):
+    reason = pallas_hopper._reason
+    return pytest.mark.gpu(pytest.mark.skipif(reason is not None, reason=str(reason))(test))
+
+
+def draw(M, K, N, dtype):
+    """x, weight and bias; under autocast the parameters would be float32."""
+    shapes = (M, K), (N, K), (N,)
+    scales = 1.0, K**-0.5, 1.0
+    x, weight, bias = (torch.randn(s, device="cuda") * scale for s, scale in zip(shapes, scales, strict=True))
+    return x.to(dtype).requires_grad_(), weight.requires_grad_(), bias.requires_grad_()
+
+
+def results(leaves, dtype, **settings):
+    with torch.autocast("cuda", dtype):
+        out = linear(*leaves, backend="pallas_hopper", **settings)
+    return out, *torch.autograd.grad(out.double().square().sum() / 2, leaves)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    "M, K, N, dtype",
+    [
+        (8, 64, 128, torch.float16),
+        (25216, 192, 576, torch.bfloat16),
+        (25216, 1024, 3072, torch.bfloat16),
+        (1576, 1024, 1024, torch.bfloat16),
+        (33000, 768, 2304, torch.float16),
+    ],
+)
+def test_against_float64(M, K, N, dtype):
+    leaves = draw(M, K, N, dtype)
+    x, weight, bias = (t.detach().double() for t in leaves)
+    exact = F.linear(x, weight.to(dtype).double(), bias)
+    out, dx, dweight, dbias = results(leaves, dtype)
+    assert error(out, exact) < TOLERANCE[dtype]
+    dy = out.double()
+    for found, expected in ((dx, dy @ weight), (dweight, dy.mT @ x), (dbias, dy.sum(0))):
+        assert error(found, expected) < 2 * TOLERANCE[dtype]
+    with torch.autocast("cuda", dtype):
+        assert error(linear(*leaves[:2], backend="pallas_hopper"), exact - bias) < TOLERANCE[dtype]
+
+
+@on_hopper
+def test_same_bits_again():
+    leaves = draw(4096, 768, 2304, torch.bfloat16)
+    for x, y in zip(*(results(leaves, torch.bfloat16, is_qkv=True) for _ in range(2)), strict=True):
+        assert torch.equal(x, y)
+
+
+@on_hopper
+def test_in_a_cuda_graph_and_at_odd_addresses():
+    x, weight, bias = (t.detach() for t in draw(128, 128, 256, torch.bfloat16))
+    weight = weight.to(x.dtype)
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
+    expected = linear(shifted, weight, bias, backend="pallas_hopper")
+    assert torch.equal(expected, linear(x, weight, bias, backend="pallas_hopper"))
+    assert torch.equal(expected, linear(x.mT.contiguous().mT, weight, bias, backend="pallas_hopper"))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear(x, weight, bias, backend="pallas_hopper")
+    x.neg_()
+    graph.replay()
+    assert torch.equal(out, linear(x, weight, bias, backend="pallas_hopper"))
+
+
+@on_hopper
+def test_whole_graph():
+    leaves = draw(256, 128, 384, torch.bfloat16)
+
+    def run(*leaves):
+        with torch.autocast("cuda", torch.bfloat16):
+            return linear(*leaves, is_qkv=True, backend="pallas_hopper") * 2
+
+    compiled = torch.compile(run, fullgraph=True)
+    ours = compiled(*leaves)
+    torch.testing.assert_close(ours, run(*leaves))
+    assert all(g.isfinite().all() for g in torch.autograd.grad(ours.sum(), leaves))

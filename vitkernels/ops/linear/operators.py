@@ -1,0 +1,59 @@
+"""The linear layer as a PyTorch operator, opaque to torch.compile. Its gradients: the library's products, the weight's
+in float32 at once, and the bias' in one pass over what it sums.
+
+`form` says how the forward product is made: "triton" or "pallas_hopper", as the backends are named.
+
+Shape suffixes: M rows (tokens), K input features, N output features.
+"""
+
+import torch
+from torch import Tensor
+from torch.library import register_autograd, register_fake
+from torch.nn import functional as F
+
+from vitkernels.bridge.operator import differentiable_once, operator
+from vitkernels.ops.linear.gradients import column_sums, weight_gradient
+
+
+@operator("linear(Tensor x, Tensor weight, Tensor rounded, Tensor? bias, bool is_qkv, str form) -> Tensor")
+def linear(x: Tensor, weight: Tensor, rounded: Tensor, bias: Tensor | None, is_qkv: bool, form: str) -> Tensor:
+    """x roundedᵀ + bias. `rounded` is the weight in x's dtype, and no gradient goes there: autograd would want it in
+    that dtype. It goes to `weight`."""
+    if form == "pallas_hopper":
+        from vitkernels.ops.linear import pallas_hopper_launch  # needs a newer JAX than all else
+
+        return pallas_hopper_launch.linear(x.reshape(-1, x.shape[-1]), rounded, bias).view(*x.shape[:-1], len(rounded))
+    return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
+
+
+@register_fake("vitkernels::linear")
+def _(x, weight, rounded, bias, is_qkv, form):
+    return x.new_empty(*x.shape[:-1], len(weight))
+
+
+def _save(ctx, inputs, output):
+    x, weight, rounded, bias, ctx.is_qkv, _ = inputs
+    ctx.save_for_backward(x, rounded)
+    ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+
+
+@differentiable_once("linear by kernels")
+def _differentiate(ctx, dy):
+    x, rounded = ctx.saved_tensors
+    needs_dx, needs_dweight, _, needs_dbias, *_ = ctx.needs_input_grad
+    N, K = rounded.shape
+    dy_MN = dy.reshape(-1, N)
+    dx = (dy_MN @ rounded).view(x.shape) if needs_dx else None
+    dweight = weight_gradient(dy_MN, x.reshape(-1, K), ctx.weight_dtype) if needs_dweight else None
+    dbias = _bias_gradient(dy_MN, ctx.is_qkv).to(ctx.bias_dtype) if needs_dbias else None
+    return dx, dweight, None, dbias, None, None
+
+
+def _bias_gradient(dy_MN: Tensor, is_qkv: bool) -> Tensor:
+    if not is_qkv:
+        return column_sums(dy_MN)
+    queries, values = column_sums(dy_MN.unflatten(1, (3, -1))[:, ::2])
+    return torch.cat([queries, torch.zeros_like(queries), values])
+
+
+register_autograd("vitkernels::linear", _differentiate, setup_context=_save)

@@ -1,0 +1,43 @@
+"""The Hopper kernels on torch tensors, compiled once per shape.
+
+Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from vitkernels.bridge.mosaic_gpu import Kernel
+from vitkernels.ops.linear.pallas_hopper_kernel import Linear, Product
+
+
+def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
+    """x weightᵀ + bias, which is added before the sum is rounded."""
+    y_MN = x_MK.new_empty(len(x_MK), len(weight_NK))
+    launch_forward(Linear, x_MK, weight_NK, bias_N, (y_MN,))
+    return y_MN
+
+
+def launch_forward(
+    kind: type[Linear], x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, outputs: tuple[Tensor, ...], *options
+) -> None:
+    """Fills the outputs, (M, N) each. options: the kind's fields beyond Linear's."""
+    biases = () if bias_N is None else (bias_N.float().contiguous(),)
+    kernel = compiled(kind, *x_MK.shape, len(weight_NK), x_MK.dtype, x_MK.device, bool(biases), *options)
+    with torch.cuda.device(x_MK.device):
+        kernel(aligned(x_MK), aligned(weight_NK), *biases, *outputs)
+
+
+@cache
+def compiled(kind: type[Product], M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
+    """options: the kind's fields beyond Product's."""
+    pairs = torch.cuda.get_device_properties(device).multi_processor_count // 2
+    product = kind(M, N, K, str(dtype).removeprefix("torch."), pairs, *options)
+    return Kernel(product, product.inputs())
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x where the copy engine can read it: without gaps, at an address divisible by 16."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
