@@ -84,11 +84,33 @@ def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, loader):
 
 
 @needs_new_jax
+def test_short_forward_interpreted():
+    """Five heads in two thread blocks, so that both rooms are used again; little in the last tiles."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash_hopper_short_forward import ShortForward
+
+    class TwoBlocks(ShortForward):
+        blocks = 2
+
+    H, N, M, D = 5, 130, 140, 64
+    q, k, v = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M))
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.1
+    exact = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v.double())
+
+    array = lambda x: jnp.asarray(x.float().numpy(), "bfloat16")  # noqa: E731
+    forward = TwoBlocks(1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), None, True)
+    out, lse = (torch.tensor(x.astype("float32").tolist()) for x in forward(*map(array, (q, k, v))))
+    assert error(out, exact) < TOLERANCE[torch.bfloat16]
+    assert (lse[:, :, :N] - scores.logsumexp(-1) / math.log(2)).abs().max() < 1e-5  # as above
+
+
+@needs_new_jax
 def test_short_backward_interpreted():
     """Two heads, one after the other, in one thread block; every room is used again."""
     import jax.numpy as jnp
 
-    from vitkernels.attention.pallas_flash_hopper_short import ShortBackward
+    from vitkernels.attention.pallas_flash_hopper_short_backward import ShortBackward
 
     class OneBlock(ShortBackward):
         blocks = 1

@@ -20,9 +20,11 @@ from vitkernels.attention.pallas_flash_hopper_schedule import (
     dkdv_schedule,
     dq_schedule,
     fits_short_backward,
+    fits_short_forward,
     forward_schedule,
 )
-from vitkernels.attention.pallas_flash_hopper_short import ShortBackward
+from vitkernels.attention.pallas_flash_hopper_short_backward import ShortBackward
+from vitkernels.attention.pallas_flash_hopper_short_forward import ShortForward
 from vitkernels.bridge.mosaic_gpu import Kernel
 from vitkernels.bridge.operator import differentiable_once, operator
 
@@ -60,7 +62,10 @@ class Call:
     @cached_property
     def forward(self) -> Kernel:
         """(q, k, v, out, lse)"""
-        problem = self._problem(Forward, forward_schedule(self.keys, self.head_dim))
+        if fits_short_forward(self.queries, self.keys, self.head_dim, self.is_causal):
+            problem = self._problem(ShortForward, None)
+        else:
+            problem = self._problem(Forward, forward_schedule(self.keys, self.head_dim))
         return Kernel(problem, _inputs(problem))
 
     @cached_property

@@ -78,12 +78,11 @@ class Backward(parts.Problem):
             lse = plgpu.load(lse_smem, layout=BY_ROW)
             delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
             plgpu.barrier_wait(q_arrived)
-            carry = parts.zeros(ROWS, q)
 
-            def step_of(step, dq):
-                return self._add_to_dq(step, dq, first, q, do, lse, delta, scratch)
+            def step_of(step, dq, keys):
+                return self._add_to_dq(step, keys, dq, first, q, do, lse, delta, scratch)
 
-            dq = lax.fori_loop(0, steps, step_of, carry)
+            dq = self._over_tiles(self.keys, step_of, self.zeros())
             for part, x in zip(q, dq, strict=True):
                 part[...] = (x * self.scale).astype(part.dtype)
             lse_smem[...] = delta
@@ -94,19 +93,28 @@ class Backward(parts.Problem):
 
         parts.divide_roles(self.schedule, steps, [(load, scratch["consumed"])], compute)
 
-    def _add_to_dq(self, step, dq, first_query, q, do, lse, delta, scratch):
-        slot = slot_of(step, self.schedule)
+    def _over_tiles(self, tokens: int, step_of, carry):
+        """step_of(step, carry, tokens) for each tile; the last one's tokens are only those that there are."""
+        whole, last = divmod(tokens, self.schedule.tile)
+        if self.is_causal and last:  # once more the loop's code, with masks, would not fit into the registers
+            whole, last = whole + 1, 0
+        carry = lax.fori_loop(0, whole, lambda step, carry: step_of(step, carry, self.schedule.tile), carry)
+        return step_of(jnp.int32(whole), carry, last) if last else carry
+
+    def _add_to_dq(self, step, keys, dq, first_query, q, do, lse, delta, scratch):
+        slot, columns = slot_of(step, self.schedule), parts.narrow(keys)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
-        scores, dp = parts.products((q, k), (do, v))
+        scores, dp = parts.products((q, parts.first_rows(k, columns)), (do, parts.first_rows(v, columns)))
         weights = jnp.exp2(scores * (self.scale * LOG2E) - along_rows(lse, scores.shape))
-        if self.is_causal or self.keys % self.schedule.tile:
+        if self.is_causal or keys < columns:
             key = parts.position(scores.shape, 1) + step * self.schedule.tile
             keep = key < self.keys
             if self.is_causal:
                 keep = keep & (key <= parts.position(scores.shape, 0) + first_query)
             weights = jnp.where(keep, weights, 0.0)
-        ds = (weights * (dp - along_rows(delta, dp.shape))).astype(self.dtype)
+        ds = parts.widened((weights * (dp - along_rows(delta, dp.shape))).astype(self.dtype))
+        k = parts.first_rows(k, ds.shape[1])
         dq = parts.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
         if self.schedule.loader:
             plgpu.barrier_arrive(scratch["consumed"].at[slot])
@@ -154,10 +162,10 @@ class Backward(parts.Problem):
             plgpu.barrier_wait(arrived)
             k, v = at(scratch["k_smem"], warpgroup), at(scratch["v_smem"], warpgroup)
 
-            def step_of(step, carry):
-                return self._add_to_dkdv(step, carry, first, k, v, scratch)
+            def step_of(step, carry, queries):
+                return self._add_to_dkdv(step, queries, carry, first, k, v, scratch)
 
-            dk, dv = lax.fori_loop(0, steps, step_of, (parts.zeros(ROWS, k), parts.zeros(ROWS, v)))
+            dk, dv = self._over_tiles(self.queries, step_of, (self.zeros(), self.zeros()))
             for part, x in zip(k, dk, strict=True):
                 part[...] = (x * self.scale).astype(part.dtype)
             for part, x in zip(v, dv, strict=True):
@@ -169,19 +177,23 @@ class Backward(parts.Problem):
 
         parts.divide_roles(self.schedule, steps, [(load, scratch["consumed"])], compute)
 
-    def _add_to_dkdv(self, step, carry, first_key, k, v, scratch):
-        slot = slot_of(step, self.schedule)
+    def _add_to_dkdv(self, step, queries, carry, first_key, k, v, scratch):
+        slot, columns = slot_of(step, self.schedule), parts.narrow(queries)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
-        scores, dp = parts.products((k, q), (v, do))  # transposed: keys by queries
-        lse = plgpu.load(scratch["lse_smem"].at[slot], layout=BY_COLUMN)
-        delta = plgpu.load(scratch["delta_smem"].at[slot], layout=BY_COLUMN)
+        # Transposed: keys by queries.
+        scores, dp = parts.products((k, parts.first_rows(q, columns)), (v, parts.first_rows(do, columns)))
+        lse, delta = (
+            plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
+            for name in ("lse_smem", "delta_smem")
+        )
         weights = jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape))
         if self.is_causal:
             query = parts.position(scores.shape, 1) + step * self.schedule.tile
             weights = jnp.where(parts.position(scores.shape, 0) + first_key <= query, weights, 0.0)
-        ds = (weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype)
-        weights = weights.astype(self.dtype)
+        ds = parts.widened((weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype))
+        weights = parts.widened(weights.astype(self.dtype))
+        q, do = parts.first_rows(q, ds.shape[1]), parts.first_rows(do, ds.shape[1])
         dk, dv = carry
         products = [(i, ds, part) for i, part in enumerate(q)]
         products += [(len(dk) + i, weights, part) for i, part in enumerate(do)]

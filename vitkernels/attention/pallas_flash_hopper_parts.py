@@ -15,7 +15,7 @@ from jax._src.state.types import ReshapeTransform, TransformedRef
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash_hopper_schedule import Schedule, widths
+from vitkernels.attention.pallas_flash_hopper_schedule import MULTIPROCESSORS, Schedule, widths
 
 ROWS = 64  # rows of a tile that one warpgroup multiplies at a time
 LOG2E = math.log2(math.e)
@@ -57,6 +57,10 @@ class Problem:
         """In how many parts a row arrives."""
         return len(widths(self.head_dim))
 
+    def zeros(self) -> tuple[jax.Array, ...]:
+        """The beginning of a sum of ROWS rows of a head, one part per width."""
+        return tuple(filled((ROWS, width), 0, WGMMA) for width in widths(self.head_dim))
+
     def rows(self, tokens: int, heads: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, tokens, heads, self.head_dim), jnp.dtype(self.dtype))
 
@@ -96,6 +100,23 @@ class Problem:
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
             interpret=INTERPRETED if self.interpret else None,
         )
+
+    # --- thread blocks that stay on their multiprocessor and go from head to head ---
+
+    @property
+    def blocks(self) -> int:
+        return min(MULTIPROCESSORS, self.batch * self.heads)
+
+    def turns(self):
+        """How many heads this block goes through."""
+        return lax.div(self.batch * self.heads - 1 - lax.axis_index("block"), self.blocks) + 1
+
+    def head_of(self, turn) -> tuple:
+        """Batch entry and head."""
+        index = lax.axis_index("block") + turn * self.blocks
+        return lax.div(index, self.heads), lax.rem(index, self.heads)
+
+    # --- one thread block per head and tile ---
 
     def heads_here(self) -> tuple:
         """Where this thread block's head of q, of k and of v lies."""
@@ -179,12 +200,24 @@ def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret
         plgpu.copy_smem_to_gmem(_untiled(part, index, interpret), destination)
 
 
-def filled(shape: tuple[int, ...], value: float, layout) -> jax.Array:
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+def first_rows(parts: tuple, rows: int) -> tuple:
+    return tuple(part if rows == part.shape[0] else part.at[pl.ds(0, rows)] for part in parts)
 
 
-def zeros(rows: int, parts: tuple) -> tuple[jax.Array, ...]:
-    return tuple(filled((rows, part.shape[-1]), 0, WGMMA) for part in parts)
+def narrow(tokens: int) -> int:
+    """The fewest columns of a product that hold that many tokens: the last tile costs what is in it, not 64 or more."""
+    return pl.cdiv(tokens, 8) * 8
+
+
+def widened(x: jax.Array) -> jax.Array:
+    """With zeros on the right, up to the next 64 columns: wgmma sums over no fewer in tiles as wide as a swizzle."""
+    rows, columns = x.shape
+    missing = -columns % ROWS
+    return jnp.concatenate([x, filled((rows, missing), 0, WGMMA, x.dtype)], axis=1) if missing else x
+
+
+def filled(shape: tuple[int, ...], value: float, layout, dtype=jnp.float32) -> jax.Array:
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
 def along_rows(x: jax.Array, shape) -> jax.Array:

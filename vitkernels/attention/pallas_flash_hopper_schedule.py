@@ -4,6 +4,7 @@
 
 from dataclasses import dataclass
 
+MULTIPROCESSORS = 132  # of an H100 or H200
 _SHARED_MEMORY = 227 * 1024  # bytes that thread blocks on one multiprocessor have together
 
 
@@ -54,6 +55,11 @@ def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool)
     A causal call's masks would not fit into its registers.
     """
     return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_causal
+
+
+def fits_short_forward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
+    """Whether the forward kernel that goes from head to head takes it: two whole heads fit, and are worth a block."""
+    return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_causal)
 
 
 def dq_schedule(keys: int, head_dim: int) -> Schedule:

@@ -9,7 +9,6 @@ Nothing is added atomically: results are the same bits every time.
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -28,7 +27,6 @@ from vitkernels.attention.pallas_flash_hopper_parts import (
     transposed,
 )
 
-BLOCKS = 132  # multiprocessors of an H100 or H200
 REGISTERS = 208, 88  # per thread of a computing warpgroup and of the helper: 2 * 208 + 88 = 3 * 168
 ROOMS = 2  # for tiles of O, and of dS
 
@@ -45,10 +43,6 @@ class ShortBackward(parts.Problem):
     def own(self) -> int:
         """Tiles of keys of each computing warpgroup."""
         return pl.cdiv(self.keys, 2 * ROWS)
-
-    @property
-    def blocks(self) -> int:
-        return min(BLOCKS, self.batch * self.heads)
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN):
         """dq, dk and dv in arrays like q's, k's and v's."""
@@ -83,7 +77,7 @@ class ShortBackward(parts.Problem):
     def _body(self, q, k, v, out, do, lse, dq, dk, dv, **scratch):
         refs = {"q": q, "k": k, "v": v, "out": out, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
         warpgroup = lax.axis_index("warpgroup")
-        turns = lax.div(self.batch * self.heads - 1 - lax.axis_index("block"), self.blocks) + 1
+        turns = self.turns()
 
         @pl.when(warpgroup < 2)
         def _():
@@ -98,15 +92,10 @@ class ShortBackward(parts.Problem):
             lax.fori_loop(0, turns, lambda turn, _: self._help(turn, turns, refs, scratch), None)
             plgpu.wait_smem_to_gmem(0)
 
-    def _head_of(self, turn) -> tuple:
-        """Batch entry and head."""
-        index = lax.axis_index("block") + turn * self.blocks
-        return lax.div(index, self.heads), lax.rem(index, self.heads)
-
     # --- loads and stores ---------------------------------------------------------------------------------------------
 
     def _load(self, turn, name, tile, room, barrier, refs, scratch):
-        batch, head = self._head_of(turn)
+        batch, head = self.head_of(turn)
         if name in "qkv":
             head = head + self.first_heads["qkv".index(name)]
         parts.load_rows(refs[name], batch, tile * ROWS, head, scratch[f"{name}_smem"], room, barrier, self.interpret)
@@ -119,7 +108,7 @@ class ShortBackward(parts.Problem):
         arrived = scratch["q_arrived"].at[tile]
         for name in ("q", "do"):
             self._load(turn, name, tile, tile, arrived, refs, scratch)
-        source = refs["lse"].at[(*self._head_of(turn), pl.ds(tile * ROWS, ROWS))]
+        source = refs["lse"].at[(*self.head_of(turn), pl.ds(tile * ROWS, ROWS))]
         plgpu.copy_gmem_to_smem(source, scratch["lse_smem"].at[tile], arrived)
 
     def _load_out(self, turn, tile, refs, scratch):
@@ -143,7 +132,7 @@ class ShortBackward(parts.Problem):
             for part, x in zip(at(smem, room + i), value, strict=True):
                 part[...] = (x * scale).astype(part.dtype)
         plgpu.commit_smem()
-        batch, head = self._head_of(turn)
+        batch, head = self.head_of(turn)
         head = head + self.first_heads[("dq", "dk", "dv").index(name)]
         for i in range(len(values)):
             parts.store_rows(smem, room + i, refs[name], batch, (first_tile + i) * ROWS, head, self.interpret)
@@ -199,41 +188,52 @@ class ShortBackward(parts.Problem):
         k = [at(scratch["k_smem"], zero + tile) for tile in range(keys)]
         ds = [at(scratch["ds_smem"], room * keys + tile)[0] for tile in range(keys)]
         products = [(i, transposed(ds[tile]), part) for tile in range(keys) for i, part in enumerate(k[tile])]
-        return parts.accumulated(parts.zeros(ROWS, k[0]), products, self.interpret)
+        return parts.accumulated(self.zeros(), products, self.interpret)
 
     # --- the computing warpgroups: dS, dk, dv -------------------------------------------------------------------------
 
     def _compute(self, turn, refs, scratch):
-        zeros = tuple(parts.zeros(ROWS, at(scratch["v_smem"], 0)) for _ in range(self.own))
+        zeros = tuple(self.zeros() for _ in range(self.own))
         plgpu.barrier_wait(scratch["keys_arrived"])
-        dk, dv = lax.fori_loop(0, self.steps, lambda tile, c: self._step(tile, *c, scratch), (zeros, zeros))
+        whole, last = divmod(self.queries, ROWS)
+        if parts.narrow(last) == ROWS:
+            whole, last = whole + 1, 0
+        carry = zeros, zeros
+        # An end that the compiler does not know, and nothing of the last tile before it: else registers spill.
+        carry = lax.fori_loop(0, self._fresh(whole), lambda tile, c: self._step(tile, ROWS, *c, scratch), carry)
+        if last:
+            tile, carry = self._after((jnp.int32(whole), carry))
+            carry = self._step(tile, parts.narrow(last), *carry, scratch)
+        dk, dv = carry
         first = lax.axis_index("warpgroup") * self.own
         for tile in range(max(0, self.steps - ROOMS), self.steps):
             plgpu.barrier_wait(scratch["ds_consumed"].at[tile % ROOMS])
         self._store(turn, "dv", dv, 1, first, scratch["ds_smem"], first, refs)
         self._store(turn, "dk", dk, self.scale, first, scratch["ds_smem"], 2 * self.own + first, refs)
 
-    def _step(self, tile, dk, dv, scratch):
-        """One tile of queries. Scores and all of their size are keys by queries."""
+    def _step(self, tile, columns, dk, dv, scratch):
+        """The first `columns` queries of a tile. Scores and all of their size are keys by queries."""
         dk, dv = list(dk), list(dv)
         first = self._fresh(lax.axis_index("warpgroup")) * self.own
         room = lax.rem(tile, ROOMS)
         plgpu.barrier_wait(scratch["q_arrived"].at[tile])
         q, do = at(scratch["q_smem"], tile), at(scratch["do_smem"], tile)
-        (scores,) = parts.accumulated((_no_scores(),), self._scores(0, first, q, scratch), self.interpret)
+        some_q, some_do = parts.first_rows(q, columns), parts.first_rows(do, columns)
+        none = filled((ROWS, columns), 0, WGMMA)
+        (scores,) = parts.accumulated((none,), self._scores(0, first, some_q, scratch), self.interpret)
         for i in range(self.own):
             last = i == self.own - 1
             weights = self._weights(scores, tile, scratch)
             v = at(scratch["v_smem"], first + i)
-            products = [(0, x, transposed(y)) for x, y in zip(v, do, strict=True)]
-            products += [(1 + j, weights, part) for j, part in enumerate(do)]
-            dp, *dv_i = parts.accumulated((_no_scores(), *dv[i]), products, self.interpret)
+            products = [(0, x, transposed(y)) for x, y in zip(v, some_do, strict=True)]
+            products += [(1 + j, parts.widened(weights), part) for j, part in enumerate(do)]
+            dp, *dv_i = parts.accumulated((none, *dv[i]), products, self.interpret)
             dv[i] = tuple(dv_i)
             if i == 0:
                 self._wait_for_room(tile, room, scratch)
             if last:
                 pl.when(tile == self.steps - 1)(lambda: plgpu.barrier_arrive(scratch["v_consumed"]))
-            ds = self._ds(weights, dp, tile, scratch)
+            ds = parts.widened(self._ds(weights, dp, tile, scratch))
             at(scratch["ds_smem"], room * 2 * self.own + first + i)[0][...] = ds
             products = [(j, ds, part) for j, part in enumerate(q)]
             if last:
@@ -241,8 +241,8 @@ class ShortBackward(parts.Problem):
                 plgpu.barrier_arrive(scratch["ds_ready"].at[room])
                 dk[i] = parts.accumulated(dk[i], products, self.interpret)
             else:
-                products += self._scores(len(q), first + i + 1, q, scratch)
-                *dk_i, scores = parts.accumulated((*dk[i], _no_scores()), products, self.interpret)
+                products += self._scores(len(q), first + i + 1, some_q, scratch)
+                *dk_i, scores = parts.accumulated((*dk[i], none), products, self.interpret)
                 dk[i] = tuple(dk_i)
         plgpu.barrier_arrive(scratch["q_consumed"].at[tile])
         return tuple(dk), tuple(dv)
@@ -252,13 +252,13 @@ class ShortBackward(parts.Problem):
 
     def _weights(self, scores, tile, scratch):
         scores, tile = self._after((scores, tile))
-        lse = plgpu.load(scratch["lse_smem"].at[tile], layout=BY_COLUMN)
+        lse = plgpu.load(scratch["lse_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
         return jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)).astype(self.dtype)
 
     def _ds(self, weights, dp, tile, scratch):
         """From rounded weights: a second copy in float32 would not fit into the registers."""
         weights, dp, tile = self._after((weights, dp, tile))
-        delta = plgpu.load(scratch["delta_smem"].at[tile], layout=BY_COLUMN)
+        delta = plgpu.load(scratch["delta_smem"].at[tile, pl.ds(0, dp.shape[1])], layout=BY_COLUMN)
         return (weights.astype(jnp.float32) * (dp - along_columns(delta, dp.shape))).astype(self.dtype)
 
     def _wait_for_room(self, tile, room, scratch):
@@ -276,7 +276,3 @@ class ShortBackward(parts.Problem):
     def _fresh(self, index):
         """An index from which addresses have to be calculated anew, rather than all kept from loop to loop."""
         return index if self.interpret else lax.optimization_barrier(jnp.int32(index))
-
-
-def _no_scores() -> jax.Array:
-    return filled((ROWS, ROWS), 0, WGMMA)
