@@ -45,8 +45,8 @@ def _(x):
 def sums_over_rows(x_MGN: Tensor) -> Tensor:
     """(M, G, N), without gaps along N, -> (G, N): in one launch where rows are few, else by partial sums."""
     M, G, N = x_MGN.shape
-    rows, columns = 64, 32
-    steps = 8 if M > 2048 else max(1, triton.cdiv(M, rows))
+    rows, columns = 32, 64
+    steps = 16 if M > 2048 else max(1, triton.cdiv(M, rows))
     sums_PGN = x_MGN.new_empty(max(1, triton.cdiv(M, rows * steps)), G, N, dtype=torch.float32)
     if sums_PGN.numel():
         triton_call(
