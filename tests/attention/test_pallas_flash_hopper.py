@@ -66,7 +66,7 @@ def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, loader):
     qkv, do = torch.randn(1, N, 3, H, D).to(dtype), torch.randn(1, N, H, D).to(dtype)
     out, dqkv, lse = exact_attention(qkv, do, scale, is_causal)
     stages = 2 if loader else -(-N // 64)
-    schedule = Schedule(64, stages, warpgroups, loader, take_turns=loader and warpgroups == 2)
+    schedule = Schedule(64, stages, warpgroups, loader)
     name = str(dtype).removeprefix("torch.")
     problem = (1, H, N, N, D, name, scale, is_causal, 3 * H, (0, H, 2 * H), schedule, True)
     array = lambda x: jnp.asarray(x.float().numpy(), name)  # noqa: E731

@@ -66,6 +66,8 @@ class Cloud:
         (self.state / "plan.json").write_text(json.dumps({"faults": faults, **plan}))
 
     def start(self, *words, **environment):
+        # A shell without job control has what it starts in the background ignore ctrl-c, and so what that starts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with open(self.output, "w") as output:  # no pipe: what a killed script leaves running would hold it open
             return subprocess.Popen(
                 [str(self.checkout / "scripts/provision_v5litepod.sh"), *words],
@@ -74,8 +76,6 @@ class Cloud:
                 stderr=subprocess.STDOUT,
                 cwd=self.checkout,
                 env={**self.environment, **environment},
-                # A shell without job control lets what it starts in the background ignore ctrl-c, tests among that.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def finish(self, process, code=0):

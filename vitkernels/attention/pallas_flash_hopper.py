@@ -78,7 +78,7 @@ class Call:
     @cached_property
     def dq(self) -> Kernel:
         """(q, k, v, out, do, lse, dq, delta)"""
-        problem = self._problem(Backward, dq_schedule(self.keys, self.head_dim))
+        problem = self._problem(Backward, dq_schedule(self.queries, self.keys, self.head_dim))
         do = problem.rows(self.queries, self.heads)
         return Kernel(problem.dq, (*_inputs(problem), do, do, problem.vector()))
 

@@ -96,8 +96,6 @@ class Backward(parts.Problem):
     def _over_tiles(self, tokens: int, step_of, carry):
         """step_of(step, carry, tokens) for each tile; the last one's tokens are only those that there are."""
         whole, last = divmod(tokens, self.schedule.tile)
-        if self.is_causal and last:  # once more the loop's code, with masks, would not fit into the registers
-            whole, last = whole + 1, 0
         carry = lax.fori_loop(0, whole, lambda step, carry: step_of(step, carry, self.schedule.tile), carry)
         return step_of(jnp.int32(whole), carry, last) if last else carry
 

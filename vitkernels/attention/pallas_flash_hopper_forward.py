@@ -1,8 +1,7 @@
 """The forward kernel of `pallas_flash` on Hopper: TMA, wgmma, online softmax.
 
 One thread block per (batch, head, tile of queries); each of its compute warpgroups has 64 queries. Short sequences:
-all keys and values are requested at once and stay. Long ones: a warpgroup of its own refills a ring of tiles, and the
-compute warpgroups take turns at the tensor cores (FlashAttention-3, Shah et al. 2024, arXiv 2407.08608).
+all keys and values are requested at once and stay. Long ones: a warpgroup of its own refills a ring of tiles.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -33,7 +32,6 @@ class Forward(parts.Problem):
             "v_arrived": self.arrived(self.copies),
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
-            "turn": plgpu.Barrier(num_arrivals=self.schedule.warpgroups),
         }
         kernel = self.kernel(self._body, self.queries, (self.rows(self.queries, self.heads), self.vector()), scratch)
         return kernel(q_BNHD, k_BMHD, v_BMHD)
@@ -97,8 +95,6 @@ class Forward(parts.Problem):
         def step_of(step, carry, keys=s.tile):
             return self._step(q_smem, first_query, step, keys, carry, scratch)
 
-        if s.take_turns:
-            pl.when(lax.axis_index("warpgroup") == 1)(lambda: self._next_turn(scratch))
         if self.is_causal:
             carry = lax.fori_loop(0, self._steps_here(), step_of, carry)
         else:
@@ -106,14 +102,7 @@ class Forward(parts.Problem):
             carry = lax.fori_loop(0, whole, step_of, carry)
             if last:
                 carry = step_of(jnp.int32(whole), carry, last)
-        if s.take_turns:
-            pl.when(lax.axis_index("warpgroup") == 0)(lambda: self._next_turn(scratch))
         return carry
-
-    def _next_turn(self, scratch):
-        if self.schedule.take_turns:
-            plgpu.barrier_arrive(scratch["turn"])
-            plgpu.barrier_wait(scratch["turn"])
 
     def _step(self, q_smem, first_query, step, keys, carry, scratch):
         """The first `keys` keys of a tile into the running output, maximum and sum."""
@@ -125,20 +114,13 @@ class Forward(parts.Problem):
         def scores_of(acc_ref):
             for q, k in zip(q_smem, parts.first_rows(at(scratch["k_smem"], slot), columns), strict=True):
                 plgpu.wgmma(acc_ref, q, parts.transposed(k))
-            self._next_turn(scratch)
             return acc_ref[...]
 
         scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, columns), jnp.float32))
         if s.loader:
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         weights, out, highest, total = self.weighed(scores, first_query, step * s.tile, keys, carry)
-        if s.take_turns:
-            out, total, highest, weights = lax.optimization_barrier((out, total, highest, weights))
-            plgpu.barrier_arrive(scratch["turn"])
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
-        if s.take_turns:
-            plgpu.barrier_wait(scratch["turn"])
-
         v_smem = parts.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
         out = parts.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
         if s.loader:

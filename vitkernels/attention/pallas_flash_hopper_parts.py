@@ -128,9 +128,10 @@ class Problem:
 
 
 def padded(tokens: int) -> int:
-    """Room for what every schedule reads or writes of a vector over the queries: unlike copies of rows, copies of
-    vectors know no bounds (Mosaic GPU makes plain bulk copies of them)."""
-    return pl.cdiv(tokens, 256) * 256
+    """Room for what every schedule writes of a vector over the queries, 64 rows for each of up to four warpgroups, or
+    reads in tiles of 128: unlike copies of rows, copies of vectors know no bounds (Mosaic GPU makes plain bulk copies
+    of them)."""
+    return max(pl.cdiv(tokens, rows) * rows for rows in (192, 256))
 
 
 def tile(rows: int, head_dim: int, dtype, *leading: int) -> tuple:

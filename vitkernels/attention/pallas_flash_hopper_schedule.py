@@ -13,18 +13,13 @@ class Schedule:
     """One thread block: `warpgroups` that compute, 64 rows each, on `stages` tiles of `tile` rows that stream by.
 
     Without a loader all tiles are requested at once and stay (so stages must be all of them), and several blocks fit
-    on a multiprocessor. A loader is one more warpgroup, which refills a ring of tiles. take_turns: two warpgroups
-    alternate between the tensor cores and the exponential function (FlashAttention-3's ping-pong).
-
-    The forward and the dq kernel need an even number of warpgroups, so that the vectors they write are whole for tiles
-    of 128 queries.
+    on a multiprocessor. A loader is one more warpgroup, which refills a ring of tiles.
     """
 
     tile: int = 64
     stages: int = 2
     warpgroups: int = 2
     loader: bool = False
-    take_turns: bool = False
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -40,12 +35,12 @@ def widths(head_dim: int) -> tuple[int, ...]:
 
 
 def forward_schedule(keys: int, head_dim: int) -> Schedule:
-    longest = 256 if head_dim <= 64 and -(-keys // 256) * 2 == -(-keys // 128) else 128  # 1025 keys: 1152, not 1280
+    wide = head_dim > 64
     return (
-        _resident(128, 2, keys, head_dim, kept=1, blocks=2)
+        (None if wide else _resident(128, 2, keys, head_dim, kept=1, blocks=2))
         or _resident(64, 2, keys, head_dim, kept=1, blocks=2)
-        or (_resident(128, 4, keys, head_dim, kept=1) if head_dim <= 64 else None)
-        or Schedule(longest, 2, 2, loader=True, take_turns=True)
+        or (None if wide else _resident(128, 4, keys, head_dim, kept=1))
+        or Schedule(128 if sum(widths(head_dim)) <= 96 else 64, 2, 3, loader=True)
     )
 
 
@@ -62,18 +57,23 @@ def fits_short_forward(queries: int, keys: int, head_dim: int, is_causal: bool) 
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_causal)
 
 
-def dq_schedule(keys: int, head_dim: int) -> Schedule:
-    if head_dim > 64:
-        return _resident(64, 2, keys, head_dim, kept=3) or Schedule(64, 2, 2, loader=True)
-    return _resident(64, 4, keys, head_dim, kept=3) or Schedule(128, 2, 2, loader=True)
+def dq_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+    """Four resident warpgroups where all have rows, single ones where those save rows, or else a ring."""
+    rows = {warpgroups: -(-queries // (64 * warpgroups)) * 64 * warpgroups for warpgroups in (1, 2, 3, 4)}
+    four = rows[4] == rows[1] and _resident(64, 4, keys, head_dim, kept=3)
+    one = rows[1] < min(rows[2], rows[3]) and _resident(64, 1, keys, head_dim, kept=3, blocks=2)
+    if four or one:
+        return four or one
+    if rows[3] <= rows[2]:
+        return Schedule(64, 3 if sum(widths(head_dim)) <= 96 else 2, 3, loader=True)
+    return Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
 
 
 def dkdv_schedule(queries: int, head_dim: int) -> Schedule:
-    tile = 128 if head_dim <= 64 else 64
     return (
-        _resident(tile, 1, queries, head_dim, kept=2, blocks=2)
+        (_resident(128, 1, queries, head_dim, kept=2, blocks=2) if sum(widths(head_dim)) <= 96 else None)
         or _resident(64, 1, queries, head_dim, kept=2, blocks=2)
-        or Schedule(tile, 2, 2, loader=True)
+        or Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
     )
 
 
