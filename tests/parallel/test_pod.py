@@ -237,7 +237,7 @@ REFUSED = {
     "ddp": ("", "do not share its 2 chips evenly, each chip on one host: by rank they have [[0, 1], [0, 1]]"),
     "fsdp": (
         APART,
-        "2 hosts cannot train together: on rank 0, the rows of a batch came to [0.0, 1.0] and not to [0, 1",
+        "2 hosts cannot train together: on rank 0, the rows of a batch came to [0.0, 1.0] and not to",
     ),
 }
 

@@ -65,8 +65,8 @@ class Watch:
 
     def end_all(self, message: str) -> None:
         """End this process and, by the store, all others, with a message: for what no exception could end."""
-        self._store.set("lost", message)
-        self._end(message)
+        # Who is gone now may have been the first to miss another: that comes first.
+        self._end(self._store.compare_set("lost", "", message).decode())
 
     def _run(self) -> None:
         try:
