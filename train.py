@@ -226,7 +226,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     }
     path = parallel.on_main(run_folder.find_checkpoint, run_dir, cfg, checkpoints)
     if path is not None:
-        state, load_tensors = parallel.load(ckpt.load_state, path), partial(parallel.load, ckpt.load_tensors)
+        load_tensors = partial(parallel.load, ckpt.load_tensors)
+        state = parallel.load(ckpt.load_state, path)
         run_folder.refuse_other_run(path, state, identifying)
         models.load_weights(model, load_tensors(path, "model", model.state_dict()), str(path))
         optimizer_state.load(optimizer, model, path, state["optimizer"], load_tensors)

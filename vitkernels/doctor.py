@@ -27,7 +27,8 @@ def devices() -> list[str]:
             memory = torch.cuda.get_device_properties(i).total_memory / 2**30
             found.append(f"GPU {i}: {torch.cuda.get_device_name(i)}, {memory:.0f} GiB")
     if xla.has_tpu():
-        found.append("TPU: attached")
+        host = xla.host()
+        found.append("TPU: attached" + (f", host {host.rank} of 0 to {len(host.addresses) - 1}" if host else ""))
     return found
 
 
