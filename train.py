@@ -90,6 +90,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     )
     attn_options = {k: v for k, v in OmegaConf.to_container(cfg.attn, resolve=True).items() if k != "name"}
 
+    settings = {group: values for group, values in run_folder.identity(cfg).items() if group != "data"}
+    parallel.expect_same("the settings", settings, "start train.py with the same command everywhere")
+
     # ------------------------------------------------------------------ runtime
     runtime = parallel.runtime
     compiled = runtime.compiles_by_default if cfg.compile == "auto" else bool(cfg.compile)
@@ -113,6 +116,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     )
     sizes = "" if data.train is None else f"{data.train.num_samples} images to train, "
     sizes += f"{data.val.num_samples} to evaluate"
+    parallel.expect_same("the data sets", (sizes, data.num_classes), "every host needs the same files")
     log.info("data: %s, %d classes, %d px", sizes, data.num_classes, image_size)
 
     # ------------------------------------------------------------------ model

@@ -125,6 +125,14 @@ def test_figures_of_one_program_are_of_all_images_already():
     assert engine.stream == 0 and not engine.writes, "all draw the same, and the first has it all"
 
 
+def test_what_must_be_the_same_everywhere_is_compared():
+    engine = Three(Runtime())
+    engine.expect_same("the data sets", (5, 2), "mend it")
+    engine.gather = lambda value: [value, value, "other"]
+    with pytest.raises(UsageError, match="the data sets on rank 2 and on rank 0 are not the same: mend it"):
+        engine.expect_same("the data sets", (5, 2), "mend it")
+
+
 def test_a_loss_of_one_program_that_is_not_finite_blames_no_rank():
     import torch
 
@@ -288,6 +296,10 @@ def test_sigterm_to_one_host_stops_both_and_they_go_on_from_what_the_first_wrote
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["devices"], summary["batch_size"], summary["steps"]) == (2, 32, last + 2)
     assert list(losses(folder)) == list(range(1, last + 3))
+    words = [word for word in WORDS if not word.startswith(("runtime", "data.batch_size"))]
+    alone = Ranks(1, folder, *words, "data.batch_size=32", f"trainer.max_steps={last + 4}")
+    assert alone.finish() == [0] and "resumed from" in alone.said(), alone.said()
+    assert list(losses(folder)) == list(range(1, last + 5))
 
 
 @needs_xla
@@ -309,4 +321,16 @@ def test_weights_that_differ_between_hosts_are_refused(tmp_path):
     code = APART + UNCHECKED + "if xla.host().rank: pod._checksum = lambda model: -1\n"
     hosts = two_hosts(tmp_path / "run", "parallel=ddp", "trainer.max_steps=2", code=code)
     assert hosts.finish() == [2, 2], hosts.said()
-    assert "the weights on rank 1 are not those of rank 0" in hosts.said(0)
+    assert "the model's weights on rank 1 and on rank 0 are not the same" in hosts.said(0)
+
+
+@needs_xla
+def test_a_mistake_on_one_host_alone_is_told_to_the_other(tmp_path):
+    code = APART + UNCHECKED + "import vitkernels.models as models\n"
+    code += "from vitkernels.errors import UsageError\n"
+    code += "def missing(*args): raise UsageError('no such file: weights')\n"
+    code += "if xla.host().rank: models.input_spec = missing\n"
+    hosts = two_hosts(tmp_path / "run", "parallel=ddp", "trainer.max_steps=2", code=code)
+    assert hosts.finish() == [EXIT_INTERRUPTED, 2], hosts.said()
+    assert "[rank 1] error: no such file: weights" in hosts.said(1)
+    assert "rank 1 ended with UsageError: no such file: weights" in hosts.said(0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from vitkernels.errors import UsageError
 from vitkernels.runtime import Runtime
 
 
@@ -113,6 +114,13 @@ class Parallel:
         """Each of these counts, read from the device, for the images of all processes. All processes must call it."""
         shares = self.shares(values)
         return {name: sum(share[name] for share in shares) for name in values}
+
+    def expect_same(self, what: str, value, mend: str) -> None:
+        """Raise UsageError, on all processes, unless each of them has this value of `what`. All must call it."""
+        everyone = self.gather(value)
+        others = ", ".join(str(rank) for rank, one in enumerate(everyone) if one != everyone[0])
+        if others:
+            raise UsageError(f"{what} on rank {others} and on rank 0 are not the same: {mend}")
 
     def on_main(self, function: Callable, *args):
         """`function(*args)`, run by the main process alone: its result for all. An error there is an error for all."""

@@ -44,9 +44,6 @@ class Pod(Group):
         try:
             super().__init__(runtime)
             self._check()
-        except UsageError:
-            self.__exit__(None, None, None)  # all have found it, and leave together
-            raise
         except Exception as error:
             self.__exit__(type(error), error, error.__traceback__)
             raise
@@ -68,13 +65,8 @@ class Pod(Group):
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
         """Raises UsageError where the hosts have made different weights: each gives its chips its own."""
-        checksums = self.gather(_checksum(model))
-        others = [rank for rank, checksum in enumerate(checksums) if checksum != checksums[0]]
-        if others:
-            raise UsageError(
-                f"the weights on rank {', '.join(map(str, others))} are not those of rank 0: all hosts need the same "
-                "versions of all packages, and the same files for checkpoint and model.pretrained"
-            )
+        mend = "all need the same versions of all packages, and the same file where model.pretrained names one"
+        self.expect_same("the model's weights", _checksum(model), mend)
         return super().wrap(model, compiled, mode)
 
     # ---- before training ----

@@ -69,10 +69,12 @@ class Group(Parallel):
         return shared[0]
 
     def __exit__(self, kind, error, trace) -> None:
-        if error is None or isinstance(error, SystemExit) or getattr(error, "on_every_rank", False):
+        if error is None or isinstance(error, SystemExit):
             self._watch.stop()  # before all meet: nobody is missed who was allowed to go
             self.gather(None)  # dist.barrier asks for an accelerator, and fails where that is torch_xla's
             dist.destroy_process_group()
+        elif getattr(error, "on_every_rank", False):
+            self._watch.fail_alike(error)
         else:
             # A peer that died breaks our connection to it first: then the watch ends us before it is our error.
             self._watch.fail(error)

@@ -63,6 +63,18 @@ class Watch:
             self.stop()
             time.sleep(self._linger)
 
+    def fail_alike(self, error: BaseException) -> None:
+        """As `fail`, with an error that all should come to: if they do, each ends with it by itself."""
+        if self.world > 1:
+            self._store.set(f"failed/{self.rank}", "")
+            deadline = time.monotonic() + 3 * BEAT
+            while not self._store.check([f"failed/{rank}" for rank in range(self.world)]):
+                if time.monotonic() > deadline:
+                    return self.fail(error)
+                time.sleep(0.05)
+            self.stop()
+            time.sleep(self._linger)
+
     def end_all(self, message: str) -> None:
         """End this process and, by the store, all others, with a message: for what no exception could end."""
         # Who is gone now may have been the first to miss another: that comes first.

@@ -63,10 +63,17 @@ class XlaRuntime(Runtime):
         first = next(batches, None)
         if first is None:
             return
-        names = ("images", "targets")
+        names, failed = ("images", "targets"), []
+
+        def loaded():
+            try:
+                yield from itertools.chain([first], batches)
+            except Exception as error:  # in the loader's thread, where it would only end the epoch
+                failed.append(error)
+
         # It would cut the graph at each batch; `end_step` does, once per step, so it must never get to it.
         loader = MpDeviceLoader(
-            (dict(zip(names, batch, strict=True)) for batch in itertools.chain([first], batches)),
+            (dict(zip(names, batch, strict=True)) for batch in loaded()),
             self.device,
             batches_per_execution=1 << 62,
             loader_prefetch_size=4,
@@ -77,6 +84,8 @@ class XlaRuntime(Runtime):
         try:
             for batch in on_device:
                 yield batch["images"], batch["targets"]
+            if failed:
+                raise failed[0]
         finally:
             on_device._loader.close()  # ends its threads when the loop leaves an epoch early
 
