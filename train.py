@@ -90,7 +90,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     )
     attn_options = {k: v for k, v in OmegaConf.to_container(cfg.attn, resolve=True).items() if k != "name"}
 
-    settings = {group: values for group, values in run_folder.identity(cfg).items() if group != "data"}
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings["data"].pop("root", None)  # hosts may have their files in different places
     parallel.expect_same("the settings", settings, "start train.py with the same command everywhere")
 
     # ------------------------------------------------------------------ runtime

@@ -28,7 +28,8 @@ def devices() -> list[str]:
             found.append(f"GPU {i}: {torch.cuda.get_device_name(i)}, {memory:.0f} GiB")
     if xla.has_tpu():
         host = xla.host()
-        found.append("TPU: attached" + (f", host {host.rank} of 0 to {len(host.addresses) - 1}" if host else ""))
+        where = "" if host is None else f", worker {host.rank} of a slice of {len(host.addresses)} hosts"
+        found.append(f"TPU: attached{where}")
     return found
 
 

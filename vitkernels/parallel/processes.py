@@ -27,7 +27,10 @@ _LARGE_BUCKET = 128  # MB: few calls, and one can be copied together while the o
 
 
 class Group(Parallel):
-    """Processes that talk through gloo, on the host: through the device they would wait for all it was given."""
+    """Processes that talk through gloo, on the host: through the device they would wait for all it was given.
+
+    A subclass calls _join once it knows its rank and world.
+    """
 
     def _join(self, backend: str, watch: Watch, **keywords) -> None:
         dist.init_process_group(backend, rank=self.rank, world_size=self.world, **keywords)
