@@ -76,7 +76,7 @@ def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
     except run_folder.InUseError:
         raise
     except Exception as error:
-        if is_ours and parallels.is_main():
+        if is_ours and parallels.is_main(cfg.runtime.name):
             run_folder.note_failure(run_dir, str(error) or type(error).__name__)
         raise
 
@@ -89,6 +89,10 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         OmegaConf.to_container(group.kwargs, resolve=True) for group in (cfg.model, cfg.optim)
     )
     attn_options = {k: v for k, v in OmegaConf.to_container(cfg.attn, resolve=True).items() if k != "name"}
+
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings["data"].pop("root", None)  # hosts may have their files in different places
+    parallel.expect_same("the settings", settings, "start train.py with the same command everywhere")
 
     # ------------------------------------------------------------------ runtime
     runtime = parallel.runtime
@@ -113,6 +117,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     )
     sizes = "" if data.train is None else f"{data.train.num_samples} images to train, "
     sizes += f"{data.val.num_samples} to evaluate"
+    parallel.expect_same("the data sets", (sizes, data.num_classes), "every host needs the same files")
     log.info("data: %s, %d classes, %d px", sizes, data.num_classes, image_size)
 
     # ------------------------------------------------------------------ model
@@ -140,10 +145,10 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     backend = attention.get(attn).configured(**attn_options)
     model = build(backend, pretrained=cfg.model.pretrained or None)
     if cfg.checkpoint is not None:
-        models.load_weights(model, models.read_state_dict(cfg.checkpoint), cfg.checkpoint)
+        models.load_weights(model, parallel.load(models.read_state_dict, cfg.checkpoint), cfg.checkpoint)
     model.to(runtime.device)
-    if not parallel.is_main:
-        random_seed(cfg.seed, parallel.rank)  # the same weights everywhere, but each its own drop path
+    if parallel.stream:
+        random_seed(cfg.seed, parallel.stream)  # the same weights everywhere, but each its own drop path
     ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay and cfg.mode == "train" else None
     quantized = None
     if cfg.quant.name != "none":
@@ -212,7 +217,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     scaler = runtime.grad_scaler()
 
     # ------------------------------------------------------------------ state
-    checkpoints = ckpt.Checkpoints(run_dir / "checkpoints", cfg.checkpoints.keep, parallel.checkpoint_group)
+    checkpoints = ckpt.Checkpoints(
+        run_dir / "checkpoints", cfg.checkpoints.keep, parallel.checkpoint_group, parallel.writes
+    )
     step, best, result, train_loss, eval_pending = 0, {"top1": -1.0, "step": 0}, {}, None, False
     identifying = {
         "model_name": cfg.model.name,
@@ -224,17 +231,18 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     }
     path = parallel.on_main(run_folder.find_checkpoint, run_dir, cfg, checkpoints)
     if path is not None:
-        state = ckpt.load_state(path)
+        load_tensors = partial(parallel.load, ckpt.load_tensors)
+        state = parallel.load(ckpt.load_state, path)
         run_folder.refuse_other_run(path, state, identifying)
-        models.load_weights(model, ckpt.load_tensors(path, "model", model.state_dict()), str(path))
-        optimizer_state.load(optimizer, model, path, state["optimizer"])
+        models.load_weights(model, load_tensors(path, "model", model.state_dict()), str(path))
+        optimizer_state.load(optimizer, model, path, state["optimizer"], load_tensors)
         parallel.place_state(optimizer)
         scaler.load_state_dict(state["scaler"])
         if ema is not None:
-            models.load_weights(ema.module, ckpt.load_tensors(path, "ema", ema.module.state_dict()), str(path))
-        streams = ckpt.load_tensors(path, "rng")
-        if str(parallel.rank) in streams:  # a process more than there were begins streams of its own
-            ckpt.set_rng_state(streams[str(parallel.rank)], runtime)
+            models.load_weights(ema.module, load_tensors(path, "ema", ema.module.state_dict()), str(path))
+        streams = load_tensors(path, "rng")
+        if str(parallel.stream) in streams:  # a process more than there were begins streams of its own
+            ckpt.set_rng_state(streams[str(parallel.stream)], runtime)
         step, best, result = state["step"], state["best"], state["result"]
         train_loss, eval_pending = state["train_loss"], state["eval_pending"]
         if parallel.is_main:  # in a folder of its own too the run has the best checkpoint that it speaks of
@@ -253,7 +261,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         tensors, rest = optimizer_state.pack(optimizer, model)
         tensors = ckpt.named("optimizer", tensors) | ckpt.named("model", model.state_dict())
         tensors |= {} if ema is None else ckpt.named("ema", ema.module.state_dict())
-        tensors[f"rng/{parallel.rank}"] = ckpt.rng_state(runtime)
+        tensors[f"rng/{parallel.stream}"] = ckpt.rng_state(runtime)
         state = {
             **identifying,
             "optimizer": rest,
@@ -282,7 +290,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
 
     def samples_of_step(number: int, rank: int) -> str:
         epoch, index = divmod(number - 1, steps_per_epoch)
-        ids = [i for b in range(index * accum, (index + 1) * accum) for i in train.sample_ids(epoch, b, rank)]
+        batches = range(index * accum, (index + 1) * accum)
+        ranks = range(parallel.world) if parallel.one_program else [rank]
+        ids = [i for r in ranks for b in batches for i in train.sample_ids(epoch, b, r)]
         return ", ".join(train.describe(ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
 
     def last_good() -> str:

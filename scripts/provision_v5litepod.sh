@@ -21,7 +21,7 @@ The life of a Cloud TPU v5e node, safe to interrupt and to run again.
   ssh       open a shell on a worker (--worker N); after --: a command, run on --worker N or all
   setup     copy this checkout to every worker, install the locked packages, run the doctor on each
   train     train on every worker with the settings after --; started again, it joins the training that goes on
-  fetch     copy the run's folder to runs/NAME here
+  fetch     copy the run's folder, which worker 0 writes, to runs/NAME here
   delete    delete the node and the request; asks first, unless --quiet
   run       all of it with the settings after --; the node is deleted at the end, whatever happened
 

@@ -27,7 +27,9 @@ def devices() -> list[str]:
             memory = torch.cuda.get_device_properties(i).total_memory / 2**30
             found.append(f"GPU {i}: {torch.cuda.get_device_name(i)}, {memory:.0f} GiB")
     if xla.has_tpu():
-        found.append("TPU: attached")
+        host = xla.host()
+        where = "" if host is None else f", worker {host.rank} of a slice of {len(host.addresses)} hosts"
+        found.append(f"TPU: attached{where}")
     return found
 
 

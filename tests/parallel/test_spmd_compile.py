@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     tpu_static.unavailable() is not None or xla.unavailable() is not None,
     reason=f"{tpu_static.unavailable()} {xla.unavailable()}",
 )
-BATCH = 3  # of each chip: no size of the model is it, nor 12 or 24, so that activations can be told from weights
+BATCH = 3  # of each chip: no size of the model is it, nor 12, 24 or 48, so that activations can be told from weights
 QKV = [288, 96]
 
 
@@ -26,7 +26,7 @@ def compiled(chips, engines, words, results, log):
     results.write_text(json.dumps(tpu_spmd.main(chips, engines, words)))
 
 
-@pytest.mark.parametrize(("chips", "engines"), [(4, ("ddp", "fsdp")), (8, ("ddp", "fsdp"))])
+@pytest.mark.parametrize(("chips", "engines"), [(4, ("ddp", "fsdp")), (8, ("ddp", "fsdp")), (16, ("fsdp",))])
 def test_each_chip_runs_the_kernels_on_its_images_and_only_weights_and_gradients_travel(chips, engines, tmp_path):
     words = ["model=vit_digits", "+model.kwargs.depth=1", "attn=pallas_flash", f"data.batch_size={BATCH}"]
     results, log = tmp_path / "results.json", tmp_path / "log"
@@ -45,6 +45,8 @@ def test_each_chip_runs_the_kernels_on_its_images_and_only_weights_and_gradients
         assert found["ddp"]["results"].count(QKV) == 3, "the weight and its two moments, whole"
     fsdp = found["fsdp"]
     gathered = [math.prod(shape) for shape in fsdp["collectives"]["all-gather"]]  # XLA gives some another shape
-    assert math.prod(QKV) in gathered and fsdp["collectives"]["reduce-scatter"]
+    assert math.prod(QKV) in gathered
+    # So small a model's gradients are summed whole over 16 chips, each of which then keeps its part.
+    assert fsdp["collectives"].get("reduce-scatter") or (chips == 16 and QKV in fsdp["collectives"]["all-reduce"])
     part = [QKV[0] // chips, QKV[1]]
     assert part in fsdp["arguments"] and fsdp["results"].count(part) == 3 and QKV not in fsdp["results"]

@@ -40,6 +40,18 @@ def test_batches_arrive_in_order_and_an_epoch_can_be_left_early():
     assert [int(targets.cpu()) for _, targets in device.feed(batches[:4])] == [0, 1, 2, 3]
 
 
+def test_an_error_in_the_input_is_no_end_of_the_epoch():
+    def batches():
+        for i in range(3):
+            yield torch.full((2, 2), float(i)), torch.tensor([i])
+        raise OSError("the disk is gone")
+
+    feed = runtime.create("xla").feed(batches())
+    assert [int(next(feed)[1].cpu()) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(feed)
+
+
 def test_random_state_comes_back():
     device = runtime.create("xla")
     state = device.rng_state()

@@ -1,9 +1,10 @@
-"""A training step over several chips of one host, as torch_xla's SPMD would give it to TPUs: recorded, and compiled by
-libtpu. Nothing runs and no TPU is needed.
+"""A training step over several chips, as torch_xla's SPMD would give it to TPUs: recorded, and compiled by libtpu.
+Nothing runs and no TPU is needed.
 
     python -m vitkernels.bench.tpu_spmd 4 ddp,fsdp model=vit_base_patch16_224 attn=pallas_flash
 
-CPU devices stand for the chips while train.py records its first step, in which the optimizer's state is made.
+CPU devices stand for the chips while train.py records its first step, in which the optimizer's state is made. Those of
+several hosts have the same step: each host gives it rows of its own, and a batch has the shape of all rows together.
 """
 
 import json
@@ -21,7 +22,7 @@ from vitkernels.bridge import lazy_target
 from vitkernels.errors import UsageError
 from vitkernels.runtime.xla import XlaRuntime
 
-TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4"}  # of one host, as libtpu describes them
+TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}  # as libtpu describes them; 16 chips are of several hosts
 _COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
@@ -100,7 +101,7 @@ def _shapes(text: str) -> list[list[int]]:
 def main(chips: int, engines: list[str], overrides: list[str]) -> dict[str, dict]:
     """facts() by engine. It must be the process's first use of torch_xla."""
     if chips not in TOPOLOGIES:
-        raise UsageError(f"several v5e chips of one host are {', '.join(map(str, TOPOLOGIES))}; got {chips}")
+        raise UsageError(f"several v5e chips can be {', '.join(map(str, TOPOLOGIES))}; got {chips}")
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "JAX_PLATFORMS": "cpu"}
     return {engine: facts(compile_for(record(engine, *overrides), chips)) for engine in engines}
 

@@ -4,7 +4,7 @@ import os
 
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.parallel.base import Parallel
-from vitkernels.runtime import Runtime
+from vitkernels.runtime import Runtime, xla
 
 __all__ = ["Parallel", "create", "is_main", "names", "rank_arguments"]
 
@@ -48,7 +48,7 @@ def create(
         raise UsageError("parallel.reshard=true gathers block by block, which parallel.overlap=false does not")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if runtime.name == "xla":
-        return _spmd(name, runtime, world)
+        return _spmd(name, runtime, world, lost_after)
     if name == "auto":
         name = "ddp" if world > 1 else "none"
     if name == "none":
@@ -63,35 +63,54 @@ def create(
     return processes.Fsdp(runtime, lost_after, beside, reduce, gather, reshard)
 
 
-def _spmd(name: str, runtime: Runtime, world: int) -> Parallel:
+def _spmd(name: str, runtime: Runtime, world: int, lost_after: float) -> Parallel:
     if world > 1:
         raise UsageError(
             "on a TPU one process drives all chips of its host: start train.py without torchrun, once on each host"
         )
     import torch_xla.runtime as xr
 
-    devices = xr.global_runtime_device_count()
+    devices, processes, host = xr.global_runtime_device_count(), xr.process_count(), xla.host()
+    hosts = 1 if host is None else len(host.addresses)
+    if processes != hosts:
+        raise UsageError(
+            f"this TPU slice has {hosts} hosts by its metadata, and torch_xla finds {processes} processes in it: start "
+            "train.py once on each host, without TPU_PROCESS_BOUNDS and TPU_VISIBLE_CHIPS in the environment"
+        )
     if name == "auto":
         name = "ddp" if devices > 1 else "none"
     if name == "none":
         if devices > 1:
-            raise UsageError(f"parallel=none is for one device, and this host drives {devices}: parallel=ddp or fsdp")
+            raise UsageError(f"parallel=none is for one device, and here are {devices}: parallel=ddp or fsdp")
         return Parallel(runtime)
-    from vitkernels.parallel import spmd
+    from vitkernels.parallel import pod, spmd
 
+    if host is not None:
+        return {"ddp": pod.PodData, "fsdp": pod.PodFsdp}[name](runtime, host, lost_after)
     return {"ddp": spmd.SpmdData, "fsdp": spmd.SpmdFsdp}[name](runtime)
 
 
-def is_main() -> bool:
-    """Whether this process is the one that writes files, before any engine exists."""
-    return os.environ.get("RANK", "0") == "0"
+def _place(runtime: str) -> tuple[int, int]:
+    """(rank, world) of this process, before any engine exists: torchrun's, or a host's in its TPU slice."""
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    host = xla.host() if runtime in ("auto", "xla") else None
+    return (0, 1) if host is None else (host.rank, len(host.addresses))
+
+
+def is_main(runtime: str = "auto") -> bool:
+    """Whether this process, on the runtime of that name, is the one that writes files, before any engine exists."""
+    return _place(runtime)[0] == 0
 
 
 def rank_arguments(argv: list[str]) -> list[str]:
     """The command line for this process: all but the main one neither write nor log more than warnings."""
-    if is_main():
+    chosen = [word.partition("=")[2] for word in argv if word.startswith("runtime=")]
+    rank, world = _place(*chosen[-1:] or ["auto"])
+    if world > 1 and {"-m", "--multirun"} & set(argv):
+        raise UsageError("a sweep starts its own processes: run it without torchrun, and not on a TPU slice's hosts")
+    if rank == 0:
         return argv
-    if {"-m", "--multirun"} & set(argv):
-        raise UsageError("a sweep starts its own processes: run it without torchrun")
     mine = [word for word in argv if not word.startswith("hydra.run.dir=")]
-    return [*mine, "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=other_rank"]
+    lines = f"hydra.job_logging.formatters.plain.format='[rank {rank}] %(message)s'"
+    return [*mine, "hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=other_rank", lines]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
+from vitkernels.errors import UsageError
 from vitkernels.runtime import Runtime
 
 
@@ -13,12 +14,15 @@ class Parallel:
     """One process on one device: the methods are the identities that a single process needs.
 
     rank, world: of this process among all. local_devices: devices that this process feeds; data.batch_size is for each.
-    checkpoint_group: a process group of its own for a thread that writes checkpoints; None for one process.
+    one_program: all processes run one program over all devices (SPMD). What it computes is of all their images, and the
+    same for each of them; so must be all that they give it beside their images, such as what they draw at random.
+    checkpoint_group: a process group of its own for a thread that writes checkpoints; None where one process writes.
     """
 
     name = "none"
     rank, world = 0, 1
     local_devices = 1
+    one_program = False
     checkpoint_group = None
 
     def __init__(self, runtime: Runtime):
@@ -33,6 +37,16 @@ class Parallel:
     def devices(self) -> int:
         """Devices of all processes."""
         return self.world * self.local_devices
+
+    @property
+    def stream(self) -> int:
+        """The number of the random streams that this process draws from."""
+        return 0 if self.one_program else self.rank
+
+    @property
+    def writes(self) -> bool:
+        """Whether this process has something to write of a checkpoint: of one program the main process has it all."""
+        return self.is_main or not self.one_program
 
     def describe(self) -> str:
         return "one device"
@@ -89,14 +103,35 @@ class Parallel:
         """Every process's value, by rank; plain Python objects. All processes must call it."""
         return [value]
 
+    def shares(self, value) -> list:
+        """A value from the device, of each process's images, by rank; a single one where it is of all images already.
+
+        All processes must call it.
+        """
+        return [value] if self.one_program else self.gather(value)
+
     def total(self, values: dict[str, float]) -> dict[str, float]:
-        """Each of these figures summed over all processes, of which each has counted its own images."""
-        everyone = self.gather(values)
-        return {name: sum(one[name] for one in everyone) for name in values}
+        """Each of these counts, read from the device, for the images of all processes. All processes must call it."""
+        shares = self.shares(values)
+        return {name: sum(share[name] for share in shares) for name in values}
+
+    def expect_same(self, what: str, value, mend: str) -> None:
+        """Raise UsageError, on all processes, unless each of them has this value of `what`. All must call it."""
+        everyone = self.gather(value)
+        others = ", ".join(str(rank) for rank, one in enumerate(everyone) if one != everyone[0])
+        if others:
+            raise UsageError(f"{what} on rank {others} and on rank 0 are not the same: {mend}")
 
     def on_main(self, function: Callable, *args):
         """`function(*args)`, run by the main process alone: its result for all. An error there is an error for all."""
         return function(*args)
+
+    def load(self, function: Callable, *args):
+        """`function(*args)`, which reads files of the run: each process what it needs, or the main one for all.
+
+        The latter for one program: what each gives it is then surely the same, and only one host needs the files.
+        """
+        return self.on_main(function, *args) if self.one_program else function(*args)
 
     # ---- beginning and end ----
 

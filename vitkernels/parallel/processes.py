@@ -27,13 +27,18 @@ _LARGE_BUCKET = 128  # MB: few calls, and one can be copied together while the o
 
 
 class Group(Parallel):
-    """Processes that talk through gloo, on the host: through the device they would wait for all it was given."""
+    """Processes that talk through gloo, on the host: through the device they would wait for all it was given.
 
-    def _join(self, backend: str, **keywords) -> None:
-        dist.init_process_group(backend, **keywords)
+    A subclass calls _join once it knows its rank and world.
+    """
+
+    def _join(self, backend: str, watch: Watch, **keywords) -> None:
+        dist.init_process_group(backend, rank=self.rank, world_size=self.world, **keywords)
         self._host = dist.new_group(backend="gloo")
-        self.checkpoint_group = dist.new_group(backend="gloo")
+        self.checkpoint_group = None if self.one_program else dist.new_group(backend="gloo")
         self._vote: tuple[dist.Work, Tensor] | None = None
+        self._watch = watch
+        watch.start()
 
     def agree(self, asked: bool) -> bool:
         """The votes of the step before: those are in by now, so that nothing waits for them."""
@@ -68,8 +73,14 @@ class Group(Parallel):
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None or isinstance(error, SystemExit):
-            dist.barrier(group=self._host)
-        dist.destroy_process_group()
+            self._watch.stop()  # before all meet: nobody is missed who was allowed to go
+            self.gather(None)  # dist.barrier asks for an accelerator, and fails where that is torch_xla's
+            dist.destroy_process_group()
+        elif getattr(error, "on_every_rank", False):
+            self._watch.fail_alike(error)
+        else:
+            # A peer that died breaks our connection to it first: then the watch ends us before it is our error.
+            self._watch.fail(error)
 
 
 class Processes(Group):
@@ -92,12 +103,10 @@ class Processes(Group):
         on_gpu = self.device.type == "cuda"
         self._join(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            Watch(self.rank, self.world, lost_after, (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))),
             store=_store_of_this_attempt(),
-            rank=self.rank,
-            world_size=self.world,
             device_id=self.device if on_gpu else None,
         )
-        self._watch = Watch(self.rank, self.world, lost_after)
 
     def describe(self) -> str:
         backend = "nccl" if self.device.type == "cuda" else "gloo"
@@ -111,16 +120,6 @@ class Processes(Group):
         torch._dynamo.config.recompile_limit = max(limit, 4 * len(model.blocks))
         for module in model.blocks if self.overlap else [model]:
             module.forward = torch.compile(module.forward, mode=mode)
-
-    def __exit__(self, kind, error, trace) -> None:
-        if error is None or isinstance(error, SystemExit):
-            self._watch.stop()  # before the barrier: nobody is missed who was allowed to go
-            super().__exit__(kind, error, trace)
-        elif getattr(error, "on_every_rank", False):
-            self._watch.stop()
-        else:
-            # A peer that died breaks our connection to it first: then the watch ends us before it is our error.
-            self._watch.fail(error)
 
 
 def _store_of_this_attempt() -> dist.Store:

@@ -1,4 +1,4 @@
-"""The TPU chips of one host: one process and one program over a mesh of them, which XLA partitions.
+"""TPU chips: one program over a mesh of them all, which XLA partitions. One host here; several in pod.py.
 
 Sources: Xu et al., "GSPMD" (arXiv:2105.04663); PyTorch/XLA's user guide on SPMD and its FSDPv2. Unlike FSDPv2's wrapper
 this leaves the modules, and so the parameters' names, as they are.
@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vitkernels.errors import UsageError
 from vitkernels.parallel.base import Parallel
 from vitkernels.runtime import Runtime
 
@@ -19,21 +18,23 @@ class SpmdData(Parallel):
     """Every chip has the whole model and its part of each batch. Pallas kernels run on these parts (pallas_spmd.py)."""
 
     name = "ddp"
+    one_program = True
 
     def __init__(self, runtime: Runtime):
         super().__init__(runtime)
         import torch_xla.distributed.spmd as spmd
+
+        self._spmd = spmd
+        chips = self._chips()
+        self.local_devices = len(chips) // self.world
+        self.mesh = spmd.Mesh(np.array(chips), (len(chips),), ("data",))
+        spmd.set_global_mesh(self.mesh)
+
+    def _chips(self) -> list[int]:
+        """All chips, as torch_xla numbers them, in the order in which they get the rows of a batch."""
         import torch_xla.runtime as xr
 
-        if xr.process_count() > 1:
-            raise UsageError(
-                f"this slice has {xr.process_count()} hosts; training over several is not supported on TPUs yet, only "
-                "over the chips of one host"
-            )
-        self.local_devices = xr.global_runtime_device_count()
-        self._spmd = spmd
-        self.mesh = spmd.Mesh(np.arange(self.devices), (self.devices,), ("data",))
-        spmd.set_global_mesh(self.mesh)
+        return list(range(xr.global_runtime_device_count()))
 
     def describe(self) -> str:
         return f"{self.name}, SPMD over {self.devices} devices"
@@ -44,9 +45,10 @@ class SpmdData(Parallel):
         return super().wrap(model, compiled, mode)
 
     def feed(self, batches) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each chip gets its rows of a batch."""
+        """Each chip gets its rows of a batch, of which each process has those for its own chips (`minibatch`)."""
+        several = self.world > 1
         return self.runtime.feed(
-            batches, lambda rank: self._spmd.ShardingSpec(self.mesh, ("data", *[None] * (rank - 1)))
+            batches, lambda rank: self._spmd.ShardingSpec(self.mesh, ("data", *[None] * (rank - 1)), minibatch=several)
         )
 
     def _place(self, tensor: Tensor, dimension: int | None) -> None:

@@ -17,26 +17,34 @@ BEAT = 1.0  # seconds between two signs of life
 
 
 class Watch:
-    """A thread of each process that says "alive" in torchrun's store and looks after others.
+    """A thread of each process that says "alive" in a store and looks after others.
 
     Those on the same host are missed as soon as their process is gone; every process when its sign of life is
     `lost_after` seconds old. Whoever misses one tells all through the store, and all end with the exit code that asks
     for a restart: a device may never come back from waiting for a peer, so nothing gentler would end them in time.
+
+    address: of the store, (host, port). keeps_store: the store ends with this process, so that it ends a little later
+    than it says why.
     """
 
-    def __init__(self, rank: int, world: int, lost_after: float):
+    def __init__(self, rank: int, world: int, lost_after: float, address: tuple[str, int], keeps_store: bool = False):
         self.rank, self.world, self.lost_after = rank, world, lost_after
+        self.address = address
+        self._linger = 3 * BEAT if keeps_store else 0
         self._stop = threading.Event()
-        if world == 1:
+
+    def start(self) -> None:
+        """Watch, and be watched."""
+        if self.world == 1:
             return
         # A connection of its own: the process group's may be held by a call that waits for a peer. The keys are this
         # start's own, since torchrun's store outlives a restart.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        store = dist.TCPStore(*self.address, is_master=False)
         self._store = dist.PrefixStore(f"alive/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
-        self._store.set_timeout(timedelta(seconds=lost_after))
-        self._store.set(f"who/{rank}", f"{socket.gethostname()} {os.getpid()}")
-        self._store.set(f"beat/{rank}", "0")
+        self._store.set_timeout(timedelta(seconds=self.lost_after))
+        self._store.set(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
+        self._store.set(f"beat/{self.rank}", "0")
         self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self._thread.start()
 
@@ -53,13 +61,32 @@ class Watch:
             reason = (str(error).splitlines() or [""])[0]
             self._store.set("lost", f"rank {self.rank} ended with {type(error).__name__}: {reason}")
             self.stop()
+            time.sleep(self._linger)
+
+    def fail_alike(self, error: BaseException) -> None:
+        """As `fail`, with an error that all should come to: if they do, each ends with it by itself."""
+        if self.world > 1:
+            self._store.set(f"failed/{self.rank}", "")
+            deadline = time.monotonic() + 3 * BEAT
+            while not self._store.check([f"failed/{rank}" for rank in range(self.world)]):
+                if time.monotonic() > deadline:
+                    return self.fail(error)
+                time.sleep(0.05)
+            self.stop()
+            time.sleep(self._linger)
+
+    def end_all(self, message: str) -> None:
+        """End this process and, by the store, all others, with a message: for what no exception could end."""
+        # Who is gone now may have been the first to miss another: that comes first.
+        self._end(self._store.compare_set("lost", "", message).decode())
 
     def _run(self) -> None:
         try:
             self._look()
         except Exception as error:
             if not self._stop.is_set():
-                self._end(f"the store of torchrun is gone ({error}): its host, or torchrun itself, has ended")
+                where = "{}:{}".format(*self.address)
+                self._end(f"the store at {where} is gone ({error}): its host, or the process that kept it, has ended")
 
     def _look(self) -> None:
         names = [name.decode().split() for name in self._store.multi_get([f"who/{r}" for r in range(self.world)])]
@@ -84,13 +111,12 @@ class Watch:
         self._store.set(f"beat/{self.rank}", "left")
 
     def _miss(self, rank: int, name: list[str], what: str) -> None:
-        message = f"rank {rank} (process {name[1]} on {name[0]}) {what}"
-        self._store.set("lost", message)
-        self._end(message)
+        self.end_all(f"rank {rank} (process {name[1]} on {name[0]}) {what}")
 
     def _end(self, message: str) -> None:
         log.error("%s; rank %d ends. A restart with resume=auto goes on from the newest checkpoint", message, self.rank)
         logging.shutdown()
+        time.sleep(self._linger)
         os._exit(EXIT_INTERRUPTED)
 
 

@@ -1,10 +1,13 @@
 """TPUs through torch_xla's lazy graphs; with PJRT_DEVICE=CPU the same code runs on any machine."""
 
 import contextlib
+import functools
 import importlib.util
 import itertools
 import logging
+import os
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +63,17 @@ class XlaRuntime(Runtime):
         first = next(batches, None)
         if first is None:
             return
-        names = ("images", "targets")
+        names, failed = ("images", "targets"), []
+
+        def loaded():
+            try:
+                yield from itertools.chain([first], batches)
+            except Exception as error:  # in the loader's thread, where it would only end the epoch
+                failed.append(error)
+
         # It would cut the graph at each batch; `end_step` does, once per step, so it must never get to it.
         loader = MpDeviceLoader(
-            (dict(zip(names, batch, strict=True)) for batch in itertools.chain([first], batches)),
+            (dict(zip(names, batch, strict=True)) for batch in loaded()),
             self.device,
             batches_per_execution=1 << 62,
             loader_prefetch_size=4,
@@ -74,6 +84,8 @@ class XlaRuntime(Runtime):
         try:
             for batch in on_device:
                 yield batch["images"], batch["targets"]
+            if failed:
+                raise failed[0]
         finally:
             on_device._loader.close()  # ends its threads when the loop leaves an epoch early
 
@@ -168,3 +180,31 @@ def has_tpu() -> bool:
     from pathlib import Path
 
     return any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
+
+
+class Host(NamedTuple):
+    """One of several hosts of a TPU slice: its number among them, and the network addresses of all, by number."""
+
+    rank: int
+    addresses: tuple[str, ...]
+
+
+@functools.cache
+def host() -> Host | None:
+    """Which host of its TPU slice this machine is, as the slice's metadata has it; None where one host is all.
+
+    The TPU is not opened, and torch_xla is loaded only where there are TPU device files.
+    """
+    on_tpu = has_tpu() and os.environ.get("PJRT_DEVICE", "TPU") == "TPU"
+    if not on_tpu or unavailable() is not None:
+        return None
+    from torch_xla._internal import tpu
+
+    if tpu.num_available_chips() == 0 or tpu.process_bounds_size() == 1:  # none of Google's; set to be alone
+        return None
+    try:
+        addresses = tuple(tpu.get_worker_ips())
+        return Host(tpu.worker_id(), addresses) if len(addresses) > 1 else None
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        log.warning("the metadata of this TPU slice cannot be read (%r): taken for a single host", error)
+        return None

@@ -5,7 +5,8 @@
     best -> step_00000020                      the best so far, kept however many follow
 
 Written and read by torch.distributed.checkpoint, so that any number of processes reads what any other number wrote.
-Nothing in them is executed: there is no pickle. Several hosts need one file system for them.
+Nothing in them is executed: there is no pickle. Several hosts under torchrun need one file system for them; of those of
+a TPU slice the first alone writes and reads.
 """
 
 import json
@@ -50,18 +51,22 @@ class Checkpoints:
     """The checkpoints of one run: `step_*`, the newest `keep` of them, and `best`.
 
     group: the process group of all that write, with a CPU backend, used by nothing else; None for one process.
+    writes: whether this process is one of them.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2, group=None):
+    def __init__(self, folder: str | Path, keep: int = 2, group=None, writes: bool = True):
         if keep < 1:
             raise UsageError(f"checkpoints.keep must be at least 1, got {keep}")
         self.folder = Path(folder)
         self.keep = keep
         self.group = group
+        self.writes = writes
         self._writing: tuple[Path, Future] | None = None
 
     def save(self, tensors: dict[str, torch.Tensor], state: dict, step: int) -> Path:
-        """Begin to write the checkpoint of `step`; what it holds is copied before this returns. All processes call it.
+        """Begin to write the checkpoint of `step`; what it holds is copied before this returns.
+
+        All processes call it, those that do not write too: to copy what lies on all devices takes all.
 
         tensors: by name; each process's own, whole or as a DTensor. state: what JSON can hold, the main process's.
         A process killed at any moment leaves the earlier checkpoints whole; the newest `keep` up to this step stay.
@@ -69,6 +74,8 @@ class Checkpoints:
         self.wait()
         path = self.folder / folder_name(step)
         tensors = {name: t.detach().cpu() if t.device.type == "xla" else t.detach() for name, t in tensors.items()}
+        if not self.writes:
+            return path
         written = dcp.async_save(
             tensors,
             storage_writer=_Writer(path, {"format": FORMAT, "step": step, **state}, self._prune),

@@ -33,7 +33,7 @@ class StepRecord:
 
 
 class History:
-    """Collects device tensors step by step; reads them all at once, and takes the mean loss of all processes."""
+    """Collects device tensors step by step; reads them all at once, and takes the mean loss of all images."""
 
     def __init__(self, parallel: Parallel):
         self.parallel = parallel
@@ -46,7 +46,7 @@ class History:
         """The records since the last call, in order. Waits for the device."""
         read = self.parallel.runtime.read
         norms = read([norm for _, _, norm, _ in self._pending])
-        by_rank = self.parallel.gather(read([loss for _, loss, _, _ in self._pending]))
+        by_rank = self.parallel.shares(read([loss for _, loss, _, _ in self._pending]))
         records = [
             StepRecord(step, sum(losses) / len(losses), norm, lr, _broken(losses))
             for (step, _, _, lr), norm, *losses in zip(self._pending, norms, *by_rank, strict=True)

@@ -4,6 +4,7 @@ Numbers of parameters change with what is frozen and how parameters are grouped;
 the number of processes that share them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,9 +28,12 @@ def pack(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, 
     return tensors, {"groups": groups, "values": values}
 
 
-def load(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, rest: dict) -> None:
+def load(
+    optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, rest: dict, read: Callable = load_tensors
+) -> None:
     """Restore what `pack` gave from the checkpoint at `path`; UsageError when parameters were grouped otherwise.
 
+    read: called as checkpoint.load_tensors.
     Of a group only what it counts ("step", Lookahead's "lookahead_step") comes from the checkpoint: weight decay, betas
     and the like are settings, and stay those that the optimizer was made with.
     """
@@ -45,7 +49,7 @@ def load(optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, rest: d
             # LAMB counts its steps in a tensor.
             group |= {k: torch.as_tensor(group[k]).to(v) for k, v in own.items() if isinstance(v, torch.Tensor)}
         parameters = dict(model.named_parameters())
-        stored = load_tensors(path, "optimizer", _Like(parameters))
+        stored = read(path, "optimizer", _Like(parameters))
         state: dict[int, dict] = {}
         for name, value in {**stored, **rest["values"]}.items():
             parameter, _, entry = name.rpartition("/")
