@@ -37,6 +37,7 @@ from vitkernels import runtime as runtimes
 from vitkernels.environment import git_commit, versions
 from vitkernels.errors import UsageError
 from vitkernels.ops import cross_entropy
+from vitkernels.optim import with_kernel
 from vitkernels.parallel import Parallel
 from vitkernels.quant import Scheme, quantize_, size_in_bytes, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
@@ -200,6 +201,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         )
     except (ValueError, TypeError, AssertionError) as error:
         raise UsageError(f"optim.opt={cfg.optim.opt} with these settings cannot be built by timm: {error}") from error
+    optimizer = with_kernel(optimizer, cfg.ops.adamw)
     parallel.prepare(optimizer)
     warmup_steps = min(round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10)
     scheduler, _ = create_scheduler_v2(
@@ -337,7 +339,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
                     scaler.scale(loss / accum).backward()
                 losses.append(loss.detach())
             scaler.unscale_(optimizer)
-            grad_norm = parallel.clip_gradients(parameters, cfg.trainer.clip_grad)
+            grad_norm = parallel.clip_gradients(parameters, cfg.trainer.clip_grad, optimizer)
             scaler.step(optimizer)
             scaler.update()
             optimizer.zero_grad(set_to_none=True)

@@ -101,6 +101,10 @@ def main() -> None:
             f"fused ops would only be interpreted on {runtime.describe()}: no row {', '.join(sorted(missing))}"
         )
     build |= {f"attn={args.attn} {name}": make for name, make in rows_of_ours.items() if name in chosen}
+    ops_of = {"eager": "eager", "fused": "fused", "best": "auto", "best reduce-overhead": "auto"}
+    adamw = {
+        f"attn={args.attn} {row}": OmegaConf.load(ROOT / f"conf/ops/{ops}.yaml").adamw for row, ops in ops_of.items()
+    }
     learns = [BASELINE, f"{BASELINE} again", f"attn={args.attn} fused", f"attn={args.attn} best"]
     build[f"{BASELINE} again"] = peers["compiled sdpa"]  # the noise between two measurements of the same thing
     context = {
@@ -111,7 +115,7 @@ def main() -> None:
     }
     rows = []
     for row in step.run_variants(
-        build, runtime, learns, args.learning_steps,
+        build, runtime, learns, args.learning_steps, adamw,
         image_size=image_size, in_chans=in_chans, batch_size=args.batch, num_classes=args.classes,
         warmup=args.warmup, steps=args.steps,
     ):  # fmt: skip

@@ -3,7 +3,7 @@
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitkernels.environment import git_commit, versions
+from vitkernels.optim import with_kernel
 from vitkernels.runtime import Runtime
 
 
@@ -46,13 +47,15 @@ def bare_loop(
     warmup: int = 20,
     steps: int = 80,
     lr: float = 1e-3,
+    adamw: str = "eager",
 ) -> StepTimes:
     """Forward, cross-entropy, backward and AdamW on one random batch that stays on the device; each step timed.
 
     model: on the runtime's device, compiled or not. A step lasts from the end of the one before it to its own end.
+    adamw: the setting ops.adamw, "eager" for torch's.
     """
     torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, **runtime.optimizer_kwargs("adamw"))
+    optimizer = _optimizer(runtime, model, lr, adamw)
     images = torch.randn(batch_size, in_chans, image_size, image_size, device=runtime.device)
     targets = torch.randint(0, num_classes, (batch_size,), device=runtime.device)
 
@@ -77,6 +80,11 @@ def bare_loop(
     return StepTimes(variant, median, p10, p90, steps, memory, round(warmup_seconds, 1), float(loss.detach()))
 
 
+def _optimizer(runtime: Runtime, model: nn.Module, lr: float, adamw: str) -> torch.optim.Optimizer:
+    options = {"lr": lr, "weight_decay": 0.05, **runtime.optimizer_kwargs("adamw")}
+    return with_kernel(torch.optim.AdamW(model.parameters(), **options), adamw)
+
+
 def _trained(runtime: Runtime, model: nn.Module, optimizer, images: Tensor, targets: Tensor) -> Tensor:
     """One step; its loss."""
     with runtime.autocast():
@@ -92,6 +100,7 @@ def _trained(runtime: Runtime, model: nn.Module, optimizer, images: Tensor, targ
 def learning(
     runtime: Runtime, model: nn.Module, start: dict[str, Tensor], *,
     image_size: int, batch_size: int, num_classes: int, in_chans: int = 3, steps: int = 200, lr: float = 1e-4,
+    adamw: str = "eager",
 ) -> list[float]:  # fmt: skip
     """Losses of training from `start` (a state dict, loaded into the model) on images that can be learned.
 
@@ -100,7 +109,7 @@ def learning(
     warm-up. The same arguments give the same images on the same device.
     """
     getattr(model, "_orig_mod", model).load_state_dict(start)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.05, **runtime.optimizer_kwargs("adamw"))
+    optimizer = _optimizer(runtime, model, lr, adamw)
     random = torch.Generator(device=runtime.device).manual_seed(0)
     classes = min(num_classes, 256)
     pictures = torch.randn(classes, in_chans, 16, 16, device=runtime.device, generator=random)
@@ -128,6 +137,7 @@ def run_variants(
     runtime: Runtime,
     learns: Collection[str] = (),
     learning_steps: int = 0,
+    adamw: Mapping[str, str] | None = None,
     *,
     warmup: int,
     steps: int,
@@ -136,20 +146,22 @@ def run_variants(
     """Each variant's bare loop in turn; one that fails is reported and does not stop the others.
 
     learns: variants that also train `learning_steps` steps of `learning`, all from the first one's initial weights.
+    adamw: variant -> the setting ops.adamw, where it is not "eager".
     """
     start = None
     for name, make in build.items():
         free(runtime)
         row = model = None
+        optimizer = (adamw or {}).get(name, "eager")
         try:
             model = make()
             if start is None:  # kept on the host, so that it is in nobody's peak memory
                 state = getattr(model, "_orig_mod", model).state_dict()
                 start = {key: value.to("cpu", copy=True) for key, value in state.items()}
-            row = bare_loop(name, runtime, model, warmup=warmup, steps=steps, **settings)
+            row = bare_loop(name, runtime, model, warmup=warmup, steps=steps, adamw=optimizer, **settings)
             print(f"{name}: {row.median:.2f} ms ({row.p10:.2f}, {row.p90:.2f})", flush=True)
             if learning_steps and name in learns:
-                row.losses = learning(runtime, model, start, steps=learning_steps, **settings)
+                row.losses = learning(runtime, model, start, steps=learning_steps, adamw=optimizer, **settings)
         except (RuntimeError, ValueError) as error:
             print(f"{name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
         del model  # before the next one needs the memory

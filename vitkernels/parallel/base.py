@@ -67,14 +67,19 @@ class Parallel:
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Make a new optimizer's steps cheap for parameters as they are here; their result stays the same."""
 
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+    def clip_gradients(
+        self, parameters: Iterable[nn.Parameter], limit: float | None, optimizer: torch.optim.Optimizer | None = None
+    ) -> Tensor:
         """The norm of all gradients together, on the device; they are then scaled down to `limit` where it is more.
 
         limit: None leaves them as they are. The same on all processes, and all must call it.
+        optimizer: whose step comes next. One that can clip gradients as it reads them is left to do so.
         """
         # The list has no name: one that lived on would make the gradients outputs of torch_xla's graph.
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if limit:
+        if limit and hasattr(optimizer, "clip_next_step"):
+            optimizer.clip_next_step(norm, limit)
+        elif limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 

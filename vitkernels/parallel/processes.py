@@ -201,7 +201,9 @@ class Fsdp(Processes):
         if type(optimizer) in ELEMENTWISE:
             step_on_parts(optimizer)
 
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
+    def clip_gradients(
+        self, parameters: Iterable[nn.Parameter], limit: float | None, optimizer: torch.optim.Optimizer | None = None
+    ) -> Tensor:
         with parts_of(parameters) as parts:
             squared = nn.utils.get_total_norm([part.grad for part in parts if part.grad is not None]).square()
             dist.all_reduce(squared)

@@ -39,6 +39,7 @@ _CHOICES = {
     "mode": ("train", "eval"),
     "compile": (True, False, "auto", *COMPILE_MODES),
     "ops.name": ("eager", "fused", "auto"),
+    "ops.adamw": ("eager", "triton"),
     "ops.residual_precision": (None, "fp32", "bf16"),
     "ops.keep_activation": (True, False),
 }
