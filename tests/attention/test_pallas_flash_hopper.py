@@ -44,9 +44,11 @@ def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
     return out.detach(), dqkv, torch.logsumexp(scores, -1).detach() / math.log(2)
 
 
-# (heads, tokens, head dim, dtype, causal, scale, warpgroups, loader): ragged ends, head dims in two parts, both loads.
+# (heads, tokens, head dim, dtype, causal, scale, warpgroups, loader): ragged ends, a warpgroup without rows, head dims
+# in two parts, both loads.
 CASES = [
     (2, 70, 64, torch.bfloat16, False, 0.125, 2, False),
+    (1, 130, 64, torch.bfloat16, False, 0.125, 2, False),
     (1, 130, 72, torch.float16, True, 0.1, 2, True),
     (1, 65, 32, torch.bfloat16, False, -0.2, 1, False),
     (1, 130, 32, torch.float16, True, 0.1, 1, False),

@@ -72,8 +72,14 @@ class Forward(parts.Problem):
         return lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), self.steps)
 
     def _compute(self, q_ref, out_ref, lse_ref, warpgroup, scratch):
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
         first = self.first_row()
+        if self.schedule.loader:  # which waits for every warpgroup
+            self._attend(q_ref, out_ref, lse_ref, warpgroup, first, scratch)
+        else:
+            pl.when(first < self.queries)(lambda: self._attend(q_ref, out_ref, lse_ref, warpgroup, first, scratch))
+
+    def _attend(self, q_ref, out_ref, lse_ref, warpgroup, first, scratch):
+        batch, head = lax.axis_index("batch"), lax.axis_index("head")
         q_smem, q_arrived = scratch["q_smem"], scratch["q_arrived"].at[warpgroup]
         parts.load_rows(q_ref, batch, first, self.heads_here()[0], q_smem, warpgroup, q_arrived, self.interpret)
         plgpu.barrier_wait(q_arrived)

@@ -17,8 +17,6 @@ from vitkernels.bridge.triton import triton_call
 from vitkernels.errors import UsageError
 
 BLOCK = 1024  # elements of a program
-LAUNCH = {"LOADS": "", "STORES": "", "EVICT": "", "num_warps": 4}
-PROGRAMS_PER_SM = None  # None: a program per block
 _PARAMETERS_AT_ONCE = 64  # of a program that prepares
 
 
@@ -169,13 +167,8 @@ def _step(addresses: list[int], settings: list[float], layout: tuple[Tensor, ...
         table_N5, settings_G5, group_N, scalars_N8, *scaling, N,
         kernel=_prepare_kernel, grid=(triton.cdiv(N, _PARAMETERS_AT_ONCE),), BLOCK=_PARAMETERS_AT_ONCE, num_warps=1,
     )  # fmt: skip
-    programs = B
-    if PROGRAMS_PER_SM and device.type == "cuda":
-        programs = min(B, PROGRAMS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count)
     if B:
-        triton_call(
-            table_N5, scalars_N8, sizes_N, blocks_B2, B, kernel=_step_kernel, grid=(programs,), BLOCK=BLOCK, **LAUNCH
-        )
+        triton_call(table_N5, scalars_N8, sizes_N, blocks_B2, kernel=_step_kernel, grid=(B,), BLOCK=BLOCK, num_warps=4)
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -223,24 +216,21 @@ def _prepare_kernel(
 
 
 @triton.jit
-def _step_kernel(
-    table_N5, scalars_N8, sizes_N, blocks_B2, B,
-    BLOCK: tl.constexpr, LOADS: tl.constexpr, STORES: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    for block in range(tl.program_id(0), B, tl.num_programs(0)):
-        n = tl.load(blocks_B2 + 2 * block)
-        start = tl.load(blocks_B2 + 2 * block + 1).to(tl.int64) * BLOCK
-        row = table_N5 + 5 * n
-        param, grad = tl.load(row), tl.load(row + 1)
-        exp_avg, exp_avg_sq = tl.load(row + 2), tl.load(row + 3)
-        if grad != 0:
-            scalars = scalars_N8 + 8 * n
-            left = tl.load(sizes_N + n) - start
-            aligned = ((param | grad | exp_avg | exp_avg_sq) & 15) == 0
-            if aligned & (left >= BLOCK):  # 16 bytes at once; views into DDP's buckets can begin anywhere
-                _update(param, grad, exp_avg, exp_avg_sq, scalars, start, None, BLOCK, LOADS, STORES, EVICT)
-            else:
-                _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK, LOADS, STORES, EVICT)
+def _step_kernel(table_N5, scalars_N8, sizes_N, blocks_B2, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    n = tl.load(blocks_B2 + 2 * block)
+    start = tl.load(blocks_B2 + 2 * block + 1).to(tl.int64) * BLOCK
+    row = table_N5 + 5 * n
+    param, grad = tl.load(row), tl.load(row + 1)
+    exp_avg, exp_avg_sq = tl.load(row + 2), tl.load(row + 3)
+    if grad != 0:
+        scalars = scalars_N8 + 8 * n
+        left = tl.load(sizes_N + n) - start
+        aligned = ((param | grad | exp_avg | exp_avg_sq) & 15) == 0
+        if aligned & (left >= BLOCK):  # 16 bytes at once; views into DDP's buckets can begin anywhere
+            _update(param, grad, exp_avg, exp_avg_sq, scalars, start, None, BLOCK)
+        else:
+            _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK)
 
 
 @triton.jit
@@ -252,23 +242,20 @@ def _elements(address, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _update(
-    param, grad, exp_avg, exp_avg_sq, scalars, start, left,
-    BLOCK: tl.constexpr, LOADS: tl.constexpr, STORES: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
+def _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK: tl.constexpr):
     """A block of a parameter from `start` on; left: elements that it has, None for a whole one at aligned addresses."""
     whole: tl.constexpr = left is None
     keep = None if whole else tl.arange(0, BLOCK) < left
     param, grad = _elements(param, start, BLOCK, whole), _elements(grad, start, BLOCK, whole)
     exp_avg, exp_avg_sq = _elements(exp_avg, start, BLOCK, whole), _elements(exp_avg_sq, start, BLOCK, whole)
-    g = tl.load(grad, mask=keep, cache_modifier=LOADS, eviction_policy=EVICT) * tl.load(scalars + 7)
-    m = tl.load(exp_avg, mask=keep, cache_modifier=LOADS, eviction_policy=EVICT)
-    v = tl.load(exp_avg_sq, mask=keep, cache_modifier=LOADS, eviction_policy=EVICT)
-    p = tl.load(param, mask=keep, cache_modifier=LOADS, eviction_policy=EVICT)
+    g = tl.load(grad, mask=keep) * tl.load(scalars + 7)
+    m = tl.load(exp_avg, mask=keep)
+    v = tl.load(exp_avg_sq, mask=keep)
+    p = tl.load(param, mask=keep)
     m = tl.load(scalars + 1) * m + tl.load(scalars + 2) * g
     v = tl.load(scalars + 3) * v + tl.load(scalars + 4) * (g * g)
     moved = tl.div_rn(tl.load(scalars + 5) * m, tl.sqrt_rn(v) + tl.load(scalars + 6))
     # Decay is taken off here, and not by a factor of 1 - lr·weight_decay, whose rounding would be the same every step.
-    tl.store(param, p - (tl.load(scalars) * p + moved), mask=keep, cache_modifier=STORES, eviction_policy=EVICT)
-    tl.store(exp_avg, m, mask=keep, cache_modifier=STORES, eviction_policy=EVICT)
-    tl.store(exp_avg_sq, v, mask=keep, cache_modifier=STORES, eviction_policy=EVICT)
+    tl.store(param, p - (tl.load(scalars) * p + moved), mask=keep)
+    tl.store(exp_avg, m, mask=keep)
+    tl.store(exp_avg_sq, v, mask=keep)
