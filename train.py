@@ -46,7 +46,7 @@ from vitkernels.training import command_line, optimizer_state, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite
 from vitkernels.training.run_log import NoLog, RunLog
-from vitkernels.training.settings import COMPILE_MODES, check_settings
+from vitkernels.training.settings import COMPILE_MODES, check_precision, check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
 from vitkernels.training.stragglers import name_straggler
 from vitkernels.training.summary import log_evaluation, log_window, mfu, report
@@ -64,6 +64,7 @@ def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
     is_ours = not run_folder.is_taken(run_dir)  # a folder that turns out to be another run's is left as it is
     try:
         runtime = create_runtime(cfg.runtime.name, cfg.runtime.precision)
+        check_precision(cfg, runtime.precision)
         # Whatever happens, logs are closed, and the signals and the folder given back.
         with parallels.create(runtime=runtime, **cfg.parallel) as parallel, contextlib.ExitStack() as cleanup:
             if cfg.mode == "train":

@@ -3,7 +3,7 @@
 import pytest
 
 from vitkernels.errors import UsageError
-from vitkernels.training.settings import _NUMBERS, check_settings
+from vitkernels.training.settings import _NUMBERS, check_precision, check_settings
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,10 @@ def test_defaults_pass_and_every_checked_setting_exists(settings):
     check_settings(cfg)
     missing = object()
     assert [name for name in _NUMBERS if OmegaConf.select(cfg, name, default=missing) is missing] == []
+
+
+def test_a_rounded_residual_stream_needs_layers_in_16_bits(settings):
+    cfg = settings("ops.residual_precision=bf16")
+    check_precision(cfg, "bf16")
+    with pytest.raises(UsageError, match="precision is fp32 here"):
+        check_precision(cfg, "fp32")

@@ -81,3 +81,12 @@ def check_settings(cfg: DictConfig) -> None:
         raise UsageError(
             f"quant={cfg.quant.name} is for mode={takes}; int8 and fp8 train, the others quantize trained weights"
         )
+
+
+def check_precision(cfg: DictConfig, precision: str) -> None:
+    """Raises UsageError where the runtime's precision (fp32, bf16 or fp16) does not go with the settings."""
+    if cfg.ops.residual_precision == "bf16" and precision == "fp32":
+        raise UsageError(
+            "ops.residual_precision=bf16 is for layers that calculate in 16 bits, and runtime.precision is fp32 here: "
+            "runtime.precision=bf16, or ops.residual_precision=null"
+        )
