@@ -11,7 +11,8 @@ from vitkernels.optim import with_kernel
 from vitkernels.parallel import base
 from vitkernels.runtime.base import Runtime
 
-adamw = pytest.importorskip("vitkernels.optim.adamw", reason="needs triton", exc_type=UsageError)
+pytest.importorskip("triton")
+from vitkernels.optim import adamw
 
 SHAPES = (1,), (3,), (1000,), (4097,), (3, 5), (0,)
 DEVICES = "cpu", pytest.param("cuda", marks=pytest.mark.gpu)
@@ -230,3 +231,16 @@ def test_on_a_gpu_adamw_gets_the_kernel_with_all_its_settings(caplog):
     assert "amsgrad" in caplog.text
     sgd = torch.optim.SGD(groups_of("cuda")[2]["params"])
     assert with_kernel(sgd, "triton") is sgd
+
+
+def test_a_first_group_without_parameters():
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = adamw.AdamW([{"params": []}, {"params": [parameter]}])
+    parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert (parameter < 1).all()
+
+
+def test_foreach_is_torchs():
+    with pytest.raises(UsageError, match="foreach"):
+        adamw.AdamW([nn.Parameter(torch.ones(3))], foreach=True)

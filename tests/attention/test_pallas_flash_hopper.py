@@ -108,8 +108,12 @@ def test_short_forward_interpreted():
 
 
 @needs_new_jax
-def test_short_backward_interpreted():
-    """Two heads, one after the other, in one thread block; every room is used again."""
+@pytest.mark.parametrize("shift", [0, -140])
+def test_short_backward_interpreted(shift):
+    """Two heads, one after the other, in one thread block; every room is used again.
+
+    shift: of all scores, which softmax does not see, and exp2 of what lies beyond the last key would.
+    """
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash_hopper_short_backward import ShortBackward
@@ -119,6 +123,8 @@ def test_short_backward_interpreted():
 
     H, N, M, D = 2, 130, 140, 64
     q, k, v, do = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M, N))
+    if shift:
+        q[..., 0], k[..., 0] = 8, shift / 0.8
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     scores = leaves[0] @ leaves[1].mT * 0.1
     out = (scores.softmax(-1) @ leaves[2]).transpose(1, 2)
@@ -130,7 +136,9 @@ def test_short_backward_interpreted():
     backward = OneBlock(1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), None, True)
     found = backward(*map(array, (q, k, v, out, do)), jnp.asarray(lse.detach().numpy()))
     for name, x, y in zip(("dq", "dk", "dv"), found, exact, strict=True):
-        assert error(torch.tensor(x.astype("float32").tolist()).transpose(1, 2), y) < TOLERANCE[torch.bfloat16], name
+        x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
+        # The column that shifts: dq's is a sum of large numbers that cancel each other.
+        assert x.isfinite().all() and error(x[..., 1:], y[..., 1:]) < TOLERANCE[torch.bfloat16], name
 
 
 @needs_new_jax

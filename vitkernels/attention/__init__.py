@@ -66,8 +66,9 @@ def choose(problem: Problem) -> tuple[str, dict[str, str]]:
 def _slower(name: str, problem: Problem) -> str | None:
     """Why a backend that could take the problem comes after the next one.
 
-    By the device times of results/attention.jsonl on an H200, pallas_flash is ahead at every length measured but 257
-    tokens of head dim 64, where its tiles of 64 rows are emptiest and triton_flash takes 2 % less.
+    By device times on an H200, through the module beside each other up to 257 tokens, at 901 and at 4096
+    (results/attention.jsonl), by kernels alone at 577 and 1025 (notes/pallas_flash_hopper.md), pallas_flash is ahead
+    but at 257 of head dim 64, where its tiles of 64 rows are emptiest. Up to 320 tokens it is the same number of tiles.
     """
     if name != "pallas_flash" or problem.device_type != "cuda":
         return None

@@ -223,7 +223,7 @@ class ShortBackward(parts.Problem):
         (scores,) = parts.accumulated((none,), self._scores(0, first, some_q, scratch), self.interpret)
         for i in range(self.own):
             last = i == self.own - 1
-            weights = self._weights(scores, tile, scratch)
+            weights = self._weights(scores, tile, self._has_padding(i), scratch)
             v = at(scratch["v_smem"], first + i)
             products = [(0, x, transposed(y)) for x, y in zip(v, some_do, strict=True)]
             products += [(1 + j, parts.widened(weights), part) for j, part in enumerate(do)]
@@ -250,10 +250,17 @@ class ShortBackward(parts.Problem):
     def _scores(self, index, k_tile, q, scratch) -> list:
         return [(index, x, transposed(y)) for x, y in zip(at(scratch["k_smem"], k_tile), q, strict=True)]
 
-    def _weights(self, scores, tile, scratch):
+    def _has_padding(self, own_tile: int) -> bool:
+        """Whether either computing warpgroup's tile of that number has rows beyond the last key."""
+        return any((warpgroup * self.own + own_tile + 1) * ROWS > self.keys for warpgroup in (0, 1))
+
+    def _weights(self, scores, tile, has_padding, scratch):
         scores, tile = self._after((scores, tile))
         lse = plgpu.load(scratch["lse_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
-        return jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)).astype(self.dtype)
+        exponents = scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)
+        if has_padding:  # whose scores are 0: far above a low lse, and infinity times dq's zero rows of k is no number
+            exponents = jnp.minimum(exponents, 0.0)
+        return jnp.exp2(exponents).astype(self.dtype)
 
     def _ds(self, weights, dp, tile, scratch):
         """From rounded weights: a second copy in float32 would not fit into the registers."""

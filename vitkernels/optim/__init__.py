@@ -14,15 +14,17 @@ def with_kernel(optimizer: torch.optim.Optimizer, backend: str) -> torch.optim.O
 
     What the kernel cannot take, such as amsgrad and FSDP's parts of parameters, stays torch's, and the log says why.
     """
+    if backend == "eager" or type(optimizer) is not torch.optim.AdamW:
+        return optimizer
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    on_gpu = bool(parameters) and parameters[0].device.type == "cuda"
-    if backend == "eager" or type(optimizer) is not torch.optim.AdamW or not on_gpu:
+    if not parameters or parameters[0].device.type != "cuda":
+        log.info("ops.adamw stays torch's: its kernel is for NVIDIA GPUs")
         return optimizer
     options = {name: value for name, value in optimizer.defaults.items() if name != "decoupled_weight_decay"}
     try:
         from vitkernels.optim.adamw import AdamW
 
         return AdamW([dict(group) for group in optimizer.param_groups], **options)
-    except UsageError as reason:
+    except (UsageError, ModuleNotFoundError) as reason:  # the latter where there is no Triton
         log.info("ops.adamw stays torch's: %s", reason)
         return optimizer

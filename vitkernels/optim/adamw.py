@@ -28,8 +28,8 @@ class AdamW(torch.optim.AdamW):
     optimizers take them) nor for `clip_next_step`. No step waits for the device.
 
     Raises UsageError (a ValueError): parameters or gradients that it cannot take, amsgrad, maximize, capturable,
-    differentiable, or fused=False; when it is made, given a group, or given a state dict that asks for them. Gradients,
-    and a CUDA graph that would capture it, when it steps.
+    differentiable, foreach, or fused=False; when it is made, given a group, or given a state dict that asks for them.
+    Gradients, and a CUDA graph that would capture it, when it steps.
     """
 
     _step_supports_amp_scaling = True
@@ -38,6 +38,8 @@ class AdamW(torch.optim.AdamW):
     def __init__(self, params, *args, fused: bool | None = None, **keywords):
         if fused is False:
             raise UsageError("this AdamW is one fused kernel; for fused=False take torch.optim.AdamW")
+        if keywords.get("foreach"):
+            raise UsageError("this AdamW is one fused kernel; for foreach=True take torch.optim.AdamW")
         super().__init__(params, *args, fused=True, **keywords)
 
     def clip_next_step(self, norm: Tensor, limit: float) -> None:
@@ -70,7 +72,7 @@ class AdamW(torch.optim.AdamW):
                 for setting in (group["lr"], group["weight_decay"], *group["betas"], group["eps"])
             ]
             scaling = getattr(self, "grad_scale", None), getattr(self, "found_inf", None), *clip
-            device = self.param_groups[0]["params"][0].device
+            device = next(parameter.device for group in self.param_groups for parameter in group["params"])
             _step(addresses, settings, _layout(tuple(sizes), tuple(counts), BLOCK, device), scaling, device)
         return loss
 
@@ -80,7 +82,7 @@ class AdamW(torch.optim.AdamW):
             raise UsageError(f"AdamW's kernel takes contiguous float32 gradients; got {_kind(grad)}")
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=parameter.device)
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         return (
