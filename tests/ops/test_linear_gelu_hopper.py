@@ -2,7 +2,6 @@
 itself, where the conformance suite runs them too."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ import jax
 
 from vitkernels.ops import linear_gelu, mlp
 from vitkernels.ops.linear import pallas_hopper as linear_hopper
-from vitkernels.ops.linear_gelu import pallas_hopper
 
 needs_new_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
@@ -83,23 +81,6 @@ def test_lowers_for_the_gpu(N, K, dtype):
         problem = 25216, N, K, dtype, 66
         for product in (Forward(*problem, True, False, keep), Backward(*problem, False, keep)):
             assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
-
-
-def test_refuses_what_its_kernels_have_not(monkeypatch):
-    def reason(rows=(2, 20), K=64, N=128, dtype=torch.bfloat16, device="cuda"):
-        x = SimpleNamespace(shape=torch.Size((*rows, K)), dtype=dtype, device=torch.device(device))
-        return pallas_hopper.unsupported(x, SimpleNamespace(shape=torch.Size((N, K))), None, False)
-
-    if linear_hopper._reason is not None:
-        assert linear_hopper._reason in reason()
-    monkeypatch.setattr(linear_hopper, "_reason", None)  # as on a Hopper GPU; nothing is launched here
-    assert reason() is None
-    assert "x is on cpu" in reason(device="cpu")
-    assert "torch.float32" in reason(dtype=torch.float32)
-    assert "weight is 128 x 80" in reason(K=80)
-    assert "weight is 192 x 64" in reason(N=192)
-    assert "x has 39" in reason(rows=(3, 13))
-    assert "x has 0" in reason(rows=(0, 16))
 
 
 gpu = [

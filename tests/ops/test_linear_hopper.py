@@ -14,6 +14,7 @@ import jax
 
 from vitkernels.ops import linear
 from vitkernels.ops.linear import pallas_hopper
+from vitkernels.ops.linear_gelu import pallas_hopper as gelu_hopper
 
 needs_new_jax = pytest.mark.skipif(
     jax.__version_info__ < (0, 11),
@@ -60,10 +61,11 @@ def test_lowers_for_the_gpu(N, K, dtype):
         assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
 
 
-def test_refuses_what_its_kernel_has_not(monkeypatch):
+@pytest.mark.parametrize("op, instead", [(pallas_hopper, "triton"), (gelu_hopper, "passes")])
+def test_refuses_what_its_kernels_have_not(monkeypatch, op, instead):
     def reason(rows=(2, 20), K=64, N=128, dtype=torch.bfloat16, device="cuda"):
         x = SimpleNamespace(shape=torch.Size((*rows, K)), dtype=dtype, device=torch.device(device))
-        return pallas_hopper.unsupported(x, SimpleNamespace(shape=torch.Size((N, K))), None, False)
+        return op.unsupported(x, SimpleNamespace(shape=torch.Size((N, K))), None, False)
 
     if pallas_hopper._reason is not None:
         assert pallas_hopper._reason in reason()
@@ -74,7 +76,7 @@ def test_refuses_what_its_kernel_has_not(monkeypatch):
     assert "weight is 128 x 80" in reason(K=80)
     assert "weight is 192 x 64" in reason(N=192)
     assert "x has 39" in reason(rows=(3, 13))
-    assert "x has 0. Use backend='triton'" in reason(rows=(0, 16))
+    assert f"x has 0. Use backend={instead!r}" in reason(rows=(0, 16))
 
 
 def on_hopper(test):
