@@ -426,13 +426,17 @@ fetcher=''
 outlived() { # SECONDS: waits so long, or fails when this script is gone, which what it started in the background is not
   local left=$1
   for (( ; left > 0; left -= 5)); do
-    sleep $((left < 5 ? left : 5))
+    sleep $((left < 5 ? left : 5)) &
+    child=$!
+    wait "$child"
     kill -0 $$ || return $?
   done
 }
 
 fetch_regularly() { # the node's disk goes with the node
   local pause
+  child=''
+  trap 'stop_child; exit' TERM # what is being unpacked is finished first: half a checkpoint helps nobody
   pause=$(seconds "${setting[fetch_every]}")
   while outlived "$pause"; do
     fetch || true
@@ -440,7 +444,9 @@ fetch_regularly() { # the node's disk goes with the node
 }
 
 stop_fetching() {
-  [[ -z $fetcher ]] || kill "$fetcher" 2>/dev/null || true
+  [[ -n $fetcher ]] || return 0
+  kill "$fetcher" 2>/dev/null || true
+  wait "$fetcher" || true
   fetcher=''
 }
 

@@ -21,15 +21,17 @@ PLACE = ["--project", "p", "--zone", "us-central1-a"]
 LIFE = [*PLACE, "--lifetime", "1h"]
 
 DOCTOR = 'echo "${DOCTOR:-TPU: attached}"'
-# Counts tenths of a second in a checkpoint and goes on from it: up to $STEPS, or until it may end.
+# Counts tenths of a second in a checkpoint, whole or absent as the real ones, and goes on from it: up to $STEPS, or
+# until it may end.
 TRAINER = r"""#!/bin/bash
 case "$*" in *vitkernels.doctor*) DOCTOR; exit ;; esac
 for word in "$@"; do case $word in hydra.run.dir=*) run=${word#*=} ;; esac; done
 mkdir -p "$run/checkpoints"; newest=$run/checkpoints/step; step=$(cat "$newest" 2>/dev/null || echo 0)
+save() { echo $step >"$newest.tmp"; mv "$newest.tmp" "$newest"; }
 echo "from step $step with $*"
-trap 'echo $step >$newest; echo stopped at $step; exit 75' TERM
-while [[ $step -lt ${STEPS:-3} && ! -e $MAY_END ]]; do step=$((step + 1)); echo $step >"$newest"; sleep 0.1; done
-echo $step >"$newest"; echo "{\"status\": \"done\"}" >"$run/summary.json"; echo done; exit ${TRAIN_EXIT:-0}
+trap 'save; echo stopped at $step; exit 75' TERM
+while [[ $step -lt ${STEPS:-3} && ! -e $MAY_END ]]; do step=$((step + 1)); save; sleep 0.1; done
+save; echo "{\"status\": \"done\"}" >"$run/summary.json"; echo done; exit ${TRAIN_EXIT:-0}
 """
 MAKE = "#!/bin/bash\nmkdir -p .venv/bin && cp train.py .venv/bin/python && chmod +x .venv/bin/python\n"
 
@@ -363,6 +365,23 @@ def test_an_interrupted_training_leaves_a_checkpoint_here(cloud):
     process.send_signal(signal.SIGTERM)
     assert "stopped at" in cloud.finish(process, code=128 + signal.SIGTERM)
     assert not cloud.exists and int((cloud.fetched / "checkpoints/step").read_text()) > 0
+
+
+def test_what_is_being_unpacked_when_an_interruption_comes_is_finished_first(cloud, tmp_path):
+    unpacking = tmp_path / "unpacking"
+    slow_tar = tmp_path / "bin/tar"
+    slow_tar.write_text(f"""#!/bin/bash
+        [[ "$*" == "-C {cloud.checkout}/runs -xzf "* ]] || exec {shutil.which("tar")} "$@"
+        touch {unpacking}; sleep 2; {shutil.which("tar")} "$@" && rm {unpacking}""")
+    slow_tar.chmod(0o755)
+    cloud("create", *LIFE)
+    cloud("setup", *PLACE)
+    process = cloud.start("train", *PLACE, "--fetch-every", "1s", "--", STEPS="9999")
+    cloud.until(unpacking.exists, process)
+    process.send_signal(signal.SIGTERM)
+    cloud.finish(process, code=128 + signal.SIGTERM)
+    assert not unpacking.exists() and (cloud.fetched / "checkpoints/step").exists()
+    cloud("delete", *PLACE, "--quiet")
 
 
 @pytest.mark.parametrize("step", STEPS)
