@@ -214,7 +214,7 @@ def test_unknown_reduction():
         partial(GeneralizedBoxIoULoss, "avg"),
         partial(generalized_box_iou_loss, *[torch.zeros(1, 4)] * 2, "avg"),
     ):
-        with pytest.raises(UsageError, match="unknown reduction 'avg'; known: mean, none, sum"):
+        with pytest.raises(UsageError, match="Invalid reduction 'avg'; known: none, mean, sum"):
             function()
 
 
