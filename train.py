@@ -28,7 +28,6 @@ from omegaconf import DictConfig, OmegaConf
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3, random_seed
-from torch.nn import functional as F
 
 from data.loader import BadImagesError, Shard, WorkerDiedError
 from vitkernels import attention, models
@@ -36,7 +35,6 @@ from vitkernels import parallel as parallels
 from vitkernels import runtime as runtimes
 from vitkernels.environment import git_commit, versions
 from vitkernels.errors import UsageError
-from vitkernels.ops import cross_entropy
 from vitkernels.optim import with_kernel
 from vitkernels.parallel import Parallel
 from vitkernels.quant import Scheme, quantize_, size_in_bytes, train_in_8_bits
@@ -45,6 +43,7 @@ from vitkernels.training import checkpoint as ckpt
 from vitkernels.training import command_line, optimizer_state, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite
+from vitkernels.training.loss import mean_loss
 from vitkernels.training.run_log import NoLog, RunLog
 from vitkernels.training.settings import COMPILE_MODES, check_precision, check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
@@ -165,6 +164,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     for module in filter(None, (model, quantized, ema and ema.module)):
         ops = {op: cfg.ops[op] for op in models.MODEL_OPS}
         models.set_ops(module, ops, PRECISIONS.get(cfg.ops.residual_precision), cfg.ops.keep_activation)
+    loss_of = mean_loss(cfg.ops.cross_entropy, cfg.trainer.label_smoothing)
     net = parallel.wrap(model, compiled, compile_mode)  # the same parameters; `model` keeps timm's names
     ema_net = None if ema is None else parallel.wrap(ema.module, compiled, compile_mode)
     size = f"{facts.parameters / 1e6:.1f} M parameters"
@@ -215,8 +215,6 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         step_on_epochs=False,
         updates_per_epoch=1,
     )
-    if scheduler is None:
-        raise UsageError(f"timm has no schedule {cfg.schedule.sched!r}; schedule=cosine and schedule=constant work")
     scaler = runtime.grad_scaler()
 
     # ------------------------------------------------------------------ state
@@ -236,11 +234,15 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     if path is not None:
         load_tensors = partial(parallel.load, ckpt.load_tensors)
         state = parallel.load(ckpt.load_state, path)
-        run_folder.refuse_other_run(path, state, identifying)
+        run_folder.refuse_other_run(path, state, identifying, total_steps)
+        if state["step"] == total_steps and parallel.on_main(run_folder.take_summary_back, run_dir, total_steps):
+            log.info("this run is done: %s", run_dir / "summary.json")
+            return
         models.load_weights(model, load_tensors(path, "model", model.state_dict()), str(path))
         optimizer_state.load(optimizer, model, path, state["optimizer"], load_tensors)
         parallel.place_state(optimizer)
-        scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty in a run that went on from another precision
+            scaler.load_state_dict(state["scaler"])
         if ema is not None:
             models.load_weights(ema.module, load_tensors(path, "ema", ema.module.state_dict()), str(path))
         streams = load_tensors(path, "rng")
@@ -310,9 +312,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     timer = StepTimer(runtime, cfg.trainer.warmup_steps + profiled)
     history = History(parallel)
     flops_per_step = facts.train_flops_per_image * images_per_step / parallel.devices  # of each device
-    profiler = start_profiler(run_dir, cfg.trainer.warmup_steps) if cfg.trainer.profile else None
-    loss_backend = cfg.ops.cross_entropy
-    loss_of = F.cross_entropy if loss_backend == "eager" else partial(cross_entropy, backend=loss_backend)
+    profiler = start_profiler(run_dir, cfg.trainer.warmup_steps, total_steps - step) if profiled else None
     saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps
     stopping = False
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -335,7 +335,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
                 with parallel.accumulating(net, last=batch == accum - 1):
                     with runtime.autocast():
                         logits = net(images)
-                    loss = loss_of(logits.float(), targets, label_smoothing=cfg.trainer.label_smoothing)
+                    loss = loss_of(logits.float(), targets)
                     timer.forward_done()
                     scaler.scale(loss / accum).backward()
                 losses.append(loss.detach())
@@ -429,8 +429,12 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     }
     for name, weights in (("model", model), ("model_ema", None if ema is None else ema.module)):
         if weights is not None:
-            exported = parallel.full_state_dict(weights)
-            parallel.on_main(ckpt.export_safetensors, exported, run_dir / f"{name}.safetensors")
+            exported, file = parallel.full_state_dict(weights), run_dir / f"{name}.safetensors"
+            try:
+                parallel.on_main(ckpt.export_safetensors, exported, file)
+            except OSError as error:
+                mend = "resume=auto goes on from there once it can be written"
+                raise UsageError(f"the weights cannot be written to {file}: {error}. {last_good()} {mend}") from error
     run_log.hparams(
         {"attn": attn, "ops": cfg.ops.name, "model": cfg.model.name, "lr": cfg.optim.lr, "batch_size": images_per_step},
         {"step_ms": timing["step_time_ms"]["median"], "loss": train_loss, "val_top1": summary["val_top1"]},
@@ -464,8 +468,13 @@ def due(every: int | None, count: int, complete: bool = True, at_the_end: bool =
     return bool(every) and (at_the_end or (complete and count % every == 0))
 
 
-def start_profiler(run_dir: Path, warmup_steps: int):
+def start_profiler(run_dir: Path, warmup_steps: int, steps_left: int):
     """Traces five steps after the warm-up, which are not timed, into the run's folder, for TensorBoard and Perfetto."""
+    needed = warmup_steps + PROFILED_STEPS
+    if steps_left < needed:
+        log.warning(
+            "trainer.profile: no trace, it takes %d steps with trainer.warmup_steps, not %d", needed, steps_left
+        )
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=warmup_steps, warmup=2, active=PROFILED_STEPS - 3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_dir / "profile")),

@@ -6,6 +6,7 @@ import pytest
 import timm
 import torch
 from hydra.utils import get_method
+from omegaconf import OmegaConf
 
 from vitkernels import attention, runtime
 from vitkernels.models import PRESETS, create_model, input_spec, inspect_model
@@ -16,6 +17,12 @@ from vitkernels.training.settings import check_settings
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(p.relative_to(CONF).with_suffix("") for p in CONF.rglob("*.yaml") if p.parent != CONF)
 GROUPED = [str(path) for path in FILES if path.parts[0] != "hydra"]
+
+
+def test_settings_need_no_home(settings, monkeypatch):
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert OmegaConf.to_container(settings(), resolve=True)["sweep"]["compile_cache"] == "~/.cache/vitkernels"
 
 
 @pytest.mark.parametrize("path", GROUPED)

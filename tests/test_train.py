@@ -241,6 +241,29 @@ def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
         train.run(settings(*SMALL, *longer, f"resume={older}"), first)
 
 
+def test_a_run_that_is_made_longer_is_done_only_then(settings, losses, monkeypatch, tmp_path):
+    at = lambda steps, *more: settings(*SMALL, f"trainer.max_steps={steps}", "resume=auto", *more)  # noqa: E731
+    summary = lambda: json.loads((tmp_path / "summary.json").read_text())  # noqa: E731
+    train.run(at(4), tmp_path)
+    short = summary()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "check_finite", lambda *_, **__: pytest.fail("an error on the way"))
+        with pytest.raises(BaseException, match="an error on the way"):
+            train.run(at(8), tmp_path)
+    # At its first length it was done, and is so without any training; the longer one goes on.
+    train.run(at(4), tmp_path)
+    assert summary() == short
+    train.run(at(8), tmp_path)
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8] and summary()["steps"] == 8
+
+    long = summary()
+    with pytest.raises(UsageError, match=r"is at step 8, and 6 are asked for"):
+        train.run(at(6), tmp_path)
+    train.run(at(8), tmp_path)
+    train.run(at(8, "trainer.log_every=3"), tmp_path)  # which there is nothing left to log with
+    assert summary() == long
+
+
 @pytest.mark.parametrize(("top1", "best"), [([50.0, 40.0, 40.0], 2), ([50.0, 60.0, 60.0], 4)])
 def test_a_run_that_goes_on_in_another_folder_has_its_best_there(settings, monkeypatch, tmp_path, top1, best):
     """It was killed between its last checkpoint and the evaluation; the best is the one of before, or that one."""

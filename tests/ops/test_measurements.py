@@ -80,6 +80,20 @@ def test_auto_takes_the_fastest_that_can(tables):
     assert list(backends.refusals(torch.device("cuda", 0), *args)) == ["triton"]
 
 
+def test_a_table_of_another_version_or_a_broken_one_stops_nothing(tables, caplog):
+    user, _ = tables
+    modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes")}
+    backends = Backends("linear_gelu", modules, {"cuda": ("passes",)}, lambda x, w, b, tanh: ((5, 3), x.dtype))
+    args = torch.randn(2, 5), torch.randn(3, 5), None, False
+    pick = lambda: backends.pick("auto", torch.device("cuda", 0), *args).__name__  # noqa: E731
+    measurements.write(user, "NVIDIA H200", [row((5, 3), "float32", renamed=1.0, passes=2.0)])
+    assert pick() == modules["passes"]
+    measurements._fastest_first.cache_clear()
+    user.write_text("{ torn")
+    assert pick() == modules["passes"]
+    assert f"{user} cannot be read" in caplog.text
+
+
 SMALL = bench.Sizes(images=2, tokens=4, width=32, hidden=64, image_size=8, patch=4, device="cpu")
 
 

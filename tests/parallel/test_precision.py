@@ -72,3 +72,11 @@ def test_gathering_in_bf16_is_for_fsdp_in_bf16():
     for name, precision in (("fsdp", "fp32"), ("ddp", "bf16"), ("auto", "bf16")):
         with pytest.raises(UsageError, match=rf"gather=bf16 is for .*; this is parallel={name} with .* {precision}"):
             parallel.create(name, Runtime(precision), gather="bf16")
+
+
+@pytest.mark.parametrize("setting", [{"overlap": True}, {"reduce": "bf16"}, {"reshard": True}])
+def test_what_xla_would_not_heed_is_refused(setting):
+    runtime = Runtime("fp32")
+    runtime.name = "xla"
+    with pytest.raises(UsageError, match="XLA decides"):
+        parallel.create("ddp", runtime, **setting)

@@ -20,6 +20,7 @@ from vitkernels.training.settings import _NUMBERS, check_precision, check_settin
         ("data.batch_size=-1", "data.batch_size"),
         ("mode=evaluate", "mode must be one of train, eval"),
         ("mode=eval", "checkpoint=PATH"),
+        ("schedule.sched=step", "schedule.sched must be one of cosine, tanh, poly; got 'step'"),
         ("compile=maybe", "compile must be one of True, False, auto"),
         ("model.name=null", "model.name must be a name"),
     ],

@@ -5,9 +5,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from vitkernels.training.run_folder import read_json, write_json
+from vitkernels.training.run_folder import read_json, read_results, write_json
 
-# (heading, function of a row): what the tables show, in order.
+# (heading, function of a row): what the tables show, in order, where any row has it.
+_RATIO = "ratio: median step time of the first variant over this one's; above 1 is faster"
 _COLUMNS = (
     ("variant", lambda row: row["variant"]),
     ("step ms (p10, p90)", lambda row: _step(row)),
@@ -15,7 +16,9 @@ _COLUMNS = (
     ("MFU %", lambda row: _number(row["mfu"] and 100 * row["mfu"], 1)),
     ("input wait ms", lambda row: _number(row["input_wait_ms"], 2)),
     ("peak memory MiB", lambda row: _number(row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**20, 0)),
+    ("weights MiB", lambda row: _number(row["bytes"] and row["bytes"] / 2**20, 1)),
     ("final loss", lambda row: _number(row["train_loss"], 4)),
+    ("val top-1 %", lambda row: _number(row["val_top1"], 2)),
     ("ratio", lambda row: _number(row["ratio"], 3)),
 )
 
@@ -26,8 +29,9 @@ def compare(folder: Path, since: float = 0.0) -> list[dict]:
     since: seconds of the epoch; jobs that ended earlier, and so belong to another sweep in the folder, are left out.
 
     Keys: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n}, images_per_s, mfu
-    (0 to 1), input_wait_ms, peak_memory_bytes, train_loss, val_top1, ratio (median step time of the first variant
-    over this one's: above 1 is faster), folder. What is not known is None.
+    (0 to 1), input_wait_ms, peak_memory_bytes, bytes (of the weights, in evaluations of quantized ones), train_loss,
+    val_top1, ratio (median step time of the first variant over this one's: above 1 is faster), folder. What is not
+    known is None.
     """
     files = [path for path in folder.rglob("job.json") if path.stat().st_mtime >= since]
     jobs = [(job, path.parent) for path in files if (job := read_json(path)) is not None]
@@ -42,21 +46,25 @@ def compare(folder: Path, since: float = 0.0) -> list[dict]:
 
 def _row(job: dict, path: Path, folder: Path) -> dict:
     done = job["status"] == "done"
-    summary = (read_json(path / "summary.json") or {}) if done else {}
-    figures = ("step_time_ms", "images_per_s", "mfu", "input_wait_ms", "peak_memory_bytes", "train_loss", "val_top1")
+    results = read_results(path) if done else {}
+    figures = ("step_time_ms", "images_per_s", "mfu", "input_wait_ms", "peak_memory_bytes", "bytes", "train_loss")
     return {
         "variant": job["variant"],
         "status": job["status"],
         "reason": job.get("reason"),
-        "device": summary.get("device"),
-        "attn": summary.get("attn"),
-        **{name: summary.get(name) for name in figures},
+        "device": results.get("device"),
+        "attn": results.get("attn"),
+        **{name: results.get(name) for name in (*figures, "val_top1")},
         "folder": str(path.relative_to(folder)),
     }
 
 
 def _median(row: dict) -> float | None:
     return (row["step_time_ms"] or {}).get("median")
+
+
+def _timed(rows: list[dict]) -> bool:
+    return any(_median(row) for row in rows)
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -66,10 +74,16 @@ def _number(value: float | None, digits: int) -> str:
 def _step(row: dict) -> str:
     if row["status"] != "done":
         return "failed"
-    times = row["step_time_ms"] or {}
-    if not times.get("n"):
+    times = row["step_time_ms"]
+    if not times:  # an evaluation has no steps
+        return "–"
+    if not times["n"]:
         return "none timed"
     return f"{times['median']:.2f} ({times['p10']:.2f}, {times['p90']:.2f})"
+
+
+def _columns(rows: list[dict]) -> list[tuple]:
+    return [_COLUMNS[0], *((heading, cell) for heading, cell in _COLUMNS[1:] if any(cell(row) != "–" for row in rows))]
 
 
 def write(rows: list[dict], folder: Path) -> None:
@@ -81,13 +95,14 @@ def write(rows: list[dict], folder: Path) -> None:
 
 def markdown(rows: list[dict]) -> str:
     """The table in Markdown, failures with their reasons below it."""
+    columns = _columns(rows)
     lines = [
-        "| " + " | ".join(heading for heading, _ in _COLUMNS) + " |",
-        "|" + "---|" * len(_COLUMNS),
-        *("| " + " | ".join(cell(row) for _, cell in _COLUMNS) + " |" for row in rows),
+        "| " + " | ".join(heading for heading, _ in columns) + " |",
+        "|" + "---|" * len(columns),
+        *("| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows),
         "",
-        "ratio: median step time of the first variant over this one's; above 1 is faster.",
     ]
+    lines += [f"{_RATIO}."] if _timed(rows) else []
     devices = sorted({row["device"] for row in rows if row["device"]})
     lines += [f"device: {', '.join(devices)}"] if devices else []
     lines += [f"- **{row['variant']}** failed: {row['reason']}" for row in rows if row["status"] != "done"]
@@ -100,15 +115,17 @@ def show(rows: list[dict], folder: Path) -> None:
     if not console.is_terminal:
         console = Console(width=140)
     table = Table(title="Verdict", title_justify="left")
-    for i, (heading, _) in enumerate(_COLUMNS):
+    columns = _columns(rows)
+    for i, (heading, _) in enumerate(columns):
         table.add_column(heading, justify="left" if i == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*(cell(row) for _, cell in _COLUMNS), style=None if row["status"] == "done" else "red")
+        table.add_row(*(cell(row) for _, cell in columns), style=None if row["status"] == "done" else "red")
     console.print(table)
     for row in rows:
         if row["status"] != "done":
             console.print(f"{row['variant']} failed: {row['reason']}", style="red", markup=False)
-    console.print("ratio: the first variant's median step time over this one's; above 1 is faster", style="dim")
+    if _timed(rows):
+        console.print(_RATIO, style="dim")
     console.print(f"written: {folder}/comparison.{{md,json,png}}", markup=False, style="dim", soft_wrap=True)
 
 
@@ -122,8 +139,9 @@ def plot(rows: list[dict], path: Path) -> None:
     for y, row in enumerate(rows):
         median = _median(row)
         if median is None:
-            reason = f"failed: {row['reason']}" if row["status"] != "done" else "no step was timed"
-            axes.text(0.01 * widest, y, reason[:90], va="center", color="tab:red", fontsize=9)
+            failed = row["status"] != "done"
+            reason = f"failed: {row['reason']}" if failed else "no step was timed"
+            axes.text(0.01 * widest, y, reason[:90], va="center", color="tab:red" if failed else "gray", fontsize=9)
             continue
         times = row["step_time_ms"]
         axes.barh(y, median, color="tab:blue" if y else "tab:gray", height=0.62)

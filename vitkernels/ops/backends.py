@@ -82,7 +82,8 @@ class Backends:
         if place != "cuda" or self.features is None:
             return preferred
         features, dtype = self.features(*args, **kwargs)
-        return fastest_first(self.op, features, dtype, device.index, preferred)
+        measured = fastest_first(self.op, features, dtype, device.index, preferred)
+        return tuple(name for name in measured if name in self.modules)  # a table may be of a version that had others
 
 
 _EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the extra that brings it

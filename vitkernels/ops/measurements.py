@@ -27,8 +27,14 @@ def user_table() -> Path:
 
 
 def read(table: Path) -> dict[str, list[dict]]:
-    """GPU name -> rows; empty where there is no such file."""
-    return json.loads(table.read_text()) if table.is_file() else {}
+    """GPU name -> rows; empty where there is no such file, or none that can be read."""
+    try:
+        return json.loads(table.read_text()) if table.is_file() else {}
+    except (OSError, ValueError) as error:
+        log.warning(
+            "%s cannot be read (%s) and counts as empty; `python -m vitkernels.tune` writes it anew", table, error
+        )
+        return {}
 
 
 def write(table: Path, gpu: str, rows: list[dict]) -> None:

@@ -48,6 +48,11 @@ def create(
         raise UsageError("parallel.reshard=true gathers block by block, which parallel.overlap=false does not")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if runtime.name == "xla":
+        if overlap != "auto" or reduce != "fp32" or reshard:
+            raise UsageError(
+                "on a TPU XLA decides when and how gradients and parameters are sent: leave parallel.overlap=auto, "
+                "parallel.reduce=fp32 and parallel.reshard=false"
+            )
         return _spmd(name, runtime, world, lost_after)
     if name == "auto":
         name = "ddp" if world > 1 else "none"

@@ -254,11 +254,7 @@ def named(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 def write_atomically(path: Path, write) -> None:
     """Call `write(file)` on a temporary file beside `path`, sync it, and rename it over `path`."""
     temporary = path.with_name(path.name + ".tmp")
-    try:
-        _write_synced(temporary, write)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    _write_synced(temporary, write)
     os.replace(temporary, path)
     _sync_folder(path.parent)  # the rename itself must survive a power cut
 
@@ -281,10 +277,15 @@ def _remove(path: Path) -> None:
 
 
 def _write_synced(path: Path, write) -> None:
-    with open(path, "wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
+    """A file that cannot be written is removed at once: where the disk is full, others need its room."""
+    try:
+        with open(path, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _sync_folder(path: Path) -> None:

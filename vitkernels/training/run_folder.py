@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 # Settings that steer how a run is carried out and not what it computes.
 _NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel")
 _BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
+_LENGTH = ("trainer.max_epochs", "trainer.max_steps")
 # Settings that may change between one part of a run and the next.
 _MAY_CHANGE = (
-    "trainer.max_epochs", "trainer.max_steps", "trainer.log_every", "trainer.eval_every", "trainer.warmup_steps",
+    *_LENGTH, "trainer.log_every", "trainer.eval_every", "trainer.warmup_steps",
     "trainer.profile", "data.num_workers", "data.root", "runtime", "compile",
     "data.batch_size", "trainer.accum_steps",  # but not the images of a step: the checkpoint knows them
 )  # fmt: skip
@@ -48,9 +49,9 @@ def identity(cfg: DictConfig) -> dict:
     return {key: value for key, value in plain.items() if key not in _NOT_IDENTITY}
 
 
-def is_same_run(folder: Path, cfg: DictConfig) -> bool:
-    """Whether the run in `folder` was started by this configuration."""
-    return read_json(folder / "config.json") == identity(cfg)
+def _settings_of(folder: Path) -> dict:
+    """The identity of the run in the folder; empty when there is none."""
+    return read_json(folder / "config.json") or {}
 
 
 def is_done(folder: Path) -> bool:
@@ -58,9 +59,29 @@ def is_done(folder: Path) -> bool:
 
 
 def find_done(folder: Path, cfg: DictConfig) -> Path | None:
-    """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it."""
+    """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it.
+
+    Finished, too, for settings by which nothing would be trained any more, such as how often to log; they are named.
+    """
     newest = [folder] if is_taken(folder) else _same_runs_beside(folder, cfg)
-    return newest[0] if newest and is_done(newest[0]) and is_same_run(newest[0], cfg) else None
+    if not newest or not is_done(newest[0]):
+        return None
+    before, now = _settings_of(newest[0]), identity(cfg)
+    without_length = tuple(name for name in _MAY_CHANGE if name not in _LENGTH)
+    if _differences(before, now, may_change=without_length):
+        return None
+    changed = _differences(before, now, may_change=())
+    if changed:
+        log.warning("%s was finished with other settings, which its figures are of: %s", newest[0], "; ".join(changed))
+    return newest[0]
+
+
+def read_results(folder: Path) -> dict:
+    """The figures of a finished run, or of an evaluation under the same names; empty when there are none."""
+    evaluated = read_json(folder / "eval.json")
+    if evaluated is None:
+        return read_json(folder / "summary.json") or {}
+    return {f"val_{name}" if name in ("top1", "top5", "loss") else name: value for name, value in evaluated.items()}
 
 
 class InUseError(UsageError):
@@ -104,18 +125,39 @@ def open_for(folder: Path, cfg: DictConfig) -> tuple[Path, bool]:
 
 def claim(folder: Path, cfg: DictConfig) -> None:
     """Note in the folder which run it is. Raise UsageError when it holds a run that this one would overwrite."""
+    now = identity(cfg)
     if is_taken(folder):
         elsewhere = "hydra.run.dir=FOLDER puts this run elsewhere"
         if cfg.resume is None:
             raise UsageError(
                 f"{folder} already holds a run, which would be overwritten. resume=auto goes on with it; {elsewhere}"
             )
-        changed = _differences(read_json(folder / "config.json") or {}, identity(cfg))
+        changed = _differences(_settings_of(folder), now)
         if changed:
             raise UsageError(f"{folder} holds a run with other settings: {'; '.join(changed)}. {elsewhere}")
+        _set_summary_aside(folder)
     elif (folder / "summary.json").exists():
         (folder / "summary.json").unlink()  # of an attempt that failed before it had anything to keep
-    write_json(folder / "config.json", identity(cfg))
+    write_json(folder / "config.json", now)
+
+
+def _set_summary_aside(folder: Path) -> None:
+    """Of a finished run that is made longer: what is written about it from now on is not about that length."""
+    if is_done(folder):
+        steps = read_json(folder / "summary.json")["steps"]
+        (folder / "summary.json").rename(_summary_of_length(folder, steps))
+
+
+def take_summary_back(folder: Path, steps: int) -> bool:
+    """Whether the run was finished at this very length before; then its summary is in its place again."""
+    aside = _summary_of_length(folder, steps)
+    if aside.exists():
+        aside.rename(folder / "summary.json")
+    return is_done(folder)
+
+
+def _summary_of_length(folder: Path, steps: int) -> Path:
+    return folder / f"summary_{steps}_steps.json"
 
 
 def is_taken(folder: Path) -> bool:
@@ -125,15 +167,15 @@ def is_taken(folder: Path) -> bool:
     return logged or is_done(folder) or any((folder / "checkpoints").glob("step_*"))
 
 
-def _differences(before: dict, now: dict, prefix: str = "") -> list[str]:
+def _differences(before: dict, now: dict, prefix: str = "", may_change: tuple[str, ...] = _MAY_CHANGE) -> list[str]:
     """The settings that differ and matter, as sentences. A run may be made longer, or log and load otherwise."""
     found = []
     for key in sorted({*before, *now}):
         a, b, name = before.get(key), now.get(key), f"{prefix}{key}"
-        if a == b or name in _MAY_CHANGE:
+        if a == b or name in may_change:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{name}.")
+            found += _differences(a, b, f"{name}.", may_change)
         else:
             found.append(f"{name} is {a!r} there and {b!r} here")
     return found
@@ -185,21 +227,28 @@ def _same_runs_beside(folder: Path, cfg: DictConfig) -> list[Path]:
     if not _BY_TIME.fullmatch(folder.name):
         return []
     runs = [p.parent for p in folder.parent.glob("*/checkpoints") if p.parent != folder]
-    runs = [run for run in runs if _BY_TIME.fullmatch(run.name) and is_same_run(run, cfg)]
+    runs = [run for run in runs if _BY_TIME.fullmatch(run.name) and _settings_of(run) == identity(cfg)]
     return sorted(runs, key=lambda run: (run / "checkpoints").stat().st_mtime_ns, reverse=True)
 
 
-def refuse_other_run(path: Path, state: dict, expected: dict) -> None:
-    """Raise UsageError when a checkpoint's identifying entries are not the expected ones."""
+def refuse_other_run(path: Path, state: dict, expected: dict, total_steps: int) -> None:
+    """Raise UsageError when a checkpoint's identifying entries are not the expected, or it is past `total_steps`."""
     wrong = [f"{k} is {state.get(k)!r} there and {v!r} here" for k, v in expected.items() if state.get(k) != v]
     if wrong:
         raise UsageError(
             f"{path} cannot be continued by this run: {'; '.join(wrong)}. Give the settings it was made with, "
             "or start anew from its weights alone with checkpoint=PATH"
         )
+    if state["step"] > total_steps:
+        raise UsageError(
+            f"{path} is at step {state['step']}, and {total_steps} are asked for: a run can only be made longer"
+        )
 
 
 def note_failure(folder: Path, reason: str) -> None:
     """Leave a summary.json that says why there is no result, unless there is one."""
     if not is_done(folder):
-        write_json(folder / "summary.json", {"status": "failed", "reason": reason})
+        try:
+            write_json(folder / "summary.json", {"status": "failed", "reason": reason})
+        except OSError as error:  # the reason is what has to be seen, and not what this disk does besides
+            log.error("%s/summary.json could not be written: %s", folder, error)

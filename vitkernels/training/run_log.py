@@ -1,8 +1,10 @@
 """Where a run's figures go: metrics.jsonl, TensorBoard, and the terminal."""
 
+import contextlib
 import json
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -24,35 +26,67 @@ class RunLog:
 
     metrics.jsonl has a line per step and per evaluation, in full precision; TensorBoard has a point per window.
     On a terminal a progress bar shows the last window; elsewhere each window is a plain line.
+
+    A disk that is full or fails is said once and does not end training: lines wait until they can be written, and
+    TensorBoard lacks the points of that time.
     """
 
     def __init__(self, folder: Path, total_steps: int, first_step: int, evaluates_first: bool = False):
         self.path = folder / "metrics.jsonl"
         _drop_lines_after(self.path, first_step, evaluates_first)
-        self._file = open(self.path, "a")  # noqa: SIM115 (closed by `close`)
+        self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
+        self._waiting = b""  # lines that are not in the file yet
+        self._disk_fails = False
         self._board = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
         self._total = total_steps
         self._progress = _progress_bar(total_steps, first_step)
 
     def steps(self, records: list[StepRecord]) -> None:
-        for record in records:
-            self._file.write(json.dumps(record.as_dict()) + "\n")
-        self._file.flush()
+        self._write([record.as_dict() for record in records])
 
     def evaluation(self, step: int, figures: dict) -> None:
-        self._file.write(json.dumps({"step": step, **figures}) + "\n")
-        self._file.flush()
+        self._write([{"step": step, **figures}])
+
+    def _write(self, lines: list[dict]) -> None:
+        self._waiting += "".join(json.dumps(line) + "\n" for line in lines).encode()
+        with self._tolerant():
+            while self._waiting:
+                written = self._file.write(self._waiting)
+                self._waiting = self._waiting[written:]
+            self._disk_fails = False
+
+    @contextlib.contextmanager
+    def _tolerant(self):
+        try:
+            yield
+        except OSError as error:
+            if not self._disk_fails:
+                log.error("%s: %s; training goes on, and its figures wait in memory", self.path, error)
+            self._disk_fails = True
 
     def sync(self) -> None:
         """Have the disk hold every line so far: a checkpoint must not be ahead of the log."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._board.flush()
+        self._write([])
+        with self._tolerant():
+            os.fsync(self._file.fileno())
+        self._on_board(SummaryWriter.flush)
+
+    def _on_board(self, put: Callable[[SummaryWriter], None]) -> None:
+        """put(board); on a board with a new file where the last one's could not be written."""
+        if self._board is None and self._disk_fails:
+            return
+        with self._tolerant():
+            board, self._board = self._board or SummaryWriter(str(self.path.parent)), None
+            put(board)
+            self._board = board
 
     def scalars(self, step: int, values: dict[str, float | None]) -> None:
-        for name, value in values.items():
-            if value is not None:
-                self._board.add_scalar(name, value, step)
+        def put(board):
+            for name, value in values.items():
+                if value is not None:
+                    board.add_scalar(name, value, step)
+
+        self._on_board(put)
 
     def show(self, step: int, text: str, brief: str) -> None:
         """A window's figures: briefly beside the bar, or all of them as a line."""
@@ -62,22 +96,28 @@ class RunLog:
             log.info("step %d/%d  %s", step, self._total, text)
 
     def card(self, title: str, text: str) -> None:
-        self._board.add_text(title, text)
+        self._on_board(lambda board: board.add_text(title, text))
 
     def hparams(self, parameters: dict, results: dict) -> None:
         """The run's settings and results for TensorBoard's HPARAMS tab, in the run's own folder."""
         results = {f"result/{name}": value for name, value in results.items() if value is not None}
-        for summary in hparams(parameters, results):
-            self._board.file_writer.add_summary(summary)
-        for name, value in results.items():
-            self._board.add_scalar(name, value)
+
+        def put(board):
+            for summary in hparams(parameters, results):
+                board.file_writer.add_summary(summary)
+            for name, value in results.items():
+                board.add_scalar(name, value)
+
+        self._on_board(put)
 
     def close(self) -> None:
         """Write out what is pending and give the terminal back; a second call does nothing."""
         if self._progress is not None:
             self._progress.stop()
-        self._file.close()
-        self._board.close()
+        if not self._file.closed:
+            self._write([])
+            self._file.close()
+            self._on_board(SummaryWriter.close)
 
 
 class NoLog:

@@ -32,12 +32,15 @@ _NUMBERS = {
     "schedule.min_lr": (float, 0, None, False),
 }
 _NAMES = (
-    "attn.name", "ops.name", "quant.name", "model.name", "data._target_", "optim.opt", "schedule.sched", "runtime.name",
+    "attn.name", "ops.name", "quant.name", "model.name", "data._target_", "optim.opt", "runtime.name",
 )  # fmt: skip
 COMPILE_MODES = ("reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")  # torch.compile's own
 _CHOICES = {
     "mode": ("train", "eval"),
     "compile": (True, False, "auto", *COMPILE_MODES),
+    # Of timm's schedules, those that are scaled to the length of training: ours count steps, and the others' numbers
+    # are epochs.
+    "schedule.sched": ("cosine", "tanh", "poly"),
     "ops.name": ("eager", "fused", "auto"),
     "ops.adamw": ("eager", "triton"),
     "ops.residual_precision": (None, "fp32", "bf16"),

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from vitkernels.bench import comparison
 from vitkernels.environment import git_commit
 from vitkernels.training import job_slots
-from vitkernels.training.run_folder import is_done, is_same_run, read_json, write_json
+from vitkernels.training.run_folder import find_done, is_done, read_json, read_results, write_json
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ def run_job(config: DictConfig) -> float | list[float] | None:
     folder = Path(hydra.runtime.output_dir)
     variant = hydra.job.override_dirname or "default"
     job = {"num": hydra.job.num, "variant": variant, "overrides": list(hydra.overrides.task)}
-    if is_done(folder) and is_same_run(folder, config) and not config.sweep.rerun:
+    if not config.sweep.rerun and find_done(folder, config):
         log.info("%s: done before, skipped (%s; sweep.rerun=true runs it again)", variant, _measured_with(folder))
         write_json(folder / "job.json", {**job, "status": "done"})
         return _objective(folder, config)
@@ -121,11 +121,11 @@ def _measured_with(folder: Path) -> str:
 
 
 def _objective(folder: Path, config: DictConfig) -> float | list[float] | None:
-    summary = OmegaConf.create(read_json(folder / "summary.json") or {})
+    results = OmegaConf.create(read_results(folder))
     if isinstance(config.sweep.objective, str):
-        value = OmegaConf.select(summary, config.sweep.objective)
+        value = OmegaConf.select(results, config.sweep.objective)
         return None if value is None else float(value)
-    values = [OmegaConf.select(summary, name) for name in config.sweep.objective]
+    values = [OmegaConf.select(results, name) for name in config.sweep.objective]
     return None if None in values else [float(value) for value in values]
 
 

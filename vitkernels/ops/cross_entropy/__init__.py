@@ -34,7 +34,8 @@ def cross_entropy(
         targets: class numbers (B,), or a distribution (B, C) for each row, floating; it need not add up to 1.
         label_smoothing: in [0, 1]: this share of each target is spread evenly over all classes
             (Szegedy et al. 2015, arXiv 1512.00567).
-        ignore_index: rows with this class number count for nothing; the mean is over the others (NaN without any).
+        ignore_index: rows with this class number count for nothing; the mean is over the others (NaN without any,
+            and no gradient).
         backend: "auto" or a name.
 
     Returns:

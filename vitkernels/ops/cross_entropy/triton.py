@@ -135,7 +135,8 @@ def _save(ctx, inputs, output):
 @differentiable_once("cross_entropy by triton")
 def _scale(ctx, dloss, _dcount, _dgradient):
     count, gradient = ctx.saved_tensors
-    return gradient * (dloss / count).to(torch.float32), None, None, None, None
+    # As torch's: no gradient where nothing counts, though the mean is no number.
+    return gradient * (dloss / count.clamp(min=1)).to(torch.float32), None, None, None, None
 
 
 register_autograd("vitkernels::cross_entropy", _scale, setup_context=_save)
