@@ -171,11 +171,11 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     log.info("model: %s, %s, attention %s, ops %s", cfg.model.name, size, attn, cfg.ops.name)
 
     if cfg.mode == "eval":
-        result = evaluate(net, data.val, parallel)
+        result = evaluate(net, data.val, parallel) | {"bytes": size_in_bytes(model)}
         if quantized is not None:
-            before = {"top1_before": result["top1"], "images_per_s_before": result["images_per_s"]}
-            sizes = {"bytes_before": size_in_bytes(model), "bytes": size_in_bytes(quantized)}
-            result = evaluate(parallel.wrap(quantized, compiled, compile_mode), data.val, parallel) | before | sizes
+            before = {f"{name}_before": result[name] for name in ("top1", "images_per_s", "bytes")}
+            result = evaluate(parallel.wrap(quantized, compiled, compile_mode), data.val, parallel) | before
+            result["bytes"] = size_in_bytes(quantized)
         card = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, "quant": cfg.quant.name}
         parallel.on_main(run_folder.write_json, run_dir / "eval.json", card | result)
         log_evaluation(result)

@@ -68,15 +68,15 @@ def test_the_verdict(tmp_path, capsys):
 def test_the_verdict_on_evaluations(tmp_path, capsys):
     for num, (variant, top1) in enumerate({"quant=w8a8": 91.25, "quant=w4a16": 90.0}.items()):
         job(tmp_path, num, variant)
-        card = {"quant": variant, "top1": top1, "loss": 0.5, "images_per_s": 200.0, "bytes": (8 - num) * 2**20}
+        card = {"quant": variant, "top1": top1, "loss": 0.5, "images_per_s": 200.0, "bytes": (8 - num) * 10**6}
         (tmp_path / variant / "eval.json").write_text(json.dumps(card))
     rows = comparison.compare(tmp_path)
     comparison.write(rows, tmp_path)
     comparison.show(rows, tmp_path)
     assert [row["val_top1"] for row in rows] == [91.25, 90.0]
     text = (tmp_path / "comparison.md").read_text()
-    assert text.splitlines()[0] == "| variant | images/s | weights MiB | val top-1 % |"
-    assert "| quant=w4a16 | 200.0 | 7.0 | 90.00 |" in text and "ratio" not in text + capsys.readouterr().out
+    assert text.splitlines()[0] == "| variant | images/s | weights MB | val top-1 % |"
+    assert "| quant=w4a16 | 200.0 | 7.00 | 90.00 |" in text and "ratio" not in text + capsys.readouterr().out
 
 
 def test_a_sweep_in_which_all_failed_still_has_its_table(tmp_path):

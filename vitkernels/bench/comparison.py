@@ -16,7 +16,7 @@ _COLUMNS = (
     ("MFU %", lambda row: _number(row["mfu"] and 100 * row["mfu"], 1)),
     ("input wait ms", lambda row: _number(row["input_wait_ms"], 2)),
     ("peak memory MiB", lambda row: _number(row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**20, 0)),
-    ("weights MiB", lambda row: _number(row["bytes"] and row["bytes"] / 2**20, 1)),
+    ("weights MB", lambda row: _number(row["bytes"] and row["bytes"] / 1e6, 2)),
     ("final loss", lambda row: _number(row["train_loss"], 4)),
     ("val top-1 %", lambda row: _number(row["val_top1"], 2)),
     ("ratio", lambda row: _number(row["ratio"], 3)),
@@ -29,7 +29,7 @@ def compare(folder: Path, since: float = 0.0) -> list[dict]:
     since: seconds of the epoch; jobs that ended earlier, and so belong to another sweep in the folder, are left out.
 
     Keys: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n}, images_per_s, mfu
-    (0 to 1), input_wait_ms, peak_memory_bytes, bytes (of the weights, in evaluations of quantized ones), train_loss,
+    (0 to 1), input_wait_ms, peak_memory_bytes, bytes (of the weights, in evaluations), train_loss,
     val_top1, ratio (median step time of the first variant over this one's: above 1 is faster), folder. What is not
     known is None.
     """
