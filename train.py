@@ -235,7 +235,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         load_tensors = partial(parallel.load, ckpt.load_tensors)
         state = parallel.load(ckpt.load_state, path)
         run_folder.refuse_other_run(path, state, identifying, total_steps)
-        if state["step"] == total_steps and parallel.on_main(run_folder.take_summary_back, run_dir, total_steps):
+        if state["step"] == total_steps and parallel.on_main(run_folder.take_summary_back, run_dir, cfg, total_steps):
             log.info("this run is done: %s", run_dir / "summary.json")
             return
         models.load_weights(model, load_tensors(path, "model", model.state_dict()), str(path))
@@ -254,6 +254,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             checkpoints.mark_best(path.with_name(ckpt.folder_name(best["step"])))
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
+    parallel.on_main(run_folder.begin, run_dir, cfg, path is not None)
     run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending) if parallel.is_main else NoLog()
     cleanup.callback(run_log.close)
     card = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
@@ -287,10 +288,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         run_log.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
         run_log.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
         top1 = result.get("ema_top1", result["top1"])
-        if top1 > best["top1"]:
+        if top1 > best["top1"] and (saved is None or not parallel.is_main or checkpoints.mark_best(saved)):
             best = {"top1": top1, "step": step}
-            if saved is not None and parallel.is_main:
-                checkpoints.mark_best(saved)
         log.info("step %d  val top-1 %.2f %%  loss %.4f", step, result["top1"], result["loss"])
 
     def samples_of_step(number: int, rank: int) -> str:

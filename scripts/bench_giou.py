@@ -35,15 +35,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.estimate and (reason := tpu_static.unavailable()) is not None:
         parser.error(f"{reason}; or leave the estimates out: --no-estimate")
-    rows = []
     for images, boxes in options.shapes:
         for dtype in options.dtypes:
-            rows += measured(images, boxes, dtype)
+            rows = measured(images, boxes, dtype)
             if options.estimate:
                 rows += estimated(images, boxes, dtype)
-    if options.results:
-        with options.results.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+            if options.results:
+                with options.results.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def measured(images: int, boxes: int, dtype: str) -> list[dict]:
@@ -70,6 +69,8 @@ def measured(images: int, boxes: int, dtype: str) -> list[dict]:
                 cells += [on_device, f"{rate:.0f}", f"{rate / copy:.0%}"]
             rows.append(row)
             print("| " + " | ".join(cells) + " |", flush=True)
+    for contender, reason in giou.left_out(preds).items():
+        print(f"not measured: {contender}: {reason}")
     if device == "cuda":
         inside = giou.moved_bytes(images, boxes, preds.element_size(), "forward") < 50e6
         where = "fit the L2 cache, and so does the copy's" if inside else "do not fit the L2 cache"

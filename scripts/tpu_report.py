@@ -19,6 +19,7 @@ attention 5 to 20 s a figure.
 import argparse
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def report_step(options, overrides: list[str], chip: tpu_chips.Chip) -> None:
     if not variants:
         variants = {tpu_step.compose(tuple(overrides)).attn.name: overrides}
     cfg = tpu_step.compose(tuple(next(iter(variants.values()))))
-    batch, flops = cfg.data.batch_size, tpu_step.model_flops(cfg)
+    batch, flops = cfg.data.batch_size * cfg.trainer.accum_steps, tpu_step.model_flops(cfg)
     steps, kernels = {}, {}
     for name, settings in variants.items():
         print(f"compiling the step with attn={name} for {chip.name} ...", flush=True)
@@ -139,6 +140,8 @@ def tune(options, chip: tpu_chips.Chip) -> None:
     from vitkernels.bench import tpu_tune
 
     table = options.table or pallas_flash_blocks.TABLE
+    if not os.access(table if table.exists() else table.parent, os.W_OK):
+        raise UsageError(f"{table} cannot be written, where the result of a long search would go: --table FILE")
     for shape in itertools.chain.from_iterable(options.shapes):
         print(f"\n(B, H, N, D) = {shape}, bfloat16, TPU {chip.name}", flush=True)
         problem = tpu_tune.problem(shape)
@@ -148,10 +151,12 @@ def tune(options, chip: tpu_chips.Chip) -> None:
         for what, (plan, ms) in told.items():
             times = ", ".join(f"{which} {ms[which]:.3f}" for which in ms)
             print(f"{what}: ESTIMATED ms {times}; {plan}", flush=True)
+        entry = found.entry(problem, chip.name)
         if found.plan == found.rule:
-            print("nothing is 10 % better than the rule: the table gets no entry")
+            pallas_flash_blocks.remove(entry, table)
+            print("nothing is 10 % better than the rule, which answers: no entry")
         else:
-            pallas_flash_blocks.write([found.entry(problem, chip.name)], table)
+            pallas_flash_blocks.write(entry, table)
             print(f"written: {table}")
     print(f"\n{tpu_report.validation(chip)}")
 

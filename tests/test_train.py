@@ -256,12 +256,47 @@ def test_a_run_that_is_made_longer_is_done_only_then(settings, losses, monkeypat
     train.run(at(8), tmp_path)
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8] and summary()["steps"] == 8
 
+    # What is refused changes nothing, and there is nothing left to train.
     long = summary()
-    with pytest.raises(UsageError, match=r"is at step 8, and 6 are asked for"):
-        train.run(at(6), tmp_path)
+    for refused, message in (
+        (at(6), "is at step 8, and 6 are asked for"),
+        (at(16, "trainer.accum_steps=1000"), "accum_steps=1000 needs"),
+        (at(8, "compile=true"), "finished with other settings: compile is 'auto' there and True here"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            train.run(refused, tmp_path)
+        assert summary() == long
     train.run(at(8), tmp_path)
-    train.run(at(8, "trainer.log_every=3"), tmp_path)  # which there is nothing left to log with
+    train.run(at(8, "trainer.log_every=3"), tmp_path)
     assert summary() == long
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(settings, tmp_path):
+    at = lambda steps: settings(*SMALL, f"trainer.max_steps={steps}", "resume=auto", "checkpoints.every_epochs=null")  # noqa: E731
+    train.run(at(2), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(UsageError, match="without checkpoints, which cannot be made longer"):
+        train.run(at(4), tmp_path)
+    train.run(at(2), tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_the_best_is_one_that_could_be_kept(settings, monkeypatch, tmp_path):
+    """The disk is full when the best weights are saved."""
+    results = iter([50.0, 60.0, 55.0])
+    card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"top1": next(results), **card})
+    write = ckpt._Writer.write_data
+
+    def full(writer, *args):
+        if writer.state["step"] == 4:
+            raise OSError(28, "No space left on device")
+        return write(writer, *args)
+
+    monkeypatch.setattr(ckpt._Writer, "write_data", full)
+    train.run(settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=6"), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["best"] == {"top1": 55.0, "step": 6}
+    assert ckpt.load_state(tmp_path / "checkpoints" / "best")["step"] == 6
 
 
 @pytest.mark.parametrize(("top1", "best"), [([50.0, 40.0, 40.0], 2), ([50.0, 60.0, 60.0], 4)])

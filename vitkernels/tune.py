@@ -31,6 +31,8 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for name in options.model:
             tune(name, options.batch_size, options.dtype, options.table)
+    except torch.OutOfMemoryError:
+        sys.exit(f"error: {name} at --batch-size {options.batch_size} does not fit this GPU: give fewer images")
     except UsageError as error:
         sys.exit(f"error: {error}")
 
@@ -47,16 +49,15 @@ def tune(model: str, batch_size: int, dtype: str, table: Path) -> None:
     sizes = sizes_of(model, batch_size)
     gpu = torch.cuda.get_device_name()
     print(f"{gpu}: {model}, batch {batch_size}, {dtype}, forward and backward on the device")
-    rows = []
     for make in bench.cases(sizes, getattr(torch, dtype)):
         case = make()
         found = bench.measure(case)
         _print(case, found)
-        rows.append(_row(case, dtype, {name: ms for name, ms in found.items() if isinstance(ms, float)}))
+        measured = {name: ms for name, ms in found.items() if isinstance(ms, float)}
+        measurements.write(table, gpu, [_row(case, dtype, measured)])  # each at once: the next may not fit the GPU
         del case
         torch.cuda.empty_cache()
-    measurements.write(table, gpu, rows)
-    print(f"wrote {len(rows)} rows to {table}")
+    print(f"written: {table}")
 
 
 def _row(case, dtype: str, ms: dict[str, float]) -> dict:

@@ -121,7 +121,7 @@ def test_the_shipped_table_can_be_read_and_says_that_it_is_estimated():
 def test_writing_replaces_the_entry_of_the_same_problem(table):
     table(ENTRY)
     blocks.plan(PROBLEM)
-    blocks.write([ENTRY | {"forward": {"heads": 4, "queries": 256, "keys": 256}}], blocks.TABLE)
+    blocks.write(ENTRY | {"forward": {"heads": 4, "queries": 256, "keys": 256}}, blocks.TABLE)
     assert blocks.plan(PROBLEM).forward == blocks.Blocks(4, 256, 256)
     assert len(json.loads(blocks.TABLE.read_text())["entries"]) == 1
 

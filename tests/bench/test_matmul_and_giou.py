@@ -43,3 +43,13 @@ def test_jax_contenders_compute_giou():
     kernel = pallas_op(giou.pallas_on_gpu, name="test_giou_pallas_on_gpu")
     for found in (pallas_op(giou.xla_giou, name="test_giou_xla")(*boxes), kernel(*boxes, block=64)):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # a dozen float32 roundings of numbers near 1
+
+
+def test_what_of_giou_cannot_be_measured_is_said():
+    """On a CPU nothing is missing; on a GPU beside a jax that has none, jax's contenders would be timed on the CPU."""
+    jax = pytest.importorskip("jax")
+    boxes, _ = giou.draw(2, 3, "cpu", torch.float32)
+    assert giou.left_out(boxes) == {}
+    on_gpu = type("OnGpu", (), {"is_cuda": True, "shape": boxes.shape})()
+    if jax.default_backend() != "gpu":
+        assert set(giou.left_out(on_gpu)) == {"jax.jit", "pallas"} and "no GPU" in giou.left_out(on_gpu)["pallas"]

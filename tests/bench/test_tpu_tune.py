@@ -81,7 +81,6 @@ def test_the_command_writes_a_table_that_the_kernels_read(tmp_path, capsys, monk
 
     monkeypatch.delitem(sys.modules, "tpu_report")
     table = tmp_path / "table.json"
-    table.write_text(json.dumps({"entries": []}))
     stand_in = lambda form, which, blocks: 5.0 if form == "short" else away(which, blocks)  # noqa: E731
     monkeypatch.setattr(tpu_tune, "libtpu_estimate", lambda of, chip: stand_in)
     script.main(["--tune", "chip=v6e", "--shapes", "2,16,1025,64", "--table", str(table)])
@@ -93,6 +92,11 @@ def test_the_command_writes_a_table_that_the_kernels_read(tmp_path, capsys, monk
     for chip, source in (("v6e", "table"), ("v5e", "rule")):
         problem = tpu_tune.replace(tpu_tune.problem((1, 16, 1025, 64)), chip=chip)
         assert pallas_flash_blocks.plan(problem).source == source
+
+    # A later search that finds nothing better takes the entry out again.
+    monkeypatch.setattr(tpu_tune, "libtpu_estimate", lambda of, chip: lambda form, which, blocks: 1.0)
+    script.main(["--tune", "chip=v6e", "--shapes", "2,16,1025,64", "--table", str(table)])
+    assert "the rule, which answers" in capsys.readouterr().out and json.loads(table.read_text())["entries"] == []
 
 
 @pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))

@@ -158,6 +158,22 @@ def test_without_a_gpu_tune_says_so(tmp_path):
     assert not (tmp_path / "table.json").exists()
 
 
+def test_what_was_measured_before_the_memory_was_full_is_kept(monkeypatch, tmp_path):
+    (first, *_), table = bench.cases(SMALL, torch.bfloat16), tmp_path / "table.json"
+
+    def full():
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(bench, "cases", lambda *_: [first, full])
+    monkeypatch.setattr(bench, "measure", lambda case: {"reference": 2.0})
+    with pytest.raises(SystemExit, match="--batch-size 128 does not fit this GPU"):
+        tune.main(["--table", str(table)])
+    assert len(measurements.read(table)["NVIDIA H200"]) == 1
+
+
 @pytest.mark.gpu
 def test_tune_measures_and_says_where(tmp_path, capsys):
     table = tmp_path / "table.json"
@@ -171,4 +187,4 @@ def test_tune_measures_and_says_where(tmp_path, capsys):
         "patch_embed",
     }
     assert all("reference" in measured["ms"] for measured in rows)
-    assert f"wrote 7 rows to {table}" in capsys.readouterr().out
+    assert len(rows) == 7 and f"written: {table}" in capsys.readouterr().out

@@ -82,3 +82,11 @@ def test_caches_are_shared_but_for_those_set_already(monkeypatch, tmp_path):
     }
     assert job_slots.shared_caches(None) == {}
     assert job_slots.shared_caches("~/x")["TORCHINDUCTOR_CACHE_DIR"] == os.path.expanduser("~/x/inductor")
+
+
+def test_a_user_without_a_home_shares_no_cache(monkeypatch, caplog):
+    def homeless(path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr("pathlib.Path.expanduser", homeless)
+    assert job_slots.shared_caches("~/.cache/vitkernels") == {} and "has no home folder" in caplog.text

@@ -79,6 +79,13 @@ def test_the_verdict_on_evaluations(tmp_path, capsys):
     assert "| quant=w4a16 | 200.0 | 7.00 | 90.00 |" in text and "ratio" not in text + capsys.readouterr().out
 
 
+def test_an_evaluation_beside_a_run_hides_nothing_of_it(tmp_path):
+    job(tmp_path, 0, "attn=a", median=40.0, val_top1=70.0)
+    (tmp_path / "attn=a/eval.json").write_text(json.dumps({"top1": 60.0, "images_per_s": 1.0, "bytes": 1}))
+    (row,) = comparison.compare(tmp_path)
+    assert (row["ratio"], row["val_top1"], row["images_per_s"]) == (1.0, 70.0, 100.0)
+
+
 def test_a_sweep_in_which_all_failed_still_has_its_table(tmp_path):
     job(tmp_path, 0, "attn=a", status="failed", reason="killed by SIGSEGV")
     rows = comparison.compare(tmp_path)
@@ -105,6 +112,7 @@ def test_a_process_that_was_killed_is_said_to_be(tmp_path):
     [
         ("attn=nosuch", "unknown attn 'nosuch'; known: auto"),
         ("trainer.max_step=3", "there is no setting 'trainer.max_step'. Did you mean trainer.max_steps"),
+        ("checkpoint=runs/attn=sdpa/best", "quotes of its own: 'checkpoint=\"runs/attn=sdpa/best\"'"),
         ("nonsense", "cannot read 'nonsense': a setting is name=value"),
     ],
 )

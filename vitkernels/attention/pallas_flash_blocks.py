@@ -158,11 +158,24 @@ def refusal(chosen: Plan, heads: int, head_dim: int, q_tokens: int, kv_tokens: i
     return None
 
 
-def write(entries: list[dict], path: Path = TABLE) -> None:
-    """Put these entries into the table, each in place of the one for the same chip and problem."""
-    table = json.loads(path.read_text())
-    identity = ("chip", "dtype", *_SIZES)
-    kept = {tuple(entry[name] for name in identity): entry for entry in [*table["entries"], *entries]}
-    path.write_text(json.dumps(table | {"entries": list(kept.values())}, indent=1) + "\n")
+def write(entry: dict, path: Path = TABLE) -> None:
+    """Put the entry into the table, in place of the one for the same chip and problem."""
+    _rewrite(path, [*_without(entry, path), entry])
+
+
+def remove(entry: dict, path: Path = TABLE) -> None:
+    """Take the entry for this one's chip and problem out of the table: the rule answers again."""
+    _rewrite(path, _without(entry, path))
+
+
+def _without(entry: dict, path: Path) -> list[dict]:
+    names = ("chip", "dtype", *_SIZES)
+    table = json.loads(path.read_text())["entries"] if path.exists() else []
+    return [other for other in table if any(other[name] != entry[name] for name in names)]
+
+
+def _rewrite(path: Path, entries: list[dict]) -> None:
+    about = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(about | {"entries": entries}, indent=1) + "\n")
     _table.cache_clear()
     _table(path)

@@ -36,16 +36,33 @@ def moved_bytes(images: int, boxes: int, itemsize: int, which: str) -> int:
     return forward if which == "forward" else forward + count * (4 * 4 * itemsize + 4)
 
 
+def left_out(preds: Tensor) -> dict[str, str]:
+    """The contenders that cannot be measured where these boxes lie, and why."""
+    try:
+        backend = _jax().default_backend()
+    except ImportError:
+        return dict.fromkeys(("jax.jit", "pallas"), "jax is not installed")
+    if not preds.is_cuda:
+        return {}
+    if backend != "gpu":
+        return dict.fromkeys(("jax.jit", "pallas"), f"jax has no GPU here, but {backend}: pip install 'jax[cuda13]'")
+    count = preds.shape[:-1].numel()
+    return {"pallas": f"{count} boxes are no multiple of {_PALLAS_BLOCK}"} if count % _PALLAS_BLOCK else {}
+
+
 def contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward calls, each of which may return before the device is done."""
+    """Forward calls, each of which may return before the device is done; without those `left_out`."""
+    missing = left_out(preds)
     reference = partial(generalized_box_iou, backend="reference")
     compiled = torch.compile(reference, dynamic=False)
     found = {"torch": lambda: reference(preds, targets), "torch.compile": lambda: compiled(preds, targets)}
-    jax_preds, jax_targets = _as_jax(preds), _as_jax(targets)
-    jitted = _jax().jit(xla_giou)
-    found["jax.jit"] = lambda: jitted(jax_preds, jax_targets)
+    if "jax.jit" not in missing:
+        jax_preds, jax_targets = _as_jax(preds), _as_jax(targets)
+        jitted = _jax().jit(xla_giou)
+        found["jax.jit"] = lambda: jitted(jax_preds, jax_targets)
     if preds.is_cuda:
-        found["pallas"] = lambda: pallas_on_gpu(jax_preds, jax_targets)
+        if "pallas" not in missing:
+            found["pallas"] = lambda: pallas_on_gpu(jax_preds, jax_targets)
         found["triton"] = lambda: generalized_box_iou(preds, targets, backend="triton")
         found["torch.compile again"] = found["torch.compile"]
     return found
@@ -121,7 +138,10 @@ def xla_giou(preds, targets):
     return intersection / union - (hull - union) / hull
 
 
-def pallas_on_gpu(preds, targets, block: int = 1024):
+_PALLAS_BLOCK = 1024
+
+
+def pallas_on_gpu(preds, targets, block: int = _PALLAS_BLOCK):
     """The simplest Pallas kernel for a GPU (Pallas lowers it to Triton): blocks of boxes, whole ones only."""
     return _pallas_on_gpu()(preds, targets, block)
 
@@ -138,8 +158,6 @@ def _pallas_on_gpu():
     def run(preds, targets, block):
         images, boxes, _ = preds.shape
         count = images * boxes
-        if count % block:
-            raise ValueError(f"{count} boxes are no multiple of {block}")
         spec = pl.BlockSpec((block, 4), lambda i: (i, 0))
         out = pl.pallas_call(
             kernel,

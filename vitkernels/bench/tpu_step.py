@@ -95,7 +95,7 @@ def compose(overrides: tuple[str, ...]):
 
 
 def model_flops(cfg) -> int:
-    """Of one step: forward and backward of the whole batch, counted as train.py does."""
+    """Of one step: forward and backward of all its batches, counted as train.py does."""
     from vitkernels import models
 
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
@@ -114,7 +114,7 @@ def model_flops(cfg) -> int:
         dtype=torch.bfloat16,
         device_type="xla",
     )
-    return facts.train_flops_per_image * cfg.data.batch_size
+    return facts.train_flops_per_image * cfg.data.batch_size * cfg.trainer.accum_steps
 
 
 def build(chip: str, *overrides: str) -> tuple[bytes, dict[int, int]]:

@@ -22,8 +22,8 @@ _FAMILIES = (("H100", "H200", "GH200"),)  # the same multiprocessors: one's orde
 
 def user_table() -> Path:
     """Where tune writes: under $XDG_CACHE_HOME, by default ~/.cache."""
-    cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache_home) / "vitkernels" / "measurements.json"
+    cache_home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(cache_home)) / "vitkernels" / "measurements.json"
 
 
 def read(table: Path) -> dict[str, list[dict]]:

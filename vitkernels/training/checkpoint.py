@@ -104,15 +104,17 @@ class Checkpoints:
             reason = f"{errors[0]}; training goes on, earlier checkpoints stay"
             log.error("no checkpoint at step %d: %s", int(_NAME.fullmatch(path.name)[1]), reason)
 
-    def mark_best(self, path: Path) -> None:
-        """Keep a checkpoint as `best`, once it is written, if it was. The main process calls it."""
+    def mark_best(self, path: Path) -> bool:
+        """Keep a checkpoint as `best`, once it is written; False if it was not. The main process calls it."""
         self.wait()
-        if path.is_dir():
+        written = path.is_dir()
+        if written:
             self.folder.mkdir(parents=True, exist_ok=True)  # a run that goes on from another's has none of its own yet
             link = self.folder / f"{BEST}.tmp"
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(path, self.folder))
             os.replace(link, self.folder / BEST)
+        return written
 
     def paths(self) -> list[Path]:
         """The run's checkpoints, newest first."""

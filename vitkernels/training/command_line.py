@@ -54,6 +54,9 @@ def explain(error: Exception, config_dir: str) -> str:
         return f"{unknown_name(group, option, error.options)} Choose with {group}=NAME.{extra}"
     text = (str(error).splitlines() or [type(error).__name__])[0]
     if isinstance(error, OverrideParseException):
+        name, _, value = error.override.partition("=")
+        if "=" in value:  # such as the folder of a sweep's job
+            return f"cannot read {error.override!r}: a value with = in it needs quotes of its own: '{name}=\"{value}\"'"
         return f"cannot read {error.override!r}: a setting is name=value, e.g. attn=sdpa or data.batch_size=64"
     override = re.match(r"Could not override '([^']+)'", text)
     if override and "not in" in f"{error} {error.__cause__}":  # "not in struct", or not in one of Hydra's own

@@ -94,5 +94,9 @@ def shared_caches(folder: str | None) -> dict[str, str]:
     """Environment variables that make compilers keep what they compiled in `folder`; those that are set win."""
     if folder is None:
         return {}
-    home = Path(folder).expanduser().absolute()
+    try:
+        home = Path(folder).expanduser().absolute()
+    except RuntimeError:  # a user without a home, such as a number that a container was started with
+        log.warning("sweep.compile_cache=%s: this user has no home folder; each job compiles for itself", folder)
+        return {}
     return {name: str(home / kind) for name, kind in _CACHES.items() if name not in os.environ}

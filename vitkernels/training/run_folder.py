@@ -20,11 +20,12 @@ log = logging.getLogger(__name__)
 # Settings that steer how a run is carried out and not what it computes.
 _NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel")
 _BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
-_LENGTH = ("trainer.max_epochs", "trainer.max_steps")
-# Settings that may change between one part of a run and the next.
+# Settings that do not matter to a finished run,
+_WITHOUT_EFFECT = ("trainer.log_every", "trainer.profile", "data.num_workers")
+# and those that may change between one part of a run and the next.
 _MAY_CHANGE = (
-    *_LENGTH, "trainer.log_every", "trainer.eval_every", "trainer.warmup_steps",
-    "trainer.profile", "data.num_workers", "data.root", "runtime", "compile",
+    *_WITHOUT_EFFECT, "trainer.max_epochs", "trainer.max_steps", "trainer.eval_every", "trainer.warmup_steps",
+    "data.root", "runtime", "compile",
     "data.batch_size", "trainer.accum_steps",  # but not the images of a step: the checkpoint knows them
 )  # fmt: skip
 
@@ -59,28 +60,18 @@ def is_done(folder: Path) -> bool:
 
 
 def find_done(folder: Path, cfg: DictConfig) -> Path | None:
-    """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it.
-
-    Finished, too, for settings by which nothing would be trained any more, such as how often to log; they are named.
-    """
+    """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it."""
     newest = [folder] if is_taken(folder) else _same_runs_beside(folder, cfg)
-    if not newest or not is_done(newest[0]):
-        return None
-    before, now = _settings_of(newest[0]), identity(cfg)
-    without_length = tuple(name for name in _MAY_CHANGE if name not in _LENGTH)
-    if _differences(before, now, may_change=without_length):
-        return None
-    changed = _differences(before, now, may_change=())
-    if changed:
-        log.warning("%s was finished with other settings, which its figures are of: %s", newest[0], "; ".join(changed))
-    return newest[0]
+    if newest and is_done(newest[0]) and not _differences(_settings_of(newest[0]), identity(cfg), _WITHOUT_EFFECT):
+        return newest[0]
+    return None
 
 
 def read_results(folder: Path) -> dict:
-    """The figures of a finished run, or of an evaluation under the same names; empty when there are none."""
-    evaluated = read_json(folder / "eval.json")
-    if evaluated is None:
-        return read_json(folder / "summary.json") or {}
+    """The figures of a run, or where nothing was trained of an evaluation under the same names; empty without any."""
+    summary, evaluated = read_json(folder / "summary.json"), read_json(folder / "eval.json")
+    if summary is not None or evaluated is None:
+        return summary or {}
     return {f"val_{name}" if name in ("top1", "top5", "loss") else name: value for name, value in evaluated.items()}
 
 
@@ -113,46 +104,70 @@ def held(folder: Path) -> Iterator[None]:
 
 
 def open_for(folder: Path, cfg: DictConfig) -> tuple[Path, bool]:
-    """(the folder to write to, False), claimed for this run; or with True the folder where it is already finished."""
+    """(the folder to write to, False), which is free for this run; or with True the one where it is already finished.
+
+    Raises UsageError when the folder holds a run that this one would overwrite.
+    """
     if cfg.mode != "train":
         return folder, False
     done = find_done(folder, cfg) if cfg.resume == "auto" else None
     if done is not None:
         return done, True
-    claim(folder, cfg)
+    _refuse_to_overwrite(folder, cfg)
     return folder, False
 
 
-def claim(folder: Path, cfg: DictConfig) -> None:
-    """Note in the folder which run it is. Raise UsageError when it holds a run that this one would overwrite."""
-    now = identity(cfg)
-    if is_taken(folder):
-        elsewhere = "hydra.run.dir=FOLDER puts this run elsewhere"
-        if cfg.resume is None:
-            raise UsageError(
-                f"{folder} already holds a run, which would be overwritten. resume=auto goes on with it; {elsewhere}"
-            )
-        changed = _differences(_settings_of(folder), now)
-        if changed:
-            raise UsageError(f"{folder} holds a run with other settings: {'; '.join(changed)}. {elsewhere}")
-        _set_summary_aside(folder)
-    elif (folder / "summary.json").exists():
-        (folder / "summary.json").unlink()  # of an attempt that failed before it had anything to keep
-    write_json(folder / "config.json", now)
+def _refuse_to_overwrite(folder: Path, cfg: DictConfig) -> None:
+    if not is_taken(folder):
+        return
+    elsewhere = "hydra.run.dir=FOLDER puts this run elsewhere"
+    if cfg.resume is None:
+        raise UsageError(
+            f"{folder} already holds a run, which would be overwritten. resume=auto goes on with it; {elsewhere}"
+        )
+    before, now = _settings_of(folder), identity(cfg)
+    finished = is_done(folder) and _length(before) == _length(now)
+    changed = _differences(before, now, _WITHOUT_EFFECT if finished else _MAY_CHANGE)
+    if changed and finished:
+        elsewhere += ", sweep.rerun=true makes a sweep's runs anew"
+        raise UsageError(
+            f"{folder} holds a run that was finished with other settings: {'; '.join(changed)}. {elsewhere}"
+        )
+    if changed:
+        raise UsageError(f"{folder} holds a run with other settings: {'; '.join(changed)}. {elsewhere}")
 
 
-def _set_summary_aside(folder: Path) -> None:
-    """Of a finished run that is made longer: what is written about it from now on is not about that length."""
-    if is_done(folder):
+def _length(settings: dict) -> tuple:
+    trainer = settings.get("trainer", {})
+    steps = trainer.get("max_steps")
+    return ("epochs", trainer.get("max_epochs")) if steps is None else ("steps", steps)
+
+
+def begin(folder: Path, cfg: DictConfig, resumed: bool) -> None:
+    """Note in the folder which run it is from now on. Nothing in it was changed before.
+
+    The summary of a finished run that is made longer is set aside: it is not about that length.
+    Raises UsageError where such a run would have to begin anew.
+    """
+    if not is_done(folder):
+        (folder / "summary.json").unlink(missing_ok=True)  # of an attempt that failed
+    elif resumed:
         steps = read_json(folder / "summary.json")["steps"]
         (folder / "summary.json").rename(_summary_of_length(folder, steps))
+    else:
+        raise UsageError(
+            f"{folder} holds a finished run without checkpoints, which cannot be made longer; "
+            "hydra.run.dir=FOLDER puts this run elsewhere"
+        )
+    write_json(folder / "config.json", identity(cfg))
 
 
-def take_summary_back(folder: Path, steps: int) -> bool:
+def take_summary_back(folder: Path, cfg: DictConfig, steps: int) -> bool:
     """Whether the run was finished at this very length before; then its summary is in its place again."""
     aside = _summary_of_length(folder, steps)
     if aside.exists():
         aside.rename(folder / "summary.json")
+        write_json(folder / "config.json", identity(cfg))
     return is_done(folder)
 
 
@@ -167,15 +182,15 @@ def is_taken(folder: Path) -> bool:
     return logged or is_done(folder) or any((folder / "checkpoints").glob("step_*"))
 
 
-def _differences(before: dict, now: dict, prefix: str = "", may_change: tuple[str, ...] = _MAY_CHANGE) -> list[str]:
-    """The settings that differ and matter, as sentences. A run may be made longer, or log and load otherwise."""
+def _differences(before: dict, now: dict, may_change: tuple[str, ...], prefix: str = "") -> list[str]:
+    """The settings that differ and may not, as sentences."""
     found = []
     for key in sorted({*before, *now}):
         a, b, name = before.get(key), now.get(key), f"{prefix}{key}"
         if a == b or name in may_change:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, f"{name}.", may_change)
+            found += _differences(a, b, may_change, f"{name}.")
         else:
             found.append(f"{name} is {a!r} there and {b!r} here")
     return found

@@ -36,11 +36,12 @@ def _quantized_matmul(x_MK, w, scale, zero_point, bias, block_size, activation_b
         x, x_scale = quantize_tokens(x.float())
         x = x.to(torch.int8)
     if block_size == -1:
-        out = _dot(x, w, (([1], [1]), ([], []))).float() * scale.float()
+        # The whole sum leaves XLA in x's dtype, as from torch_xla's own op.
+        out = _dot(x, w, (([1], [1]), ([], [])), x.dtype).float() * scale.float()
         x_MS = x.float().sum(1, keepdim=True)
     else:
         x_MSB = x.reshape(M, -1, block_size)
-        out_SMN = _dot(x_MSB, w, (([2], [1]), ([1], [0]))).float()
+        out_SMN = _dot(x_MSB, w, (([2], [1]), ([1], [0])), torch.float32)
         out, x_MS = (out_SMN * scale.float()[:, None]).sum(0), x_MSB.float().sum(2)
     if zero_point is not None:
         out = out - x_MS @ zero_point.float().reshape(x_MS.shape[1], -1)
@@ -49,11 +50,12 @@ def _quantized_matmul(x_MK, w, scale, zero_point, bias, block_size, activation_b
     return (out if bias is None else out + bias).to(x_MK.dtype)
 
 
-def _dot(x: Tensor, w: Tensor, dimensions) -> Tensor:
+def _dot(x: Tensor, w: Tensor, dimensions, dtype: torch.dtype) -> Tensor:
+    """In `dtype`; of int8 factors in int32."""
     import torch_xla
 
-    sums = torch.int32 if x.dtype == torch.int8 else x.dtype
-    return torch_xla._XLAC._xla_dot_general(x, w, dimensions, preferred_element_type=sums)
+    dtype = torch.int32 if x.dtype == torch.int8 else dtype
+    return torch_xla._XLAC._xla_dot_general(x, w, dimensions, preferred_element_type=dtype)
 
 
 @register_fake("vitkernels::quantized_matmul_xla")
