@@ -142,7 +142,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         dtype=runtime.dtype,
         device_type=runtime.device.type,
     )
-    attn = pick_attention(cfg.attn.name, facts.attention)
+    attn = attention.choose_for_all(cfg.attn.name, facts.attention)
     backend = attention.get(attn).configured(**attn_options)
     model = build(backend, pretrained=cfg.model.pretrained or None)
     if cfg.checkpoint is not None:
@@ -440,26 +440,6 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     )
     parallel.on_main(run_folder.write_json, run_dir / "summary.json", summary)
     report(summary, run_dir)
-
-
-def pick_attention(name: str, problems: tuple[attention.Problem, ...]) -> str:
-    """The backend to build with, which takes every attention call of the model; `auto` is settled here, and logged."""
-    if name == "auto":
-        chosen = {}
-        for problem in problems:
-            name, refused = attention.choose(problem)
-            chosen[name] = refused
-        if len(chosen) > 1:
-            name = "sdpa"  # takes every problem
-        why = "".join(f"; not {other}: {reason}" for r in chosen.values() for other, reason in r.items())
-        log.info("attn=auto chose %s%s", name, why)
-    for problem in problems:
-        reason = attention.get(name).unsupported(problem)
-        if reason is not None:
-            others = [n for n in attention.names() if n not in (name, "auto")]
-            takers = [n for n in others if attention.get(n).unsupported(problem) is None]
-            raise UsageError(f"attn={name} cannot run this model here: {reason}; these can: {', '.join(takers)}")
-    return name
 
 
 def due(every: int | None, count: int, complete: bool = True, at_the_end: bool = False) -> bool:

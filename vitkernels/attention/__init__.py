@@ -4,13 +4,17 @@ To add one: a file in this folder that ends in `BACKEND = Mine()`, a line in `_M
 The conformance suite and the benchmarks pick it up by themselves.
 """
 
+import logging
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from vitkernels.attention.contract import AttentionBackend, Problem
-from vitkernels.errors import unknown_name
+from vitkernels.errors import UsageError, unknown_name
 
-__all__ = ["AttentionBackend", "Problem", "candidates", "choose", "get", "names"]
+__all__ = ["AttentionBackend", "Problem", "candidates", "choose", "choose_for_all", "get", "names"]
+
+log = logging.getLogger(__name__)
 
 _MODULES = {
     "native": "vitkernels.attention.native",
@@ -61,6 +65,25 @@ def choose(problem: Problem) -> tuple[str, dict[str, str]]:
             return name, refused
         refused[name] = reason
     return "native", refused
+
+
+def choose_for_all(name: str, problems: Sequence[Problem]) -> str:
+    """The backend that takes all of a model's problems: the named one; for `auto` the fastest, and the log says why.
+
+    Raises UsageError when the named one refuses one of them, with those that do not.
+    """
+    if name == "auto":
+        chosen = dict(choose(problem) for problem in problems)
+        name = next(iter(chosen)) if len(chosen) == 1 else "sdpa"  # which takes every problem
+        why = "".join(f"; not {other}: {reason}" for r in chosen.values() for other, reason in r.items())
+        log.info("attn=auto chose %s%s", name, why)
+    for problem in problems:
+        reason = get(name).unsupported(problem)
+        if reason is not None:
+            others = [n for n in names() if n not in (name, "auto")]
+            takers = [n for n in others if get(n).unsupported(problem) is None]
+            raise UsageError(f"attn={name} cannot run this model here: {reason}; these can: {', '.join(takers)}")
+    return name
 
 
 def _slower(name: str, problem: Problem) -> str | None:
