@@ -6,30 +6,15 @@ The conformance suite runs them too, where there is a Hopper GPU.
 import dataclasses
 import importlib
 import math
-import os
 
 import pytest
 import torch
+from hopper import error, jax, needs_new_jax
 from shapes import TOLERANCE
 from torch.nn import functional as F
 
 from vitkernels import attention
 from vitkernels.attention import Problem
-
-# A kernel's warpgroups wait for each other in the interpreter's threads; with as many of XLA's as there are cores, a
-# machine of two would wait for ever. Read when JAX first looks for the CPU.
-os.environ.setdefault("NPROC", "8")
-jax = pytest.importorskip("jax")
-
-needs_new_jax = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason=f"Mosaic GPU's interpreter needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax>=0.11' "
-    "(on Python 3.12)",
-)
-
-
-def error(x, exact) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
 
 
 def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):

@@ -8,23 +8,12 @@ import torch
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
-pytest.importorskip("jax")
-
-import jax
+from hopper import error, needs_new_jax
 
 from vitkernels.ops import linear_gelu, mlp
 from vitkernels.ops.linear import pallas_hopper as linear_hopper
 
-needs_new_jax = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason=f"Mosaic GPU's interpreter needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax>=0.11' "
-    "(on Python 3.12)",
-)
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4}  # relative to the norm: one rounding, or its mean over sums
-
-
-def error(x, exact) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
 
 
 def gelu_and_slope(pre, tanh):

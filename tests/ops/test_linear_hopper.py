@@ -8,24 +8,13 @@ import torch
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
-pytest.importorskip("jax")
-
-import jax
+from hopper import error, needs_new_jax
 
 from vitkernels.ops import linear
 from vitkernels.ops.linear import pallas_hopper
 from vitkernels.ops.linear_gelu import pallas_hopper as gelu_hopper
 
-needs_new_jax = pytest.mark.skipif(
-    jax.__version_info__ < (0, 11),
-    reason=f"Mosaic GPU's interpreter needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax>=0.11' "
-    "(on Python 3.12)",
-)
 TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # relative to the norm: one rounding
-
-
-def error(x, exact) -> float:
-    return ((x.double() - exact).norm() / exact.norm()).item()
 
 
 # A pair of blocks and both groups with work and without, more steps than the ring has slots, rows beyond the last,

@@ -40,3 +40,22 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, caplog):
     board = EventAccumulator(str(tmp_path))
     board.Reload()
     assert {1, 4} <= {point.step for point in board.Scalars("train/loss")}
+
+
+def test_lines_that_could_never_be_written_are_counted(tmp_path, caplog):
+    run_log = RunLog(tmp_path, 9, 0)
+    run_log._file.close()
+    run_log._file = Full()
+    run_log.steps([StepRecord(step, 1.0, 2.0, 3.0) for step in (1, 2)])
+    run_log.close()
+    assert "lacks its last 2 lines" in caplog.text
+
+
+class Full:
+    closed = False
+
+    def write(self, content):
+        raise OSError(28, "No space left on device")
+
+    def close(self):
+        self.closed = True

@@ -160,22 +160,18 @@ def refusal(chosen: Plan, heads: int, head_dim: int, q_tokens: int, kv_tokens: i
 
 def write(entry: dict, path: Path = TABLE) -> None:
     """Put the entry into the table, in place of the one for the same chip and problem."""
-    _rewrite(path, [*_without(entry, path), entry])
+    _replace(entry, [entry], path)
 
 
 def remove(entry: dict, path: Path = TABLE) -> None:
     """Take the entry for this one's chip and problem out of the table: the rule answers again."""
-    _rewrite(path, _without(entry, path))
+    _replace(entry, [], path)
 
 
-def _without(entry: dict, path: Path) -> list[dict]:
-    names = ("chip", "dtype", *_SIZES)
-    table = json.loads(path.read_text())["entries"] if path.exists() else []
-    return [other for other in table if any(other[name] != entry[name] for name in names)]
-
-
-def _rewrite(path: Path, entries: list[dict]) -> None:
-    about = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps(about | {"entries": entries}, indent=1) + "\n")
+def _replace(old: dict, new: list[dict], path: Path) -> None:
+    table = json.loads(path.read_text()) if path.exists() else {"entries": []}
+    identity = ("chip", "dtype", *_SIZES)
+    kept = [entry for entry in table["entries"] if any(entry[name] != old[name] for name in identity)]
+    path.write_text(json.dumps(table | {"entries": [*kept, *new]}, indent=1) + "\n")
     _table.cache_clear()
     _table(path)

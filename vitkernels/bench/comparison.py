@@ -7,8 +7,8 @@ from rich.table import Table
 
 from vitkernels.training.run_folder import read_json, read_results, write_json
 
-# (heading, function of a row): what the tables show, in order, where any row has it.
 _RATIO = "ratio: median step time of the first variant over this one's; above 1 is faster"
+# (heading, function of a row): what the tables show, in order, where any row has it.
 _COLUMNS = (
     ("variant", lambda row: row["variant"]),
     ("step ms (p10, p90)", lambda row: _step(row)),
@@ -29,9 +29,8 @@ def compare(folder: Path, since: float = 0.0) -> list[dict]:
     since: seconds of the epoch; jobs that ended earlier, and so belong to another sweep in the folder, are left out.
 
     Keys: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n}, images_per_s, mfu
-    (0 to 1), input_wait_ms, peak_memory_bytes, bytes (of the weights, in evaluations), train_loss,
-    val_top1, ratio (median step time of the first variant over this one's: above 1 is faster), folder. What is not
-    known is None.
+    (0 to 1), input_wait_ms, peak_memory_bytes, bytes (of the weights, in evaluations), train_loss, val_top1, ratio
+    (median step time of the first variant over this one's: above 1 is faster), folder. What is not known is None.
     """
     files = [path for path in folder.rglob("job.json") if path.stat().st_mtime >= since]
     jobs = [(job, path.parent) for path in files if (job := read_json(path)) is not None]
@@ -47,14 +46,15 @@ def compare(folder: Path, since: float = 0.0) -> list[dict]:
 def _row(job: dict, path: Path, folder: Path) -> dict:
     done = job["status"] == "done"
     results = read_results(path) if done else {}
-    figures = ("step_time_ms", "images_per_s", "mfu", "input_wait_ms", "peak_memory_bytes", "bytes", "train_loss")
+    times = ("step_time_ms", "images_per_s", "mfu", "input_wait_ms")
+    figures = (*times, "peak_memory_bytes", "bytes", "train_loss", "val_top1")
     return {
         "variant": job["variant"],
         "status": job["status"],
         "reason": job.get("reason"),
         "device": results.get("device"),
         "attn": results.get("attn"),
-        **{name: results.get(name) for name in (*figures, "val_top1")},
+        **{name: results.get(name) for name in figures},
         "folder": str(path.relative_to(folder)),
     }
 

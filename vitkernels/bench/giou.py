@@ -158,6 +158,8 @@ def _pallas_on_gpu():
     def run(preds, targets, block):
         images, boxes, _ = preds.shape
         count = images * boxes
+        if count % block:
+            raise ValueError(f"{count} boxes are no multiple of {block}")
         spec = pl.BlockSpec((block, 4), lambda i: (i, 0))
         out = pl.pallas_call(
             kernel,

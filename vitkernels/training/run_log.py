@@ -61,7 +61,7 @@ class RunLog:
             yield
         except OSError as error:
             if not self._disk_fails:
-                log.error("%s: %s; training goes on, and its figures wait in memory", self.path, error)
+                log.error("%s: %s; training goes on, metrics wait in memory", self.path.parent, error)
             self._disk_fails = True
 
     def sync(self) -> None:
@@ -116,6 +116,8 @@ class RunLog:
             self._progress.stop()
         if not self._file.closed:
             self._write([])
+            if self._waiting:
+                log.error("%s lacks its last %d lines", self.path, self._waiting.count(b"\n"))
             self._file.close()
             self._on_board(SummaryWriter.close)
 
