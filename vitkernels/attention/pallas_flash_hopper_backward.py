@@ -21,7 +21,6 @@ from vitkernels.attention.pallas_flash_hopper_parts import (
     along_rows,
     at,
     row_sums,
-    slot_of,
 )
 
 
@@ -36,11 +35,12 @@ class Backward(parts.Problem):
             "q_smem": self.own_tiles(),
             "do_smem": self.own_tiles(),
             "out_smem": self.own_tiles(),
-            "lse_smem": plgpu.SMEM((self.schedule.warpgroups, ROWS), jnp.float32),
+            "lse_smem": plgpu.SMEM((self.owners, ROWS), jnp.float32),
             "k_smem": self.ring(),
             "v_smem": self.ring(),
-            "q_arrived": plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.schedule.warpgroups),
-            "do_arrived": plgpu.Barrier(num_arrivals=2 * self.copies + 1, num_barriers=self.schedule.warpgroups),
+            "q_arrived": self.own_arrived(self.copies),
+            "do_arrived": self.own_arrived(2 * self.copies + 1),
+            "own_consumed": self.own_consumed(),
             "arrived": self.arrived(2 * self.copies),
             "consumed": self.consumed(),
         }
@@ -50,48 +50,51 @@ class Backward(parts.Problem):
         return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN)
 
     def _dq_body(self, q_ref, k_ref, v_ref, out_ref, do_ref, lse_ref, dq_ref, delta_ref, **scratch):
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        q_head, k_head, v_head = self.heads_here()
-        steps = pl.cdiv(self.keys, self.schedule.tile)
+        def load_own(piece, warpgroup):
+            owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+            q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
 
-        def load(step, slot):
-            arrived = scratch["arrived"].at[slot]
-            for ref, at_head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                parts.load_rows(
-                    ref, batch, step * self.schedule.tile, at_head, scratch[name], slot, arrived, self.interpret
-                )
+            def load(ref, head, name, arrived):
+                parts.load_rows(ref, piece.batch, first, head, scratch[name], owner, arrived, self.interpret)
 
-        def compute(warpgroup):
-            first = self.first_row()
-            q_arrived, do_arrived = (scratch[name].at[warpgroup] for name in ("q_arrived", "do_arrived"))
-            lse_smem = scratch["lse_smem"].at[warpgroup]
+            load(do_ref, piece.head, "do_smem", do_arrived)
+            load(out_ref, piece.head, "out_smem", do_arrived)
+            lse = lse_ref.at[piece.batch, piece.head, pl.ds(first, ROWS)]
+            plgpu.copy_gmem_to_smem(lse, scratch["lse_smem"].at[owner], do_arrived)
+            load(q_ref, self.heads_of(piece)[0], "q_smem", q_arrived)
 
-            def load_own(ref, at_head, name, arrived):
-                parts.load_rows(ref, batch, first, at_head, scratch[name], warpgroup, arrived, self.interpret)
+        def load_tile(piece, step, slot):
+            _, k_head, v_head = self.heads_of(piece)
+            first, arrived = step * self.schedule.tile, scratch["arrived"].at[slot]
+            for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
+                parts.load_rows(ref, piece.batch, first, head, scratch[name], slot, arrived, self.interpret)
 
-            load_own(do_ref, head, "do_smem", do_arrived)
-            load_own(out_ref, head, "out_smem", do_arrived)
-            plgpu.copy_gmem_to_smem(lse_ref.at[batch, head, pl.ds(first, ROWS)], lse_smem, do_arrived)
-            load_own(q_ref, q_head, "q_smem", q_arrived)
-            plgpu.barrier_wait(do_arrived)
-            q, do, out = (at(scratch[name], warpgroup) for name in ("q_smem", "do_smem", "out_smem"))
-            lse = plgpu.load(lse_smem, layout=BY_ROW)
-            delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
-            plgpu.barrier_wait(q_arrived)
+        self.divide_roles(
+            self.queries,
+            lambda _: pl.cdiv(self.keys, self.schedule.tile),
+            parts.OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
+            [parts.Stream(load_tile, scratch["arrived"], scratch["consumed"])],
+            lambda piece, warpgroup: self._dq_of(piece, warpgroup, dq_ref, delta_ref, scratch),
+        )
 
-            def step_of(step, dq, keys):
-                return self._add_to_dq(step, keys, dq, first, q, do, lse, delta, scratch)
+    def _dq_of(self, piece, warpgroup, dq_ref, delta_ref, scratch):
+        owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+        q, do, out = (at(scratch[name], owner) for name in ("q_smem", "do_smem", "out_smem"))
+        plgpu.barrier_wait(scratch["do_arrived"].at[owner])
+        lse = plgpu.load(scratch["lse_smem"].at[owner], layout=BY_ROW)
+        delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
+        delta_ref.at[piece.batch, piece.head, pl.ds(first, ROWS)][...] = delta
+        plgpu.barrier_wait(scratch["q_arrived"].at[owner])
 
-            dq = self._over_tiles(self.keys, step_of, self.zeros())
-            for part, x in zip(q, dq, strict=True):
-                part[...] = (x * self.scale).astype(part.dtype)
-            lse_smem[...] = delta
-            plgpu.commit_smem()
-            parts.store_rows(scratch["q_smem"], warpgroup, dq_ref, batch, first, q_head, self.interpret)
-            plgpu.copy_smem_to_gmem(lse_smem, delta_ref.at[batch, head, pl.ds(first, ROWS)])
-            plgpu.wait_smem_to_gmem(0)
+        def step_of(step, dq, keys):
+            return self._add_to_dq(piece, step, keys, dq, first, q, do, lse, delta, scratch)
 
-        parts.divide_roles(self.schedule, steps, [(load, scratch["consumed"])], compute)
+        dq = self._over_tiles(self.keys, step_of, self.zeros())
+        for part, x in zip(q, dq, strict=True):
+            part[...] = (x * self.scale).astype(part.dtype)
+        plgpu.commit_smem()
+        q_head, *_ = self.heads_of(piece)
+        parts.store_rows(scratch["q_smem"], owner, dq_ref, piece.batch, first, q_head, self.interpret)
 
     def _over_tiles(self, tokens: int, step_of, carry):
         """step_of(step, carry, tokens) for each tile; the last one's tokens are only those that there are."""
@@ -99,8 +102,8 @@ class Backward(parts.Problem):
         carry = lax.fori_loop(0, whole, lambda step, carry: step_of(step, carry, self.schedule.tile), carry)
         return step_of(jnp.int32(whole), carry, last) if last else carry
 
-    def _add_to_dq(self, step, keys, dq, first_query, q, do, lse, delta, scratch):
-        slot, columns = slot_of(step, self.schedule), parts.narrow(keys)
+    def _add_to_dq(self, piece, step, keys, dq, first_query, q, do, lse, delta, scratch):
+        slot, columns = self.slot(piece, step), parts.narrow(keys)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
         scores, dp = parts.products((q, parts.first_rows(k, columns)), (do, parts.first_rows(v, columns)))
@@ -130,7 +133,8 @@ class Backward(parts.Problem):
             "do_smem": self.ring(),
             "lse_smem": vectors,
             "delta_smem": vectors,
-            "own_arrived": plgpu.Barrier(num_arrivals=2 * self.copies, num_barriers=self.schedule.warpgroups),
+            "own_arrived": self.own_arrived(2 * self.copies),
+            "own_consumed": self.own_consumed(),
             "arrived": self.arrived(2 * self.copies + 2),
             "consumed": self.consumed(),
         }
@@ -139,44 +143,50 @@ class Backward(parts.Problem):
         return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN)
 
     def _dkdv_body(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, **scratch):
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        q_head, k_head, v_head = self.heads_here()
-        steps = pl.cdiv(self.queries, self.schedule.tile)
+        def load_own(piece, warpgroup):
+            owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+            arrived = scratch["own_arrived"].at[owner]
+            _, k_head, v_head = self.heads_of(piece)
+            for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
+                parts.load_rows(ref, piece.batch, first, head, scratch[name], owner, arrived, self.interpret)
 
-        def load(step, slot):
-            arrived, first = scratch["arrived"].at[slot], step * self.schedule.tile
-            for ref, at_head, name in ((q_ref, q_head, "q_smem"), (do_ref, head, "do_smem")):
-                parts.load_rows(ref, batch, first, at_head, scratch[name], slot, arrived, self.interpret)
+        def load_tile(piece, step, slot):
+            q_head, *_ = self.heads_of(piece)
+            first, arrived = step * self.schedule.tile, scratch["arrived"].at[slot]
+            for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, piece.head, "do_smem")):
+                parts.load_rows(ref, piece.batch, first, head, scratch[name], slot, arrived, self.interpret)
             for ref, name in ((lse_ref, "lse_smem"), (delta_ref, "delta_smem")):
-                plgpu.copy_gmem_to_smem(
-                    ref.at[batch, head, pl.ds(first, self.schedule.tile)], scratch[name].at[slot], arrived
-                )
+                rows = ref.at[piece.batch, piece.head, pl.ds(first, self.schedule.tile)]
+                plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)
 
-        def compute(warpgroup):
-            first = self.first_row()
-            arrived = scratch["own_arrived"].at[warpgroup]
-            for ref, at_head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                parts.load_rows(ref, batch, first, at_head, scratch[name], warpgroup, arrived, self.interpret)
-            plgpu.barrier_wait(arrived)
-            k, v = at(scratch["k_smem"], warpgroup), at(scratch["v_smem"], warpgroup)
+        self.divide_roles(
+            self.keys,
+            lambda _: pl.cdiv(self.queries, self.schedule.tile),
+            parts.OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
+            [parts.Stream(load_tile, scratch["arrived"], scratch["consumed"])],
+            lambda piece, warpgroup: self._dkdv_of(piece, warpgroup, dk_ref, dv_ref, scratch),
+        )
 
-            def step_of(step, carry, queries):
-                return self._add_to_dkdv(step, queries, carry, first, k, v, scratch)
+    def _dkdv_of(self, piece, warpgroup, dk_ref, dv_ref, scratch):
+        owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+        k, v = at(scratch["k_smem"], owner), at(scratch["v_smem"], owner)
+        plgpu.barrier_wait(scratch["own_arrived"].at[owner])
 
-            dk, dv = self._over_tiles(self.queries, step_of, (self.zeros(), self.zeros()))
-            for part, x in zip(k, dk, strict=True):
-                part[...] = (x * self.scale).astype(part.dtype)
-            for part, x in zip(v, dv, strict=True):
-                part[...] = x.astype(part.dtype)
-            plgpu.commit_smem()
-            parts.store_rows(scratch["k_smem"], warpgroup, dk_ref, batch, first, k_head, self.interpret)
-            parts.store_rows(scratch["v_smem"], warpgroup, dv_ref, batch, first, v_head, self.interpret)
-            plgpu.wait_smem_to_gmem(0)
+        def step_of(step, carry, queries):
+            return self._add_to_dkdv(piece, step, queries, carry, first, k, v, scratch)
 
-        parts.divide_roles(self.schedule, steps, [(load, scratch["consumed"])], compute)
+        dk, dv = self._over_tiles(self.queries, step_of, (self.zeros(), self.zeros()))
+        for part, x in zip(k, dk, strict=True):
+            part[...] = (x * self.scale).astype(part.dtype)
+        for part, x in zip(v, dv, strict=True):
+            part[...] = x.astype(part.dtype)
+        plgpu.commit_smem()
+        _, k_head, v_head = self.heads_of(piece)
+        parts.store_rows(scratch["k_smem"], owner, dk_ref, piece.batch, first, k_head, self.interpret)
+        parts.store_rows(scratch["v_smem"], owner, dv_ref, piece.batch, first, v_head, self.interpret)
 
-    def _add_to_dkdv(self, step, queries, carry, first_key, k, v, scratch):
-        slot, columns = slot_of(step, self.schedule), parts.narrow(queries)
+    def _add_to_dkdv(self, piece, step, queries, carry, first_key, k, v, scratch):
+        slot, columns = self.slot(piece, step), parts.narrow(queries)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.

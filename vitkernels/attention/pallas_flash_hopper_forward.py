@@ -1,7 +1,8 @@
 """The forward kernel of `pallas_flash` on Hopper: TMA, wgmma, online softmax.
 
-One thread block per (batch, head, tile of queries); each of its compute warpgroups has 64 queries. Short sequences:
-all keys and values are requested at once and stay. Long ones: a warpgroup of its own refills a ring of tiles.
+A piece of work is a tile of queries of one head; each computing warpgroup has 64 of them. Short sequences: a thread
+block per piece, all keys and values are requested at once and stay. Long ones: thread blocks go from piece to piece,
+and a warpgroup of its own refills a ring of tiles.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -12,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention import pallas_flash_hopper_parts as parts
-from vitkernels.attention.pallas_flash_hopper_parts import BY_ROW, LOG2E, ROWS, along_rows, at, filled, slot_of
+from vitkernels.attention.pallas_flash_hopper_parts import BY_ROW, LOG2E, ROWS, along_rows, at, filled
 
 LOWEST = -1e30  # below every score, and finite, so that a tile without any key for some query does no harm
 
@@ -26,8 +27,8 @@ class Forward(parts.Problem):
             "q_smem": self.own_tiles(),
             "k_smem": self.ring(),
             "v_smem": self.ring(),
-            "lse_smem": plgpu.SMEM((self.schedule.warpgroups, ROWS), jnp.float32),
-            "q_arrived": plgpu.Barrier(num_arrivals=self.copies, num_barriers=self.schedule.warpgroups),
+            "q_arrived": self.own_arrived(self.copies),
+            "q_consumed": self.own_consumed(),
             "k_arrived": self.arrived(self.copies),
             "v_arrived": self.arrived(self.copies),
             "k_consumed": self.consumed(),
@@ -41,68 +42,57 @@ class Forward(parts.Problem):
         return pl.cdiv(self.keys, self.schedule.tile)
 
     def _body(self, q_ref, k_ref, v_ref, out_ref, lse_ref, **scratch):
-        def load(ref, which, name):
-            head = self.heads_here()[which]
+        def load_queries(piece, warpgroup):
+            owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+            q_smem, arrived = scratch["q_smem"], scratch["q_arrived"].at[owner]
+            parts.load_rows(q_ref, piece.batch, first, self.heads_of(piece)[0], q_smem, owner, arrived, self.interpret)
 
-            def load_tile(step, slot):
-                first, arrived = step * self.schedule.tile, scratch[f"{name}_arrived"].at[slot]
-                batch = lax.axis_index("batch")
-                parts.load_rows(ref, batch, first, head, scratch[f"{name}_smem"], slot, arrived, self.interpret)
+        def stream(ref, which, name):
+            smem, arrived, consumed = (scratch[f"{name}_{kind}"] for kind in ("smem", "arrived", "consumed"))
 
-            return load_tile
+            def load(piece, step, slot):
+                head, first = self.heads_of(piece)[which], step * self.schedule.tile
+                parts.load_rows(ref, piece.batch, first, head, smem, slot, arrived.at[slot], self.interpret)
 
-        streams = [
-            (load(k_ref, 1, "k"), scratch["k_consumed"]),
-            (load(v_ref, 2, "v"), scratch["v_consumed"]),
-        ]
-        parts.divide_roles(
-            self.schedule,
-            self._steps_here(),
-            streams,
-            lambda warpgroup: self._compute(q_ref, out_ref, lse_ref, warpgroup, scratch),
+            return parts.Stream(load, arrived, consumed)
+
+        self.divide_roles(
+            self.queries,
+            self._steps_of,
+            parts.OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
+            [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
+            lambda piece, warpgroup: self._attend(piece, warpgroup, out_ref, lse_ref, scratch),
         )
 
-    def _steps_here(self):
-        """Tiles of keys that this block goes through: those that its queries see. All, where all were requested: no
+    def _steps_of(self, piece):
+        """Tiles of keys that this piece goes through: those that its queries see. All, where all were requested: no
         block may end while a copy into its shared memory is under way."""
         if not self.is_causal or not self.schedule.loader:
             return self.steps
         queries = ROWS * self.schedule.warpgroups
-        seen = (lax.axis_index("tile") + 1) * queries
+        seen = (piece.tile + 1) * queries
         return lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), self.steps)
 
-    def _compute(self, q_ref, out_ref, lse_ref, warpgroup, scratch):
-        first = self.first_row()
-        if self.schedule.loader:  # which waits for every warpgroup
-            self._attend(q_ref, out_ref, lse_ref, warpgroup, first, scratch)
-        else:
-            pl.when(first < self.queries)(lambda: self._attend(q_ref, out_ref, lse_ref, warpgroup, first, scratch))
-
-    def _attend(self, q_ref, out_ref, lse_ref, warpgroup, first, scratch):
-        batch, head = lax.axis_index("batch"), lax.axis_index("head")
-        q_smem, q_arrived = scratch["q_smem"], scratch["q_arrived"].at[warpgroup]
-        parts.load_rows(q_ref, batch, first, self.heads_here()[0], q_smem, warpgroup, q_arrived, self.interpret)
-        plgpu.barrier_wait(q_arrived)
-        carry = self._over_keys(at(q_smem, warpgroup), first, self.start(), scratch)
-        out, lse = self.finish(*carry)
-        for part, x in zip(at(q_smem, warpgroup), out, strict=True):
+    def _attend(self, piece, warpgroup, out_ref, lse_ref, scratch):
+        owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+        q_smem = at(scratch["q_smem"], owner)
+        plgpu.barrier_wait(scratch["q_arrived"].at[owner])
+        out, lse = self.finish(*self._over_keys(piece, q_smem, first, self.start(), scratch))
+        for part, x in zip(q_smem, out, strict=True):
             part[...] = x.astype(part.dtype)
-        lse_smem = scratch["lse_smem"].at[warpgroup]
-        lse_smem[...] = lse
+        lse_ref.at[piece.batch, piece.head, pl.ds(first, ROWS)][...] = lse
         plgpu.commit_smem()
-        parts.store_rows(q_smem, warpgroup, out_ref, batch, first, head, self.interpret)
-        plgpu.copy_smem_to_gmem(lse_smem, lse_ref.at[batch, head, pl.ds(first, ROWS)])
-        plgpu.wait_smem_to_gmem(0)
+        parts.store_rows(scratch["q_smem"], owner, out_ref, piece.batch, first, piece.head, self.interpret)
 
-    def _over_keys(self, q_smem, first_query, carry, scratch):
+    def _over_keys(self, piece, q_smem, first_query, carry, scratch):
         s = self.schedule
         last = self.keys % s.tile
 
         def step_of(step, carry, keys=s.tile):
-            return self._step(q_smem, first_query, step, keys, carry, scratch)
+            return self._step(piece, q_smem, first_query, step, keys, carry, scratch)
 
         if self.is_causal:
-            carry = lax.fori_loop(0, self._steps_here(), step_of, carry)
+            carry = lax.fori_loop(0, self._steps_of(piece), step_of, carry)
         else:
             whole = self.keys // s.tile
             carry = lax.fori_loop(0, whole, step_of, carry)
@@ -110,9 +100,9 @@ class Forward(parts.Problem):
                 carry = step_of(jnp.int32(whole), carry, last)
         return carry
 
-    def _step(self, q_smem, first_query, step, keys, carry, scratch):
+    def _step(self, piece, q_smem, first_query, step, keys, carry, scratch):
         """The first `keys` keys of a tile into the running output, maximum and sum."""
-        s, slot = self.schedule, slot_of(step, self.schedule)
+        s, slot = self.schedule, self.slot(piece, step)
         # 72 columns of 128 took longer than all of them (577 tokens, 0.300 ms instead of 0.296).
         columns = parts.narrow(keys) if 2 * keys <= s.tile else s.tile
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])

@@ -4,7 +4,9 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,32 @@ INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 WGMMA = plgpu.Layout.WGMMA
 BY_ROW = WGMMA.reduce(1)
 BY_COLUMN = WGMMA.reduce(0)
+
+
+class Piece(NamedTuple):
+    """What a thread block works on at a time: own rows of a head, 64 for each computing warpgroup. All are indices."""
+
+    batch: Any
+    head: Any
+    tile: Any
+    number: Any  # of pieces that this block had before
+    streamed: Any  # tiles that came by for those
+
+
+class Stream(NamedTuple):
+    """Tiles that come by, all at once or through a ring."""
+
+    load: Callable  # (piece, step, slot): requests a tile
+    arrived: Any  # barriers, one per slot
+    consumed: Any  # by which the computing warpgroups give a slot back
+
+
+class OwnRows(NamedTuple):
+    """Of a piece, for a warpgroup to keep."""
+
+    load: Callable  # (piece, warpgroup): requests them
+    arrived: tuple  # of barriers, one per owner
+    consumed: Any  # by which a warpgroup gives their room back
 
 
 @dataclass(frozen=True)
@@ -69,7 +97,12 @@ class Problem:
 
     def own_tiles(self) -> tuple:
         """Scratch for the rows that each warpgroup keeps."""
-        return tile(ROWS, self.head_dim, jnp.dtype(self.dtype), self.schedule.warpgroups)
+        return tile(ROWS, self.head_dim, jnp.dtype(self.dtype), self.owners)
+
+    @property
+    def owners(self) -> int:
+        """How many times 64 own rows there is room for."""
+        return self.schedule.rooms * self.schedule.warpgroups
 
     def ring(self) -> tuple:
         """Scratch for the tiles that stream by."""
@@ -81,11 +114,20 @@ class Problem:
     def consumed(self) -> plgpu.Barrier:
         return plgpu.Barrier(num_arrivals=self.schedule.warpgroups, num_barriers=self.schedule.stages)
 
+    def own_arrived(self, arrivals: int) -> plgpu.Barrier:
+        return plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.owners)
+
+    def own_consumed(self) -> plgpu.Barrier:
+        return plgpu.Barrier(num_arrivals=1, num_barriers=self.owners)
+
     def kernel(self, body, own_rows: int, out_type: tuple, scratch: dict):
-        """`body` as a kernel: a thread block per batch entry, head and `warpgroups` times 64 of `own_rows`."""
-        tiles = pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)
-        grid = {"batch": self.batch, "head": self.heads, "tile": tiles}
-        return self.launch(body, grid, self.schedule.warpgroups + self.schedule.loader, out_type, scratch)
+        """`body` as a kernel for pieces of `warpgroups` times 64 of `own_rows`."""
+        s, tiles = self.schedule, self.tiles(own_rows)
+        if s.loader:
+            grid = {"block": min(MULTIPROCESSORS, self.batch * self.heads * tiles)}
+        else:
+            grid = {"batch": self.batch, "head": self.heads, "tile": tiles}
+        return self.launch(body, grid, s.warpgroups + s.loader, out_type, scratch)
 
     def launch(self, body, grid: dict[str, int], warpgroups: int, out_type: tuple, scratch: dict):
         return plgpu.kernel(
@@ -116,15 +158,135 @@ class Problem:
         index = lax.axis_index("block") + turn * self.blocks
         return lax.div(index, self.heads), lax.rem(index, self.heads)
 
-    # --- one thread block per head and tile ---
+    # --- pieces: one for each thread block, or with a loader a few for each of those that stay -----------------------
 
-    def heads_here(self) -> tuple:
-        """Where this thread block's head of q, of k and of v lies."""
-        return tuple(lax.axis_index("head") + first for first in self.first_heads)
+    def tiles(self, own_rows: int) -> int:
+        """Pieces that a head's own rows make."""
+        return pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)
 
-    def first_row(self):
-        """The first of this warpgroup's own rows."""
-        return (lax.axis_index("tile") * self.schedule.warpgroups + lax.axis_index("warpgroup")) * ROWS
+    def heads_of(self, piece: Piece) -> tuple:
+        """Where its head of q, of k and of v lies."""
+        return tuple(piece.head + first for first in self.first_heads)
+
+    def first_row(self, piece: Piece, warpgroup):
+        """The first of a warpgroup's own rows."""
+        return (piece.tile * self.schedule.warpgroups + warpgroup) * ROWS
+
+    def owner(self, piece: Piece, warpgroup):
+        """The index of a warpgroup's own rows in shared memory."""
+        return lax.rem(piece.number, self.schedule.rooms) * self.schedule.warpgroups + warpgroup
+
+    def slot(self, piece: Piece, step):
+        """Where a tile that streams by lies in shared memory."""
+        return lax.rem(piece.streamed + step, self.schedule.stages) if self.schedule.loader else step
+
+    def divide_roles(self, rows: int, steps_of, own: OwnRows, streams: list[Stream], compute) -> None:
+        """Runs compute(piece, warpgroup) on the computing warpgroups while own rows and the streams' tiles arrive.
+
+        rows: that all pieces of a head have together. steps_of(piece): how many tiles come by.
+        """
+        warpgroup = lax.axis_index("warpgroup")
+        if not self.schedule.loader:
+            piece = Piece(*map(lax.axis_index, ("batch", "head", "tile")), jnp.int32(0), jnp.int32(0))
+            self._request_all(piece, streams)
+
+            @pl.when(self.first_row(piece, warpgroup) < rows)
+            def _():
+                own.load(piece, warpgroup)
+                compute(piece, warpgroup)
+                plgpu.wait_smem_to_gmem(0)
+
+            return
+
+        @pl.when(warpgroup < self.schedule.warpgroups)
+        def _():
+            plgpu.set_max_registers(self.schedule.registers[0], action="increase")
+
+            def turn(piece):
+                owner, has_rows = self.owner(piece, warpgroup), self.first_row(piece, warpgroup) < rows
+                pl.when(has_rows)(lambda: compute(piece, warpgroup))
+                pl.when(~has_rows)(lambda: self._pass(piece, owner, steps_of(piece), own, streams))
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(own.consumed.at[owner])
+
+            self._for_each_piece(rows, steps_of, turn)
+            plgpu.wait_smem_to_gmem(0)
+
+        @pl.when(warpgroup == self.schedule.warpgroups)
+        def _():
+            plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
+            self._request(rows, steps_of, own, streams)
+
+    def _request_all(self, piece: Piece, streams: list[Stream]) -> None:
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            for step in range(self.schedule.stages):
+                for stream in streams:
+                    stream.load(piece, step, step)
+
+    def _for_each_piece(self, rows: int, steps_of, turn) -> tuple:
+        """turn(piece) for all of this block's; they lie side by side, so that a head's are mostly one block's.
+
+        Returns how many pieces there were, and how many tiles came by.
+        """
+        tiles = self.tiles(rows)
+        pieces = self.batch * self.heads * tiles
+        share, rest = divmod(pieces, min(MULTIPROCESSORS, pieces))
+        block = lax.axis_index("block")
+        first, count = block * share + lax.min(block, rest), share + (block < rest).astype(jnp.int32)
+
+        def body(number, streamed):
+            head = lax.div(first + number, tiles)
+            batch = lax.div(head, self.heads)
+            piece = Piece(batch, lax.rem(head, self.heads), lax.rem(first + number, tiles), number, streamed)
+            turn(piece)
+            return streamed + steps_of(piece)
+
+        return count, lax.fori_loop(0, count, body, jnp.int32(0))
+
+    def _pass(self, piece: Piece, owner, steps, own: OwnRows, streams: list[Stream]) -> None:
+        """What a warpgroup does that has no rows."""
+        for arrived in own.arrived:
+            plgpu.barrier_wait(arrived.at[owner])
+
+        @pl.loop(0, steps)
+        def _(step):
+            slot = self.slot(piece, step)
+            for stream in streams:
+                plgpu.barrier_wait(stream.arrived.at[slot])
+                plgpu.barrier_arrive(stream.consumed.at[slot])
+
+    def _request(self, rows: int, steps_of, own: OwnRows, streams: list[Stream]) -> None:
+        """The loader's part."""
+        s = self.schedule
+
+        def wait_for_room(piece, warpgroup):
+            consumed = own.consumed.at[self.owner(piece, warpgroup)]
+            pl.when(piece.number >= s.rooms)(lambda: plgpu.barrier_wait(consumed))
+
+        def wait_for_slot(stream, step):
+            consumed = stream.consumed.at[lax.rem(step, s.stages)]
+            pl.when(step >= s.stages)(lambda: plgpu.barrier_wait(consumed))
+
+        def turn(piece):
+            for warpgroup in range(s.warpgroups):
+                wait_for_room(piece, warpgroup)
+                own.load(piece, warpgroup)
+
+            @pl.loop(0, steps_of(piece))
+            def _(step):
+                for stream in streams:
+                    wait_for_slot(stream, piece.streamed + step)
+                    stream.load(piece, step, self.slot(piece, step))
+
+        pieces, streamed = self._for_each_piece(rows, steps_of, turn)
+        # Until all has been read: no block may end before.
+        for i in range(s.stages):
+            for stream in streams:
+                wait_for_slot(stream, streamed + i)
+        for i in range(s.rooms):
+            for warpgroup in range(s.warpgroups):
+                wait_for_room(Piece(None, None, None, pieces + i, None), warpgroup)
 
 
 def padded(tokens: int) -> int:
@@ -272,43 +434,3 @@ def accumulated(sums: tuple, products: list[tuple], interpret: bool) -> tuple:
 
 def _value(x):
     return x if isinstance(x, jax.Array) else x[...]
-
-
-def divide_roles(schedule: Schedule, steps, streams: list[tuple], compute) -> None:
-    """Runs `compute(warpgroup)` on the computing warpgroups while each stream's tiles arrive.
-
-    streams: (load, consumed) with load(step, slot) to request a tile, and the barriers by which the computing
-    warpgroups give a slot back. Without a loader the first warpgroup requests all tiles, and nothing is given back.
-    """
-    warpgroup = lax.axis_index("warpgroup")
-    if not schedule.loader:
-        assert schedule.stages == steps
-
-        @pl.when(warpgroup == 0)
-        def _():
-            for step in range(steps):
-                for load, _ in streams:
-                    load(step, step)
-
-        compute(warpgroup)
-        return
-
-    @pl.when(warpgroup < schedule.warpgroups)
-    def _():
-        plgpu.set_max_registers(schedule.registers[0], action="increase")
-        compute(warpgroup)
-
-    @pl.when(warpgroup == schedule.warpgroups)
-    def _():
-        plgpu.set_max_registers(schedule.registers[1], action="decrease")
-
-        @pl.loop(0, steps + schedule.stages)  # the last turns only wait until all has been read
-        def _(step):
-            slot = lax.rem(step, schedule.stages)
-            for load, consumed in streams:
-                pl.when(step >= schedule.stages)(lambda consumed=consumed: plgpu.barrier_wait(consumed.at[slot]))
-                pl.when(step < steps)(lambda load=load: load(step, slot))
-
-
-def slot_of(step, schedule: Schedule):
-    return lax.rem(step, schedule.stages) if schedule.loader else step

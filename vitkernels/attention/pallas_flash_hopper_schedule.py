@@ -13,13 +13,15 @@ class Schedule:
     """One thread block: `warpgroups` that compute, 64 rows each, on `stages` tiles of `tile` rows that stream by.
 
     Without a loader all tiles are requested at once and stay (so stages must be all of them), and several blocks fit
-    on a multiprocessor. A loader is one more warpgroup, which refills a ring of tiles.
+    on a multiprocessor. A loader is one more warpgroup, which refills a ring of tiles; its block goes from piece to
+    piece of the work, has `rooms` for their own rows, and the ring runs on between them.
     """
 
     tile: int = 64
     stages: int = 2
     warpgroups: int = 2
     loader: bool = False
+    rooms: int = 1
 
     @property
     def registers(self) -> tuple[int, int]:
