@@ -7,7 +7,6 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -51,7 +50,7 @@ class Backward(parts.Problem):
 
     def _dq_body(self, q_ref, k_ref, v_ref, out_ref, do_ref, lse_ref, dq_ref, delta_ref, **scratch):
         def load_own(piece, warpgroup):
-            owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+            owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
             q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
 
             def load(ref, head, name, arrived):
@@ -74,11 +73,11 @@ class Backward(parts.Problem):
             lambda _: pl.cdiv(self.keys, self.schedule.tile),
             parts.OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
             [parts.Stream(load_tile, scratch["arrived"], scratch["consumed"])],
-            lambda piece, warpgroup: self._dq_of(piece, warpgroup, dq_ref, delta_ref, scratch),
+            lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
         )
 
-    def _dq_of(self, piece, warpgroup, dq_ref, delta_ref, scratch):
-        owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+    def _dq_of(self, piece, warpgroup, meanwhile, dq_ref, delta_ref, scratch):
+        owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
         q, do, out = (at(scratch[name], owner) for name in ("q_smem", "do_smem", "out_smem"))
         plgpu.barrier_wait(scratch["do_arrived"].at[owner])
         lse = plgpu.load(scratch["lse_smem"].at[owner], layout=BY_ROW)
@@ -89,18 +88,12 @@ class Backward(parts.Problem):
         def step_of(step, dq, keys):
             return self._add_to_dq(piece, step, keys, dq, first, q, do, lse, delta, scratch)
 
-        dq = self._over_tiles(self.keys, step_of, self.zeros())
+        dq = self.over_tiles(self.keys, step_of, self.zeros(), meanwhile)
         for part, x in zip(q, dq, strict=True):
             part[...] = (x * self.scale).astype(part.dtype)
         plgpu.commit_smem()
         q_head, *_ = self.heads_of(piece)
         parts.store_rows(scratch["q_smem"], owner, dq_ref, piece.batch, first, q_head, self.interpret)
-
-    def _over_tiles(self, tokens: int, step_of, carry):
-        """step_of(step, carry, tokens) for each tile; the last one's tokens are only those that there are."""
-        whole, last = divmod(tokens, self.schedule.tile)
-        carry = lax.fori_loop(0, whole, lambda step, carry: step_of(step, carry, self.schedule.tile), carry)
-        return step_of(jnp.int32(whole), carry, last) if last else carry
 
     def _add_to_dq(self, piece, step, keys, dq, first_query, q, do, lse, delta, scratch):
         slot, columns = self.slot(piece, step), parts.narrow(keys)
@@ -144,7 +137,7 @@ class Backward(parts.Problem):
 
     def _dkdv_body(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, **scratch):
         def load_own(piece, warpgroup):
-            owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+            owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
             arrived = scratch["own_arrived"].at[owner]
             _, k_head, v_head = self.heads_of(piece)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
@@ -164,18 +157,18 @@ class Backward(parts.Problem):
             lambda _: pl.cdiv(self.queries, self.schedule.tile),
             parts.OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
             [parts.Stream(load_tile, scratch["arrived"], scratch["consumed"])],
-            lambda piece, warpgroup: self._dkdv_of(piece, warpgroup, dk_ref, dv_ref, scratch),
+            lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
         )
 
-    def _dkdv_of(self, piece, warpgroup, dk_ref, dv_ref, scratch):
-        owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+    def _dkdv_of(self, piece, warpgroup, meanwhile, dk_ref, dv_ref, scratch):
+        owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
         k, v = at(scratch["k_smem"], owner), at(scratch["v_smem"], owner)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
 
         def step_of(step, carry, queries):
             return self._add_to_dkdv(piece, step, queries, carry, first, k, v, scratch)
 
-        dk, dv = self._over_tiles(self.queries, step_of, (self.zeros(), self.zeros()))
+        dk, dv = self.over_tiles(self.queries, step_of, (self.zeros(), self.zeros()), meanwhile)
         for part, x in zip(k, dk, strict=True):
             part[...] = (x * self.scale).astype(part.dtype)
         for part, x in zip(v, dv, strict=True):

@@ -43,7 +43,7 @@ class Forward(parts.Problem):
 
     def _body(self, q_ref, k_ref, v_ref, out_ref, lse_ref, **scratch):
         def load_queries(piece, warpgroup):
-            owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+            owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
             q_smem, arrived = scratch["q_smem"], scratch["q_arrived"].at[owner]
             parts.load_rows(q_ref, piece.batch, first, self.heads_of(piece)[0], q_smem, owner, arrived, self.interpret)
 
@@ -61,7 +61,7 @@ class Forward(parts.Problem):
             self._steps_of,
             parts.OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
-            lambda piece, warpgroup: self._attend(piece, warpgroup, out_ref, lse_ref, scratch),
+            lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
 
     def _steps_of(self, piece):
@@ -73,32 +73,23 @@ class Forward(parts.Problem):
         seen = (piece.tile + 1) * queries
         return lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), self.steps)
 
-    def _attend(self, piece, warpgroup, out_ref, lse_ref, scratch):
-        owner, first = self.owner(piece, warpgroup), self.first_row(piece, warpgroup)
+    def _attend(self, piece, warpgroup, meanwhile, out_ref, lse_ref, scratch):
+        owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
         q_smem = at(scratch["q_smem"], owner)
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
-        out, lse = self.finish(*self._over_keys(piece, q_smem, first, self.start(), scratch))
+        out, lse = self.finish(*self._over_keys(piece, q_smem, first, meanwhile, scratch))
         for part, x in zip(q_smem, out, strict=True):
             part[...] = x.astype(part.dtype)
         lse_ref.at[piece.batch, piece.head, pl.ds(first, ROWS)][...] = lse
         plgpu.commit_smem()
         parts.store_rows(scratch["q_smem"], owner, out_ref, piece.batch, first, piece.head, self.interpret)
 
-    def _over_keys(self, piece, q_smem, first_query, carry, scratch):
-        s = self.schedule
-        last = self.keys % s.tile
-
-        def step_of(step, carry, keys=s.tile):
+    def _over_keys(self, piece, q_smem, first_query, meanwhile, scratch):
+        def step_of(step, carry, keys):
             return self._step(piece, q_smem, first_query, step, keys, carry, scratch)
 
-        if self.is_causal:
-            carry = lax.fori_loop(0, self._steps_of(piece), step_of, carry)
-        else:
-            whole = self.keys // s.tile
-            carry = lax.fori_loop(0, whole, step_of, carry)
-            if last:
-                carry = step_of(jnp.int32(whole), carry, last)
-        return carry
+        steps = self._steps_of(piece) if self.is_causal else None
+        return self.over_tiles(self.keys, step_of, self.start(), meanwhile, steps)
 
     def _step(self, piece, q_smem, first_query, step, keys, carry, scratch):
         """The first `keys` keys of a tile into the running output, maximum and sum."""

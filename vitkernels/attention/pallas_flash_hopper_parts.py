@@ -172,18 +172,37 @@ class Problem:
         """The first of a warpgroup's own rows."""
         return (piece.tile * self.schedule.warpgroups + warpgroup) * ROWS
 
-    def owner(self, piece: Piece, warpgroup):
-        """The index of a warpgroup's own rows in shared memory."""
-        return lax.rem(piece.number, self.schedule.rooms) * self.schedule.warpgroups + warpgroup
+    def owner(self, number, warpgroup):
+        """The index of a warpgroup's own rows in shared memory, of a block's piece of that number."""
+        return lax.rem(number, self.schedule.rooms) * self.schedule.warpgroups + warpgroup
 
     def slot(self, piece: Piece, step):
         """Where a tile that streams by lies in shared memory."""
         return lax.rem(piece.streamed + step, self.schedule.stages) if self.schedule.loader else step
 
-    def divide_roles(self, rows: int, steps_of, own: OwnRows, streams: list[Stream], compute) -> None:
-        """Runs compute(piece, warpgroup) on the computing warpgroups while own rows and the streams' tiles arrive.
+    def over_tiles(self, tokens: int, step_of, carry, meanwhile, steps=None):
+        """step_of(step, carry, tokens) for each tile that streams by; the last one's tokens are only those that there
+        are, unless it is given how many steps there are: then all tiles are treated as whole ones.
 
-        rows: that all pieces of a head have together. steps_of(piece): how many tiles come by.
+        meanwhile(): called after the first step.
+        """
+        whole, last = (steps, 0) if steps is not None else divmod(tokens, self.schedule.tile)
+
+        def body(step, carry):
+            carry = step_of(step, carry, self.schedule.tile)
+            pl.when(step == 0)(meanwhile)
+            return carry
+
+        carry = lax.fori_loop(0, whole, body, carry)
+        if steps is None and not whole:
+            meanwhile()
+        return step_of(jnp.int32(whole), carry, last) if last else carry
+
+    def divide_roles(self, rows: int, steps_of, own: OwnRows, streams: list[Stream], compute) -> None:
+        """Runs compute(piece, warpgroup, meanwhile) on the computing warpgroups while own rows and streams arrive.
+
+        rows: that all pieces of a head have together. steps_of(piece): how many tiles come by. meanwhile(): to be
+        called some work after the beginning, when what the piece before left to be stored has gone.
         """
         warpgroup = lax.axis_index("warpgroup")
         if not self.schedule.loader:
@@ -193,7 +212,7 @@ class Problem:
             @pl.when(self.first_row(piece, warpgroup) < rows)
             def _():
                 own.load(piece, warpgroup)
-                compute(piece, warpgroup)
+                compute(piece, warpgroup, lambda: None)
                 plgpu.wait_smem_to_gmem(0)
 
             return
@@ -202,14 +221,24 @@ class Problem:
         def _():
             plgpu.set_max_registers(self.schedule.registers[0], action="increase")
 
-            def turn(piece):
-                owner, has_rows = self.owner(piece, warpgroup), self.first_row(piece, warpgroup) < rows
-                pl.when(has_rows)(lambda: compute(piece, warpgroup))
-                pl.when(~has_rows)(lambda: self._pass(piece, owner, steps_of(piece), own, streams))
+            def give_back(number):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(own.consumed.at[owner])
+                plgpu.barrier_arrive(own.consumed.at[self.owner(number, warpgroup)])
 
-            self._for_each_piece(rows, steps_of, turn)
+            def turn(piece):
+                def meanwhile():
+                    if self.schedule.rooms > 1:
+                        pl.when(piece.number > 0)(lambda: give_back(piece.number - 1))
+
+                has_rows = self.first_row(piece, warpgroup) < rows
+                pl.when(has_rows)(lambda: compute(piece, warpgroup, meanwhile))
+                pl.when(~has_rows)(lambda: self._pass(piece, warpgroup, meanwhile, steps_of(piece), own, streams))
+                if self.schedule.rooms == 1:
+                    give_back(piece.number)
+
+            pieces, _ = self._for_each_piece(rows, steps_of, turn)
+            if self.schedule.rooms > 1:
+                give_back(pieces - 1)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == self.schedule.warpgroups)
@@ -225,29 +254,33 @@ class Problem:
                     stream.load(piece, step, step)
 
     def _for_each_piece(self, rows: int, steps_of, turn) -> tuple:
-        """turn(piece) for all of this block's; they lie side by side, so that a head's are mostly one block's.
+        """turn(piece) for all of this block's. Pieces of one head are different blocks' at one time, so that they find
+        each other's tiles in the L2 cache; each block has first and last ones of a head in turns.
 
         Returns how many pieces there were, and how many tiles came by.
         """
         tiles = self.tiles(rows)
         pieces = self.batch * self.heads * tiles
-        share, rest = divmod(pieces, min(MULTIPROCESSORS, pieces))
-        block = lax.axis_index("block")
-        first, count = block * share + lax.min(block, rest), share + (block < rest).astype(jnp.int32)
+        blocks = min(MULTIPROCESSORS, pieces)
+        share = pieces // blocks
+
+        def index(number):
+            return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def body(number, streamed):
-            head = lax.div(first + number, tiles)
-            batch = lax.div(head, self.heads)
-            piece = Piece(batch, lax.rem(head, self.heads), lax.rem(first + number, tiles), number, streamed)
+            head, tile = lax.div(index(number), tiles), lax.rem(index(number), tiles)
+            piece = Piece(lax.div(head, self.heads), lax.rem(head, self.heads), tile, number, streamed)
             turn(piece)
             return streamed + steps_of(piece)
 
+        count = share + (index(jnp.int32(share)) < pieces).astype(jnp.int32)
         return count, lax.fori_loop(0, count, body, jnp.int32(0))
 
-    def _pass(self, piece: Piece, owner, steps, own: OwnRows, streams: list[Stream]) -> None:
+    def _pass(self, piece: Piece, warpgroup, meanwhile, steps, own: OwnRows, streams: list[Stream]) -> None:
         """What a warpgroup does that has no rows."""
+        meanwhile()
         for arrived in own.arrived:
-            plgpu.barrier_wait(arrived.at[owner])
+            plgpu.barrier_wait(arrived.at[self.owner(piece.number, warpgroup)])
 
         @pl.loop(0, steps)
         def _(step):
@@ -260,9 +293,9 @@ class Problem:
         """The loader's part."""
         s = self.schedule
 
-        def wait_for_room(piece, warpgroup):
-            consumed = own.consumed.at[self.owner(piece, warpgroup)]
-            pl.when(piece.number >= s.rooms)(lambda: plgpu.barrier_wait(consumed))
+        def wait_for_room(number, warpgroup):
+            consumed = own.consumed.at[self.owner(number, warpgroup)]
+            pl.when(number >= s.rooms)(lambda: plgpu.barrier_wait(consumed))
 
         def wait_for_slot(stream, step):
             consumed = stream.consumed.at[lax.rem(step, s.stages)]
@@ -270,7 +303,7 @@ class Problem:
 
         def turn(piece):
             for warpgroup in range(s.warpgroups):
-                wait_for_room(piece, warpgroup)
+                wait_for_room(piece.number, warpgroup)
                 own.load(piece, warpgroup)
 
             @pl.loop(0, steps_of(piece))
@@ -286,7 +319,7 @@ class Problem:
                 wait_for_slot(stream, streamed + i)
         for i in range(s.rooms):
             for warpgroup in range(s.warpgroups):
-                wait_for_room(Piece(None, None, None, pieces + i, None), warpgroup)
+                wait_for_room(pieces + i, warpgroup)
 
 
 def padded(tokens: int) -> int:
