@@ -74,7 +74,7 @@ def test_gathering_in_bf16_is_for_fsdp_in_bf16():
             parallel.create(name, Runtime(precision), gather="bf16")
 
 
-@pytest.mark.parametrize("setting", [{"overlap": True}, {"reduce": "bf16"}, {"reshard": True}])
+@pytest.mark.parametrize("setting", [{"overlap": True}, {"reduce": "bf16"}, {"reshard": True}, {"send": "copy"}])
 def test_what_xla_would_not_heed_is_refused(setting):
     runtime = Runtime("fp32")
     runtime.name = "xla"

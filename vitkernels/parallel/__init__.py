@@ -13,6 +13,7 @@ def names() -> tuple[str, ...]:
     return ("auto", "none", "ddp", "fsdp")
 
 
+WAYS_TO_SEND = ("auto", "nccl", "copy")
 SENT_PRECISIONS = ("fp32", "bf16")  # that gradients can be averaged and parameters be gathered in
 
 
@@ -24,12 +25,13 @@ def create(
     reduce: str = "fp32",
     gather: str = "fp32",
     reshard: bool = False,
+    send: str = "auto",
 ) -> Parallel:
     """The engine of that name, joined to the other processes; a context manager that leaves them.
 
     auto: ddp where there are several devices (torchrun's processes, or the chips of a TPU slice), none otherwise.
     lost_after: seconds without a sign of life after which a process counts as lost. overlap (true, false or auto),
-    reduce, gather and reshard: see processes.Processes and processes.Fsdp.
+    reduce, gather, reshard and send: see processes.Processes, processes.Fsdp and processes.Ddp.
     Raises UsageError when the name or a setting is unknown, or does not fit how this process was started.
     """
     if name not in names():
@@ -37,6 +39,8 @@ def create(
     for setting, precision in (("parallel.reduce", reduce), ("parallel.gather", gather)):
         if precision not in SENT_PRECISIONS:
             raise unknown_name(setting, precision, SENT_PRECISIONS)
+    if send not in WAYS_TO_SEND:
+        raise unknown_name("parallel.send", send, WAYS_TO_SEND)
     if gather == "bf16" and (runtime.precision != "bf16" or runtime.name == "xla" or name != "fsdp"):
         raise UsageError(
             "parallel.gather=bf16 is for parallel=fsdp under torchrun with runtime.precision=bf16; this is "
@@ -48,14 +52,16 @@ def create(
         raise UsageError("parallel.reshard=true gathers block by block, which parallel.overlap=false does not")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if runtime.name == "xla":
-        if overlap != "auto" or reduce != "fp32" or reshard:
+        if overlap != "auto" or reduce != "fp32" or reshard or send != "auto":
             raise UsageError(
                 "on a TPU XLA decides when and how gradients and parameters are sent: leave parallel.overlap=auto, "
-                "parallel.reduce=fp32 and parallel.reshard=false"
+                "parallel.reduce=fp32, parallel.reshard=false and parallel.send=auto"
             )
         return _spmd(name, runtime, world, lost_after)
     if name == "auto":
         name = "ddp" if world > 1 else "none"
+    if send != "auto" and name != "ddp":
+        raise UsageError(f"parallel.send={send} is for parallel=ddp under torchrun; for parallel={name}: send=auto")
     if name == "none":
         if world > 1:
             raise UsageError(f"parallel=none is for one process, and torchrun started {world}: parallel=ddp or fsdp")
@@ -64,7 +70,7 @@ def create(
 
     beside = None if overlap == "auto" else overlap
     if name == "ddp":
-        return processes.Ddp(runtime, lost_after, beside, reduce)
+        return processes.Ddp(runtime, lost_after, beside, reduce, send)
     return processes.Fsdp(runtime, lost_after, beside, reduce, gather, reshard)
 
 

@@ -130,14 +130,48 @@ def _store_of_this_attempt() -> dist.Store:
 
 
 class Ddp(Processes):
-    """Each process has the whole model; gradients are averaged."""
+    """Each process has the whole model; gradients are averaged.
+
+    send: how gradients travel. nccl: by NCCL. auto: the same; on CPUs, by gloo. copy: by the copy engines of one host's
+    GPUs, in float32, beside backward though the model is compiled as a whole, or, with overlap=False, after it; see
+    copied.py.
+    """
 
     name = "ddp"
 
+    def __init__(
+        self,
+        runtime: Runtime,
+        lost_after: float,
+        overlap: bool | None = None,
+        reduce: str = "fp32",
+        send: str = "auto",
+    ):
+        device, self.copies = runtime.device, send == "copy"
+        if send == "nccl" and device.type != "cuda":
+            raise UsageError(f"parallel.send=nccl is for NVIDIA GPUs, and this is {device.type}: parallel.send=auto")
+        if self.copies:
+            from vitkernels.parallel import copied
+
+            reason = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
+            if reason is not None:
+                raise UsageError(f"parallel.send=copy cannot be had: {reason}; parallel.send=auto does without")
+        self.copies_beside = self.copies and overlap is not False
+        super().__init__(runtime, lost_after, False if self.copies else overlap, reduce)
+
+    def describe(self) -> str:
+        if not self.copies:
+            return super().describe()
+        when = "beside" if self.copies_beside else "after"
+        return f"{self.name}, {self.world} processes, copy engines, gradients sent {when} backward"
+
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
+        is_trained = any(p.requires_grad for p in model.parameters())
+        if self.copies and is_trained:
+            return self._copied(model, compiled, mode)
         if compiled:
             self._compile(model, mode)
-        if not any(p.requires_grad for p in model.parameters()):  # a model that is only evaluated
+        if not is_trained:  # a model that is only evaluated
             return model
         net = DistributedDataParallel(
             model,
@@ -149,8 +183,29 @@ class Ddp(Processes):
             net.register_comm_hook(None, bf16_compress_hook)
         return net
 
+    def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
+        from vitkernels.parallel import copied
+
+        options = None
+        if compiled:
+            options = torch._inductor.list_mode_options(mode) if mode else {}
+        if options and options.get("triton.cudagraphs") and self.copies_beside:
+            raise UsageError(
+                f"compile={mode} replays CUDA graphs, from within which parallel.send=copy cannot send: compile=true, "
+                "compile=max-autotune-no-cudagraphs, or parallel.overlap=false, which sends after backward"
+            )
+
+        def connect(sizes: list[int]) -> copied.Exchange:
+            return copied.Exchange(sizes, *copied.gpu_memory(sizes, self.device))
+
+        return copied.CopiedGradients(model, connect, self.copies_beside, options)
+
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
+        if self.copies:
+            net.last = last
+            yield
+            return
         with contextlib.nullcontext() if last else net.no_sync():
             yield
 

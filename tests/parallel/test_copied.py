@@ -1,0 +1,247 @@
+"""parallel.send=copy on CPU processes, with memory that they share in the place of the GPUs'.
+
+What needs GPUs, the streams and torch's symmetric memory, is not tried here; all that is done with them is.
+"""
+
+import hashlib
+import itertools
+import os
+import random
+import re
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from ranks import Ranks
+from timm.models import VisionTransformer
+from torch import nn
+from torch.nn import functional as F
+
+from vitkernels import parallel
+from vitkernels.errors import UsageError
+from vitkernels.parallel import copied
+from vitkernels.parallel.base import Parallel
+from vitkernels.runtime.base import Runtime
+
+STEPS, IMAGES = 12, 8
+
+
+class SharedMemory:
+    """As torch's _SymmetricMemory, in a file, for an Exchange; ranks come out of its barriers at random moments."""
+
+    def __init__(self, path: Path, rank: int, world: int, length: int):
+        self.rank, self.world_size = rank, world
+        size = world * world * length
+        self._all = torch.from_file(str(path), True, size, dtype=torch.float32).view(world, world, length)
+        self._passed = torch.from_file(f"{path}.barriers", True, 2 * world, dtype=torch.int64).view(2, world)
+        self._chance = random.Random(rank)
+
+    def get_buffer(self, rank, sizes, dtype):
+        assert self._all[rank].shape == sizes and dtype == torch.float32
+        return self._all[rank]
+
+    def barrier(self, channel: int) -> None:
+        self._passed[channel, self.rank] += 1
+        while self._passed[channel].min() < self._passed[channel, self.rank]:
+            time.sleep(1e-4)
+        time.sleep(self._chance.choice([0, 0.02]))
+
+
+def engine_of(number: int, folder: Path, precision: str = "fp32", **settings):
+    """The ddp engine with send=copy, number `number` in the store that all share, as if CPUs had copy engines."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    models = itertools.count()
+
+    def shared(sizes, device):
+        length = sum(map(copied._padded, sizes))
+        memory = SharedMemory(folder / f"memory_{number}_{next(models)}", rank, world, length)
+        return memory.get_buffer(rank, (world, length), torch.float32), memory
+
+    mock.patch.object(copied, "unsupported", lambda *_: None).start()
+    mock.patch.object(copied, "gpu_memory", shared).start()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+    return parallel.create("ddp", Runtime(precision), send="copy", **settings)
+
+
+def train(engine, compiled=False, accum=1):
+    """Gradients of each step, by name, and the net. Ranks share out a step's images, and begin with other weights."""
+    torch.manual_seed(0)
+    images, targets = torch.randn(STEPS, IMAGES, 3, 8, 8), torch.randint(10, (STEPS, IMAGES))
+    torch.manual_seed(engine.rank)
+    model = VisionTransformer(8, 4, num_classes=10, embed_dim=16, depth=1, num_heads=2)
+    net = engine.wrap(model, compiled)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps = []
+    for x, y in zip(images, targets, strict=True):
+        pairs = zip(
+            x[engine.rank :: engine.world].chunk(accum), y[engine.rank :: engine.world].chunk(accum), strict=True
+        )
+        for number, (some, labels) in enumerate(pairs):
+            with engine.accumulating(net, last=number == accum - 1):
+                with engine.runtime.autocast():
+                    logits = net(some)
+                (F.cross_entropy(logits.float(), labels) / accum).backward()
+        steps.append({name: p.grad.clone() for name, p in model.named_parameters()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps, net
+
+
+def fingerprint(steps) -> str:
+    return hashlib.sha256(b"".join(g.numpy().tobytes() for step in steps for g in step.values())).hexdigest()
+
+
+def expect_close(steps, expected):
+    """To float32's rounding: sums of 8 images in another order, after up to 12 steps of SGD."""
+    for ours, theirs in zip(steps, expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def train_as_one_process_would(folder: Path, cases: list[dict]):
+    expected, _ = train(Parallel(Runtime("fp32")))
+    for number, case in enumerate(cases):
+        settings = {name: case[name] for name in case.keys() & {"overlap"}}
+        with engine_of(number, folder, **settings) as engine:
+            steps, net = train(engine, case.get("compiled", False), case.get("accum", 1))
+            assert len(set(engine.gather(fingerprint(steps)))) == 1, f"{case}: ranks have different bits"
+            at_once = case.get("compiled") and case.get("overlap") is not False and case.get("accum", 1) == 1
+            assert net.late == (0 if at_once else len(expected[0])), case
+            expect_close(steps, expected)
+            said = "after" if case.get("overlap") is False else "beside"
+            assert engine.describe().endswith(f"copy engines, gradients sent {said} backward")
+
+
+UNCOMPILED = [{}, {"overlap": False}, {"accum": 2}, {"overlap": False, "accum": 2}]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [(1, [{}]), (2, UNCOMPILED), (4, UNCOMPILED), (2, [{"compiled": True}, {"compiled": True, "accum": 2}])],
+    ids=["one", "two", "four", "two compiled"],
+)
+def test_gradients_are_those_of_one_process_and_the_same_bits_on_all_ranks(tmp_path, world, cases):
+    ranks = Ranks.of(world, tmp_path / "log", train_as_one_process_would, tmp_path, cases)
+    assert ranks.finish(400) == [0] * world, ranks.said()
+
+
+def find_sends_in_the_compiled_backward(folder: Path):
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    with engine_of(0, folder, "bf16") as engine:
+        model = VisionTransformer(8, 4, num_classes=10, embed_dim=16, depth=2, num_heads=2)
+        net = engine.wrap(model, compiled=True)
+
+        def run():
+            with engine.runtime.autocast():
+                return net(torch.randn(4, 3, 8, 8))
+
+        _, (_, backward) = run_fw_bw_and_get_code(run)
+        assert net.late == 0
+    calls = re.findall(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.\w+\.\w+)", backward, re.M)
+    calls = [call == "torch.ops.vitkernels.send_gradient" for call in calls]
+    assert sum(calls) == len(list(model.parameters())), backward
+    others = [calls[:place].count(False) / calls.count(False) for place, sends in enumerate(calls) if sends]
+    middle = sorted(others)[len(others) // 2]
+    assert min(others) < 0.2 and 0.3 < middle < 0.7, f"not spread over the backward pass: {others}"
+
+
+def test_a_compiled_backward_sends_each_gradient_where_it_is_made(tmp_path):
+    ranks = Ranks.of(1, tmp_path / "log", find_sends_in_the_compiled_backward, tmp_path)
+    assert ranks.finish(400) == [0], ranks.said()
+
+
+class Odd(nn.Module):
+    """A weight that is used twice, one that is frozen, a buffer, and a layer that may be left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.frozen = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen.requires_grad_(False)
+        self.norm, self.unused = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+    def forward(self, x, everything=True):
+        x = self.norm(self.frozen(self.second(self.first(x).relu())))
+        return self.unused(x) if everything else x
+
+
+def odd_gradients(net, model, x):
+    """Of a loss that calls the model twice, and reads one of its parameters by itself."""
+    (net(x).square().mean() + net(2 * x).square().mean() + model.first.weight.square().sum()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def train_what_is_odd(folder: Path):
+    for number, compiled in enumerate((False, True)):
+        with engine_of(number, folder) as engine:
+            torch.manual_seed(engine.rank)
+            model = Odd()
+            net = engine.wrap(model, compiled)
+            images = torch.arange(2 * 6 * 4.0).view(2, 6, 4).sin()
+            alone = Odd()
+            alone.load_state_dict(model.state_dict())
+            each = []
+            for x in images:
+                alone.zero_grad()
+                each.append({name: g.clone() for name, g in odd_gradients(alone, alone, x).items()})
+            mean = {name: (each[0][name] + each[1][name]) / 2 for name in each[0]}
+            for _ in range(2):
+                model.zero_grad()
+                expect_close([odd_gradients(net, model, images[engine.rank])], [mean])
+            assert model.frozen.weight.grad is None
+            # A gradient that was left in place, and one that is zero: as added up over two steps.
+            odd_gradients(net, model, images[engine.rank])
+            expect_close(
+                [{n: p.grad for n, p in model.named_parameters() if p.grad is not None}],
+                [{name: 2 * g for name, g in mean.items()}],
+            )
+            model.zero_grad()
+            with pytest.raises(UsageError, match=r"all parameters, and unused.weight has none .* freeze it"):
+                net(images[0], False).sum().backward()
+
+
+def test_odd_models_and_losses_are_right_or_refused(tmp_path):
+    ranks = Ranks.of(2, tmp_path / "log", train_what_is_odd, tmp_path)
+    assert ranks.finish(400) == [0, 0], ranks.said()
+
+
+def train_in_float64(folder: Path):
+    with engine_of(0, folder) as engine:
+        with pytest.raises(UsageError, match=r"contiguous float32 parameters; weight is torch.float64"):
+            engine.wrap(nn.Linear(2, 2).double())
+        with pytest.raises(UsageError, match=r"compile=reduce-overhead replays CUDA graphs.*overlap=false"):
+            engine.wrap(nn.Linear(2, 2), True, "reduce-overhead")
+
+
+def test_what_cannot_be_copied_is_refused(tmp_path):
+    ranks = Ranks.of(1, tmp_path / "log", train_in_float64, tmp_path)
+    assert ranks.finish() == [0], ranks.said()
+
+
+def test_a_setting_that_does_not_fit_is_an_error_that_names_it(monkeypatch):
+    with pytest.raises(UsageError, match=r"unknown parallel.send 'copies'; known: auto, copy, nccl"):
+        parallel.create("ddp", Runtime(), send="copies")
+    for name in ("none", "fsdp"):
+        with pytest.raises(UsageError, match=rf"send=copy is for parallel=ddp under torchrun; for parallel={name}"):
+            parallel.create(name, Runtime(), send="copy")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UsageError, match=r"send=copy cannot be had: .* NVIDIA GPUs, and this is runtime=cpu"):
+        parallel.create("ddp", Runtime(), send="copy")
+    with pytest.raises(UsageError, match=r"send=nccl is for NVIDIA GPUs, and this is cpu"):
+        parallel.create("ddp", Runtime(), send="nccl")
+
+
+def test_copy_engines_are_for_one_host_and_float32(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda device, other: other != 2)
+    gpu = torch.device("cuda", 0)
+    assert copied.unsupported(gpu, 2, torch.float32) is None
+    assert "GPU 0 of this host has no access to the memory of GPU 2" in copied.unsupported(gpu, 3, torch.float32)
+    assert "float32" in copied.unsupported(gpu, 2, torch.bfloat16)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert "one host" in copied.unsupported(gpu, 4, torch.float32)

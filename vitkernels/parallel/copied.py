@@ -1,0 +1,267 @@
+"""Data parallelism by the GPUs' copy engines: each rank writes its gradients into the memory of all others.
+
+A copy engine moves bytes over NVLink beside the multiprocessors, which NCCL's kernels would share with backward's
+products. So a gradient leaves as soon as it exists, also from within one compiled graph; after backward each rank takes
+the mean of what all have sent, in the order of the ranks, and so to the same bits. The averages are those of Li et al.,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
+
+Shape suffixes: R ranks, L elements of all gradients.
+"""
+
+import contextlib
+import functools
+import itertools
+import os
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+from vitkernels.errors import UsageError
+
+_ALIGNED = 32  # elements: each gradient begins at a multiple of 128 bytes
+_SENT_TOGETHER = 2**20  # elements: smaller gradients wait for the next ones, for fewer events between the kernels
+_ALL_SENT, _ALL_READ = 0, 1  # channels of barriers: one can begin while another lasts
+
+_numbers = itertools.count()
+_senders: "weakref.WeakValueDictionary[int, CopiedGradients]" = weakref.WeakValueDictionary()  # for send_gradient
+
+
+def unsupported(device: torch.device, world: int, reduce_dtype: torch.dtype) -> str | None:
+    """Why this process's gradients cannot travel by copy engines; None if they can."""
+    if device.type != "cuda":
+        return f"it copies between the memories of NVIDIA GPUs, and this is runtime={device.type}"
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
+        return "it copies between GPUs of one host, and torchrun started processes on several"
+    if reduce_dtype != torch.float32:
+        return "it averages in float32 (parallel.reduce=fp32)"
+    for other in range(min(world, torch.cuda.device_count())):
+        if other != device.index and not torch.cuda.can_device_access_peer(device, other):
+            return f"GPU {device.index} of this host has no access to the memory of GPU {other}"
+    return None
+
+
+# ---------------------------------------------------------------------- memory that all ranks write to
+
+
+class Exchange:
+    """What all ranks send each other in one step: a row of float32 for each sender in the memory of each rank.
+
+    sizes: elements of each gradient. received_RL: this rank's memory, 4 · R · L bytes: 0.7 GB for a ViT-B on 2 ranks.
+    memory: as torch's _SymmetricMemory has it: rank, world_size, get_buffer, which gives any rank's received_RL, and
+    barrier(channel), which comes to pass, in the order of the current stream, when all ranks are there.
+    """
+
+    def __init__(self, sizes: list[int], received_RL: Tensor, memory):
+        self._received_RL, self._memory = received_RL, memory
+        on_gpu = received_RL.device.type == "cuda"
+        rank, world = memory.rank, memory.world_size
+        *begins, length = itertools.accumulate(map(_padded, sizes), initial=0)
+        assert received_RL.shape == (world, length)
+        # Ranks begin with different receivers, so that none has all of them at once; its own row comes last.
+        receivers = [(rank + step) % world for step in range(1, world + 1)]
+        mine = [memory.get_buffer(receiver, received_RL.shape, torch.float32)[rank] for receiver in receivers]
+        self._spans = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
+        self._targets = [[row[span] for row in mine] for span in self._spans]
+        self._side = torch.cuda.Stream(received_RL.device) if on_gpu else None
+        self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
+        with torch.no_grad():
+            self._mean(received_RL)  # compiled here, not within the first backward pass
+
+    @contextlib.contextmanager
+    def _beside(self):
+        """After all that the current stream has been given so far, and beside what it is given next."""
+        if self._side is None:
+            yield
+        else:
+            self._side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._side):
+                yield
+
+    def send(self, gradients: list[tuple[int, Tensor]]) -> None:
+        """To all ranks, by index. Their memory must stay as it is until `averages` returns."""
+        with self._beside():
+            for index, gradient in gradients:
+                for target in self._targets[index]:
+                    target.copy_(gradient.view(-1), non_blocking=True)
+
+    def averages(self) -> list[Tensor]:
+        """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a step."""
+        if self._side is not None:
+            torch.cuda.current_stream().wait_stream(self._side)
+        self._memory.barrier(_ALL_SENT)
+        mean_L = self._mean(self._received_RL)
+        with self._beside():  # what the next step sends waits here for the slowest reader, and nothing else does
+            self._memory.barrier(_ALL_READ)
+        return [mean_L[span] for span in self._spans]
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+def _mean(received_RL: Tensor) -> Tensor:
+    total_L = received_RL[0]
+    for row_L in received_RL[1:].unbind():
+        total_L = total_L + row_L
+    return total_L / received_RL.shape[0]
+
+
+def gpu_memory(sizes: list[int], device: torch.device) -> tuple[Tensor, _SymmetricMemory]:
+    """An Exchange's received_RL and memory, for the ranks of the default process group. All of them must call it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    # A name of its own: torch keeps the rank and world of each name as long as the process lives.
+    name = f"vitkernels_gradients_{next(_numbers)}"
+    store = dist.PrefixStore("vitkernels_gradients", dist.distributed_c10d._get_default_store())
+    _SymmetricMemory.set_group_info(name, rank, world, store)
+    shape = (world, sum(map(_padded, sizes)))
+    # Not from symm_mem.empty, whose pool would keep this for good, and give it to an engine with other ranks.
+    received_RL = _SymmetricMemory.empty_strided_p2p(shape, (shape[1], 1), torch.float32, device, name)
+    return received_RL, _SymmetricMemory.rendezvous(received_RL)
+
+
+# ---------------------------------------------------------------------- gradients, on their way out of backward
+
+
+@torch.library.custom_op("vitkernels::send_gradient", mutates_args=("gradient",))
+def send_gradient(gradient: Tensor, index: int, sender: int) -> None:
+    """Tell the CopiedGradients of number `sender` that its parameter `index` has this gradient.
+
+    It writes nothing. That it says so keeps it in the compiled graph, and the gradient where it is.
+    """
+    _senders[sender].is_made(index, gradient)
+
+
+@send_gradient.register_fake
+def _(gradient: Tensor, index: int, sender: int) -> None:
+    return None
+
+
+class _Watched(torch.autograd.Function):
+    """The parameter; its gradient is sent when backward comes by."""
+
+    @staticmethod
+    def forward(ctx, parameter: Tensor, index: int, sender: int) -> Tensor:
+        ctx.index, ctx.sender = index, sender
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        gradient = gradient.contiguous()
+        send_gradient(gradient, ctx.index, ctx.sender)
+        return gradient, None, None
+
+
+class _SendAtOnce(CustomGraphPass):
+    """Moves each send_gradient to where its gradient is made: torch 2.9 has them all at the end of backward."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        sends = graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized_v2)
+        for node in [node for node in sends if node.args[0] is torch.ops.vitkernels.send_gradient.default]:
+            (gradient,) = node.all_input_nodes
+            if gradient.op != "placeholder":
+                gradient.append(node)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+
+class CopiedGradients(nn.Module):
+    """`model`, whose gradients after a backward pass are the means over all ranks.
+
+    connect: makes the Exchange of gradients of these sizes. beside: send beside backward, not after it.
+    options: for torch.compile; None runs the model as it is.
+    last: whether the next backward pass is the last of its step, after which gradients are averaged.
+    late: how many gradients of the last step were not sent from within the compiled graph.
+    A backward pass after which a parameter to train has no gradient raises UsageError.
+    """
+
+    def __init__(self, model: nn.Module, connect, beside: bool = True, options: dict | None = None):
+        super().__init__()
+        self.module, self.beside, self.last, self.late = model, beside, True, 0
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        for name, p in self._named.items():
+            if p.dtype != torch.float32 or not p.is_contiguous():
+                kind = f"{'' if p.is_contiguous() else 'not contiguous '}{p.dtype}"
+                raise UsageError(f"parallel.send=copy is for contiguous float32 parameters; {name} is {kind}")
+        for tensor in itertools.chain(model.parameters(), model.buffers()):
+            dist.broadcast(tensor.detach(), 0)
+        self._trained = list(self._named.values())
+        self._exchange: Exchange = connect([p.numel() for p in self._trained])
+        self._sent: dict[int, Tensor] = {}  # by index. They keep their memory until all have been read
+        self._waiting: list[tuple[int, Tensor]] = []
+        self._expects_end = False
+        for index, p in enumerate(self._trained):
+            p.register_post_accumulate_grad_hook(functools.partial(self._is_added, index))
+        self._number = next(_numbers)
+        _senders[self._number] = self
+        self._run = self._as_it_is
+        if options is not None and beside:
+            self._run = torch.compile(self._watched, options=options | {"post_grad_custom_post_pass": _SendAtOnce()})
+        elif options is not None:
+            self._run = torch.compile(self._as_it_is, options=options)
+
+    def forward(self, *inputs):
+        if self.training and torch.is_grad_enabled():
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+        return self._run(*inputs)
+
+    def _as_it_is(self, *inputs):
+        return self.module(*inputs)
+
+    def _watched(self, *inputs):
+        if not torch.is_grad_enabled():
+            return self.module(*inputs)
+        watched = {name: _Watched.apply(p, i, self._number) for i, (name, p) in enumerate(self._named.items())}
+        return torch.func.functional_call(self.module, watched, inputs)
+
+    def is_made(self, index: int, gradient: Tensor) -> None:
+        """Send a gradient before it is its parameter's, unless others are still to be added to it."""
+        if self.last and index not in self._sent and self._trained[index].grad is None:
+            self._send(index, gradient)
+
+    def _is_added(self, index: int, parameter: Tensor) -> None:
+        """A parameter has the gradient of this backward pass, and of those before it in the same step."""
+        if not self.last:
+            return
+        if not self._expects_end:
+            self._expects_end, self.late = True, 0
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        # What was sent is kept: so nothing was added to it in place, and nothing else has its address.
+        sent, gradient = self._sent.get(index), parameter.grad  # None of what a compiled graph does not use
+        if self.beside and gradient is not None and (sent is None or sent.data_ptr() != gradient.data_ptr()):
+            self._send(index, gradient)
+            self.late += 1
+
+    def _send(self, index: int, gradient: Tensor) -> None:
+        # A view: with another reference to the gradient itself autograd would copy it into the parameter's.
+        self._sent[index] = gradient.detach()
+        self._waiting.append((index, self._sent[index]))
+        if sum(waiting.numel() for _, waiting in self._waiting) >= _SENT_TOGETHER:
+            self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        self._exchange.send(waiting)
+
+    @torch.no_grad()
+    def _end(self) -> None:
+        """After backward: send the rest, and give all parameters the averages."""
+        self._expects_end = False
+        for index, (name, p) in enumerate(self._named.items()):
+            if p.grad is None:
+                raise UsageError(
+                    f"parallel.send=copy averages the gradients of all parameters, and {name} has none after this "
+                    "backward pass: if the model does not use it, freeze it with requires_grad_(False)"
+                )
+            if index not in self._sent:
+                self._send(index, p.grad)
+                self.late += 1
+        self._send_waiting()
+        for p, average in zip(self._trained, self._exchange.averages(), strict=True):
+            p.grad = average.view_as(p)
+        self._sent.clear()
