@@ -29,16 +29,14 @@ def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
     return out.detach(), dqkv, torch.logsumexp(scores, -1).detach() / math.log(2)
 
 
-# (heads, tokens, head dim, dtype, causal, scale, warpgroups, rooms of a loader's block): ragged ends, a warpgroup without
-# rows, head dims in two parts, both loads; with a loader one block goes through all pieces, with no common divisor of
-# tiles, stages and rooms.
+# (heads, tokens, head dim, dtype, causal, scale, warpgroups, rooms): ragged ends, a warpgroup without rows, head dims
+# in two parts, one tile, and one block that goes through all pieces, with no common divisor of tiles, stages and rooms.
 CASES = [
-    (2, 70, 64, torch.bfloat16, False, 0.125, 2, None),
-    (1, 130, 64, torch.bfloat16, False, 0.125, 2, None),
+    (2, 70, 64, torch.bfloat16, False, 0.125, 2, 1),
     (2, 130, 72, torch.float16, True, 0.1, 2, 1),
     (3, 130, 40, torch.bfloat16, False, 0.1, 2, 2),
-    (1, 65, 32, torch.bfloat16, False, -0.2, 1, None),
-    (1, 130, 32, torch.float16, True, 0.1, 1, None),
+    (3, 50, 32, torch.bfloat16, False, -0.2, 1, 2),
+    (1, 130, 32, torch.float16, True, 0.1, 1, 2),
 ]
 
 
@@ -47,16 +45,16 @@ CASES = [
 def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, rooms, monkeypatch):
     import jax.numpy as jnp
 
-    from vitkernels.attention import pallas_flash_hopper_parts as parts
+    from vitkernels.attention import pallas_flash_hopper_ring as ring
     from vitkernels.attention.pallas_flash_hopper_backward import Backward
     from vitkernels.attention.pallas_flash_hopper_forward import Forward
     from vitkernels.attention.pallas_flash_hopper_schedule import Schedule
 
-    monkeypatch.setattr(parts, "MULTIPROCESSORS", 1)
+    monkeypatch.setattr(ring, "MULTIPROCESSORS", 1)
     H = heads
     qkv, do = torch.randn(1, N, 3, H, D).to(dtype), torch.randn(1, N, H, D).to(dtype)
     out, dqkv, lse = exact_attention(qkv, do, scale, is_causal)
-    schedule = Schedule(64, 2, warpgroups, True, rooms) if rooms else Schedule(64, -(-N // 64), warpgroups)
+    schedule = Schedule(64, 2, warpgroups, rooms)
     name = str(dtype).removeprefix("torch.")
     problem = (1, H, N, N, D, name, scale, is_causal, 3 * H, (0, H, 2 * H), schedule, True)
     array = lambda x: jnp.asarray(x.float().numpy(), name)  # noqa: E731

@@ -65,7 +65,7 @@ class Call:
         if fits_short_forward(self.queries, self.keys, self.head_dim, self.is_causal):
             problem = self._problem(ShortForward, None)
         else:
-            problem = self._problem(Forward, forward_schedule(self.keys, self.head_dim))
+            problem = self._problem(Forward, forward_schedule(self.queries, self.keys, self.head_dim))
         return Kernel(problem, _inputs(problem))
 
     @cached_property
@@ -85,7 +85,7 @@ class Call:
     @cached_property
     def dkdv(self) -> Kernel:
         """(q, k, v, do, lse, delta, dk, dv)"""
-        problem = self._problem(Backward, dkdv_schedule(self.queries, self.head_dim))
+        problem = self._problem(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim))
         do = problem.rows(self.queries, self.heads)
         return Kernel(problem.dkdv, (*_inputs(problem), do, problem.vector(), problem.vector()))
 

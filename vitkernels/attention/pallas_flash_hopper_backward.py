@@ -21,9 +21,10 @@ from vitkernels.attention.pallas_flash_hopper_parts import (
     at,
     row_sums,
 )
+from vitkernels.attention.pallas_flash_hopper_ring import OwnRows, Ring, Stream
 
 
-class Backward(parts.Problem):
+class Backward(Ring):
     """The two kernels, `dq` first; each with a schedule of its own."""
 
     # --- dq -----------------------------------------------------------------------------------------------------------
@@ -71,8 +72,8 @@ class Backward(parts.Problem):
         self.divide_roles(
             self.queries,
             lambda _: pl.cdiv(self.keys, self.schedule.tile),
-            parts.OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
-            [parts.Stream(load_tile, scratch["arrived"], scratch["consumed"])],
+            OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
+            [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
         )
 
@@ -110,8 +111,7 @@ class Backward(parts.Problem):
         ds = parts.widened((weights * (dp - along_rows(delta, dp.shape))).astype(self.dtype))
         k = parts.first_rows(k, ds.shape[1])
         dq = parts.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
-        if self.schedule.loader:
-            plgpu.barrier_arrive(scratch["consumed"].at[slot])
+        plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dq
 
     # --- dk, dv -------------------------------------------------------------------------------------------------------
@@ -155,8 +155,8 @@ class Backward(parts.Problem):
         self.divide_roles(
             self.keys,
             lambda _: pl.cdiv(self.queries, self.schedule.tile),
-            parts.OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
-            [parts.Stream(load_tile, scratch["arrived"], scratch["consumed"])],
+            OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
+            [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
         )
 
@@ -199,6 +199,5 @@ class Backward(parts.Problem):
         products = [(i, ds, part) for i, part in enumerate(q)]
         products += [(len(dk) + i, weights, part) for i, part in enumerate(do)]
         sums = parts.accumulated((*dk, *dv), products, self.interpret)
-        if self.schedule.loader:
-            plgpu.barrier_arrive(scratch["consumed"].at[slot])
+        plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return sums[: len(dk)], sums[len(dk) :]

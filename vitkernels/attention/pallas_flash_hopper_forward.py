@@ -1,8 +1,6 @@
 """The forward kernel of `pallas_flash` on Hopper: TMA, wgmma, online softmax.
 
-A piece of work is a tile of queries of one head; each computing warpgroup has 64 of them. Short sequences: a thread
-block per piece, all keys and values are requested at once and stay. Long ones: thread blocks go from piece to piece,
-and a warpgroup of its own refills a ring of tiles.
+Own rows are queries, 64 for each computing warpgroup; tiles of keys and of values stream by.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -14,11 +12,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention import pallas_flash_hopper_parts as parts
 from vitkernels.attention.pallas_flash_hopper_parts import BY_ROW, LOG2E, ROWS, along_rows, at, filled
+from vitkernels.attention.pallas_flash_hopper_ring import OwnRows, Ring, Stream
 
 LOWEST = -1e30  # below every score, and finite, so that a tile without any key for some query does no harm
 
 
-class Forward(parts.Problem):
+class Forward(Ring):
     """The kernel; call it with JAX arrays, or hand it to vitkernels.bridge.mosaic_gpu.Kernel."""
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD):
@@ -54,20 +53,19 @@ class Forward(parts.Problem):
                 head, first = self.heads_of(piece)[which], step * self.schedule.tile
                 parts.load_rows(ref, piece.batch, first, head, smem, slot, arrived.at[slot], self.interpret)
 
-            return parts.Stream(load, arrived, consumed)
+            return Stream(load, arrived, consumed)
 
         self.divide_roles(
             self.queries,
             self._steps_of,
-            parts.OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
+            OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
 
     def _steps_of(self, piece):
-        """Tiles of keys that this piece goes through: those that its queries see. All, where all were requested: no
-        block may end while a copy into its shared memory is under way."""
-        if not self.is_causal or not self.schedule.loader:
+        """Tiles of keys that this piece goes through: those that its queries see."""
+        if not self.is_causal:
             return self.steps
         queries = ROWS * self.schedule.warpgroups
         seen = (piece.tile + 1) * queries
@@ -104,14 +102,12 @@ class Forward(parts.Problem):
             return acc_ref[...]
 
         scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, columns), jnp.float32))
-        if s.loader:
-            plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
+        plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         weights, out, highest, total = self.weighed(scores, first_query, step * s.tile, keys, carry)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v_smem = parts.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
         out = parts.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
-        if s.loader:
-            plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
+        plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
         return out, highest, total
 
     # --- online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), a carry of output, maximum and sum -----------

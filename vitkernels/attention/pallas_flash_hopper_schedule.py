@@ -5,23 +5,23 @@
 from dataclasses import dataclass
 
 MULTIPROCESSORS = 132  # of an H100 or H200
-_SHARED_MEMORY = 227 * 1024  # bytes that thread blocks on one multiprocessor have together
+ROWS = 64  # rows of a tile that one warpgroup multiplies at a time
+_SHARED_MEMORY = 227 * 1024  # bytes that a thread block may have
+_BARRIERS_AND_VECTORS = 4 * 1024
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One thread block: `warpgroups` that compute, 64 rows each, on `stages` tiles of `tile` rows that stream by.
+    """One thread block: `warpgroups` that compute, 64 rows each, and one that loads.
 
-    Without a loader all tiles are requested at once and stay (so stages must be all of them), and several blocks fit
-    on a multiprocessor. A loader is one more warpgroup, which refills a ring of tiles; its block goes from piece to
-    piece of the work, has `rooms` for their own rows, and the ring runs on between them.
+    It goes from piece to piece of the work, and has `rooms` for their own rows; a ring of `stages` tiles of `tile` rows
+    streams by, and runs on between the pieces.
     """
 
-    tile: int = 64
-    stages: int = 2
-    warpgroups: int = 2
-    loader: bool = False
-    rooms: int = 1
+    tile: int
+    stages: int
+    warpgroups: int
+    rooms: int = 2
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -36,14 +36,63 @@ def widths(head_dim: int) -> tuple[int, ...]:
     return (64,) * whole + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
 
 
-def forward_schedule(keys: int, head_dim: int) -> Schedule:
-    wide = head_dim > 64
-    return (
-        (None if wide else _resident(128, 2, keys, head_dim, kept=1, blocks=2))
-        or _resident(64, 2, keys, head_dim, kept=1, blocks=2)
-        or (None if wide else _resident(128, 4, keys, head_dim, kept=1))
-        or Schedule(128 if sum(widths(head_dim)) <= 96 else 64, 2, 3, loader=True)
-    )
+def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+    columns = sum(widths(head_dim))
+    if columns > 96:
+        return Schedule(128, 2, min(2, _tiles(queries)), rooms=1)
+    warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
+    if keys <= 3 * ROWS:
+        return Schedule(64, 4, warpgroups)
+    return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
+
+
+def dq_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+    columns = sum(widths(head_dim))
+    if columns <= 64:
+        return _narrow_backward(queries, keys)
+    if columns > 96:
+        return Schedule(64, 2, min(3, _tiles(queries)), rooms=1)
+    warpgroups = min(2, _tiles(queries)) if _idle(queries, 2) < 1 / 4 else min(3, _tiles(queries))
+    return _fitting(warpgroups, head_dim, kept=3)
+
+
+def dkdv_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+    if sum(widths(head_dim)) <= 64:
+        return _narrow_backward(keys, queries)
+    return _fitting(min(2, _tiles(keys)), head_dim, kept=2)
+
+
+def _narrow_backward(own: int, streamed: int) -> Schedule:
+    """Three warpgroups, but where two have rows more often; those take larger tiles at a time."""
+    if _tiles(own) < 3 or _idle(own, 2) < _idle(own, 3):
+        return Schedule(128, 2, min(2, _tiles(own))) if streamed > ROWS else Schedule(64, 2, min(2, _tiles(own)))
+    return Schedule(64, 4, 3)
+
+
+def _fitting(warpgroups: int, head_dim: int, kept: int) -> Schedule:
+    """Two rooms rather than one, and as many stages as then fit, of up to four.
+
+    kept: tiles of 64 rows that each warpgroup has for itself.
+    """
+    tile = 2 * ROWS * sum(widths(head_dim))  # bytes
+    for rooms in (2, 1):
+        stages = (_SHARED_MEMORY - _BARRIERS_AND_VECTORS - rooms * warpgroups * kept * tile) // (2 * tile)
+        if stages >= 2:
+            return Schedule(ROWS, min(4, stages), warpgroups, rooms)
+    raise AssertionError(f"{warpgroups} warpgroups with head dim {head_dim} do not fit into shared memory")
+
+
+def _tiles(rows: int) -> int:
+    return -(-rows // ROWS)
+
+
+def _idle(rows: int, warpgroups: int) -> float:
+    """The share of a head's warpgroups that have no rows."""
+    pieces = -(-_tiles(rows) // warpgroups)
+    return 1 - _tiles(rows) / (pieces * warpgroups)
+
+
+# --- the short kernels ------------------------------------------------------------------------------------------------
 
 
 def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
@@ -57,34 +106,3 @@ def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool)
 def fits_short_forward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
     """Whether the forward kernel that goes from head to head takes it: two whole heads fit, and are worth a block."""
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_causal)
-
-
-def dq_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
-    """Four resident warpgroups where all have rows, single ones where those save rows, or else a ring."""
-    rows = {warpgroups: -(-queries // (64 * warpgroups)) * 64 * warpgroups for warpgroups in (1, 2, 3, 4)}
-    four = rows[4] == rows[1] and _resident(64, 4, keys, head_dim, kept=3)
-    one = rows[1] < min(rows[2], rows[3]) and _resident(64, 1, keys, head_dim, kept=3, blocks=2)
-    if four or one:
-        return four or one
-    if rows[3] <= rows[2]:
-        return Schedule(64, 3 if sum(widths(head_dim)) <= 96 else 2, 3, loader=True)
-    return Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
-
-
-def dkdv_schedule(queries: int, head_dim: int) -> Schedule:
-    return (
-        (_resident(128, 1, queries, head_dim, kept=2, blocks=2) if sum(widths(head_dim)) <= 96 else None)
-        or _resident(64, 1, queries, head_dim, kept=2, blocks=2)
-        or Schedule(128 if head_dim <= 64 else 64, 2, 2, loader=True)
-    )
-
-
-def _resident(tile: int, warpgroups: int, streamed: int, head_dim: int, kept: int, blocks: int = 1) -> Schedule | None:
-    """All of the two streamed operands at once, where `blocks` such blocks fit on a multiprocessor.
-
-    kept: tiles of 64 rows that each warpgroup has for itself.
-    """
-    schedule = Schedule(tile, -(-streamed // tile), warpgroups)
-    row = 2 * sum(widths(head_dim))  # bytes
-    tiles = kept * 64 * warpgroups * row + 2 * schedule.stages * tile * row
-    return schedule if blocks * (tiles + 8 * 1024) <= _SHARED_MEMORY else None
