@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from vitkernels.errors import UsageError
 
@@ -112,15 +113,12 @@ def _mean(received_RL: Tensor) -> Tensor:
 
 def gpu_memory(sizes: list[int], device: torch.device) -> tuple[Tensor, _SymmetricMemory]:
     """An Exchange's received_RL and memory, for the ranks of the default process group. All of them must call it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    # A name of its own: torch keeps the rank and world of each name as long as the process lives.
-    name = f"vitkernels_gradients_{next(_numbers)}"
-    store = dist.PrefixStore("vitkernels_gradients", dist.distributed_c10d._get_default_store())
-    _SymmetricMemory.set_group_info(name, rank, world, store)
-    shape = (world, sum(map(_padded, sizes)))
+    group = dist.group.WORLD.group_name
+    enable_symm_mem_for_group(group)
+    shape = (dist.get_world_size(), sum(map(_padded, sizes)))
     # Not from symm_mem.empty, whose pool would keep this for good, and give it to an engine with other ranks.
-    received_RL = _SymmetricMemory.empty_strided_p2p(shape, (shape[1], 1), torch.float32, device, name)
-    return received_RL, _SymmetricMemory.rendezvous(received_RL)
+    received_RL = _SymmetricMemory.empty_strided_p2p(shape, (shape[1], 1), torch.float32, device)
+    return received_RL, _SymmetricMemory.rendezvous(received_RL, group)
 
 
 # ---------------------------------------------------------------------- gradients, on their way out of backward
