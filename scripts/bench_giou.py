@@ -5,7 +5,8 @@
     python scripts/bench_giou.py --no-estimate                # only what runs here
 
 Measured on this machine's GPU, else its CPU; beside that an ESTIMATE for TPU v5e of XLA's fusion and the Pallas kernel
-(needs libtpu; some 20 seconds a figure). --results appends the rows to a file as JSON lines.
+(needs libtpu; some 20 seconds a figure). On a CPU the second line takes ten minutes. --results appends the rows to a
+file as JSON lines.
 """
 
 import argparse

@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         for dtype in options.dtypes:
             for size in options.sizes:
-                _show(list(matmul.rows(where, dtype, size)), options.results)
+                _show(size, dtype, list(matmul.rows(where, dtype, size)), options.results)
     except UsageError as error:
         parser.error(str(error))
     if where == "estimate":
@@ -41,9 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
         print("\nMedians of CUDA graph replays: the GPU's own time, operands in its L2 cache where they fit.")
 
 
-def _show(rows: list[matmul.Row], results: Path | None) -> None:
+def _show(size: int, dtype: str, rows: list[matmul.Row], results: Path | None) -> None:
     if not rows:
-        print("| | | no such products on this chip | | | | | |")
+        print(f"| {size} | {dtype} | no such products on this chip | | | | | |")
     for row in rows:
         share = "unknown" if row.utilisation is None else f"{row.utilisation:.0%}"
         cells = (row.size, row.dtype, row.contender, f"{row.ms:.4f}", f"{row.tera:.0f}", share)

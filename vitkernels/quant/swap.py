@@ -43,10 +43,11 @@ def quantize_(
     if scheme.block_size != -1:
         odd = {name: size for name, m in chosen.items() if (size := _width(m)) % scheme.block_size}
         if odd:
-            named = ", ".join(f"{name} ({size})" for name, size in odd.items())
+            first = {size: name for name, size in reversed(odd.items())}
+            named = ", ".join(f"{size} (as of {name})" for size, name in sorted(first.items()))
             raise UsageError(
-                f"block_size {scheme.block_size} does not divide the in features of {named}; choose another, or leave "
-                "these out with the filter"
+                f"block_size {scheme.block_size} does not divide the in features {named}; choose another, or leave "
+                "these layers out with the filter (train.py: quant.skip, by the end of their names)"
             )
     made: dict[nn.Module, nn.Module] = {}
     for name, module in chosen.items():

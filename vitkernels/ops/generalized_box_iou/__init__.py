@@ -33,6 +33,8 @@ def generalized_box_iou(preds_BN4: Tensor, targets_BN4: Tensor, *, backend: str 
     Equals the diagonal of torchvision.ops.generalized_box_iou, degenerate boxes included: two points at one place have
     neither union nor enclosing box, and give NaN; extents turned inside out (x2 < x1) count as torchvision counts them.
 
+    For torch.compile and torch.jit.trace, not torch.jit.script, which knows no keyword-only arguments with defaults.
+
     Raises UsageError for shapes, dtypes and devices that do not fit, and where the named backend cannot run.
     Source: Rezatofighi et al. 2019, arXiv 1902.09630.
     """
