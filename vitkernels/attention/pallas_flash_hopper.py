@@ -78,14 +78,14 @@ class Call:
     @cached_property
     def dq(self) -> Kernel:
         """(q, k, v, out, do, lse, dq, delta)"""
-        problem = self._problem(Backward, dq_schedule(self.queries, self.keys, self.head_dim))
+        problem = self._problem(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
         do = problem.rows(self.queries, self.heads)
         return Kernel(problem.dq, (*_inputs(problem), do, do, problem.vector()))
 
     @cached_property
     def dkdv(self) -> Kernel:
         """(q, k, v, do, lse, delta, dk, dv)"""
-        problem = self._problem(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim))
+        problem = self._problem(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
         do = problem.rows(self.queries, self.heads)
         return Kernel(problem.dkdv, (*_inputs(problem), do, problem.vector(), problem.vector()))
 

@@ -46,27 +46,29 @@ def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
     return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
 
 
-def dq_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+def dq_schedule(queries: int, keys: int, head_dim: int, is_causal: bool) -> Schedule:
     columns = sum(widths(head_dim))
     if columns <= 64:
-        return _narrow_backward(queries, keys)
+        return _narrow_backward(queries, keys, is_causal)
     if columns > 96:
         return Schedule(64, 2, min(3, _tiles(queries)), rooms=1)
     warpgroups = min(2, _tiles(queries)) if _idle(queries, 2) < 1 / 4 else min(3, _tiles(queries))
     return _fitting(warpgroups, head_dim, kept=3)
 
 
-def dkdv_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+def dkdv_schedule(queries: int, keys: int, head_dim: int, is_causal: bool) -> Schedule:
     if sum(widths(head_dim)) <= 64:
-        return _narrow_backward(keys, queries)
+        return _narrow_backward(keys, queries, is_causal)
     return _fitting(min(2, _tiles(keys)), head_dim, kept=2)
 
 
-def _narrow_backward(own: int, streamed: int) -> Schedule:
-    """Three warpgroups, but where two have rows more often; those take larger tiles at a time."""
-    if _tiles(own) < 3 or _idle(own, 2) < _idle(own, 3):
-        return Schedule(128, 2, min(2, _tiles(own))) if streamed > ROWS else Schedule(64, 2, min(2, _tiles(own)))
-    return Schedule(64, 4, 3)
+def _narrow_backward(own: int, streamed: int, is_causal: bool) -> Schedule:
+    """Three warpgroups, but where two have rows more often; those take larger tiles at a time, unless masks would then
+    fill their registers."""
+    if _tiles(own) >= 3 and _idle(own, 2) >= _idle(own, 3):
+        return Schedule(64, 4, 3)
+    large = streamed > ROWS and not is_causal
+    return Schedule(128 if large else 64, 2 if large else 4, min(2, _tiles(own)))
 
 
 def _fitting(warpgroups: int, head_dim: int, kept: int) -> Schedule:
