@@ -12,7 +12,7 @@ from torch.library import register_fake
 from vitkernels.bridge.operator import operator
 
 if find_spec("triton"):
-    from vitkernels.ops.int8_matmul import triton_long, triton_product
+    from vitkernels.ops.int8_matmul import scaled, triton_long
 
 
 @operator(
@@ -28,7 +28,7 @@ def product_of_rows(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype):
         if bias_N is None and triton_long.takes(a_MK, b_NK) and _is_faster_in_runs(a_MK, b_NK):
             return triton_long.product(a_MK, b_NK, out_dtype, a_scale_M, b_scale_N)
         if a_MK.dtype == torch.int8:
-            return triton_product.product(a_MK, b_NK.T, out_dtype, a_scale_M, b_scale_N, bias_N=bias_N)
+            return scaled.product(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
         return _by_library(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
     out_MN = _sums(a_MK, b_NK).float()
     for scale in (None if a_scale_M is None else a_scale_M[:, None], b_scale_N):

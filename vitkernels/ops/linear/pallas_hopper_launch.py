@@ -32,9 +32,18 @@ def launch_forward(
 @cache
 def compiled(kind: type[Product], M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
     """options: the kind's fields beyond Product's."""
-    pairs = torch.cuda.get_device_properties(device).multi_processor_count // 2
-    product = kind(M, N, K, str(dtype).removeprefix("torch."), pairs, *options)
+    product = kind(M, N, K, name_of(dtype), pairs_on(device), *options)
     return Kernel(product, product.inputs())
+
+
+def pairs_on(device) -> int:
+    """Pairs of thread blocks, one block for each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count // 2
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """As JAX knows it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def aligned(x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The Triton backend, for NVIDIA GPUs and, interpreted, for any CPU: tokens are rounded in one pass, where they are,
-and a second kernel unpacks, multiplies, scales and adds the bias.
+and a second kernel unpacks, multiplies, scales and adds the bias. Of many tokens products are made by the engine that
+measured fastest, which is not always Triton (vitkernels.ops.int8_matmul.scaled, vitkernels.quant.products).
 """
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import calculable, operator
+from vitkernels.ops.int8_matmul import scaled
 from vitkernels.ops.int8_matmul.triton_product import product as eight_bit_product
 from vitkernels.ops.quantized_matmul.packing import unpack_int4
 from vitkernels.ops.quantized_matmul.reference import dequantize
@@ -48,7 +50,7 @@ def _many_tokens(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtyp
     if block_size != -1 or zero_point is not None:
         return product(x_MK, w, scale, zero_point, x_scale, bias, block_size, out_dtype)
     w_NK = unpack_int4(w, x_MK.shape[1]) if w.dtype == torch.uint8 else w
-    return eight_bit_product(x_MK, w_NK.T, out_dtype, x_scale, scale.float(), bias_N=bias)
+    return scaled.product(x_MK, w_NK, x_scale, scale.float(), bias, out_dtype)
 
 
 def _fp8(x_MK, w_NK, scale_N, x_scale_M, bias_N, out_dtype):

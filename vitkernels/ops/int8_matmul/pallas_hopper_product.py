@@ -1,0 +1,80 @@
+"""Launches the Hopper kernel of scaled int8 products on torch tensors; importable without jax.
+
+Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from vitkernels.bridge import hopper
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of results and biases
+
+
+def takes(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scale_M: Tensor | None,
+    b_scale_N: Tensor | None,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+) -> bool:
+    """Whether the kernel can make this product here, and there is a tile for every multiprocessor: where there are
+    fewer, smaller tiles are the better ones."""
+    if not a_MK.is_cuda or a_MK.dtype != torch.int8 or a_scale_M is None or b_scale_N is None:
+        return False
+    (M, K), N = a_MK.shape, len(b_NK)
+    tiles = M * N // (128 * 128)
+    return (
+        not (M % 8 or N % 128 or K % 128)
+        and 0 not in (K, N)
+        and tiles >= torch.cuda.get_device_properties(a_MK.device).multi_processor_count
+        and out_dtype in DTYPES
+        and (bias_N is None or bias_N.dtype in DTYPES)
+        and a_MK.is_contiguous()
+        and b_NK.is_contiguous()
+        and _unavailable() is None
+    )
+
+
+@cache
+def _unavailable() -> str | None:
+    return hopper.unavailable()
+
+
+def product(
+    a_MK: Tensor,
+    b_NK: Tensor,
+    a_scale_M: Tensor,
+    b_scale_N: Tensor,
+    bias_N: Tensor | None,
+    out_dtype: torch.dtype,
+    tiling=None,
+) -> Tensor:
+    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias (M, N) of int8 factors, for what `takes` is true.
+
+    Scales: float32. Compiled at the first call with these sizes and dtypes. tiling: None, the best one.
+    """
+    from vitkernels.ops.linear.pallas_hopper_launch import aligned  # needs a newer JAX than all else
+
+    (M, K), N = a_MK.shape, len(b_NK)
+    vectors = (a_scale_M, b_scale_N) if bias_N is None else (a_scale_M, b_scale_N, bias_N)
+    out_MN = a_MK.new_empty(M, N, dtype=out_dtype)
+    bias_dtype = None if bias_N is None else bias_N.dtype
+    with torch.cuda.device(a_MK.device):
+        kernel = _compiled(M, N, K, out_dtype, bias_dtype, a_MK.device, tiling)
+        kernel(*map(aligned, (a_MK, b_NK, *vectors)), out_MN)
+    return out_MN
+
+
+@cache
+def _compiled(M: int, N: int, K: int, out_dtype: torch.dtype, bias_dtype: torch.dtype | None, device, tiling):
+    from vitkernels.bridge.mosaic_gpu import Kernel
+    from vitkernels.ops.int8_matmul.pallas_hopper_kernel import ScaledProduct
+    from vitkernels.ops.linear.pallas_hopper_launch import name_of, pairs_on
+
+    problem = M, N, K, "int8", pairs_on(device), name_of(out_dtype), bias_dtype and name_of(bias_dtype)
+    product = ScaledProduct.best(*problem) if tiling is None else ScaledProduct(*problem, tiling)
+    return Kernel(product, product.inputs())
