@@ -19,11 +19,12 @@ from pathlib import Path
 import torch
 from omegaconf import OmegaConf
 
-from vitkernels import models
-from vitkernels import runtime as runtimes
-from vitkernels.bench import step
-
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vitkernels import models  # noqa: E402
+from vitkernels import runtime as runtimes  # noqa: E402
+from vitkernels.bench import step  # noqa: E402
 
 BASELINE = "timm compiled sdpa"
 OURS = "eager", "fused", "best", "best reduce-overhead", "train.py"
