@@ -24,6 +24,7 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from vitkernels.errors import UsageError
 
 _ALIGNED = 32  # elements: each gradient begins at a multiple of 128 bytes
+_SMALL = 2**15  # elements: smaller gradients, biases and the like, go side by side, as one, at the end
 _SENT_TOGETHER = 2**20  # elements: smaller gradients wait for the next ones, for fewer events between the kernels
 _ALL_SENT, _ALL_READ = 0, 1  # channels of barriers: one can begin while another lasts
 
@@ -51,12 +52,13 @@ def unsupported(device: torch.device, world: int, reduce_dtype: torch.dtype) -> 
 class Exchange:
     """What all ranks send each other in one step: a row of float32 for each sender in the memory of each rank.
 
-    sizes: elements of each gradient. received_RL: this rank's memory, 4 · R · L bytes: 0.7 GB for a ViT-B on 2 ranks.
+    sizes: elements of each gradient; those from number first_small on are sent together.
+    received_RL: this rank's memory, 4 · R · L bytes: 0.7 GB for a ViT-B on 2 ranks.
     memory: as torch's _SymmetricMemory has it: rank, world_size, get_buffer, which gives any rank's received_RL, and
     barrier(channel), which comes to pass, in the order of the current stream, when all ranks are there.
     """
 
-    def __init__(self, sizes: list[int], received_RL: Tensor, memory):
+    def __init__(self, sizes: list[int], first_small: int, received_RL: Tensor, memory):
         self._received_RL, self._memory = received_RL, memory
         on_gpu = received_RL.device.type == "cuda"
         rank, world = memory.rank, memory.world_size
@@ -66,7 +68,9 @@ class Exchange:
         receivers = [(rank + step) % world for step in range(1, world + 1)]
         mine = [memory.get_buffer(receiver, received_RL.shape, torch.float32)[rank] for receiver in receivers]
         self._spans = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
-        self._targets = [[row[span] for row in mine] for span in self._spans]
+        self._targets = [[row[span] for row in mine] for span in self._spans[:first_small]]
+        self._small = [received_RL[rank, span] for span in self._spans[first_small:]]
+        self._small_targets = [row[[*begins, length][first_small] :] for row in mine]  # its own row is the last
         self._side = torch.cuda.Stream(received_RL.device) if on_gpu else None
         self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
         with torch.no_grad():
@@ -88,6 +92,16 @@ class Exchange:
             for index, gradient in gradients:
                 for target in self._targets[index]:
                     target.copy_(gradient.view(-1), non_blocking=True)
+
+    def send_small(self, gradients: list[Tensor]) -> None:
+        """To all ranks, all of them from number first_small on."""
+        if not gradients:
+            return
+        with self._beside():
+            torch._foreach_copy_(self._small, [gradient.view(-1) for gradient in gradients])
+            *others, own = self._small_targets
+            for target in others:
+                target.copy_(own, non_blocking=True)
 
     def averages(self) -> list[Tensor]:
         """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a step."""
@@ -167,20 +181,26 @@ class _SendAtOnce(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
+# To save memory inductor would put off what makes a gradient ready to be sent, until the end of backward.
+_AT_ONCE = {"post_grad_custom_post_pass": _SendAtOnce(), "reorder_for_peak_memory": False}
+
+
 class CopiedGradients(nn.Module):
     """`model`, whose gradients after a backward pass are the means over all ranks.
 
-    connect: makes the Exchange of gradients of these sizes. beside: send beside backward, not after it.
+    connect: makes the Exchange of gradients of these sizes, from the number of the first small one.
+    beside: send beside backward, not after it.
     options: for torch.compile; None runs the model as it is.
     last: whether the next backward pass is the last of its step, after which gradients are averaged.
-    late: how many gradients of the last step were not sent from within the compiled graph.
+    late: how many of the last step's gradients that are not small were not sent from within the compiled graph.
     A backward pass after which a parameter to train has no gradient raises UsageError.
     """
 
     def __init__(self, model: nn.Module, connect, beside: bool = True, options: dict | None = None):
         super().__init__()
         self.module, self.beside, self.last, self.late = model, beside, True, 0
-        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self._named = dict(sorted(trained, key=lambda one: one[1].numel() < _SMALL))
         for name, p in self._named.items():
             if p.dtype != torch.float32 or not p.is_contiguous():
                 kind = f"{'' if p.is_contiguous() else 'not contiguous '}{p.dtype}"
@@ -188,7 +208,8 @@ class CopiedGradients(nn.Module):
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), 0)
         self._trained = list(self._named.values())
-        self._exchange: Exchange = connect([p.numel() for p in self._trained])
+        self._large = sum(p.numel() >= _SMALL for p in self._trained)  # which come first
+        self._exchange: Exchange = connect([p.numel() for p in self._trained], self._large)
         self._sent: dict[int, Tensor] = {}  # by index. They keep their memory until all have been read
         self._waiting: list[tuple[int, Tensor]] = []
         self._expects_end = False
@@ -198,7 +219,7 @@ class CopiedGradients(nn.Module):
         _senders[self._number] = self
         self._run = self._as_it_is
         if options is not None and beside:
-            self._run = torch.compile(self._watched, options=options | {"post_grad_custom_post_pass": _SendAtOnce()})
+            self._run = torch.compile(self._watched, options=options | _AT_ONCE)
         elif options is not None:
             self._run = torch.compile(self._as_it_is, options=options)
 
@@ -214,7 +235,8 @@ class CopiedGradients(nn.Module):
     def _watched(self, *inputs):
         if not torch.is_grad_enabled():
             return self.module(*inputs)
-        watched = {name: _Watched.apply(p, i, self._number) for i, (name, p) in enumerate(self._named.items())}
+        large = itertools.islice(self._named.items(), self._large)
+        watched = {name: _Watched.apply(p, i, self._number) for i, (name, p) in enumerate(large)}
         return torch.func.functional_call(self.module, watched, inputs)
 
     def is_made(self, index: int, gradient: Tensor) -> None:
@@ -229,6 +251,8 @@ class CopiedGradients(nn.Module):
         if not self._expects_end:
             self._expects_end, self.late = True, 0
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        if index >= self._large:
+            return
         # What was sent is kept: so nothing was added to it in place, and nothing else has its address.
         sent, gradient = self._sent.get(index), parameter.grad  # None of what a compiled graph does not use
         if self.beside and gradient is not None and (sent is None or sent.data_ptr() != gradient.data_ptr()):
@@ -256,10 +280,11 @@ class CopiedGradients(nn.Module):
                     f"parallel.send=copy averages the gradients of all parameters, and {name} has none after this "
                     "backward pass: if the model does not use it, freeze it with requires_grad_(False)"
                 )
-            if index not in self._sent:
+            if index < self._large and index not in self._sent:
                 self._send(index, p.grad)
                 self.late += 1
         self._send_waiting()
+        self._exchange.send_small([p.grad for p in self._trained[self._large :]])
         for p, average in zip(self._trained, self._exchange.averages(), strict=True):
             p.grad = average.view_as(p)
         self._sent.clear()

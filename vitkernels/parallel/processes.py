@@ -195,8 +195,8 @@ class Ddp(Processes):
                 "compile=max-autotune-no-cudagraphs, or parallel.overlap=false, which sends after backward"
             )
 
-        def connect(sizes: list[int]) -> copied.Exchange:
-            return copied.Exchange(sizes, *copied.gpu_memory(sizes, self.device))
+        def connect(sizes: list[int], first_small: int) -> copied.Exchange:
+            return copied.Exchange(sizes, first_small, *copied.gpu_memory(sizes, self.device))
 
         return copied.CopiedGradients(model, connect, self.copies_beside, options)
 
