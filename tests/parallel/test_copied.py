@@ -178,9 +178,13 @@ def odd_gradients(net, model, x):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+def fail(_):
+    raise RuntimeError("out of memory")
+
+
 def train_what_is_odd(folder: Path):
-    for number, compiled in enumerate((False, True)):
-        with engine_of(number, folder) as engine:
+    for number, (compiled, settings) in enumerate([(False, {}), (True, {}), (False, {"overlap": False})]):
+        with engine_of(number, folder, **settings) as engine:
             torch.manual_seed(engine.rank)
             model = Odd()
             net = engine.wrap(model, compiled)
@@ -203,8 +207,17 @@ def train_what_is_odd(folder: Path):
                 [{name: 2 * g for name, g in mean.items()}],
             )
             model.zero_grad()
-            with pytest.raises(UsageError, match=r"all parameters, and unused.weight has none .* freeze it"):
+            with pytest.raises(UsageError, match=r"all parameters, and unused.weight and 1 more have none .* freeze"):
                 net(images[0], False).sum().backward()
+            # After this error, and after one in the middle of backward, steps are as right as before.
+            for _ in range(2):
+                model.zero_grad()
+                with engine.accumulating(net, last=True):
+                    expect_close([odd_gradients(net, model, images[engine.rank])], [mean])
+                hook = model.norm.weight.register_post_accumulate_grad_hook(fail)
+                with engine.accumulating(net, last=True), pytest.raises(RuntimeError, match="out of memory"):
+                    odd_gradients(net, model, images[engine.rank])
+                hook.remove()
 
 
 def test_odd_models_and_losses_are_right_or_refused(tmp_path):

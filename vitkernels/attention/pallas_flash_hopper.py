@@ -16,6 +16,7 @@ from vitkernels.attention.pallas_flash_hopper_backward import Backward
 from vitkernels.attention.pallas_flash_hopper_forward import Forward
 from vitkernels.attention.pallas_flash_hopper_parts import Problem, padded
 from vitkernels.attention.pallas_flash_hopper_schedule import (
+    MULTIPROCESSORS,
     Schedule,
     dkdv_schedule,
     dq_schedule,
@@ -57,6 +58,7 @@ class Call:
             all_heads=(3 if self.packed else 1) * self.heads,
             first_heads=(0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0),
             schedule=schedule,
+            multiprocessors=_multiprocessors(self.device),
         )
 
     @cached_property
@@ -101,6 +103,12 @@ class Call:
         with torch.cuda.device(self.device):
             self.dq(q, k, v, out, do, lse, dq, delta)
             self.dkdv(q, k, v, do, lse, delta, dk, dv)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """132 also where there is no GPU, and kernels are only lowered."""
+    has_gpu = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else MULTIPROCESSORS
 
 
 call_of = cache(Call)  # and with it, its compiled kernels

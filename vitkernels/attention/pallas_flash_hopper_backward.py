@@ -184,6 +184,7 @@ class Backward(Ring):
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.
         scores, dp = parts.products((k, parts.first_rows(q, columns)), (v, parts.first_rows(do, columns)))
+        # Read into registers before the slot is given back; that the copy engine then writes there needs no fence.
         lse, delta = (
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             for name in ("lse_smem", "delta_smem")

@@ -45,6 +45,7 @@ class Problem:
     first_heads: tuple[int, int, int]
     schedule: Schedule | None  # None: the kernel knows only one
     interpret: bool = False
+    multiprocessors: int = MULTIPROCESSORS
 
     @property
     def padded_queries(self) -> int:
@@ -80,11 +81,13 @@ class Problem:
             interpret=INTERPRETED if self.interpret else None,
         )
 
-    # --- thread blocks that stay on their multiprocessor and go from head to head -------------------------------------
+
+class ByHead(Problem):
+    """A problem whose thread blocks stay on their multiprocessor and go from head to head."""
 
     @property
     def blocks(self) -> int:
-        return min(MULTIPROCESSORS, self.batch * self.heads)
+        return min(self.multiprocessors, self.batch * self.heads)
 
     def turns(self):
         """How many heads this block goes through."""
@@ -97,9 +100,7 @@ class Problem:
 
 
 def padded(tokens: int) -> int:
-    """Room for what every schedule writes of a vector over the queries, 64 rows for each of up to four warpgroups, or
-    reads in tiles of 128: unlike copies of rows, copies of vectors know no bounds (Mosaic GPU makes plain bulk copies
-    of them)."""
+    """Room for 64 rows of each warpgroup of any schedule: a store of a vector knows no bounds."""
     return max(pl.cdiv(tokens, rows) * rows for rows in (192, 256))
 
 

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention import pallas_flash_hopper_parts as parts
-from vitkernels.attention.pallas_flash_hopper_schedule import MULTIPROCESSORS, ROWS
+from vitkernels.attention.pallas_flash_hopper_schedule import ROWS
 
 
 class Piece(NamedTuple):
@@ -73,15 +73,19 @@ class Ring(parts.Problem):
 
     def kernel(self, body, own_rows: int, out_type: tuple, scratch: dict):
         """`body` as a kernel for pieces of `warpgroups` times 64 of `own_rows`."""
-        pieces = self.batch * self.heads * self.tiles(own_rows)
-        grid = {"block": min(MULTIPROCESSORS, pieces)}
-        return self.launch(body, grid, self.schedule.warpgroups + 1, out_type, scratch)
+        return self.launch(body, {"block": self.blocks(own_rows)}, self.schedule.warpgroups + 1, out_type, scratch)
 
     # --- where --------------------------------------------------------------------------------------------------------
 
     def tiles(self, own_rows: int) -> int:
         """Pieces that a head's own rows make."""
         return pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)
+
+    def pieces(self, own_rows: int) -> int:
+        return self.batch * self.heads * self.tiles(own_rows)
+
+    def blocks(self, own_rows: int) -> int:
+        return min(self.multiprocessors, self.pieces(own_rows))
 
     def heads_of(self, piece: Piece) -> tuple:
         """Where its head of q, of k and of v lies."""
@@ -162,9 +166,7 @@ class Ring(parts.Problem):
 
         Returns how many pieces there were, and how many tiles came by.
         """
-        tiles = self.tiles(rows)
-        pieces = self.batch * self.heads * tiles
-        blocks = min(MULTIPROCESSORS, pieces)
+        tiles, blocks, pieces = self.tiles(rows), self.blocks(rows), self.pieces(rows)
         share = pieces // blocks
 
         def index(number):
@@ -216,7 +218,7 @@ class Ring(parts.Problem):
                     stream.load(piece, step, self.slot(piece, step))
 
         pieces, streamed = self._for_each_piece(rows, steps_of, turn)
-        # Until all has been read: no block may end before.
+        # Whoever waits for a barrier must wait for each of its turns.
         for i in range(s.stages):
             for stream in streams:
                 wait_for_slot(stream, streamed + i)

@@ -4,7 +4,7 @@
 
 from dataclasses import dataclass
 
-MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = 132  # of an H100 SXM or H200
 ROWS = 64  # rows of a tile that one warpgroup multiplies at a time
 _SHARED_MEMORY = 227 * 1024  # bytes that a thread block may have
 _BARRIERS_AND_VECTORS = 4 * 1024
@@ -22,6 +22,9 @@ class Schedule:
     stages: int
     warpgroups: int
     rooms: int = 2
+
+    def __post_init__(self):
+        assert self.warpgroups <= 3, "more would ask for more registers than the launch gives, and wait for ever"
 
     @property
     def registers(self) -> tuple[int, int]:

@@ -31,7 +31,7 @@ REGISTERS = 208, 88  # per thread of a computing warpgroup and of the helper: 2 
 ROOMS = 2  # for tiles of O, and of dS
 
 
-class ShortBackward(parts.Problem):
+class ShortBackward(parts.ByHead):
     """The kernel; not for causal calls. Tiles are of 64 rows; those beyond the last token come in as zeros."""
 
     @property

@@ -19,7 +19,7 @@ ROOMS = 2  # for heads
 LOADER_REGISTERS = 32  # per thread
 
 
-class ShortForward(Forward):
+class ShortForward(parts.ByHead, Forward):
     """The kernel; not for causal calls. Tiles are of 64 rows; those beyond the last token come in as zeros."""
 
     @property

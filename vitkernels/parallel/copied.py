@@ -103,10 +103,14 @@ class Exchange:
             for target in others:
                 target.copy_(own, non_blocking=True)
 
-    def averages(self) -> list[Tensor]:
-        """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a step."""
+    def wait(self) -> None:
+        """Have the current stream wait until all that was sent has left."""
         if self._side is not None:
             torch.cuda.current_stream().wait_stream(self._side)
+
+    def averages(self) -> list[Tensor]:
+        """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a step."""
+        self.wait()
         self._memory.barrier(_ALL_SENT)
         mean_L = self._mean(self._received_RL)
         with self._beside():  # what the next step sends waits here for the slowest reader, and nothing else does
@@ -128,7 +132,8 @@ def _mean(received_RL: Tensor) -> Tensor:
 def gpu_memory(sizes: list[int], device: torch.device) -> tuple[Tensor, _SymmetricMemory]:
     """An Exchange's received_RL and memory, for the ranks of the default process group. All of them must call it."""
     group = dist.group.WORLD.group_name
-    enable_symm_mem_for_group(group)
+    if torch.__version__ < "2.11":  # which finds ranks and store by the group's name
+        enable_symm_mem_for_group(group)
     shape = (dist.get_world_size(), sum(map(_padded, sizes)))
     # Not from symm_mem.empty, whose pool would keep this for good, and give it to an engine with other ranks.
     received_RL = _SymmetricMemory.empty_strided_p2p(shape, (shape[1], 1), torch.float32, device)
@@ -239,6 +244,17 @@ class CopiedGradients(nn.Module):
         watched = {name: _Watched.apply(p, i, self._number) for i, (name, p) in enumerate(large)}
         return torch.func.functional_call(self.module, watched, inputs)
 
+    def begin(self, last: bool) -> None:
+        """Before forward and backward of one of a step's batches; a pass that an error ended is forgotten."""
+        self.last = last
+        self._forget()
+
+    def _forget(self) -> None:
+        self._exchange.wait()  # then what is freed here can be written to
+        self._sent.clear()
+        self._waiting.clear()
+        self._expects_end = False
+
     def is_made(self, index: int, gradient: Tensor) -> None:
         """Send a gradient before it is its parameter's, unless others are still to be added to it."""
         if self.last and index not in self._sent and self._trained[index].grad is None:
@@ -273,18 +289,24 @@ class CopiedGradients(nn.Module):
     @torch.no_grad()
     def _end(self) -> None:
         """After backward: send the rest, and give all parameters the averages."""
-        self._expects_end = False
-        for index, (name, p) in enumerate(self._named.items()):
-            if p.grad is None:
-                raise UsageError(
-                    f"parallel.send=copy averages the gradients of all parameters, and {name} has none after this "
-                    "backward pass: if the model does not use it, freeze it with requires_grad_(False)"
-                )
-            if index < self._large and index not in self._sent:
-                self._send(index, p.grad)
-                self.late += 1
-        self._send_waiting()
-        self._exchange.send_small([p.grad for p in self._trained[self._large :]])
-        for p, average in zip(self._trained, self._exchange.averages(), strict=True):
-            p.grad = average.view_as(p)
-        self._sent.clear()
+        try:
+            self._check_all_are_there()
+            for index, p in enumerate(self._trained[: self._large]):
+                if index not in self._sent:
+                    self._send(index, p.grad)
+                    self.late += 1
+            self._send_waiting()
+            self._exchange.send_small([p.grad for p in self._trained[self._large :]])
+            for p, average in zip(self._trained, self._exchange.averages(), strict=True):
+                p.grad = average.view_as(p)
+        finally:
+            self._forget()
+
+    def _check_all_are_there(self) -> None:
+        missing = [name for name, p in self._named.items() if p.grad is None]
+        if missing:
+            others = f" and {len(missing) - 1} more have" if missing[1:] else " has"
+            raise UsageError(
+                f"parallel.send=copy averages the gradients of all parameters, and {missing[0]}{others} none after "
+                "this backward pass: if the model does not use it, freeze it with requires_grad_(False)"
+            )

@@ -203,7 +203,7 @@ class Ddp(Processes):
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
         if self.copies:
-            net.last = last
+            net.begin(last)
             yield
             return
         with contextlib.nullcontext() if last else net.no_sync():
