@@ -1,6 +1,6 @@
 """parallel.send=copy on CPU processes, with memory that they share in the place of the GPUs'.
 
-What needs GPUs, the streams and torch's symmetric memory, is not tried here; all that is done with them is.
+What needs GPUs, the streams and torch's symmetric memory, is tried by one test, where there are two or more.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitkernels import parallel
+from vitkernels import runtime as runtimes
 from vitkernels.errors import UsageError
 from vitkernels.parallel import copied
 from vitkernels.parallel.base import Parallel
@@ -70,9 +71,11 @@ def engine_of(number: int, folder: Path, precision: str = "fp32", **settings):
 def train(engine, compiled=False, accum=1):
     """Gradients of each step, by name, and the net. Ranks share out a step's images, and begin with other weights."""
     torch.manual_seed(0)
-    images, targets = torch.randn(STEPS, IMAGES, 3, 8, 8), torch.randint(10, (STEPS, IMAGES))
+    device = engine.runtime.device
+    images = torch.randn(STEPS, IMAGES, 3, 8, 8).to(device)
+    targets = torch.randint(10, (STEPS, IMAGES)).to(device)
     torch.manual_seed(engine.rank)
-    model = VisionTransformer(8, 4, num_classes=10, embed_dim=16, depth=1, num_heads=2)
+    model = VisionTransformer(8, 4, num_classes=10, embed_dim=16, depth=1, num_heads=2).to(device)
     net = engine.wrap(model, compiled)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
@@ -92,7 +95,7 @@ def train(engine, compiled=False, accum=1):
 
 
 def fingerprint(steps) -> str:
-    return hashlib.sha256(b"".join(g.numpy().tobytes() for step in steps for g in step.values())).hexdigest()
+    return hashlib.sha256(b"".join(g.cpu().numpy().tobytes() for step in steps for g in step.values())).hexdigest()
 
 
 def expect_close(steps, expected):
@@ -128,6 +131,28 @@ UNCOMPILED = [{}, {"overlap": False}, {"accum": 2}, {"overlap": False, "accum": 
 )
 def test_gradients_are_those_of_one_process_and_the_same_bits_on_all_ranks(tmp_path, world, cases):
     ranks = Ranks.of(world, tmp_path / "log", train_as_one_process_would, tmp_path, cases)
+    assert ranks.finish(400) == [0] * world, ranks.said()
+
+
+def train_on_gpus():
+    mock.patch.object(copied, "_SMALL", SMALL).start()
+    expected = None
+    for number, settings in enumerate([{"send": "nccl"}, {"send": "copy"}, {"send": "copy", "overlap": False}]):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+        with parallel.create("ddp", runtimes.create("cuda", "fp32"), **settings) as engine:
+            steps, net = train(engine, compiled=True)
+            assert len(set(engine.gather(fingerprint(steps)))) == 1, f"{settings}: ranks have different bits"
+            expected = expected or steps
+            expect_close(steps, expected)
+            assert number != 1 or net.late == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 4])
+def test_on_gpus_the_averages_are_those_of_nccl(tmp_path, world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs of one host")
+    ranks = Ranks.of(world, tmp_path / "log", train_on_gpus)
     assert ranks.finish(400) == [0] * world, ranks.said()
 
 
