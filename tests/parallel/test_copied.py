@@ -3,6 +3,8 @@
 What needs GPUs, the streams and torch's symmetric memory, is tried by one test, where there are two or more.
 """
 
+import contextlib
+import copy
 import hashlib
 import itertools
 import os
@@ -36,12 +38,12 @@ class SharedMemory:
     def __init__(self, path: Path, rank: int, world: int, length: int):
         self.rank, self.world_size = rank, world
         size = world * world * length
-        self._all = torch.from_file(str(path), True, size, dtype=torch.float32).view(world, world, length)
+        self._all = torch.from_file(str(path), True, size, dtype=torch.uint8).view(world, world, length)
         self._passed = torch.from_file(f"{path}.barriers", True, 2 * world, dtype=torch.int64).view(2, world)
         self._chance = random.Random(rank)
 
     def get_buffer(self, rank, sizes, dtype):
-        assert self._all[rank].shape == sizes and dtype == torch.float32
+        assert self._all[rank].shape == sizes and dtype == torch.uint8
         return self._all[rank]
 
     def barrier(self, channel: int) -> None:
@@ -56,10 +58,9 @@ def engine_of(number: int, folder: Path, precision: str = "fp32", **settings):
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     models = itertools.count()
 
-    def shared(sizes, device):
-        length = sum(map(copied._padded, sizes))
+    def shared(length, device):
         memory = SharedMemory(folder / f"memory_{number}_{next(models)}", rank, world, length)
-        return memory.get_buffer(rank, (world, length), torch.float32), memory
+        return memory.get_buffer(rank, (world, length), torch.uint8), memory
 
     mock.patch.object(copied, "unsupported", lambda *_: None).start()
     mock.patch.object(copied, "gpu_memory", shared).start()
@@ -168,7 +169,12 @@ def find_sends_in_the_compiled_backward(folder: Path):
                 return net(torch.randn(4, 3, 8, 8))
 
         _, (_, backward) = run_fw_bw_and_get_code(run)
-        assert net.late == 0
+        sent = set(re.findall(r"buf\d+", "".join(re.findall(r"send_gradient.*", backward))))
+        given_on = set(re.findall(r"del (buf\d+)  # reuse", backward))
+        assert len(sent) > 8 and not sent & given_on, "a copy engine would read what others have written since"
+        model.zero_grad()
+        run().float().sum().backward()
+        assert net.late == 0  # but for the first pass, which shows how gradients travel
     calls = re.findall(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.\w+\.\w+)", backward, re.M)
     calls = [call == "torch.ops.vitkernels.send_gradient" for call in calls]
     assert sum(calls) == sum(p.numel() >= SMALL for p in model.parameters()), backward
@@ -180,6 +186,41 @@ def find_sends_in_the_compiled_backward(folder: Path):
 def test_a_compiled_backward_sends_each_gradient_where_it_is_made(tmp_path):
     ranks = Ranks.of(1, tmp_path / "log", find_sends_in_the_compiled_backward, tmp_path)
     assert ranks.finish(400) == [0], ranks.said()
+
+
+LINEAR = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")  # of SMALL and more
+IN_HALF = {"head.weight", *(f"blocks.0.{name}" for name in LINEAR)}
+
+
+def average_in_bfloat16(folder: Path):
+    """One batch a step, then two, then one: averages against those of the ranks' own gradients, in float32."""
+    with engine_of(0, folder, "bf16") as engine:
+        torch.manual_seed(0)
+        model = VisionTransformer(8, 4, num_classes=10, embed_dim=16, depth=1, num_heads=2)
+        alone = copy.deepcopy(model)
+        sends, keeps = engine.wrap(model, compiled=True), torch.compile(alone, options=copied._AT_ONCE)
+        torch.manual_seed(engine.rank)
+        for accum, late, in_half in ((1, 8, IN_HALF), (1, 0, IN_HALF), (2, 8, set()), (1, 0, set())):
+            for batch in range(accum):
+                images = torch.randn(4, 3, 8, 8)
+                for net in (sends, keeps):
+                    begun = engine.accumulating(net, batch == accum - 1) if net is sends else contextlib.nullcontext()
+                    with begun, engine.runtime.autocast():
+                        loss = net(images).float().logsumexp(1).mean()
+                    loss.backward()
+            assert sends.late == late
+            travels = dict(zip(sends._named, sends._exchange.dtypes, strict=True))
+            assert {name for name, dtype in travels.items() if dtype == torch.bfloat16} == in_half, (accum, travels)
+            for name, own in alone.named_parameters():
+                shares = engine.gather(own.grad)
+                assert torch.equal(model.get_parameter(name).grad, (shares[0] + shares[1]) / 2), name
+            model.zero_grad()
+            alone.zero_grad()
+
+
+def test_what_autocast_cast_travels_in_half_the_bytes_with_the_same_averages(tmp_path):
+    ranks = Ranks.of(2, tmp_path / "log", average_in_bfloat16, tmp_path)
+    assert ranks.finish(400) == [0, 0], ranks.said()
 
 
 class Odd(nn.Module):

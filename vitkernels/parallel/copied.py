@@ -23,7 +23,8 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from vitkernels.errors import UsageError
 
-_ALIGNED = 32  # elements: each gradient begins at a multiple of 128 bytes
+_ALIGNED = 128  # bytes, of which each gradient begins at a multiple
+_NARROW = (torch.bfloat16, torch.float16)
 _SMALL = 2**15  # elements: smaller gradients, biases and the like, go side by side, as one, at the end
 _SENT_TOGETHER = 2**20  # elements: smaller gradients wait for the next ones, for fewer events between the kernels
 _ALL_SENT, _ALL_READ = 0, 1  # channels of barriers: one can begin while another lasts
@@ -50,31 +51,39 @@ def unsupported(device: torch.device, world: int, reduce_dtype: torch.dtype) -> 
 
 
 class Exchange:
-    """What all ranks send each other in one step: a row of float32 for each sender in the memory of each rank.
+    """What all ranks send each other in one step: a row of bytes for each sender in the memory of each rank.
 
-    sizes: elements of each gradient; those from number first_small on are sent together.
-    received_RL: this rank's memory, 4 · R · L bytes: 0.7 GB for a ViT-B on 2 ranks.
-    memory: as torch's _SymmetricMemory has it: rank, world_size, get_buffer, which gives any rank's received_RL, and
+    sizes, dtypes: of each gradient, in elements and as it travels; those from number first_small on are float32, and
+    sent together. Gradients of one dtype lie side by side, so that one pass over them takes their mean.
+    received_RB: this rank's memory, of row_bytes(sizes, dtypes) for each rank: 0.35 GB for a ViT-B on 2 ranks whose
+    gradients travel in bfloat16, else 0.7.
+    memory: as torch's _SymmetricMemory has it: rank, world_size, get_buffer, which gives any rank's received_RB, and
     barrier(channel), which comes to pass, in the order of the current stream, when all ranks are there.
     """
 
-    def __init__(self, sizes: list[int], first_small: int, received_RL: Tensor, memory):
-        self._received_RL, self._memory = received_RL, memory
-        on_gpu = received_RL.device.type == "cuda"
+    def __init__(self, sizes: list[int], dtypes: list[torch.dtype], first_small: int, received_RB: Tensor, memory):
+        self.dtypes, self._memory = dtypes, memory
+        on_gpu = received_RB.device.type == "cuda"
         rank, world = memory.rank, memory.world_size
-        *begins, length = itertools.accumulate(map(_padded, sizes), initial=0)
-        assert received_RL.shape == (world, length)
+        assert received_RB.shape == (world, row_bytes(sizes, dtypes))
         # Ranks begin with different receivers, so that none has all of them at once; its own row comes last.
         receivers = [(rank + step) % world for step in range(1, world + 1)]
-        mine = [memory.get_buffer(receiver, received_RL.shape, torch.float32)[rank] for receiver in receivers]
-        self._spans = [slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)]
-        self._targets = [[row[span] for row in mine] for span in self._spans[:first_small]]
-        self._small = [received_RL[rank, span] for span in self._spans[first_small:]]
-        self._small_targets = [row[[*begins, length][first_small] :] for row in mine]  # its own row is the last
-        self._side = torch.cuda.Stream(received_RL.device) if on_gpu else None
+        mine = [memory.get_buffer(receiver, received_RB.shape, torch.uint8)[rank] for receiver in receivers]
+        spans = _spans(sizes, dtypes)
+        self._targets = [
+            [row[span].view(dtype) for row in mine]
+            for span, dtype in zip(spans[:first_small], dtypes[:first_small], strict=True)
+        ]
+        self._small = [received_RB[rank, span].view(torch.float32) for span in spans[first_small:]]
+        self._small_targets = [row[spans[first_small].start :] for row in mine] if self._small else []  # its own last
+        self._received, self._places = _by_dtype(received_RB, spans, dtypes)
+        self._side = torch.cuda.Stream(received_RB.device) if on_gpu else None
         self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
         with torch.no_grad():
-            self._mean(received_RL)  # compiled here, not within the first backward pass
+            self._means()  # compiled here, not within a backward pass
+
+    def _means(self) -> list[Tensor]:
+        return [self._mean(received_RL) for received_RL in self._received]
 
     @contextlib.contextmanager
     def _beside(self):
@@ -112,48 +121,86 @@ class Exchange:
         """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a step."""
         self.wait()
         self._memory.barrier(_ALL_SENT)
-        mean_L = self._mean(self._received_RL)
+        means = self._means()
         with self._beside():  # what the next step sends waits here for the slowest reader, and nothing else does
             self._memory.barrier(_ALL_READ)
-        return [mean_L[span] for span in self._spans]
+        return [means[region][span] for region, span in self._places]
+
+    def close(self) -> None:
+        """Wait until no rank writes to another's memory any more. All ranks must call it."""
+        self.wait()
+        self._memory.barrier(_ALL_SENT)
+        if self._side is not None:
+            torch.cuda.synchronize(self._side.device)
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNED) * _ALIGNED
+def row_bytes(sizes: list[int], dtypes: list[torch.dtype]) -> int:
+    """Of what one rank sends, as an Exchange has it."""
+    return sum(map(_padded, sizes, dtypes))
+
+
+def _padded(size: int, dtype: torch.dtype) -> int:
+    return -(-size * dtype.itemsize // _ALIGNED) * _ALIGNED
+
+
+def _spans(sizes: list[int], dtypes: list[torch.dtype]) -> list[slice]:
+    """The bytes of each gradient in a row, by index: those of float32 come last, and so the small ones at the end."""
+    spans, begin = [slice(0)] * len(sizes), 0
+    for index in sorted(range(len(sizes)), key=lambda index: (dtypes[index] == torch.float32, str(dtypes[index]))):
+        spans[index] = slice(begin, begin + sizes[index] * dtypes[index].itemsize)
+        begin += _padded(sizes[index], dtypes[index])
+    return spans
+
+
+def _by_dtype(received_RB: Tensor, spans: list[slice], dtypes: list[torch.dtype]):
+    """received_RL of each dtype there is, and for each gradient by index (which of them, the elements in it)."""
+    received, places = [], [None] * len(spans)
+    for region, dtype in enumerate(dict.fromkeys(dtypes)):
+        own = [(index, span) for index, (span, other) in enumerate(zip(spans, dtypes, strict=True)) if other == dtype]
+        begin, end = min(span.start for _, span in own), max(span.stop for _, span in own)
+        received.append(received_RB[:, begin:end].view(dtype))
+        for index, span in own:
+            places[index] = region, slice((span.start - begin) // dtype.itemsize, (span.stop - begin) // dtype.itemsize)
+    return received, places
 
 
 def _mean(received_RL: Tensor) -> Tensor:
-    total_L = received_RL[0]
-    for row_L in received_RL[1:].unbind():
-        total_L = total_L + row_L
-    return total_L / received_RL.shape[0]
+    rows = received_RL.unbind()
+    total_L = rows[0].float()
+    for row_L in rows[1:]:
+        total_L = total_L + row_L.float()
+    return total_L / len(rows)
 
 
-def gpu_memory(sizes: list[int], device: torch.device) -> tuple[Tensor, _SymmetricMemory]:
-    """An Exchange's received_RL and memory, for the ranks of the default process group. All of them must call it."""
+def gpu_memory(length: int, device: torch.device) -> tuple[Tensor, _SymmetricMemory]:
+    """An Exchange's received_RB, with rows of `length` bytes, and memory, for the ranks of the default process group.
+
+    All of them must call it.
+    """
     group = dist.group.WORLD.group_name
     if torch.__version__ < "2.11":  # which finds ranks and store by the group's name
         enable_symm_mem_for_group(group)
-    shape = (dist.get_world_size(), sum(map(_padded, sizes)))
     # Not from symm_mem.empty, whose pool would keep this for good, and give it to an engine with other ranks.
-    received_RL = _SymmetricMemory.empty_strided_p2p(shape, (shape[1], 1), torch.float32, device)
-    return received_RL, _SymmetricMemory.rendezvous(received_RL, group)
+    shape = (dist.get_world_size(), length)
+    received_RB = _SymmetricMemory.empty_strided_p2p(shape, (length, 1), torch.uint8, device)
+    return received_RB, _SymmetricMemory.rendezvous(received_RB, group)
 
 
 # ---------------------------------------------------------------------- gradients, on their way out of backward
 
 
 @torch.library.custom_op("vitkernels::send_gradient", mutates_args=("gradient",))
-def send_gradient(gradient: Tensor, index: int, sender: int) -> None:
+def send_gradient(gradient: Tensor, narrow: Tensor | None, index: int, sender: int) -> None:
     """Tell the CopiedGradients of number `sender` that its parameter `index` has this gradient.
 
+    narrow: the same numbers in bfloat16 or float16, from which the gradient was made, if there is such a tensor.
     It writes nothing. That it says so keeps it in the compiled graph, and the gradient where it is.
     """
-    _senders[sender].is_made(index, gradient)
+    _senders[sender].is_made(index, gradient, narrow)
 
 
 @send_gradient.register_fake
-def _(gradient: Tensor, index: int, sender: int) -> None:
+def _(gradient: Tensor, narrow: Tensor | None, index: int, sender: int) -> None:
     return None
 
 
@@ -168,12 +215,15 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient: Tensor):
         gradient = gradient.contiguous()
-        send_gradient(gradient, ctx.index, ctx.sender)
+        send_gradient(gradient, None, ctx.index, ctx.sender)
         return gradient, None, None
 
 
 class _SendAtOnce(CustomGraphPass):
-    """Moves each send_gradient to where its gradient is made: torch 2.9 has them all at the end of backward."""
+    """Moves each send_gradient to where its gradient is made, and has it send what autocast cast to make it.
+
+    torch 2.9 has them all at the end of backward.
+    """
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         sends = graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized_v2)
@@ -181,19 +231,42 @@ class _SendAtOnce(CustomGraphPass):
             (gradient,) = node.all_input_nodes
             if gradient.op != "placeholder":
                 gradient.append(node)
+                _give_narrow(node, _cast_from(gradient))
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
 
 
-# To save memory inductor would put off what makes a gradient ready to be sent, until the end of backward.
-_AT_ONCE = {"post_grad_custom_post_pass": _SendAtOnce(), "reorder_for_peak_memory": False}
+def _give_narrow(send: torch.fx.Node, narrow: torch.fx.Node | None) -> None:
+    if narrow is None:
+        return
+    send.update_kwarg("narrow", narrow)
+    if "eager_input_vals" in send.meta:  # from which inductor makes the call
+        args, kwargs = send.meta["eager_input_vals"]
+        send.meta["eager_input_vals"] = args, {**kwargs, "narrow": narrow.meta["val"]}
+
+
+def _cast_from(gradient: torch.fx.Node) -> torch.fx.Node | None:
+    """What a float32 gradient is a cast of, if half the bytes have all its numbers, in the same order."""
+    if gradient.target is not torch.ops.prims.convert_element_type.default:
+        return None
+    source = gradient.args[0]
+    narrow = source.meta["val"]
+    is_free = source.op == "call_function" and list(source.users) == [gradient]  # nobody writes into it
+    return source if is_free and narrow.dtype in _NARROW and narrow.is_contiguous() else None
+
+
+_AT_ONCE = {
+    "post_grad_custom_post_pass": _SendAtOnce(),
+    "reorder_for_peak_memory": False,  # it would put off what makes a gradient ready to be sent, until the end
+    "allow_buffer_reuse": False,  # of what is being sent: the allocator gives memory back once nobody refers to it
+}
 
 
 class CopiedGradients(nn.Module):
     """`model`, whose gradients after a backward pass are the means over all ranks.
 
-    connect: makes the Exchange of gradients of these sizes, from the number of the first small one.
+    connect: makes the Exchange of gradients of these sizes and dtypes, from the number of the first small one.
     beside: send beside backward, not after it.
     options: for torch.compile; None runs the model as it is.
     last: whether the next backward pass is the last of its step, after which gradients are averaged.
@@ -214,8 +287,9 @@ class CopiedGradients(nn.Module):
             dist.broadcast(tensor.detach(), 0)
         self._trained = list(self._named.values())
         self._large = sum(p.numel() >= _SMALL for p in self._trained)  # which come first
-        self._exchange: Exchange = connect([p.numel() for p in self._trained], self._large)
-        self._sent: dict[int, Tensor] = {}  # by index. They keep their memory until all have been read
+        self._connect, self._exchange = connect, None  # until a first backward pass has shown how gradients travel
+        # Gradients, by index, and what travels for each. They keep their memory until all have been read.
+        self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._waiting: list[tuple[int, Tensor]] = []
         self._expects_end = False
         for index, p in enumerate(self._trained):
@@ -250,15 +324,16 @@ class CopiedGradients(nn.Module):
         self._forget()
 
     def _forget(self) -> None:
-        self._exchange.wait()  # then what is freed here can be written to
+        if self._exchange is not None:
+            self._exchange.wait()  # then what is freed here can be written to
         self._sent.clear()
         self._waiting.clear()
         self._expects_end = False
 
-    def is_made(self, index: int, gradient: Tensor) -> None:
+    def is_made(self, index: int, gradient: Tensor, narrow: Tensor | None) -> None:
         """Send a gradient before it is its parameter's, unless others are still to be added to it."""
         if self.last and index not in self._sent and self._trained[index].grad is None:
-            self._send(index, gradient)
+            self._send(index, gradient, narrow)
 
     def _is_added(self, index: int, parameter: Tensor) -> None:
         """A parameter has the gradient of this backward pass, and of those before it in the same step."""
@@ -270,15 +345,18 @@ class CopiedGradients(nn.Module):
         if index >= self._large:
             return
         # What was sent is kept: so nothing was added to it in place, and nothing else has its address.
-        sent, gradient = self._sent.get(index), parameter.grad  # None of what a compiled graph does not use
+        (sent, _), gradient = self._sent.get(index, (None, None)), parameter.grad  # None of what a graph does not use
         if self.beside and gradient is not None and (sent is None or sent.data_ptr() != gradient.data_ptr()):
             self._send(index, gradient)
             self.late += 1
 
-    def _send(self, index: int, gradient: Tensor) -> None:
-        # A view: with another reference to the gradient itself autograd would copy it into the parameter's.
-        self._sent[index] = gradient.detach()
-        self._waiting.append((index, self._sent[index]))
+    def _send(self, index: int, gradient: Tensor, narrow: Tensor | None = None) -> None:
+        agreed = None if self._exchange is None else self._exchange.dtypes[index]
+        travels = gradient if narrow is None or agreed == torch.float32 else narrow
+        # Views: with another reference to the gradient itself autograd would copy it into the parameter's.
+        self._sent[index] = gradient.detach(), travels.detach()
+        if travels.dtype == agreed:
+            self._waiting.append((index, self._sent[index][1]))
         if sum(waiting.numel() for _, waiting in self._waiting) >= _SENT_TOGETHER:
             self._send_waiting()
 
@@ -295,12 +373,29 @@ class CopiedGradients(nn.Module):
                 if index not in self._sent:
                     self._send(index, p.grad)
                     self.late += 1
+            self._agree()
             self._send_waiting()
             self._exchange.send_small([p.grad for p in self._trained[self._large :]])
             for p, average in zip(self._trained, self._exchange.averages(), strict=True):
                 p.grad = average.view_as(p)
         finally:
             self._forget()
+
+    def _agree(self) -> None:
+        """On an Exchange for this pass's dtypes, on which all ranks agree: they run the same program.
+
+        A gradient that once travelled in float32, as sums of several batches do, does so ever after.
+        """
+        dtypes = [self._sent[index][1].dtype for index in range(self._large)]
+        dtypes += [torch.float32] * (len(self._trained) - self._large)
+        if self._exchange is not None:
+            if dtypes == self._exchange.dtypes:
+                return
+            self._exchange.close()
+            self._exchange = None  # gives its memory back before there is more
+        self._exchange = self._connect([p.numel() for p in self._trained], dtypes, self._large)
+        self._waiting = [(index, travels) for index, (_, travels) in self._sent.items()]
+        self.late = self._large
 
     def _check_all_are_there(self) -> None:
         missing = [name for name, p in self._named.items() if p.grad is None]

@@ -195,8 +195,9 @@ class Ddp(Processes):
                 "compile=max-autotune-no-cudagraphs, or parallel.overlap=false, which sends after backward"
             )
 
-        def connect(sizes: list[int], first_small: int) -> copied.Exchange:
-            return copied.Exchange(sizes, first_small, *copied.gpu_memory(sizes, self.device))
+        def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int) -> copied.Exchange:
+            memory = copied.gpu_memory(copied.row_bytes(sizes, dtypes), self.device)
+            return copied.Exchange(sizes, dtypes, first_small, *memory)
 
         return copied.CopiedGradients(model, connect, self.copies_beside, options)
 
