@@ -6,8 +6,8 @@
     python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel
 
 Weak scaling: each GPU keeps its batch. Efficiency is the median step of one GPU alone, without any engine, over that of
-N GPUs. One GPU is also measured while all others train by themselves: what they leave each other of power and of the
-host.
+N GPUs. All GPUs are also measured at the same time, each by itself: what they leave each other of power and of the
+host, and which of them is the slowest, for which the others will wait.
 torchrun starts processes once, and those that a run does not need wait. Rows are appended to results/scaling.jsonl.
 """
 
@@ -32,18 +32,27 @@ LONGEST_RUN = timedelta(minutes=20)
 
 
 def measure(job: int, engine: str, processes: int, store, args) -> dict | None:
-    """One run of train.py on ranks 0 to `processes` - 1; its summary, on rank 0. The other ranks wait for its end."""
+    """One run of train.py on ranks 0 to `processes` - 1; its summary, on rank 0. The other ranks wait for its end.
+
+    medians_ms in it: the steps of each GPU that trained by itself; of several together those that rank 0 saw.
+    """
     rank = int(os.environ["RANK"])
-    summary = None
+    summary, median = None, None
     if rank < processes:
         with tempfile.TemporaryDirectory(prefix="vitkernels_scaling_") as folder:
             with _as_started_for(job, 1 if engine == "none" else processes):
                 train_in_this_process(settings(engine, args), Path(folder))
-            if rank == 0:
-                summary = json.loads((Path(folder) / "summary.json").read_text())
-    store.set(f"{job}/{rank}", "done")
-    store.wait([f"{job}/{other}" for other in range(int(os.environ["WORLD_SIZE"]))], LONGEST_RUN)
-    return summary
+            written = Path(folder) / "summary.json"  # by rank 0, and by each that trains by itself
+            if written.exists():
+                summary = json.loads(written.read_text())
+                median = summary["step_time_ms"]["median"]
+    store.set(f"{job}/{rank}", json.dumps(median))
+    everyone = [f"{job}/{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
+    store.wait(everyone, LONGEST_RUN)
+    if rank != 0:
+        return None
+    medians = [json.loads(store.get(key)) for key in everyone]
+    return summary | {"medians_ms": [median for median in medians if median is not None]}
 
 
 def settings(engine: str, args) -> list[str]:
@@ -93,6 +102,7 @@ def row(engine: str, alone: bool, summary: dict, args) -> dict:
         "model": args.model, "attn": args.attn, "parallel": engine, "devices": summary["devices"], "alone": alone,
         "batch_size_per_device": args.batch, "device": summary["device"], "precision": summary["precision"],
         "compile": summary["compile"], "ops": summary["ops"], "step_time_ms": summary["step_time_ms"],
+        "medians_ms": summary["medians_ms"],
         "peak_memory_bytes": summary["peak_memory_bytes"], "date": time.strftime("%Y-%m-%d"),
         "commit": git_commit(), "versions": versions(),
     }  # fmt: skip
@@ -105,7 +115,8 @@ def table(rows: list[dict], batch: int) -> str:
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
     for one in rows:
         times, count = one["step_time_ms"], one["devices"]
-        count = f"{count}" if one["alone"] else f"{count}, others busy"
+        if not one["alone"]:
+            count = f"{count}, others busy; the slowest {max(one['medians_ms']):.2f}"
         lines.append(
             f"| {one['parallel']} | {count} | {times['median']:.2f} ({times['p10']:.2f}, {times['p90']:.2f}) "
             f"| {times['mean']:.2f} | {one['devices'] * batch / times['median'] * 1e3:.0f} "

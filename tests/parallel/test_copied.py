@@ -188,7 +188,7 @@ def test_a_compiled_backward_sends_each_gradient_where_it_is_made(tmp_path):
     assert ranks.finish(400) == [0], ranks.said()
 
 
-LINEAR = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")  # of SMALL and more
+LINEAR = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")  # all not SMALL
 IN_HALF = {"head.weight", *(f"blocks.0.{name}" for name in LINEAR)}
 
 
