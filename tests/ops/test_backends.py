@@ -75,6 +75,11 @@ except ValueError as error:
 
 def test_a_compiled_model_may_be_the_first_to_ask_for_a_backend():
     called = ", ".join(f"ops.{op}({CALLS[op]})" for op in ("layer_norm_residual", "mlp", "linear"))
-    call = f"print(len(torch.compile(lambda: ({called}), fullgraph=True, backend='eager')()))"
+    call = f"""
+from vitkernels import attention
+attention._PREFERENCE["cpu"] = "pallas_flash", "triton_flash", "sdpa"
+attend = attention.get("auto")
+print(len(torch.compile(lambda: ({called}, attend(*[torch.ones(1, 2, 8, 32)] * 3)), fullgraph=True, backend='eager')()))
+"""
     done = run((), call)
-    assert done.stdout.split() == ["3"], done.stdout + done.stderr[-2000:]
+    assert done.stdout.split() == ["4"], done.stdout + done.stderr[-2000:]

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+import torch
+
 from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.errors import UsageError, unknown_name
 
@@ -44,10 +46,15 @@ def get(name: str) -> AttentionBackend:
     """The backend of that name; an unknown name raises a ValueError that lists the names."""
     if name not in _MODULES:
         raise unknown_name("attention backend", name, _MODULES)
-    module = _MODULES[name]
-    if module not in sys.modules:  # torch.compile cannot trace an import
+    _import(_MODULES[name])
+    # torch.compile knows sys.modules as it was at its first look; of a package it sees what was imported since.
+    return getattr(sys.modules[__name__], name).BACKEND
+
+
+@torch.compiler.assume_constant_result  # torch.compile cannot trace an import, and need not
+def _import(module: str) -> None:
+    if module not in sys.modules:
         import_module(module)
-    return sys.modules[module].BACKEND
 
 
 def candidates(device_type: str) -> tuple[str, ...]:
