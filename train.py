@@ -347,7 +347,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             step += 1
             scheduler.step_update(step)
             if ema is not None:
-                ema.update(model, step)
+                parallel.update_ema(ema, model, step)
             history.add(step, sum(losses) / accum, grad_norm, lr)
             runtime.end_step(images, targets)
             timer.step_done()

@@ -48,6 +48,7 @@ class FusedLinear(Adopted, nn.Linear):
 
     backend: str
     is_qkv: bool
+    weights_in_float32 = True  # their gradients, which autocast would round
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         return linear(x, self.weight, self.bias if add_bias else None, is_qkv=self.is_qkv, backend=self.backend)
@@ -62,6 +63,11 @@ class FusedBlock(Adopted, Block):
 
     ops: Mapping[str, str]
     keep_activation: bool
+
+    @property
+    def weights_in_float32(self) -> bool:
+        """Whether weights have gradients that autocast would round: mlp's."""
+        return self.ops.get("mlp", "eager") != "eager"
 
     def forward(
         self,

@@ -14,7 +14,8 @@ def names() -> tuple[str, ...]:
 
 
 WAYS_TO_SEND = ("auto", "nccl", "copy")
-SENT_PRECISIONS = ("fp32", "bf16")  # that gradients can be averaged and parameters be gathered in
+REDUCE_PRECISIONS = ("fp32", "bf16")  # that gradients can be averaged in
+GATHER_PRECISIONS = ("auto", "fp32", "bf16")  # that parameters can be gathered in
 
 
 def create(
@@ -23,7 +24,7 @@ def create(
     lost_after: float = 30.0,
     overlap: bool | str = "auto",
     reduce: str = "fp32",
-    gather: str = "fp32",
+    gather: str = "auto",
     reshard: bool = False,
     send: str = "auto",
 ) -> Parallel:
@@ -36,15 +37,16 @@ def create(
     """
     if name not in names():
         raise unknown_name("parallel", name, names())
-    for setting, precision in (("parallel.reduce", reduce), ("parallel.gather", gather)):
-        if precision not in SENT_PRECISIONS:
-            raise unknown_name(setting, precision, SENT_PRECISIONS)
+    if reduce not in REDUCE_PRECISIONS:
+        raise unknown_name("parallel.reduce", reduce, REDUCE_PRECISIONS)
+    if gather not in GATHER_PRECISIONS:
+        raise unknown_name("parallel.gather", gather, GATHER_PRECISIONS)
     if send not in WAYS_TO_SEND:
         raise unknown_name("parallel.send", send, WAYS_TO_SEND)
     if gather == "bf16" and (runtime.precision != "bf16" or runtime.name == "xla" or name != "fsdp"):
         raise UsageError(
             "parallel.gather=bf16 is for parallel=fsdp under torchrun with runtime.precision=bf16; this is "
-            f"parallel={name} with runtime={runtime.name} and {runtime.precision}: parallel.gather=fp32"
+            f"parallel={name} with runtime={runtime.name} and {runtime.precision}: parallel.gather=auto"
         )
     if overlap not in (True, False, "auto"):
         raise UsageError(f"parallel.overlap must be true, false or auto; got {overlap!r}")

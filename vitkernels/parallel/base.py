@@ -83,6 +83,10 @@ class Parallel:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         return norm
 
+    def update_ema(self, ema: nn.Module, model: nn.Module, step: int) -> None:
+        """Have timm's ModelEmaV3, of a model wrapped as `model` is, take in this step's weights."""
+        ema.update(model, step)
+
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer's state, as it comes from a checkpoint, the places that its parameters have."""
 

@@ -5,6 +5,8 @@ Zhao et al., "PyTorch FSDP" (arXiv:2304.11277), in its second form, torch.distri
 """
 
 import contextlib
+import itertools
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,10 +20,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitkernels.errors import UsageError
 from vitkernels.parallel.base import Parallel
-from vitkernels.parallel.parts import ELEMENTWISE, parts_of, step_on_parts
+from vitkernels.parallel.parts import ELEMENTWISE, part_of, parts_of, step_on_dtensors, step_on_parts
 from vitkernels.parallel.watch import Watch
+from vitkernels.parallel.whole import WholeGradients, stay_whole
 from vitkernels.runtime import Runtime
 from vitkernels.runtime.base import PRECISIONS
+
+log = logging.getLogger("vitkernels")
 
 _LARGE_BUCKET = 128  # MB: few calls, and one can be copied together while the one before is sent
 
@@ -215,8 +220,11 @@ class Fsdp(Processes):
     """Each process has a part of every parameter, gradient and optimizer state, and gathers the rest to run it.
 
     gather: the precision that parameters are gathered in. fp32: what is calculated, and in which precision, is what one
-    process does. bf16: half the bytes, but all parameters are rounded before they are used, also those that autocast
-    would leave in float32, and the residual stream, which has its dtype from the position embedding, becomes bfloat16.
+    process does. auto: the same bits, at half the bytes where precision is bf16: weights that autocast would round are
+    rounded before they travel, and the few other parameters are not shared out (whole.py). In fp16, whose GradScaler
+    takes no mix of parts and whole tensors, and for layers that autocast does not round, such as those that multiply in
+    8 bits, auto is fp32. bf16: all parameters are rounded before they are used, also those that autocast would leave in
+    float32, and the residual stream, which has its dtype from the position embedding, becomes bfloat16.
     (To keep the stream alone in float32 does not do: LayerNorm on CPUs takes no weights narrower than its input.)
     reshard: give a block's other parts back between forward and backward, and gather them twice; this takes blocks, and
     so overlap.
@@ -230,43 +238,91 @@ class Fsdp(Processes):
         lost_after: float,
         overlap: bool | None = None,
         reduce: str = "fp32",
-        gather: str = "fp32",
+        gather: str = "auto",
         reshard: bool = False,
     ):
         super().__init__(runtime, lost_after, reshard or overlap, reduce)
-        self.gather_dtype = torch.bfloat16 if gather == "bf16" else None  # None: as they are
+        self.gather_precision = gather
         self.reshard = reshard
+        self.mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("data",))
+        self._rounds: bool | None = None  # whether gather=auto has found that it can round; None before the first model
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
-        mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("data",))
+        whole = self._whole(model)
+        gathers_rounded = whole is not None or self.gather_precision == "bf16"
         policy = MixedPrecisionPolicy(
-            param_dtype=self.gather_dtype, reduce_dtype=self.reduce_dtype, cast_forward_inputs=False
+            param_dtype=torch.bfloat16 if gathers_rounded else None,
+            reduce_dtype=self.reduce_dtype,
+            cast_forward_inputs=False,
         )
+        settings = {
+            "mesh": self.mesh,
+            "mp_policy": policy,
+            "reshard_after_forward": self.reshard,
+            "ignored_params": None if whole is None else set(whole),
+        }
         if compiled:
             self._compile(model, mode)
         for block in model.blocks if self.overlap else ():
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
-        return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=self.reshard)
+            fully_shard(block, **settings)
+        net = fully_shard(model, **settings)
+        net.whole_gradients = WholeGradients(net, whole or [], self.reduce_dtype)
+        return net
+
+    def _whole(self, model: nn.Module) -> list[nn.Parameter] | None:
+        """The parameters that are not shared out; None: all are, and travel in one precision.
+
+        After a model that cannot be rounded none is: one of them may be its average, which is to have the same parts,
+        though its layers be plain where those that are trained multiply in 8 bits.
+        """
+        if self.gather_precision != "auto" or self.runtime.precision != "bf16":
+            return None
+        whole = stay_whole(model)
+        rounds = whole is not None and self._rounds is not False
+        if rounds != self._rounds:
+            what = "weights are gathered in bf16" if rounds else "parameters are gathered in fp32"
+            log.info("parallel.gather=auto: %s", what)
+        self._rounds = rounds
+        return whole if rounds else None
 
     @contextlib.contextmanager
     def accumulating(self, net: FSDPModule, last: bool) -> Iterator[None]:
         net.set_requires_gradient_sync(last)
+        net.whole_gradients.last = last
         yield
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer = getattr(optimizer, "_base_optimizer", optimizer)  # of Lookahead: it has the state
         if type(optimizer) in ELEMENTWISE:
             step_on_parts(optimizer)
+        else:
+            step_on_dtensors(optimizer, self.mesh)
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], limit: float | None, optimizer: torch.optim.Optimizer | None = None
     ) -> Tensor:
+        parameters = list(parameters)
         with parts_of(parameters) as parts:
-            squared = nn.utils.get_total_norm([part.grad for part in parts if part.grad is not None]).square()
+            # What every process has whole is one's to count.
+            own = [isinstance(parameter, DTensor) or self.is_main for parameter in parameters]
+            gradients = [part.grad for part in itertools.compress(parts, own) if part.grad is not None]
+            squared = nn.utils.get_total_norm(gradients).square().to(self.device)  # of none it is on the CPU
             dist.all_reduce(squared)
             norm = squared.sqrt()
             if limit:
                 nn.utils.clip_grads_with_norm_(parts, limit, norm)
         return norm
+
+    @torch.no_grad()
+    def update_ema(self, ema: nn.Module, model: nn.Module, step: int) -> None:
+        """On parts, as steps are, because ema.update takes no mix of parts and whole tensors."""
+        averages, values = ([part_of(t) for t in m.state_dict().values()] for m in (ema.module, model))
+        floating = [average.is_floating_point() for average in averages]
+        averaged = [list(itertools.compress(tensors, floating)) for tensors in (averages, values)]
+        torch._foreach_lerp_(*averaged, weight=1.0 - ema.get_decay(step))
+        for average, value, is_averaged in zip(averages, values, floating, strict=True):
+            if not is_averaged:
+                average.copy_(value)
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

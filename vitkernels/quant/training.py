@@ -125,6 +125,7 @@ class EightBitLinear(Adopted, nn.Linear):
     """nn.Linear whose three products run in 8 bits; the same parameters under the same names."""
 
     dtype: torch.dtype
+    weights_in_float32 = True  # until they are in 8 bits
 
     def forward(self, x: Tensor) -> Tensor:
         x_MK = _rounded(x).reshape(-1, self.in_features)
@@ -136,6 +137,8 @@ class EightBitLinear(Adopted, nn.Linear):
 
 class EightBitMlp(nn.Module):
     """Linear, GELU, linear (as timm's Mlp, without dropout), products in 8 bits; parameters keep their names."""
+
+    weights_in_float32 = True  # until they are in 8 bits
 
     def __init__(self, mlp: nn.Module, dtype: torch.dtype):
         super().__init__()
