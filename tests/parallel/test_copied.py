@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from vitkernels import parallel
 from vitkernels import runtime as runtimes
 from vitkernels.errors import UsageError
-from vitkernels.parallel import copied
+from vitkernels.parallel import copied, processes
 from vitkernels.parallel.base import Parallel
 from vitkernels.runtime.base import Runtime
 
@@ -53,7 +53,7 @@ class SharedMemory:
         time.sleep(self._chance.choice([0, 0.02]))
 
 
-def engine_of(number: int, folder: Path, precision: str = "fp32", **settings):
+def engine_of(number: int, folder: Path, precision: str = "fp32", unavailable: str | None = None, **settings):
     """The ddp engine with send=copy, number `number` in the store that all share, as if CPUs had copy engines."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     models = itertools.count()
@@ -63,6 +63,7 @@ def engine_of(number: int, folder: Path, precision: str = "fp32", **settings):
         return memory.get_buffer(rank, (world, length), torch.uint8), memory
 
     mock.patch.object(copied, "unsupported", lambda *_: None).start()
+    mock.patch.object(copied, "unavailable", lambda _: unavailable).start()
     mock.patch.object(copied, "gpu_memory", shared).start()
     mock.patch.object(copied, "_SMALL", SMALL).start()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
@@ -293,15 +294,39 @@ def test_odd_models_and_losses_are_right_or_refused(tmp_path):
 
 def train_in_float64(folder: Path):
     with engine_of(0, folder) as engine:
-        with pytest.raises(UsageError, match=r"contiguous float32 parameters; weight is torch.float64"):
+        with pytest.raises(UsageError, match=r"contiguous float32 parameters, and weight is torch.float64; .*=auto"):
             engine.wrap(nn.Linear(2, 2).double())
-        with pytest.raises(UsageError, match=r"compile=reduce-overhead replays CUDA graphs.*overlap=false"):
+        with pytest.raises(UsageError, match=r"from within a CUDA graph.*overlap=false"):
             engine.wrap(nn.Linear(2, 2), True, "reduce-overhead")
 
 
 def test_what_cannot_be_copied_is_refused(tmp_path):
     ranks = Ranks.of(1, tmp_path / "log", train_in_float64, tmp_path)
     assert ranks.finish() == [0], ranks.said()
+
+
+def choose_by_itself(folder: Path):
+    """send=auto on ranks that could copy, but for the last case, in which one of them cannot."""
+    model, device = nn.Linear(2, 2), mock.Mock(total_memory=2**20)
+    mock.patch.object(torch.cuda, "get_device_properties", lambda _: device).start()
+    info = mock.patch.object(processes.log, "info").start()
+    cases = [(True, None, "copy engines, beside backward"), (False, None, "nccl, .*: measured for compiled models")]
+    cases += [(True, "reduce-overhead", "nccl, .*: from within a CUDA graph")]
+    with engine_of(0, folder) as engine:
+        engine.send = "auto"
+        for compiled, mode, said in cases:
+            assert engine._copies(model, compiled, mode) == said.startswith("copy")
+            assert re.match(said, info.call_args.args[1])
+        device.total_memory = 900  # what is received would be 48
+        assert not engine._copies(model, True, None)
+        assert "nccl" in info.call_args.args[1] and "GiB of each GPU's memory" in info.call_args.args[1]
+    with pytest.raises(UsageError, match=r"send=copy cannot be had: as it were; parallel.send=auto does without"):
+        engine_of(1, folder, unavailable="as it were" if engine.rank == 1 else None)
+
+
+def test_by_itself_it_copies_where_that_was_measured_to_be_faster(tmp_path):
+    ranks = Ranks.of(2, tmp_path / "log", choose_by_itself, tmp_path)
+    assert ranks.finish() == [0, 0], ranks.said()
 
 
 def test_a_setting_that_does_not_fit_is_an_error_that_names_it(monkeypatch):

@@ -27,6 +27,8 @@ _ALIGNED = 128  # bytes, of which each gradient begins at a multiple
 _NARROW = (torch.bfloat16, torch.float16)
 _SMALL = 2**15  # elements: smaller gradients, biases and the like, go side by side, as one, at the end
 _SENT_TOGETHER = 2**20  # elements: smaller gradients wait for the next ones, for fewer events between the kernels
+_MEASURED_WORLDS = range(2, 5)
+_MOST_MEMORY = 0.05  # of a GPU's, that auto takes for what is received
 _ALL_SENT, _ALL_READ = 0, 1  # channels of barriers: one can begin while another lasts
 
 _numbers = itertools.count()
@@ -44,6 +46,43 @@ def unsupported(device: torch.device, world: int, reduce_dtype: torch.dtype) -> 
     for other in range(min(world, torch.cuda.device_count())):
         if other != device.index and not torch.cuda.can_device_access_peer(device, other):
             return f"GPU {device.index} of this host has no access to the memory of GPU {other}"
+    return None
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why the ranks cannot write to each other's memory, seen by trying; None if they can. All ranks must call it."""
+    try:
+        gpu_memory(_ALIGNED, device)
+    except RuntimeError as error:  # in a container, for one, that may not pass on file descriptors
+        return f"torch's symmetric memory fails here: {str(error).splitlines()[0]}"
+    return None
+
+
+def unfit(model: nn.Module, options: dict | None, beside: bool) -> str | None:
+    """Why the gradients of this model cannot travel by copy engines; None if they can. See CopiedGradients."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and (p.dtype != torch.float32 or not p.is_contiguous()):
+            kind = f"{'' if p.is_contiguous() else 'not contiguous '}{p.dtype}"
+            return f"it is for contiguous float32 parameters, and {name} is {kind}"
+    if beside and options and options.get("triton.cudagraphs"):
+        return (
+            "from within a CUDA graph, which this compile mode replays, nothing can be sent: compile=true, "
+            "compile=max-autotune-no-cudagraphs, or parallel.overlap=false, which sends after backward"
+        )
+    return None
+
+
+def not_measured_faster(
+    model: nn.Module, world: int, options: dict | None, beside: bool, device: torch.device
+) -> str | None:
+    """Why parallel.send=auto leaves them to NCCL all the same; None if it does not. See notes/parallel.md."""
+    if options is None or not beside:
+        return "measured for compiled models, and beside backward"
+    if world not in _MEASURED_WORLDS:
+        return f"measured on {_MEASURED_WORLDS[0]} to {_MEASURED_WORLDS[-1]} GPUs, not on {world}"
+    received = 4 * world * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if received > _MOST_MEMORY * torch.cuda.get_device_properties(device).total_memory:
+        return f"they would take {received / 2**30:.1f} GiB of each GPU's memory (parallel.send=copy lets them)"
     return None
 
 
@@ -279,10 +318,6 @@ class CopiedGradients(nn.Module):
         self.module, self.beside, self.last, self.late = model, beside, True, 0
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._named = dict(sorted(trained, key=lambda one: one[1].numel() < _SMALL))
-        for name, p in self._named.items():
-            if p.dtype != torch.float32 or not p.is_contiguous():
-                kind = f"{'' if p.is_contiguous() else 'not contiguous '}{p.dtype}"
-                raise UsageError(f"parallel.send=copy is for contiguous float32 parameters; {name} is {kind}")
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), 0)
         self._trained = list(self._named.values())

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vitkernels.errors import UsageError
+from vitkernels.parallel import copied
 from vitkernels.parallel.base import Parallel
 from vitkernels.parallel.parts import ELEMENTWISE, part_of, parts_of, step_on_dtensors, step_on_parts
 from vitkernels.parallel.watch import Watch
@@ -137,9 +138,10 @@ def _store_of_this_attempt() -> dist.Store:
 class Ddp(Processes):
     """Each process has the whole model; gradients are averaged.
 
-    send: how gradients travel. nccl: by NCCL. auto: the same; on CPUs, by gloo. copy: by the copy engines of one host's
-    GPUs, in float32, beside backward though the model is compiled as a whole, or, with overlap=False, after it; see
-    copied.py.
+    send: how gradients travel. nccl: by NCCL. copy: by the copy engines of one host's GPUs, in float32 or in what holds
+    the same numbers, beside backward though the model is compiled as a whole, or, with overlap=False, after it; see
+    copied.py. auto: by the copy engines where that measured faster, else by NCCL, on CPUs by gloo; the log says which,
+    and why.
     """
 
     name = "ddp"
@@ -152,27 +154,37 @@ class Ddp(Processes):
         reduce: str = "fp32",
         send: str = "auto",
     ):
-        device, self.copies = runtime.device, send == "copy"
+        device, self.send, self.copies_beside = runtime.device, send, overlap is not False
         if send == "nccl" and device.type != "cuda":
             raise UsageError(f"parallel.send=nccl is for NVIDIA GPUs, and this is {device.type}: parallel.send=auto")
-        if self.copies:
-            from vitkernels.parallel import copied
+        self._may_copy = send == "copy" or (send == "auto" and device.type == "cuda")
+        self._no_copies = None  # or why not
+        if self._may_copy:
+            self._no_copies = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
+            self._refuse_copies(self._no_copies)
+        super().__init__(runtime, lost_after, False if send == "copy" else overlap, reduce)
+        if self._may_copy:
+            self._no_copies = self._first(self._no_copies) or self._first(copied.unavailable(device))
+            self._refuse_copies(self._no_copies)
 
-            reason = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
-            if reason is not None:
-                raise UsageError(f"parallel.send=copy cannot be had: {reason}; parallel.send=auto does without")
-        self.copies_beside = self.copies and overlap is not False
-        super().__init__(runtime, lost_after, False if self.copies else overlap, reduce)
+    def _first(self, reason: str | None) -> str | None:
+        """Of all ranks' reasons, so that all do the same."""
+        return next(filter(None, self.gather(reason)), None)
+
+    def _refuse_copies(self, reason: str | None) -> None:
+        if reason and self.send == "copy":
+            raise UsageError(f"parallel.send=copy cannot be had: {reason}; parallel.send=auto does without")
 
     def describe(self) -> str:
-        if not self.copies:
+        if not self._may_copy:
             return super().describe()
         when = "beside" if self.copies_beside else "after"
-        return f"{self.name}, {self.world} processes, copy engines, gradients sent {when} backward"
+        how = f", copy engines, gradients sent {when} backward" if self.send == "copy" else ""  # auto: `wrap` says it
+        return f"{self.name}, {self.world} processes{how}"
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
         is_trained = any(p.requires_grad for p in model.parameters())
-        if self.copies and is_trained:
+        if self._may_copy and is_trained and self._copies(model, compiled, mode):
             return self._copied(model, compiled, mode)
         if compiled:
             self._compile(model, mode)
@@ -188,32 +200,40 @@ class Ddp(Processes):
             net.register_comm_hook(None, bf16_compress_hook)
         return net
 
+    def _copies(self, model: nn.Module, compiled: bool, mode: str | None) -> bool:
+        """Whether this model's gradients go by the copy engines; the log says why not."""
+        options = _options(compiled, mode)
+        reason = self._no_copies or copied.unfit(model, options, self.copies_beside)
+        self._refuse_copies(reason)
+        if self.send == "auto":
+            reason = reason or copied.not_measured_faster(model, self.world, options, self.copies_beside, self.device)
+            when = "beside" if self.overlap else "after"
+            how = f"nccl, {when} backward; not by copy engines: {reason}" if reason else "copy engines, beside backward"
+            log.info("parallel.send=auto: gradients by %s", how)
+        return reason is None
+
     def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
-        from vitkernels.parallel import copied
-
-        options = None
-        if compiled:
-            options = torch._inductor.list_mode_options(mode) if mode else {}
-        if options and options.get("triton.cudagraphs") and self.copies_beside:
-            raise UsageError(
-                f"compile={mode} replays CUDA graphs, from within which parallel.send=copy cannot send: compile=true, "
-                "compile=max-autotune-no-cudagraphs, or parallel.overlap=false, which sends after backward"
-            )
-
         def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int) -> copied.Exchange:
             memory = copied.gpu_memory(copied.row_bytes(sizes, dtypes), self.device)
             return copied.Exchange(sizes, dtypes, first_small, *memory)
 
-        return copied.CopiedGradients(model, connect, self.copies_beside, options)
+        return copied.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
 
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
-        if self.copies:
+        if not isinstance(net, DistributedDataParallel):
             net.begin(last)
             yield
             return
         with contextlib.nullcontext() if last else net.no_sync():
             yield
+
+
+def _options(compiled: bool, mode: str | None) -> dict | None:
+    """torch.compile's, of one of its modes; None where the model is not compiled."""
+    if not compiled:
+        return None
+    return torch._inductor.list_mode_options(mode) if mode else {}
 
 
 class Fsdp(Processes):
