@@ -376,7 +376,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             name_straggler(parallel, step, window)
             check_finite(records, samples_of_step, last_good, gradients=not scaler.is_enabled())
             train_loss = sum(r.loss for r in records) / len(records)
-            log_window(run_log, runtime, epoch, records, window, images_per_step, flops_per_step)
+            log_window(run_log, parallel, epoch, records, window, images_per_step, flops_per_step)
             # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
             saved = save() if save_due else None
             if eval_due and not stopping:
@@ -413,7 +413,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         "images_per_s": None if mean_ms is None else round(images_per_step / mean_ms * 1e3, 2),
         "mfu": mfu(runtime, flops_per_step, mean_ms),
         "train_flops_per_step": flops_per_step * parallel.devices,
-        "peak_memory_bytes": runtime.peak_memory_bytes(),
+        "peak_memory_bytes": parallel.peak_memory_bytes(),
         "train_loss": train_loss,
         "val_top1": result.get("top1"),
         "val_top5": result.get("top5"),

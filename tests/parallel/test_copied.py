@@ -210,6 +210,9 @@ def average_in_bfloat16(folder: Path):
                         loss = net(images).float().logsumexp(1).mean()
                     loss.backward()
             assert sends.late == late
+            with mock.patch.object(engine.runtime, "peak_memory_bytes", lambda: 1000):
+                received = engine.peak_memory_bytes() - 1000
+            assert received > 2 * sum((4 - 2 * (name in in_half)) * p.numel() for name, p in model.named_parameters())
             travels = dict(zip(sends._named, sends._exchange.dtypes, strict=True))
             assert {name for name, dtype in travels.items() if dtype == torch.bfloat16} == in_half, (accum, travels)
             for name, own in alone.named_parameters():

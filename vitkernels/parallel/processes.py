@@ -159,6 +159,7 @@ class Ddp(Processes):
             raise UsageError(f"parallel.send=nccl is for NVIDIA GPUs, and this is {device.type}: parallel.send=auto")
         self._may_copy = send == "copy" or (send == "auto" and device.type == "cuda")
         self._no_copies = None  # or why not
+        self._received_bytes = 0
         if self._may_copy:
             self._no_copies = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
             self._refuse_copies(self._no_copies)
@@ -214,10 +215,15 @@ class Ddp(Processes):
 
     def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
         def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int) -> copied.Exchange:
-            memory = copied.gpu_memory(copied.row_bytes(sizes, dtypes), self.device)
-            return copied.Exchange(sizes, dtypes, first_small, *memory)
+            received_RB, memory = copied.gpu_memory(copied.row_bytes(sizes, dtypes), self.device)
+            self._received_bytes = received_RB.numel()
+            return copied.Exchange(sizes, dtypes, first_small, received_RB, memory)
 
         return copied.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
+
+    def peak_memory_bytes(self) -> int | None:
+        peak = super().peak_memory_bytes()
+        return peak and peak + self._received_bytes  # which PyTorch's allocator does not count
 
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 
+from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime
 from vitkernels.training.history import StepRecord
 from vitkernels.training.run_log import RunLog
@@ -23,7 +24,13 @@ def mfu(runtime: Runtime, flops: float, ms: float | None) -> float | None:
 
 
 def log_window(
-    run_log: RunLog, runtime: Runtime, epoch: int, records: list[StepRecord], window: Window, images: int, flops: float
+    run_log: RunLog,
+    parallel: Parallel,
+    epoch: int,
+    records: list[StepRecord],
+    window: Window,
+    images: int,
+    flops: float,
 ) -> None:
     """One log boundary: TensorBoard's scalars and a line on the terminal."""
     last = records[-1]
@@ -34,8 +41,8 @@ def log_window(
     if window.step_ms:
         ms = sum(window.step_ms) / len(window.step_ms)
         wait = sum(window.input_wait_ms) / len(window.input_wait_ms)
-        used = mfu(runtime, flops, ms)
-        memory = runtime.peak_memory_bytes()
+        used = mfu(parallel.runtime, flops, ms)
+        memory = parallel.peak_memory_bytes()
         scalars |= {
             "time/step_ms": ms,
             "time/images_per_s": images / ms * 1e3,
