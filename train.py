@@ -65,7 +65,10 @@ def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
         runtime = create_runtime(cfg.runtime.name, cfg.runtime.precision)
         check_precision(cfg, runtime.precision)
         # Whatever happens, logs are closed, and the signals and the folder given back.
-        with parallels.create(runtime=runtime, **cfg.parallel) as parallel, contextlib.ExitStack() as cleanup:
+        with (
+            parallels.create(runtime=runtime, accum_steps=cfg.trainer.accum_steps, **cfg.parallel) as parallel,
+            contextlib.ExitStack() as cleanup,
+        ):
             if cfg.mode == "train":
                 parallel.on_main(cleanup.enter_context, run_folder.held(run_dir))
             run_dir, done = parallel.on_main(run_folder.open_for, run_dir, cfg)

@@ -189,7 +189,7 @@ def test_a_compiled_backward_sends_each_gradient_where_it_is_made(tmp_path):
     assert ranks.finish(400) == [0], ranks.said()
 
 
-LINEAR = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc1.bias", "mlp.fc2.weight")  # all not SMALL
+LINEAR = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")  # all not SMALL
 IN_HALF = {"head.weight", *(f"blocks.0.{name}" for name in LINEAR)}
 
 
@@ -199,7 +199,7 @@ def average_in_bfloat16(folder: Path):
         torch.manual_seed(0)
         model = VisionTransformer(8, 4, num_classes=10, embed_dim=16, depth=1, num_heads=2)
         alone = copy.deepcopy(model)
-        sends, keeps = engine.wrap(model, compiled=True), torch.compile(alone, options=copied._AT_ONCE)
+        sends, keeps = engine.wrap(model, compiled=True), torch.compile(alone, options=copied._at_once({}))
         torch.manual_seed(engine.rank)
         for accum, late, in_half in ((1, 8, IN_HALF), (1, 0, IN_HALF), (2, 8, set()), (1, 0, set())):
             for batch in range(accum):
@@ -317,6 +317,9 @@ def choose_by_itself(folder: Path):
     cases += [(True, "reduce-overhead", "nccl, .*: from within a CUDA graph")]
     with engine_of(0, folder) as engine:
         engine.send = "auto"
+        engine.accum_steps = 2
+        assert not engine._copies(model, True, None) and "accum_steps=2" in info.call_args.args[1]
+        engine.accum_steps = 1
         for compiled, mode, said in cases:
             assert engine._copies(model, compiled, mode) == said.startswith("copy")
             assert re.match(said, info.call_args.args[1])

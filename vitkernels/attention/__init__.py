@@ -9,8 +9,6 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-import torch
-
 from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.errors import UsageError, unknown_name
 
@@ -46,15 +44,11 @@ def get(name: str) -> AttentionBackend:
     """The backend of that name; an unknown name raises a ValueError that lists the names."""
     if name not in _MODULES:
         raise unknown_name("attention backend", name, _MODULES)
-    _import(_MODULES[name])
     # torch.compile knows sys.modules as it was at its first look; of a package it sees what was imported since.
-    return getattr(sys.modules[__name__], name).BACKEND
-
-
-@torch.compiler.assume_constant_result  # torch.compile cannot trace an import, and need not
-def _import(module: str) -> None:
-    if module not in sys.modules:
-        import_module(module)
+    package = sys.modules[__name__]
+    if not hasattr(package, name):  # it cannot trace an import
+        import_module(_MODULES[name])
+    return getattr(package, name).BACKEND
 
 
 def candidates(device_type: str) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ def _chosen(problem: Problem) -> AttentionBackend:
     if not torch.compiler.is_compiling():
         return _chosen_before(problem)
     # A compiled graph chooses once, while it is traced; Dynamo would look through the cache, and warn of it.
+    _import(problem.device_type)
     return _choose(problem, "a compiled graph")
 
 
@@ -30,7 +31,14 @@ def _choose(problem: Problem, called: str) -> AttentionBackend:
     return attention.get(name)
 
 
-@torch.compiler.assume_constant_result  # a log would break the graph
+# Neither an import nor a log can be traced: each would break the graph.
+@torch.compiler.assume_constant_result
+def _import(device_type: str) -> None:
+    for name in attention.candidates(device_type):
+        attention.get(name)
+
+
+@torch.compiler.assume_constant_result
 def _say(name: str, called: str, why: str) -> None:
     log.info("attn=auto chose %s for %s%s", name, called, why)
 

@@ -27,12 +27,14 @@ def create(
     gather: str = "auto",
     reshard: bool = False,
     send: str = "auto",
+    accum_steps: int = 1,
 ) -> Parallel:
     """The engine of that name, joined to the other processes; a context manager that leaves them.
 
     auto: ddp where there are several devices (torchrun's processes, or the chips of a TPU slice), none otherwise.
     lost_after: seconds without a sign of life after which a process counts as lost. overlap (true, false or auto),
-    reduce, gather, reshard and send: see processes.Processes, processes.Fsdp and processes.Ddp.
+    reduce, gather, reshard and send: see processes.Processes, processes.Fsdp and processes.Ddp. accum_steps: batches to
+    an optimizer's step, which ddp sends alone if it is one.
     Raises UsageError when the name or a setting is unknown, or does not fit how this process was started.
     """
     if name not in names():
@@ -72,7 +74,7 @@ def create(
 
     beside = None if overlap == "auto" else overlap
     if name == "ddp":
-        return processes.Ddp(runtime, lost_after, beside, reduce, send)
+        return processes.Ddp(runtime, lost_after, beside, reduce, send, accum_steps)
     return processes.Fsdp(runtime, lost_after, beside, reduce, gather, reshard)
 
 

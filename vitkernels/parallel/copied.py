@@ -11,6 +11,7 @@ Shape suffixes: R ranks, L elements of all gradients.
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import weakref
 
@@ -31,7 +32,10 @@ _MEASURED_WORLDS = range(2, 5)
 _MOST_MEMORY = 0.05  # of a GPU's, that auto takes for what is received
 _ALL_SENT, _ALL_READ = 0, 1  # channels of barriers: one can begin while another lasts
 
+log = logging.getLogger("vitkernels")
+
 _numbers = itertools.count()
+_worlds: dict[str, int] = {}  # by the name of a process group, where torch finds ranks by it
 _senders: "weakref.WeakValueDictionary[int, CopiedGradients]" = weakref.WeakValueDictionary()  # for send_gradient
 
 
@@ -73,11 +77,13 @@ def unfit(model: nn.Module, options: dict | None, beside: bool) -> str | None:
 
 
 def not_measured_faster(
-    model: nn.Module, world: int, options: dict | None, beside: bool, device: torch.device
+    model: nn.Module, world: int, options: dict | None, beside: bool, accum_steps: int, device: torch.device
 ) -> str | None:
     """Why parallel.send=auto leaves them to NCCL all the same; None if it does not. See notes/parallel.md."""
     if options is None or not beside:
         return "measured for compiled models, and beside backward"
+    if accum_steps > 1:
+        return f"measured with one batch a step, not with trainer.accum_steps={accum_steps}"
     if world not in _MEASURED_WORLDS:
         return f"measured on {_MEASURED_WORLDS[0]} to {_MEASURED_WORLDS[-1]} GPUs, not on {world}"
     received = 4 * world * sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -119,7 +125,7 @@ class Exchange:
         self._side = torch.cuda.Stream(received_RB.device) if on_gpu else None
         self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
         with torch.no_grad():
-            self._means()  # compiled here, not within a backward pass
+            self._means()  # compiled here, before ranks wait for each other
 
     def _means(self) -> list[Tensor]:
         return [self._mean(received_RL) for received_RL in self._received]
@@ -216,11 +222,14 @@ def gpu_memory(length: int, device: torch.device) -> tuple[Tensor, _SymmetricMem
 
     All of them must call it.
     """
-    group = dist.group.WORLD.group_name
-    if torch.__version__ < "2.11":  # which finds ranks and store by the group's name
+    group, world = dist.group.WORLD.group_name, dist.get_world_size()
+    if torch.__version__ < "2.11":  # which finds ranks and store by the group's name, for as long as the process lives
+        if _worlds.setdefault(group, world) != world:
+            raise RuntimeError(f"this process was one of {_worlds[group]} before, which torch < 2.11 does not forget")
         enable_symm_mem_for_group(group)
+    torch.cuda.empty_cache()  # PyTorch's allocator gives nothing of its own back when this one finds no memory
     # Not from symm_mem.empty, whose pool would keep this for good, and give it to an engine with other ranks.
-    shape = (dist.get_world_size(), length)
+    shape = (world, length)
     received_RB = _SymmetricMemory.empty_strided_p2p(shape, (length, 1), torch.uint8, device)
     return received_RB, _SymmetricMemory.rendezvous(received_RB, group)
 
@@ -264,21 +273,23 @@ class _SendAtOnce(CustomGraphPass):
     torch 2.9 has them all at the end of backward.
     """
 
+    def __init__(self, narrow: bool):
+        self.narrow = narrow
+
     def __call__(self, graph: torch.fx.Graph) -> None:
         sends = graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized_v2)
         for node in [node for node in sends if node.args[0] is torch.ops.vitkernels.send_gradient.default]:
             (gradient,) = node.all_input_nodes
             if gradient.op != "placeholder":
                 gradient.append(node)
-                _give_narrow(node, _cast_from(gradient))
+                if self.narrow and (narrow := _cast_from(gradient)) is not None:
+                    _give_narrow(node, narrow)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__,), str(self.narrow))
 
 
-def _give_narrow(send: torch.fx.Node, narrow: torch.fx.Node | None) -> None:
-    if narrow is None:
-        return
+def _give_narrow(send: torch.fx.Node, narrow: torch.fx.Node) -> None:
     send.update_kwarg("narrow", narrow)
     if "eager_input_vals" in send.meta:  # from which inductor makes the call
         args, kwargs = send.meta["eager_input_vals"]
@@ -291,21 +302,27 @@ def _cast_from(gradient: torch.fx.Node) -> torch.fx.Node | None:
         return None
     source = gradient.args[0]
     narrow = source.meta["val"]
-    is_free = source.op == "call_function" and list(source.users) == [gradient]  # nobody writes into it
+    is_view = source.target is torch.ops.aten.reshape.default or getattr(source.target, "is_view", False)
+    is_free = source.op == "call_function" and list(source.users) == [gradient] and not is_view  # nobody writes into it
     return source if is_free and narrow.dtype in _NARROW and narrow.is_contiguous() else None
 
 
-_AT_ONCE = {
-    "post_grad_custom_post_pass": _SendAtOnce(),
-    "reorder_for_peak_memory": False,  # it would put off what makes a gradient ready to be sent, until the end
-    "allow_buffer_reuse": False,  # of what is being sent: the allocator gives memory back once nobody refers to it
-}
+def _at_once(options: dict) -> dict:
+    """torch.compile's options, and what lets gradients leave where they are made."""
+    # Where inductor's own products win, the cast behind them is theirs, and need not go through the narrow numbers.
+    casts_are_exact = not options.get("max_autotune")
+    return options | {
+        "post_grad_custom_post_pass": _SendAtOnce(narrow=casts_are_exact),
+        "reorder_for_peak_memory": False,  # it would put off what makes a gradient ready to be sent, until the end
+        "allow_buffer_reuse": False,  # of what is being sent: the allocator has it back once nobody refers to it
+    }
 
 
 class CopiedGradients(nn.Module):
     """`model`, whose gradients after a backward pass are the means over all ranks.
 
-    connect: makes the Exchange of gradients of these sizes and dtypes, from the number of the first small one.
+    connect: makes the Exchange of gradients of these sizes and dtypes, from the number of the first small one; float32
+    where any rank asks for it.
     beside: send beside backward, not after it.
     options: for torch.compile; None runs the model as it is.
     last: whether the next backward pass is the last of its step, after which gradients are averaged.
@@ -333,7 +350,7 @@ class CopiedGradients(nn.Module):
         _senders[self._number] = self
         self._run = self._as_it_is
         if options is not None and beside:
-            self._run = torch.compile(self._watched, options=options | _AT_ONCE)
+            self._run = torch.compile(self._watched, options=_at_once(options))
         elif options is not None:
             self._run = torch.compile(self._as_it_is, options=options)
 
@@ -356,11 +373,15 @@ class CopiedGradients(nn.Module):
     def begin(self, last: bool) -> None:
         """Before forward and backward of one of a step's batches; a pass that an error ended is forgotten."""
         self.last = last
+        if self._sent or self._expects_end:
+            self._break_off()
+
+    def _break_off(self) -> None:
+        if self._exchange is not None:
+            self._exchange.wait()  # then what is freed here can be written to
         self._forget()
 
     def _forget(self) -> None:
-        if self._exchange is not None:
-            self._exchange.wait()  # then what is freed here can be written to
         self._sent.clear()
         self._waiting.clear()
         self._expects_end = False
@@ -403,21 +424,26 @@ class CopiedGradients(nn.Module):
     def _end(self) -> None:
         """After backward: send the rest, and give all parameters the averages."""
         try:
-            self._check_all_are_there()
-            for index, p in enumerate(self._trained[: self._large]):
-                if index not in self._sent:
-                    self._send(index, p.grad)
-                    self.late += 1
-            self._agree()
-            self._send_waiting()
-            self._exchange.send_small([p.grad for p in self._trained[self._large :]])
-            for p, average in zip(self._trained, self._exchange.averages(), strict=True):
-                p.grad = average.view_as(p)
-        finally:
-            self._forget()
+            self._average()
+        except Exception:
+            self._break_off()
+            raise
+        self._forget()  # all that was sent has left
+
+    def _average(self) -> None:
+        self._check_all_are_there()
+        for index, p in enumerate(self._trained[: self._large]):
+            if index not in self._sent:
+                self._send(index, p.grad)
+                self.late += 1
+        self._agree()
+        self._send_waiting()
+        self._exchange.send_small([p.grad for p in self._trained[self._large :]])
+        for p, average in zip(self._trained, self._exchange.averages(), strict=True):
+            p.grad = average.view_as(p)
 
     def _agree(self) -> None:
-        """On an Exchange for this pass's dtypes, on which all ranks agree: they run the same program.
+        """On an Exchange for this pass's dtypes, which change on all ranks in the same pass: they run the same program.
 
         A gradient that once travelled in float32, as sums of several batches do, does so ever after.
         """
@@ -426,10 +452,13 @@ class CopiedGradients(nn.Module):
         if self._exchange is not None:
             if dtypes == self._exchange.dtypes:
                 return
+            log.info("parallel.send: from now on more gradients travel in float32")
             self._exchange.close()
             self._exchange = None  # gives its memory back before there is more
         self._exchange = self._connect([p.numel() for p in self._trained], dtypes, self._large)
-        self._waiting = [(index, travels) for index, (_, travels) in self._sent.items()]
+        sent, self._sent, self._waiting = self._sent, {}, []
+        for index, (gradient, travels) in sent.items():
+            self._send(index, gradient, travels)
         self.late = self._large
 
     def _check_all_are_there(self) -> None:

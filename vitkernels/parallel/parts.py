@@ -75,7 +75,12 @@ def step_on_dtensors(optimizer: torch.optim.Optimizer, mesh: DeviceMesh) -> None
 
 def _step_on(optimizer: torch.optim.Optimizer, stand_in: Callable[[Tensor], Tensor], restored: Callable) -> None:
     step = contextlib.ExitStack()
-    optimizer.register_step_pre_hook(lambda *_: step.enter_context(_exchanged(optimizer, stand_in, restored)))
+
+    def begin(*_):
+        step.close()  # a step that an error ended
+        step.enter_context(_exchanged(optimizer, stand_in, restored))
+
+    optimizer.register_step_pre_hook(begin)
     optimizer.register_step_post_hook(lambda *_: step.close())
 
 

@@ -79,6 +79,7 @@ class Group(Parallel):
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None or isinstance(error, SystemExit):
+            self.runtime.synchronize()  # nobody writes to another's memory any more
             self._watch.stop()  # before all meet: nobody is missed who was allowed to go
             self.gather(None)  # dist.barrier asks for an accelerator, and fails where that is torch_xla's
             dist.destroy_process_group()
@@ -142,6 +143,7 @@ class Ddp(Processes):
     the same numbers, beside backward though the model is compiled as a whole, or, with overlap=False, after it; see
     copied.py. auto: by the copy engines where that measured faster, else by NCCL, on CPUs by gloo; the log says which,
     and why.
+    accum_steps: batches to a step.
     """
 
     name = "ddp"
@@ -153,8 +155,10 @@ class Ddp(Processes):
         overlap: bool | None = None,
         reduce: str = "fp32",
         send: str = "auto",
+        accum_steps: int = 1,
     ):
         device, self.send, self.copies_beside = runtime.device, send, overlap is not False
+        self.accum_steps = accum_steps
         if send == "nccl" and device.type != "cuda":
             raise UsageError(f"parallel.send=nccl is for NVIDIA GPUs, and this is {device.type}: parallel.send=auto")
         self._may_copy = send == "copy" or (send == "auto" and device.type == "cuda")
@@ -207,7 +211,10 @@ class Ddp(Processes):
         reason = self._no_copies or copied.unfit(model, options, self.copies_beside)
         self._refuse_copies(reason)
         if self.send == "auto":
-            reason = reason or copied.not_measured_faster(model, self.world, options, self.copies_beside, self.device)
+            reason = reason or copied.not_measured_faster(
+                model, self.world, options, self.copies_beside, self.accum_steps, self.device
+            )
+            reason = self._first(reason)  # GPUs can have different memories
             when = "beside" if self.overlap else "after"
             how = f"nccl, {when} backward; not by copy engines: {reason}" if reason else "copy engines, beside backward"
             log.info("parallel.send=auto: gradients by %s", how)
@@ -215,7 +222,17 @@ class Ddp(Processes):
 
     def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
         def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int) -> copied.Exchange:
-            received_RB, memory = copied.gpu_memory(copied.row_bytes(sizes, dtypes), self.device)
+            # Inductor pads a product where that is faster, which each rank times by itself; then it is another tensor.
+            by_rank = zip(*self.gather(dtypes), strict=True)
+            dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in by_rank]
+            length = copied.row_bytes(sizes, dtypes)
+            try:
+                received_RB, memory = copied.gpu_memory(length, self.device)
+            except RuntimeError as error:
+                raise UsageError(
+                    f"no {self.world * length / 2**30:.1f} GiB of GPU memory for gradients of other ranks: "
+                    f"{str(error).splitlines()[0]}; parallel.send=nccl, or a smaller data.batch_size"
+                ) from error
             self._received_bytes = received_RB.numel()
             return copied.Exchange(sizes, dtypes, first_small, received_RB, memory)
 
