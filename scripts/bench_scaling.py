@@ -3,7 +3,8 @@
     python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1 to 8 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
         --set runtime=cpu --attn sdpa                                anywhere, to try it out
-    python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel
+    python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel; by default ddp,
+                                                                     ddp by NCCL, and fsdp
 
 Weak scaling: each GPU keeps its batch. Efficiency is the median step of one GPU alone, without any engine, over that of
 N GPUs. All GPUs are also measured at the same time, each by itself: what they leave each other of power and of the
@@ -161,7 +162,8 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=1024)
     parser.add_argument("--attn", default="triton_flash")
     parser.add_argument("--processes", type=int, nargs="+", help="by default 1, 2, 4, 8 as far as there are GPUs")
-    parser.add_argument("--engines", nargs="+", default=["ddp", "fsdp"], help="ddp or fsdp, and settings after a comma")
+    engines = ["ddp", "ddp,send=nccl", "fsdp"]
+    parser.add_argument("--engines", nargs="+", default=engines, help="ddp or fsdp, and settings after a comma")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--set", nargs="*", default=[], help="more settings of train.py")
