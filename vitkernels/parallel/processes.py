@@ -164,6 +164,7 @@ class Ddp(Processes):
         self._may_copy = send == "copy" or (send == "auto" and device.type == "cuda")
         self._no_copies = None  # or why not
         self._received_bytes = 0
+        self._said = None
         if self._may_copy:
             self._no_copies = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
             self._refuse_copies(self._no_copies)
@@ -217,7 +218,9 @@ class Ddp(Processes):
             reason = self._first(reason)  # GPUs can have different memories
             when = "beside" if self.overlap else "after"
             how = f"nccl, {when} backward; not by copy engines: {reason}" if reason else "copy engines, beside backward"
-            log.info("parallel.send=auto: gradients by %s", how)
+            if how != self._said:  # as of the model whose weights are averages of this one's
+                log.info("parallel.send=auto: gradients by %s", how)
+            self._said = how
         return reason is None
 
     def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
