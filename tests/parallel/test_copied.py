@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from vitkernels import parallel
 from vitkernels import runtime as runtimes
 from vitkernels.errors import UsageError
-from vitkernels.parallel import copied, processes
+from vitkernels.parallel import copied, exchange, processes
 from vitkernels.parallel.base import Parallel
 from vitkernels.runtime.base import Runtime
 
@@ -63,8 +63,8 @@ def engine_of(number: int, folder: Path, precision: str = "fp32", unavailable: s
         return memory.get_buffer(rank, (world, length), torch.uint8), memory
 
     mock.patch.object(copied, "unsupported", lambda *_: None).start()
-    mock.patch.object(copied, "unavailable", lambda _: unavailable).start()
-    mock.patch.object(copied, "gpu_memory", shared).start()
+    mock.patch.object(exchange, "unavailable", lambda _: unavailable).start()
+    mock.patch.object(exchange, "gpu_memory", shared).start()
     mock.patch.object(copied, "_SMALL", SMALL).start()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
     return parallel.create("ddp", Runtime(precision), send="copy", **settings)

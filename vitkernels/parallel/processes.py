@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vitkernels.errors import UsageError
-from vitkernels.parallel import copied
+from vitkernels.parallel import copied, exchange
 from vitkernels.parallel.base import Parallel
 from vitkernels.parallel.parts import ELEMENTWISE, part_of, parts_of, step_on_dtensors, step_on_parts
 from vitkernels.parallel.watch import Watch
@@ -170,7 +170,7 @@ class Ddp(Processes):
             self._refuse_copies(self._no_copies)
         super().__init__(runtime, lost_after, False if send == "copy" else overlap, reduce)
         if self._may_copy:
-            self._no_copies = self._first(self._no_copies) or self._first(copied.unavailable(device))
+            self._no_copies = self._first(self._no_copies) or self._first(exchange.unavailable(device))
             self._refuse_copies(self._no_copies)
 
     def _first(self, reason: str | None) -> str | None:
@@ -224,20 +224,20 @@ class Ddp(Processes):
         return reason is None
 
     def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
-        def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int) -> copied.Exchange:
+        def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int) -> exchange.Exchange:
             # Inductor pads a product where that is faster, which each rank times by itself; then it is another tensor.
             by_rank = zip(*self.gather(dtypes), strict=True)
             dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in by_rank]
-            length = copied.row_bytes(sizes, dtypes)
+            length = exchange.row_bytes(sizes, dtypes)
             try:
-                received_RB, memory = copied.gpu_memory(length, self.device)
+                received_RB, memory = exchange.gpu_memory(length, self.device)
             except RuntimeError as error:
                 raise UsageError(
                     f"no {self.world * length / 2**30:.1f} GiB of GPU memory for gradients of other ranks: "
                     f"{str(error).splitlines()[0]}; parallel.send=nccl, or a smaller data.batch_size"
                 ) from error
             self._received_bytes = received_RB.numel()
-            return copied.Exchange(sizes, dtypes, first_small, received_RB, memory)
+            return exchange.Exchange(sizes, dtypes, first_small, received_RB, memory)
 
         return copied.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
 
