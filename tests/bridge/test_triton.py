@@ -26,6 +26,13 @@ def add_kernel(x_ptr, y_ptr, output_ptr, n_elements, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
+def scale_kernel(x_ptr, output_ptr, factor, n, BLOCK: tl.constexpr):
+    offsets = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offsets, mask=offsets < n)
+    tl.store(output_ptr + offsets, x.to(tl.float32) * factor, mask=offsets < n)
+
+
+@triton.jit
 def _square(x):
     return x * x
 
@@ -67,6 +74,21 @@ def test_device_functions_reductions_and_launch_options(device):
     out = torch.full((1,), float("nan"), device=device)
     triton_call(x, out, 1000, kernel=norm_kernel, grid=(1,), BLOCK=128, num_warps=2, num_stages=1)
     torch.testing.assert_close(out[0], x.norm())  # 1000 squares in float32: the default tolerance, 1.3e-6
+
+
+@pytest.mark.parametrize("device_type", ["cpu", GPU])
+def test_launched_again_with_other_arguments(device_type):
+    """What is remembered of a launch must not decide over the next one."""
+    count = torch.cuda.device_count() if device_type == "cuda" else 1
+    for device in [torch.device(device_type, index) for index in range(count)] * 2:  # the current one stays 0
+        for dtype in (torch.float32, torch.float16, torch.int64):
+            for first, size in ((0, 63), (0, 64), (0, 1), (1, 63), (3, 16)):  # from 1 and 3 on: no longer aligned
+                x, y = torch.randint(-9, 9, (2, 64), device=device).to(dtype)[:, first : first + size]
+                assert torch.equal(add(x, y), x + y), (device, dtype, first, size)
+                for factor in (2.0, 3, 0.5, 3.0):
+                    out = torch.empty_like(x, dtype=torch.float32)
+                    triton_call(x, out, factor, size, kernel=scale_kernel, grid=(1,), BLOCK=64)
+                    assert torch.equal(out, x.float() * factor), (device, dtype, first, size, factor)
 
 
 @pytest.mark.gpu

@@ -96,13 +96,11 @@ class Call:
 
     def run_backward(self, q, k, v, out, lse, do, dq, dk, dv) -> None:
         if fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
-            with torch.cuda.device(self.device):
-                self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
+            self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
             return
         delta = self.vector()
-        with torch.cuda.device(self.device):
-            self.dq(q, k, v, out, do, lse, dq, delta)
-            self.dkdv(q, k, v, do, lse, delta, dk, dv)
+        self.dq(q, k, v, out, do, lse, dq, delta)
+        self.dkdv(q, k, v, do, lse, delta, dk, dv)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -142,8 +140,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tu
     call = _call_apart(q, k, is_causal, scale)
     q, k, v = _rows_of(q, k, v)
     out, lse = torch.empty_like(q), call.vector()
-    with torch.cuda.device(call.device):
-        call.forward(q, k, v, out, lse)
+    call.forward(q, k, v, out, lse)
     return out.transpose(1, 2), lse
 
 
@@ -209,8 +206,7 @@ def attend_packed(qkv: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, T
     call = _call_packed(qkv, is_causal, scale)
     qkv = _readable(qkv)
     out, lse = qkv.new_empty(B, N, H * D), call.vector()
-    with torch.cuda.device(call.device):
-        call.forward(qkv, qkv, qkv, out, lse)
+    call.forward(qkv, qkv, qkv, out, lse)
     return out, lse
 
 

@@ -16,7 +16,7 @@ from triton import JITFunction
 
 from vitkernels.attention.triton_flash_backward import dbias_kernel, dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash_forward import forward_kernel
-from vitkernels.bridge.triton import bind, triton_call
+from vitkernels.bridge.triton import bind, cdiv, next_power_of_2, triton_call
 
 
 @dataclass(frozen=True)
@@ -108,27 +108,19 @@ def strides(x_BHND: Tensor) -> tuple[int, int, int]:
     return b if B > 1 else 0, h if H > 1 else 0, n if N > 1 else 0
 
 
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)  # Triton's own costs microseconds of host time
-
-
-def _power_of_2(at_least: int) -> int:
-    return 1 << (at_least - 1).bit_length()
-
-
 def split(D: int) -> tuple[int, int]:
     """The two tiles, powers of two, that hold a head dim: 64 -> 64, 0; 80 -> 64, 16; 88 -> 64, 32; 104 -> 128, 0."""
-    power = _power_of_2(D)
+    power = next_power_of_2(D)
     if power == D:
         return D, 0
-    rest = max(16, _power_of_2(D - power // 2))
+    rest = max(16, next_power_of_2(D - power // 2))
     return (power // 2, rest) if power // 2 + rest < power else (power, 0)
 
 
 def tail(length: int, tile: int) -> int:
     """The tile for what is left of `length` after whole tiles: no smaller than a tensor core's (16); 0 for none."""
     rest = length % tile
-    return min(tile, max(16, _power_of_2(rest))) if rest else 0
+    return min(tile, max(16, next_power_of_2(rest))) if rest else 0
 
 
 def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None = None) -> None:
@@ -187,7 +179,7 @@ def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Ti
     M = call.k.shape[2]
     of_rows = (stride for x in (call.q, call.k, call.v, *rows) for stride in strides(x))
     numbers = *of_rows, *call.extra_strides, H, N, M, call.scale
-    programs = B * H * (_cdiv(N, tiles.n) if own == "N" else _cdiv(M, tiles.m))
+    programs = B * H * (cdiv(N, tiles.n) if own == "N" else cdiv(M, tiles.m))
     constants = call.constants | _tiling(call, tiles, own) | tiles.options
     if device.type == "cpu" or not isinstance(kernel, JITFunction):  # interpreted
         triton_call(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
@@ -221,7 +213,7 @@ def bias_gradient(call: Call, bias_shape: tuple[int, ...], lse_BHN, do, delta_BH
             *strides(call.q), *strides(call.k), *strides(call.v), *strides(do), *call.extra_strides,
             B, H, N, M, bias_H, bias_B, bias_H, call.scale,
             kernel=dbias_kernel,
-            grid=(bias_B * bias_H * _cdiv(N, tiles.n) * _cdiv(M, tiles.m),),
+            grid=(bias_B * bias_H * cdiv(N, tiles.n) * cdiv(M, tiles.m),),
             **call.constants, TILE_N=tiles.n, TILE_M=tiles.m, CAUSAL=call.is_causal, **tiles.options,
         )  # fmt: skip
     summed = [axis for axis, size in ((2, bias_N), (3, bias_M)) if size == 1 != dbias_BHNM.shape[axis]]

@@ -18,9 +18,9 @@ from torch import Tensor
 class Kernel:
     """`function`, one Mosaic-GPU kernel call and nothing else, compiled for arguments of these shapes.
 
-    kernel(*inputs, *outputs): contiguous CUDA tensors of the traced shapes and dtypes, on the current device, for which
-    nothing is checked. Raises ValueError where `function` is not one Mosaic-GPU kernel, and RuntimeError where Mosaic
-    GPU cannot compile it.
+    kernel(*inputs, *outputs): contiguous CUDA tensors of the traced shapes and dtypes, always of one device; nothing of
+    it is checked. Raises ValueError where `function` is not one Mosaic-GPU kernel, and RuntimeError where Mosaic GPU
+    cannot compile it.
     """
 
     def __init__(self, function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]):
@@ -28,10 +28,15 @@ class Kernel:
         self._launch = None
 
     def __call__(self, *tensors: Tensor) -> None:
+        device = tensors[0].get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self(*tensors)
         if self._launch is None:
             self._launch = _compile(self.module)
         pointers = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
-        self._launch(torch.cuda.current_stream().cuda_stream, pointers)
+        # torch.cuda.current_stream() makes an object: host time that adds up in short steps
+        self._launch(torch._C._cuda_getCurrentRawStream(device), pointers)
 
 
 def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> bytes:

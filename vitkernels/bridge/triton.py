@@ -43,18 +43,23 @@ def triton_call(*args, kernel, grid, **constexprs):
 
     Raises UsageError for tensors on several devices, on an XLA device, or on one that Triton does not know.
     """
+    if not torch.compiler.is_compiling():
+        signature = _signature(args, kernel, grid, constexprs)
+        if signature in _launches:
+            return _launches[signature](args)
     tensors = _tensors(args)
     if not tensors:
         return _call_jax(args, kernel, grid, constexprs)
     _check_devices(tensors)
     if tensors[0].device.type == "cuda":
         # A tracer's tensors are subclasses: only they need the wrapped kernel, whose dispatch costs a millisecond.
-        if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+        if any(type(x) not in _PLAIN for x in tensors):
             wrap_triton(kernel)[grid](*args, **constexprs)
-        elif torch.compiler.is_compiling() or not isinstance(kernel, JITFunction):
+        elif torch.compiler.is_compiling():
             kernel[grid](*args, **constexprs)
         else:
-            _launch(args, tensors[0].device.index, kernel, grid, constexprs)
+            with torch.cuda.device(tensors[0].device):
+                _launch(args, kernel, grid, constexprs, signature)
     else:
         _interpret(args, kernel, grid, constexprs)
 
@@ -79,10 +84,22 @@ def _check_devices(tensors: list[torch.Tensor]) -> None:
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
-# Triton's own launch looks at every argument anew, for 40 to 90 µs of host time: more than a short kernel takes.
+# Triton's own launch looks at every argument anew, for 40 to 90 µs of host time: more than a short kernel takes. Its
+# cdiv and next_power_of_2, which are for kernels, cost 2 µs each.
 
-_compiled = {}  # what decides over the machine code -> the compiled kernel
-_COMPILED_LIMIT = 4096  # for programs whose integers never repeat
+_PLAIN = torch.Tensor, torch.nn.Parameter
+_LAUNCHES_LIMIT = 4096  # for programs whose integers never repeat
+_launches = {}  # the signature of a call -> its launch, ready but for the arguments
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n, a positive integer."""
+    return 1 << (n - 1).bit_length()
 
 
 def bind(*args, kernel, grid, **constexprs):
@@ -91,40 +108,59 @@ def bind(*args, kernel, grid, **constexprs):
     `args` are tensors (or None) first, then numbers. The function takes the tensors alone, of the same dtypes, device
     and 16-byte alignment; numbers, grid and constexprs stay. It costs a third of triton_call's host time.
     """
-    compiled = kernel[grid](*args, **constexprs)
+    launch, trailing = _compiled(args, kernel, grid, constexprs)
     tensors = next(i for i, arg in enumerate((*args, 0)) if not (arg is None or isinstance(arg, torch.Tensor)))
-    rest = *args[tensors:], *_trailing(kernel, len(args), constexprs)
-    launch = compiled[(*grid, 1, 1)[:3]]
+    rest = *args[tensors:], *trailing
     return lambda *tensors: launch(*tensors, *rest)
 
 
-def _launch(args, device: int, kernel, grid, constexprs) -> None:
-    if device != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return _launch(args, device, kernel, grid, constexprs)
-    key = (kernel, device, tuple(map(_describe, args)), tuple(constexprs.items()))
-    compiled = _compiled.get(key)
-    if compiled is None:
-        if len(_compiled) >= _COMPILED_LIMIT:
-            _compiled.clear()
-        _compiled[key] = kernel[grid](*args, **constexprs)
-    else:
-        grid = grid(constexprs) if callable(grid) else grid
-        compiled[(*grid, 1, 1)[:3]](*args, *_trailing(kernel, len(args), constexprs))
+def _signature(args, kernel, grid, constexprs) -> tuple | None:
+    """All that decides over a launch but addresses and floats; None where Triton itself must look at the arguments."""
+    if not isinstance(kernel, JITFunction):  # it may choose its constexprs
+        return None
+    # kernel.fn: the kernel's own hash is one of its source
+    parts = [kernel.fn, grid(constexprs) if callable(grid) else grid, *constexprs.items()]
+    for arg in args:
+        kind = type(arg)
+        if kind in _PLAIN and arg.is_cuda:
+            parts += arg.dtype, arg.get_device(), arg.data_ptr() % 16
+        elif kind is int:
+            parts.append(arg)
+        elif kind is float:
+            parts.append(float)
+        elif kind is bool or arg is None:
+            parts += kind, arg
+        elif kind is TensorDescriptor and arg.base.is_cuda:
+            parts += arg.base.dtype, arg.base.get_device(), arg.padding, *arg.block_shape
+        else:
+            return None
+    return tuple(parts)
 
 
-def _describe(arg):
-    """All of an argument that Triton specializes a kernel for, and often more."""
-    if isinstance(arg, torch.Tensor):
-        return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, TensorDescriptor):
-        return arg.base.dtype, *arg.block_shape, arg.padding
-    return arg if type(arg) is int else float if type(arg) is float else (type(arg), arg)
+def _launch(args, kernel, grid, constexprs, signature: tuple | None) -> None:
+    """Launches on the current device, and remembers how, where the call has a signature."""
+    if signature is None:
+        kernel[grid](*args, **constexprs)
+        return
+    device = torch.cuda.current_device()
+    launch, trailing = _compiled(args, kernel, grid, constexprs)
+
+    def again(args) -> None:
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return again(args)
+        launch(*args, *trailing, stream=torch._C._cuda_getCurrentRawStream(device))
+
+    if len(_launches) >= _LAUNCHES_LIMIT:
+        _launches.clear()
+    _launches[signature] = again
 
 
-def _trailing(kernel, given: int, constexprs) -> list:
-    """The constexprs in the kernel's order; a compiled kernel takes them as arguments too, and ignores them."""
-    return [constexprs.get(name) for name in kernel.arg_names[given:]]
+def _compiled(args, kernel, grid, constexprs):
+    """Launches; returns the compiled kernel over this grid, and what it takes, and ignores, behind the arguments."""
+    compiled = kernel[grid](*args, **constexprs)
+    grid = grid(constexprs) if callable(grid) else grid
+    return compiled[(*grid, 1, 1)[:3]], [constexprs.get(name) for name in kernel.arg_names[len(args) :]]
 
 
 # --- Triton's interpreter ---------------------------------------------------------------------------------------------

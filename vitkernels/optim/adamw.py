@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import cdiv, triton_call
 from vitkernels.errors import UsageError
 
 BLOCK = 1024  # elements of a program
@@ -167,7 +167,7 @@ def _step(addresses: list[int], settings: list[float], layout: tuple[Tensor, ...
     scalars_N8 = torch.empty(N, 8, device=device)
     triton_call(
         table_N5, settings_G5, group_N, scalars_N8, *scaling, N,
-        kernel=_prepare_kernel, grid=(triton.cdiv(N, _PARAMETERS_AT_ONCE),), BLOCK=_PARAMETERS_AT_ONCE, num_warps=1,
+        kernel=_prepare_kernel, grid=(cdiv(N, _PARAMETERS_AT_ONCE),), BLOCK=_PARAMETERS_AT_ONCE, num_warps=1,
     )  # fmt: skip
     if B:
         triton_call(table_N5, scalars_N8, sizes_N, blocks_B2, kernel=_step_kernel, grid=(B,), BLOCK=BLOCK, num_warps=4)

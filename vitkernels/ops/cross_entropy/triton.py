@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake
 
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import next_power_of_2, triton_call
 
 _LARGEST_C = 65536  # a row must fit into one program's registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,7 +109,7 @@ def loss_and_gradient(logits, targets, label_smoothing, ignore_index, needs_grad
     B, C = logits.shape
     losses, counts = torch.empty(2, B, dtype=torch.float32, device=logits.device)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format) if needs_gradient else None
-    block = triton.next_power_of_2(C)
+    block = next_power_of_2(C)
     triton_call(
         logits, targets, losses, counts, gradient, logits.stride(0), C, float(label_smoothing), ignore_index,
         kernel=_rows_kernel, grid=(B,), BLOCK_C=block, SOFT=targets.dtype.is_floating_point,

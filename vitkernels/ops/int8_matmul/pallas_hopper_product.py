@@ -63,9 +63,8 @@ def product(
     vectors = (a_scale_M, b_scale_N) if bias_N is None else (a_scale_M, b_scale_N, bias_N)
     out_MN = a_MK.new_empty(M, N, dtype=out_dtype)
     bias_dtype = None if bias_N is None else bias_N.dtype
-    with torch.cuda.device(a_MK.device):
-        kernel = _compiled(M, N, K, out_dtype, bias_dtype, a_MK.device, tiling)
-        kernel(*map(aligned, (a_MK, b_NK, *vectors)), out_MN)
+    kernel = _compiled(M, N, K, out_dtype, bias_dtype, a_MK.device, tiling)
+    kernel(*map(aligned, (a_MK, b_NK, *vectors)), out_MN)
     return out_MN
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.library import register_autograd, register_fake
 
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
 _LARGEST_C = 8192  # a row must fit into one program's registers
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -157,13 +157,13 @@ def _forward(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scal
     total = None if branch is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     normed = calculable(torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format))
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
-    block = triton.next_power_of_2(C)
+    block = next_power_of_2(C)
     rows, warps = _forward_tile(block)
     if M:
         triton_call(
             _rows(x), _rows(branch), weight, bias, *map(calculable, (branch_bias, layer_scale, sample_scale)),
             total, normed, mean, rstd, M, M // max(x.shape[0], 1), eps,
-            kernel=_forward_kernel, grid=(triton.cdiv(M, rows),),
+            kernel=_forward_kernel, grid=(cdiv(M, rows),),
             C=C, BLOCK_C=block, ROWS=rows, num_warps=warps,
         )  # fmt: skip
     return None if total is None else total.to(dtype), normed.to(out_dtype), mean, rstd
@@ -191,9 +191,9 @@ def _backward(
     dbranch = None
     if needs_dbranch:
         dbranch = torch.empty_like(total, dtype=torch.float32 if total.device.type == "cpu" else branch_dtype)
-    block = triton.next_power_of_2(C)
+    block = next_power_of_2(C)
     rows, warps, stages, programs_per_sm = _backward_tile(block, total.element_size())
-    programs = max(1, min(triton.cdiv(M, rows), programs_per_sm * _multiprocessors(total.device)))
+    programs = max(1, min(cdiv(M, rows), programs_per_sm * _multiprocessors(total.device)))
     has_bias = branch_bias is not None
     parts = torch.empty(programs, 2 + has_bias + needs_dlayer_scale, C, dtype=torch.float32, device=total.device)
     triton_call(
@@ -207,7 +207,7 @@ def _backward(
     sums = parts.new_empty(parts.shape[1:])
     triton_call(
         parts, sums, programs, sums.numel(),
-        kernel=_sum_kernel, grid=(triton.cdiv(sums.numel(), 16),), BLOCK_P=256, BLOCK_K=16, num_warps=8,
+        kernel=_sum_kernel, grid=(cdiv(sums.numel(), 16),), BLOCK_P=256, BLOCK_K=16, num_warps=8,
     )  # fmt: skip
     return dx.to(total.dtype), None if dbranch is None else dbranch.to(branch_dtype), sums
 

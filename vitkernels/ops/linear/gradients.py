@@ -3,6 +3,8 @@
 Shape suffixes: M rows (tokens), K input features, N output features, G groups of columns, P parts of the rows.
 """
 
+from contextlib import nullcontext
+
 import torch
 import triton
 import triton.language as tl
@@ -10,13 +12,14 @@ from torch import Tensor
 from torch.library import register_fake
 
 from vitkernels.bridge.operator import calculable, operator
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import cdiv, triton_call
 
 
 @operator("weight_gradient(Tensor dy, Tensor x, ScalarType dtype) -> Tensor")
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
     """dyᵀ x in `dtype`, rounded once: (M, N), (M, K) -> (N, K)."""
-    with torch.autocast(dy.device.type, enabled=False):  # a backward pass may be called within
+    within = torch.is_autocast_enabled(dy.device.type)  # a backward pass may be called within autocast
+    with torch.autocast(dy.device.type, enabled=False) if within else nullcontext():
         if dtype == dy.dtype:
             return dy.mT @ x
         if dy.is_cuda and dtype == torch.float32:
@@ -46,15 +49,16 @@ def sums_over_rows(x_MGN: Tensor) -> Tensor:
     """(M, G, N), without gaps along N, -> (G, N): in one launch where rows are few, else by partial sums."""
     M, G, N = x_MGN.shape
     rows, columns = 32, 64
-    steps = 16 if M > 2048 else max(1, triton.cdiv(M, rows))
-    sums_PGN = x_MGN.new_empty(max(1, triton.cdiv(M, rows * steps)), G, N, dtype=torch.float32)
+    steps = 16 if M > 2048 else max(1, cdiv(M, rows))
+    parts = max(1, cdiv(M, rows * steps))
+    sums_PGN = x_MGN.new_empty(parts, G, N, dtype=torch.float32)
     if sums_PGN.numel():
         triton_call(
             x_MGN, sums_PGN, x_MGN.stride(0), x_MGN.stride(1), M, G * N, N,
-            kernel=column_sums_kernel, grid=(triton.cdiv(G * N, columns), len(sums_PGN)),
+            kernel=column_sums_kernel, grid=(cdiv(G * N, columns), parts),
             ROWS=rows, COLUMNS=columns, STEPS=steps,
         )  # fmt: skip
-    return sums_over_rows(sums_PGN) if len(sums_PGN) > 1 else sums_PGN[0]
+    return sums_over_rows(sums_PGN) if parts > 1 else sums_PGN[0]
 
 
 @triton.jit

@@ -22,7 +22,8 @@ def linear(x: Tensor, weight: Tensor, rounded: Tensor, bias: Tensor | None, is_q
     if form == "pallas_hopper":
         from vitkernels.ops.linear import pallas_hopper_launch  # needs a newer JAX than all else
 
-        return pallas_hopper_launch.linear(x.reshape(-1, x.shape[-1]), rounded, bias).view(*x.shape[:-1], len(rounded))
+        y_MN = pallas_hopper_launch.linear(x.reshape(-1, x.shape[-1]), rounded, bias)
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
     return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
 
 

@@ -14,7 +14,7 @@ from vitkernels.ops.linear.pallas_hopper_kernel import Linear, Product
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """x weightᵀ + bias, which is added before the sum is rounded."""
-    y_MN = x_MK.new_empty(len(x_MK), len(weight_NK))
+    y_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
     launch_forward(Linear, x_MK, weight_NK, bias_N, (y_MN,))
     return y_MN
 
@@ -24,9 +24,8 @@ def launch_forward(
 ) -> None:
     """Fills the outputs, (M, N) each. options: the kind's fields beyond Linear's."""
     biases = () if bias_N is None else (bias_N.float().contiguous(),)
-    kernel = compiled(kind, *x_MK.shape, len(weight_NK), x_MK.dtype, x_MK.device, bool(biases), *options)
-    with torch.cuda.device(x_MK.device):
-        kernel(aligned(x_MK), aligned(weight_NK), *biases, *outputs)
+    kernel = compiled(kind, *x_MK.shape, weight_NK.shape[0], x_MK.dtype, x_MK.device, bool(biases), *options)
+    kernel(aligned(x_MK), aligned(weight_NK), *biases, *outputs)
 
 
 @cache

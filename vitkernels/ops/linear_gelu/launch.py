@@ -8,10 +8,9 @@ Shape suffixes: M rows (tokens), K the inner dimension of a product, N its colum
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from triton import cdiv
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import cdiv, triton_call
 from vitkernels.ops.linear.gradients import sums_over_rows
 from vitkernels.ops.linear_gelu.triton_kernels import (
     gelu_backward_kernel,

@@ -13,7 +13,7 @@ from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
 
 def forward(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool, keep: bool) -> tuple[Tensor, Tensor]:
     """gelu(x weightᵀ + bias), and what GELU was given, or with `keep` its slope there."""
-    act_MN, saved_MN = (x_MK.new_empty(len(x_MK), len(weight_NK)) for _ in range(2))
+    act_MN, saved_MN = (x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0]) for _ in range(2))
     launch_forward(Forward, x_MK, weight_NK, bias_N, (saved_MN, act_MN), tanh, keep)
     return act_MN, saved_MN
 
@@ -23,6 +23,5 @@ def backward(dy_MK: Tensor, weight_KN: Tensor, saved_MN: Tensor, tanh: bool, kep
     M, N = saved_MN.shape
     kernel = compiled(Backward, *dy_MK.shape, N, dy_MK.dtype, dy_MK.device, tanh, kept)
     dpre_MN, sums_TN = torch.empty_like(saved_MN), saved_MN.new_empty(tiles_m(M), N, dtype=torch.float32)
-    with torch.cuda.device(dy_MK.device):
-        kernel(aligned(dy_MK), aligned(weight_KN), aligned(saved_MN), dpre_MN, sums_TN)
+    kernel(aligned(dy_MK), aligned(weight_KN), aligned(saved_MN), dpre_MN, sums_TN)
     return dpre_MN, sums_TN

@@ -10,7 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 from vitkernels.ops.paged_attention.triton_kernel import combine_kernel, part_kernel
 
 
@@ -39,7 +39,7 @@ def attend(
     K, P, S, _ = key_cache.shape
     capacity = block_tables.shape[1] * S
     tiles = tiles or choose_tiles(B * K, H // K, capacity, D, query.dtype, query.device)
-    parts = -(-capacity // tiles.part)
+    parts = cdiv(capacity, tiles.part)
     out_BHD = query.new_empty(B, H, D)
     if parts == 1:
         written, lse = out_BHD, None
@@ -49,14 +49,14 @@ def attend(
     caches = (key_cache, value_cache)
     strides = [stride for cache in caches for stride in cache.stride()[:3]]
     G = H // K
-    tile_d, tile_g = max(16, _power_of_2(D)), min(tiles.g, max(16, _power_of_2(G)))
+    tile_d, tile_g = max(16, next_power_of_2(D)), min(tiles.g, max(16, next_power_of_2(G)))
     triton_call(
         query, *caches, context_lens, block_tables, written, lse,
         *query.stride(), *strides, context_lens.stride(0), *block_tables.stride(),
         written.stride(0), written.stride(1), written.stride(2) if parts > 1 else 0,
         K, P, capacity, tiles.part, parts, soft_cap,
         kernel=part_kernel,
-        grid=(B * K * parts * -(-G // tile_g),),
+        grid=(B * K * parts * cdiv(G, tile_g),),
         G=G, TILE_G=tile_g, D=D, TILE_D=tile_d, S=S,
         TILE_N=tiles.n, SPLIT=parts > 1, ALIGNED=all(stride % 8 == 0 for stride in strides),
         num_warps=tiles.num_warps, num_stages=tiles.num_stages,
@@ -92,7 +92,3 @@ def choose_tiles(pairs: int, G: int, capacity: int, D: int, dtype: torch.dtype, 
 @cache
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _power_of_2(at_least: int) -> int:
-    return 1 << (at_least - 1).bit_length()

@@ -7,13 +7,12 @@ Shape suffixes: B images, C channels, H and W pixels, P patches of all images, K
 """
 
 import torch
-import triton
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import operator
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 from vitkernels.ops.patch_embed.triton_kernels import unfold_kernel
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,8 +48,8 @@ def unfold(images: Tensor, patch_h: int, patch_w: int, dtype: torch.dtype) -> Te
     if patches_PK.numel():
         triton_call(
             source, patches_PK, *source.stride(), C, rows, columns,
-            kernel=unfold_kernel, grid=(B * rows * C, triton.cdiv(columns * patch_w, _WIDTH)),
-            PATCH_H=patch_h, PATCH_W=patch_w, ROWS=triton.next_power_of_2(patch_h), WIDTH=_WIDTH, num_warps=4,
+            kernel=unfold_kernel, grid=(B * rows * C, cdiv(columns * patch_w, _WIDTH)),
+            PATCH_H=patch_h, PATCH_W=patch_w, ROWS=next_power_of_2(patch_h), WIDTH=_WIDTH, num_warps=4,
         )  # fmt: skip
     return patches_PK.to(dtype)
 

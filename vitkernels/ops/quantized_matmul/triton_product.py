@@ -6,11 +6,10 @@ Shape suffixes: M rows, K summed dimension, N columns, S blocks of K that share 
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import next_power_of_2, triton_call
 from vitkernels.ops.quantized_matmul.triton_kernel import product_kernel
 
 
@@ -65,7 +64,7 @@ def product(
 def choose_tiles(M: int, N: int, unit: int, dtype: torch.dtype) -> Tiles:
     """The fastest seen on an H200 for a product of that size; at least 32 deep, as 8-bit tensor cores want."""
     deepest = {1: 128, 2: 64, 4: 32}[dtype.itemsize]
-    k = min(deepest, max(32, triton.next_power_of_2(unit)))
+    k = min(deepest, max(32, next_power_of_2(unit)))
     if dtype == torch.float32 or M * N <= 512 * 512:
         return Tiles(64, 64, k, num_warps=4)
     return Tiles(128, 256, k) if dtype == torch.int8 and M * N >= 2048 * 2048 else Tiles(128, 128, k, num_warps=4)

@@ -4,10 +4,9 @@ Tiles are the fastest seen on an H200 (notes/quant.md). Shape suffixes: M rows (
 """
 
 import torch
-import triton
 import triton.language as tl
 
-from vitkernels.bridge.triton import triton_call
+from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 from vitkernels.quant import rowwise
 from vitkernels.quant.rowwise.triton_kernel import column_tops_kernel, columns_kernel, rows_kernel, transpose_kernel
 
@@ -22,11 +21,11 @@ def quantize_rows(x_MC, gradient_MC, dtype, gelu, rows=None, num_warps=None):
     if not q_MC.numel():
         return q_MC, scale_M.fill_(1)
     first = 1 << (C.bit_length() - 1)
-    second = 0 if first == C else triton.next_power_of_2(C - first)
+    second = 0 if first == C else next_power_of_2(C - first)
     rows = rows or max(1, min(16, 2048 // first))
     triton_call(
         x_MC, gradient_MC, _bits(q_MC), scale_M, M, C,
-        kernel=rows_kernel, grid=(triton.cdiv(M, rows),),
+        kernel=rows_kernel, grid=(cdiv(M, rows),),
         GELU=gelu, LARGEST=rowwise.LARGEST[dtype], DTYPE=_DTYPES[dtype], ROWS=rows, FIRST=first, SECOND=second,
         num_warps=num_warps or min(32, max(4, first // 1024)),
     )  # fmt: skip
@@ -36,13 +35,13 @@ def quantize_rows(x_MC, gradient_MC, dtype, gelu, rows=None, num_warps=None):
 def transpose_rows(q_MC, scale_M, sums: bool, rows=128, columns=128):
     M, C = q_MC.shape
     M_padded = rowwise.padded(M)
-    programs = triton.cdiv(M_padded, rows)
+    programs = cdiv(M_padded, rows)
     qt_CM = q_MC.new_empty(C, M_padded)
     sums_PC = scale_M.new_empty(programs, C) if sums else None
     if qt_CM.numel():
         triton_call(
             _bits(q_MC), scale_M, _bits(qt_CM), sums_PC, M, M_padded, C,
-            kernel=transpose_kernel, grid=(programs, triton.cdiv(C, columns)),
+            kernel=transpose_kernel, grid=(programs, cdiv(C, columns)),
             DTYPE=_DTYPES[q_MC.dtype], ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return qt_CM, scale_M.new_empty(0) if sums_PC is None else sums_PC.sum(0)
@@ -53,21 +52,21 @@ def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums: bool, rows=64,
     M_padded = rowwise.padded(M)
     kind = _DTYPES.get(x_MC.dtype)
     x_MC = x_MC if kind is None else _bits(x_MC)
-    tiles = triton.cdiv(M, rows)
-    steps = max(1, min(8, tiles * triton.cdiv(C, columns) // _PROGRAMS))
-    programs = triton.cdiv(tiles, steps)
+    tiles = cdiv(M, rows)
+    steps = max(1, min(8, tiles * cdiv(C, columns) // _PROGRAMS))
+    programs = cdiv(tiles, steps)
     top_C = x_MC.new_zeros(C, dtype=torch.float32)
     sums_PC = torch.empty(programs, C, device=x_MC.device) if sums else None
     qt_CM, scale_C = x_MC.new_empty(C, M_padded, dtype=dtype), torch.empty_like(top_C)
     if qt_CM.numel():
         triton_call(
             x_MC, factor_M, other_factor_M, top_C, sums_PC, M, C, steps,
-            kernel=column_tops_kernel, grid=(programs, triton.cdiv(C, columns)),
+            kernel=column_tops_kernel, grid=(programs, cdiv(C, columns)),
             KIND=kind, ROWS=rows, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
         triton_call(
             x_MC, factor_M, other_factor_M, top_C, _bits(qt_CM), scale_C, M, M_padded, C,
-            kernel=columns_kernel, grid=(triton.cdiv(M_padded, 128), triton.cdiv(C, columns)),
+            kernel=columns_kernel, grid=(cdiv(M_padded, 128), cdiv(C, columns)),
             KIND=kind, LARGEST=rowwise.LARGEST[dtype], DTYPE=_DTYPES[dtype], ROWS=128, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return qt_CM, scale_C, scale_C.new_empty(0) if sums_PC is None else sums_PC.sum(0)
