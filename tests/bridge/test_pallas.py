@@ -257,6 +257,34 @@ def test_a_jax_that_was_told_to_take_the_tpu_is_an_error(monkeypatch):
         jax.config.update("jax_platforms", before)
 
 
+def test_this_threads_cuda_context_is_kept(monkeypatch):
+    class Driver:
+        current = 7
+
+        def cuCtxGetCurrent(self, context):
+            context._obj.value = self.current
+
+        def cuCtxSetCurrent(self, context):
+            self.current = context.value
+
+    driver, started = Driver(), []
+
+    def devices():
+        driver.current = 8  # as with a second GPU
+        started.append("cpu")
+
+    monkeypatch.setattr(jax_compat, "_cuda_driver", lambda: driver)
+    monkeypatch.setattr(jax_compat, "_started_backends", lambda: started)
+    monkeypatch.setattr(jax, "local_devices", devices)
+    jax_compat.start()
+    jax_compat.start()
+    assert driver.current == 7 and started == ["cpu"]
+    with pytest.raises(RuntimeError), jax_compat.keeping_cuda_context():
+        driver.current = 8
+        raise RuntimeError
+    assert driver.current == 7
+
+
 @pytest.mark.parametrize(("rank", "visible"), [(None, None), ("3", "3")])
 def test_jax_opens_the_gpu_of_its_process_alone(monkeypatch, rank, visible):
     set_to = {}

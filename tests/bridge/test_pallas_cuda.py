@@ -1,5 +1,9 @@
 """The bridge on CUDA tensors: through DLPack and jit, and Mosaic-GPU kernels by their own launcher."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -43,6 +47,40 @@ def test_runs_in_the_order_of_torchs_current_stream():
         total = op(x) * 2
     torch.cuda.current_stream().wait_stream(stream)
     assert total.eq(16).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("visible", ["all", None])
+@pytest.mark.parametrize("device", [0, 1])
+def test_on_a_host_of_several_gpus(device, visible):
+    """JAX's start, and kernels of its making, leave torch on the GPU that it was on."""
+    code = f"""
+import ctypes, torch
+from vitkernels.bridge import pallas_op
+from vitkernels.runtime import create
+torch.cuda.set_device({device})
+if {visible is None}:
+    create("cuda")
+driver, before, after = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p(), ctypes.c_void_p()
+x = torch.ones(1024, 768, device="cuda", dtype=torch.bfloat16)
+driver.cuCtxGetCurrent(ctypes.byref(before))
+jit = pallas_op(lambda x: x + 1, name="increment")(x)
+driver.cuCtxGetCurrent(ctypes.byref(after))
+assert before.value == after.value and torch.cuda.current_device() == {device}, (before, after)
+assert torch.compile(torch.sin)(jit).allclose(jit.sin())
+if torch.cuda.get_device_capability() == (9, 0):
+    from vitkernels.ops.linear import linear
+    weight = torch.eye(768, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(linear(x, weight, None, backend="pallas_hopper"), x)
+    driver.cuCtxGetCurrent(ctypes.byref(after))
+    assert before.value == after.value
+    assert torch.compile(torch.cos)(x).allclose(x.cos())
+print("right")
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_CUDA_VISIBLE_DEVICES"}
+    environment |= {} if visible is None else {"JAX_CUDA_VISIBLE_DEVICES": visible}
+    ran = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ran.stdout.strip().endswith("right"), ran.stderr[-3000:]
 
 
 @pytest.mark.skipif(

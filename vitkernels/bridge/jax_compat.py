@@ -5,9 +5,13 @@ torch_xla, and a JAX that opens it first makes every later torch_xla call hang. 
 TPU, because it lowers for it (`hlo_module`) and lets torch_xla compile and run the result.
 """
 
+import ctypes
 import os
 import pkgutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 
@@ -65,6 +69,34 @@ def _choose_platforms() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def start() -> None:
+    """Start JAX's backends, which its first lowering would do."""
+    if not _started_backends():
+        with keeping_cuda_context():
+            jax.local_devices()
+
+
+@contextmanager
+def keeping_cuda_context() -> Iterator[None]:
+    """Puts this thread's CUDA context back. JAX opens every GPU that it sees and can leave another one's context
+    behind, in which torch would go on launching kernels ("invalid resource handle")."""
+    driver = _cuda_driver()
+    if driver is None:
+        yield
+        return
+    context = ctypes.c_void_p()  # stays null where the thread has none, or CUDA was not started yet
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    try:
+        yield
+    finally:
+        driver.cuCtxSetCurrent(context)
+
+
+@cache
+def _cuda_driver() -> ctypes.CDLL | None:
+    return ctypes.CDLL("libcuda.so.1") if torch.cuda.is_available() else None
+
+
 def has_cuda_plugin() -> bool:
     try:
         import jax_plugins
@@ -107,6 +139,7 @@ def _interpreted_param(value):
 
 def hlo_module(function, shapes, platform: str) -> bytes:
     """`function` on `shapes`, lowered for "tpu", "cpu" or "cuda" without that device: a serialized HLO module."""
+    start()
     # Unused inputs stay, so that the module takes exactly the tensors it is called with.
     lowered = jax.jit(function, keep_unused=True).trace(*shapes).lower(lowering_platforms=(platform,))
     return lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()

@@ -14,6 +14,8 @@ import torch
 from jax.experimental.mosaic import gpu as mgpu
 from torch import Tensor
 
+from vitkernels.bridge.jax_compat import keeping_cuda_context, start
+
 
 class Kernel:
     """`function`, one Mosaic-GPU kernel call and nothing else, compiled for arguments of these shapes.
@@ -46,6 +48,7 @@ def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) ->
     """
     from jax._src.lib.mlir import passmanager
 
+    start()
     module = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)
@@ -69,7 +72,8 @@ def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) ->
 def _compile(module: bytes) -> Callable:
     """Of a CUDA stream and pointers to the arguments; loaded into the current device."""
     torch.cuda.current_stream().synchronize()  # makes this thread's CUDA context, if it has none
-    compiled = _library().MosaicGpuCompile(module, len(module))
+    with keeping_cuda_context():
+        compiled = _library().MosaicGpuCompile(module, len(module))
     if not compiled:
         raise RuntimeError("Mosaic GPU failed to compile the kernel; what it printed says why")
     function, address = compiled[0], compiled[1]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge import lazy_target
-from vitkernels.bridge.jax_compat import close_tpu, hlo_module, interpreted, mosaic_gpu_kernel
+from vitkernels.bridge.jax_compat import close_tpu, hlo_module, interpreted, mosaic_gpu_kernel, start
 from vitkernels.errors import UsageError
 
 _CPU_ALIGNMENT = 64  # bytes; XLA on the CPU takes no buffer with less, and would copy it with a warning
@@ -96,6 +96,7 @@ class Trace:
     def run(self, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
         """The outputs, on the tensors' device."""
         close_tpu(torch_xla_in_use=True if device.type == "xla" else None)
+        start()
         if device.type == "cpu":
             return self._run_cpu(tensors)
         if device.type == "xla":

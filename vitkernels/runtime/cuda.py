@@ -28,6 +28,8 @@ class CudaRuntime(Runtime):
         if number >= count:
             raise UsageError(f"torchrun --nproc-per-node asks for more than this host's GPUs, {count}")
         torch.cuda.set_device(number)
+        # A kernel that needs JAX starts it, and JAX would open every GPU of the host.
+        os.environ.setdefault("JAX_CUDA_VISIBLE_DEVICES", str(number))
         return torch.device("cuda", number)
 
     @property
