@@ -149,7 +149,7 @@ class Trace:
 
     def _run_cuda(self, tensors, device):
         with torch.cuda.device(device):  # Mosaic-GPU's launcher takes torch's current device and its current stream
-            return self._once("cuda", lambda: self._for_cuda(tensors))(tensors)
+            return self._once(f"cuda:{device.index}", lambda: self._for_cuda(tensors))(tensors)
 
     def _for_cuda(self, tensors) -> Callable:
         """Mosaic-GPU's direct launch where the function is one such kernel and nothing else; else DLPack and jit."""
