@@ -416,7 +416,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         "images_per_s": None if mean_ms is None else round(images_per_step / mean_ms * 1e3, 2),
         "mfu": mfu(runtime, flops_per_step, mean_ms),
         "train_flops_per_step": flops_per_step * parallel.devices,
-        "peak_memory_bytes": parallel.peak_memory_bytes(),
+        "peak_memory_bytes": runtime.peak_memory_bytes(),
         "train_loss": train_loss,
         "val_top1": result.get("top1"),
         "val_top5": result.get("top5"),

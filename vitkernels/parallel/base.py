@@ -102,10 +102,6 @@ class Parallel:
         """The batches on this process's devices."""
         return self.runtime.feed(batches)
 
-    def peak_memory_bytes(self) -> int | None:
-        """As the runtime's, and what this way to share work holds beside it."""
-        return self.runtime.peak_memory_bytes()
-
     # ---- talking: on the host, never through the device ----
 
     def agree(self, asked: bool) -> bool:

@@ -1,9 +1,9 @@
-"""Data parallelism by the GPUs' copy engines: each rank writes its gradients into the memory of all others.
+"""Data parallelism by the GPUs' copy engines: each rank's gradients go through the host's memory to all others.
 
-A copy engine moves bytes over NVLink beside the multiprocessors, which NCCL's kernels would share with backward's
-products. So a gradient leaves as soon as it exists, also from within one compiled graph; after backward each rank takes
-the mean of what all have sent, in the order of the ranks, and so to the same bits. The averages are those of Li et al.,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
+A copy engine moves bytes beside the multiprocessors, which NCCL's kernels would share with backward's products. So a
+gradient leaves as soon as it exists, also from within one compiled graph; after backward each rank takes the mean of
+what all have sent, in the order of the ranks, and so to the same bits. The averages are those of Li et al., "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
 """
 
 import functools
@@ -34,14 +34,11 @@ _senders: "weakref.WeakValueDictionary[int, CopiedGradients]" = weakref.WeakValu
 def unsupported(device: torch.device, world: int, reduce_dtype: torch.dtype) -> str | None:
     """Why this process's gradients cannot travel by copy engines; None if they can."""
     if device.type != "cuda":
-        return f"it copies between the memories of NVIDIA GPUs, and this is runtime={device.type}"
+        return f"it is for NVIDIA GPUs, and this is runtime={device.type}"
     if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
-        return "it copies between GPUs of one host, and torchrun started processes on several"
+        return "it goes through the memory of one host, and torchrun started processes on several"
     if reduce_dtype != torch.float32:
         return "it averages in float32 (parallel.reduce=fp32)"
-    for other in range(min(world, torch.cuda.device_count())):
-        if other != device.index and not torch.cuda.can_device_access_peer(device, other):
-            return f"GPU {device.index} of this host has no access to the memory of GPU {other}"
     return None
 
 
@@ -174,6 +171,7 @@ class CopiedGradients(nn.Module):
     def __init__(self, model: nn.Module, connect, beside: bool = True, options: dict | None = None):
         super().__init__()
         self.module, self.beside, self.last, self.late = model, beside, True, 0
+        self._is_open = False  # begun as the last pass of a step, and not at its end
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._named = dict(sorted(trained, key=lambda one: one[1].numel() < _SMALL))
         for tensor in itertools.chain(model.parameters(), model.buffers()):
@@ -212,20 +210,23 @@ class CopiedGradients(nn.Module):
         return torch.func.functional_call(self.module, watched, inputs)
 
     def begin(self, last: bool) -> None:
-        """Before forward and backward of one of a step's batches; a pass that an error ended is forgotten."""
-        self.last = last
-        if self._sent or self._expects_end:
+        """Before forward and backward of one of a step's batches, on all ranks.
+
+        A pass that an error ended is forgotten; if it ended one on any rank, all are to begin the next one.
+        """
+        if self._is_open or self._sent or self._expects_end:
             self._break_off()
+        self.last = self._is_open = last
 
     def _break_off(self) -> None:
         if self._exchange is not None:
-            self._exchange.wait()  # then what is freed here can be written to
+            self._exchange.break_off()
         self._forget()
 
     def _forget(self) -> None:
         self._sent.clear()
         self._waiting.clear()
-        self._expects_end = False
+        self._expects_end = self._is_open = False
 
     def is_made(self, index: int, gradient: Tensor, narrow: Tensor | None) -> None:
         """Send a gradient before it is its parameter's, unless others are still to be added to it."""
@@ -294,7 +295,7 @@ class CopiedGradients(nn.Module):
             if dtypes == self._exchange.dtypes:
                 return
             log.info("parallel.send: from now on more gradients travel in float32")
-            self._exchange.close()
+            self._exchange.break_off()
             self._exchange = None  # gives its memory back before there is more
         self._exchange = self._connect([p.numel() for p in self._trained], dtypes, self._large)
         sent, self._sent, self._waiting = self._sent, {}, []

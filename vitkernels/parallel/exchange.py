@@ -1,50 +1,57 @@
-"""Memory of each rank that all ranks write to, by the GPUs' copy engines, and the mean of what they wrote.
+"""Gradients of all ranks of one host, through its memory, by the GPUs' copy engines, and their mean.
+
+Not over NVLink: links that carry next to nothing, but never sleep, took 2.4 % of the speed of two H200s at their power
+limit (notes/parallel.md).
 
 Shape suffixes: R ranks, B bytes of what one rank sends, L elements of one dtype in it.
 """
 
 import contextlib
+import itertools
+from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _SymmetricMemory
-from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+from vitkernels.parallel.host_memory import HostRows
 
 _ALIGNED = 128  # bytes, of which each gradient begins at a multiple
-_ALL_SENT, _ALL_READ = 0, 1  # channels of barriers: one can begin while another lasts
-
-_worlds: dict[str, int] = {}  # by the name of a process group, where torch finds ranks by it
 
 
 class Exchange:
-    """What all ranks send each other in one step: a row of bytes for each sender in the memory of each rank.
+    """What the ranks send each other in one step, and have of each other then: a row of bytes for each of them.
 
     sizes, dtypes: of each gradient, in elements and as it travels; those from number first_small on are float32, and
     sent together. Gradients of one dtype lie side by side, so that one pass over them takes their mean.
-    received_RB: this rank's memory, of row_bytes(sizes, dtypes) for each rank: 0.35 GB for a ViT-B on 2 ranks whose
-    gradients travel in bfloat16, else 0.7.
-    memory: as torch's _SymmetricMemory has it: rank, world_size, get_buffer, which gives any rank's received_RB, and
-    barrier(channel), which comes to pass, in the order of the current stream, when all ranks are there.
+    host: of row_bytes(sizes, dtypes), and with number_of_flags(first_small). The device has as many bytes for each
+    rank: 0.35 GB for a ViT-B on 2 ranks whose gradients travel in bfloat16, else 0.7.
+
+    A pass is what ranks do from their first `send` up to `averages`, or up to `break_off`. Flags have the number of the
+    pass in which something last happened: that a large gradient was sent, that all small ones were, that everything
+    was, and that everything was read. Ranks may send in different orders. Streams that wait for other ranks have high
+    priority, by which they share no queue with those that the others wait for.
     """
 
-    def __init__(self, sizes: list[int], dtypes: list[torch.dtype], first_small: int, received_RB: Tensor, memory):
-        self.dtypes, self._memory = dtypes, memory
-        on_gpu = received_RB.device.type == "cuda"
-        rank, world = memory.rank, memory.world_size
-        assert received_RB.shape == (world, row_bytes(sizes, dtypes))
-        # Ranks begin with different receivers, so that none has all of them at once; its own row comes last.
-        receivers = [(rank + step) % world for step in range(1, world + 1)]
-        mine = [memory.get_buffer(receiver, received_RB.shape, torch.uint8)[rank] for receiver in receivers]
+    def __init__(self, sizes: list[int], dtypes: list[torch.dtype], first_small: int, host: HostRows):
+        self.dtypes, self._host, self._pass, self._begun = dtypes, host, 1, False
+        rank, world, device = host.rank, len(host.rows), host.device
+        # Ranks begin with different senders, so that none has all readers at once.
+        self._others = [(rank + step) % world for step in range(1, world)]
         spans = _spans(sizes, dtypes)
-        self._targets = [
-            [row[span].view(dtype) for row in mine]
-            for span, dtype in zip(spans[:first_small], dtypes[:first_small], strict=True)
-        ]
-        self._small = [received_RB[rank, span].view(torch.float32) for span in spans[first_small:]]
-        self._small_targets = [row[spans[first_small].start :] for row in mine] if self._small else []  # its own last
-        self._received, self._places = _by_dtype(received_RB, spans, dtypes)
-        self._side = torch.cuda.Stream(received_RB.device) if on_gpu else None
+        length = row_bytes(sizes, dtypes)
+        self._received_RB = torch.empty(world, length, dtype=torch.uint8, device=device)
+        self._own = [self._received_RB[rank, span].view(dtype) for span, dtype in zip(spans, dtypes, strict=True)]
+        self._first_small = first_small
+        sent = spans[:first_small]
+        if first_small < len(spans):
+            sent.append(slice(spans[first_small].start, length))
+        self._all_sent, self._all_read = len(sent), len(sent) + 1  # flags; those before are of what was sent, in order
+        self._flags_sent, self._flags_sent_again = set(), set()  # in this pass
+        rows = zip(host.rows, self._received_RB, strict=True)
+        self._ways = [[(in_host[span], on_device[span]) for span in sent] for in_host, on_device in rows]  # by rank
+        self._received, self._places = _by_dtype(self._received_RB, spans, dtypes)
+        on_gpu = device.type == "cuda"
+        self._out, self._into = (torch.cuda.Stream(device, priority=-1) if on_gpu else None for _ in range(2))
         self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
         with torch.no_grad():
             self._means()  # compiled here, before ranks wait for each other
@@ -52,53 +59,109 @@ class Exchange:
     def _means(self) -> list[Tensor]:
         return [self._mean(received_RL) for received_RL in self._received]
 
-    @contextlib.contextmanager
-    def _beside(self):
-        """After all that the current stream has been given so far, and beside what it is given next."""
-        if self._side is None:
-            yield
-        else:
-            self._side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self._side):
-                yield
-
     def send(self, gradients: list[tuple[int, Tensor]]) -> None:
-        """To all ranks, by index. Their memory must stay as it is until `averages` returns."""
-        with self._beside():
+        """To all ranks, by index. Their memory must stay as it is until the current stream has waited (`wait`).
+
+        What is sent again in the same pass, on all ranks then, takes the place of what was sent before.
+        """
+        self._begin()
+        with _beside(self._out):
             for index, gradient in gradients:
-                for target in self._targets[index]:
-                    target.copy_(gradient.view(-1), non_blocking=True)
+                self._own[index].copy_(gradient.view(-1), non_blocking=True)
+                self._publish(index)
+        self._receive([index for index, _ in gradients])
 
     def send_small(self, gradients: list[Tensor]) -> None:
         """To all ranks, all of them from number first_small on."""
         if not gradients:
             return
-        with self._beside():
-            torch._foreach_copy_(self._small, [gradient.view(-1) for gradient in gradients])
-            *others, own = self._small_targets
-            for target in others:
-                target.copy_(own, non_blocking=True)
+        self._begin()
+        with _beside(self._out):
+            torch._foreach_copy_(self._own[self._first_small :], [gradient.view(-1) for gradient in gradients])
+            self._publish(self._first_small)
+        self._receive([self._first_small])
+
+    def _begin(self) -> None:
+        if self._begun:
+            return
+        self._begun = True
+        with _beside(self._into):
+            pass  # what was received last has been read
+        with _on(self._out):
+            for other in self._others:
+                self._host.expect(other, self._all_read, self._pass - 1)  # and so has what this rank sent
+
+    def _publish(self, flag: int) -> None:
+        in_host, on_device = self._ways[self._host.rank][flag]
+        in_host.copy_(on_device, non_blocking=True)
+        self._host.announce(flag, self._pass)
+
+    def _receive(self, flags: list[int]) -> None:
+        with _on(self._into):
+            for flag in flags:
+                if flag in self._flags_sent:  # the others' flags may still be of what they sent before
+                    self._flags_sent_again.add(flag)
+                    continue
+                self._flags_sent.add(flag)
+                for other in self._others:
+                    self._host.expect(other, flag, self._pass)
+                    self._take(other, flag)
+
+    def _take(self, other: int, flag: int) -> None:
+        in_host, on_device = self._ways[other][flag]
+        on_device.copy_(in_host, non_blocking=True)
 
     def wait(self) -> None:
         """Have the current stream wait until all that was sent has left."""
-        if self._side is not None:
-            torch.cuda.current_stream().wait_stream(self._side)
+        if self._out is not None:
+            torch.cuda.current_stream().wait_stream(self._out)
 
     def averages(self) -> list[Tensor]:
-        """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a step."""
+        """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a pass."""
+        self._end()
         self.wait()
-        self._memory.barrier(_ALL_SENT)
+        if self._into is not None:
+            torch.cuda.current_stream().wait_stream(self._into)
         means = self._means()
-        with self._beside():  # what the next step sends waits here for the slowest reader, and nothing else does
-            self._memory.barrier(_ALL_READ)
         return [means[region][span] for region, span in self._places]
 
-    def close(self) -> None:
-        """Wait until no rank writes to another's memory any more. All ranks must call it."""
+    def break_off(self) -> None:
+        """End a pass without averages, as all ranks must: nobody waits any longer for what this one has not sent."""
+        with _on(self._out):
+            for flag in range(self._all_sent):
+                self._host.announce(flag, self._pass)
+        self._end()
         self.wait()
-        self._memory.barrier(_ALL_SENT)
-        if self._side is not None:
-            torch.cuda.synchronize(self._side.device)
+
+    def _end(self) -> None:
+        with _on(self._out):
+            self._host.announce(self._all_sent, self._pass)
+        with _on(self._into):
+            for flag, other in itertools.product(self._flags_sent_again, self._others):
+                self._host.expect(other, self._all_sent, self._pass)
+                self._take(other, flag)
+            self._host.announce(self._all_read, self._pass)
+        self._flags_sent.clear()
+        self._flags_sent_again.clear()
+        self._pass, self._begun = self._pass + 1, False
+
+
+@contextlib.contextmanager
+def _beside(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """After all that the current stream has been given so far, and beside what it is given next."""
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream())
+    with _on(stream):
+        yield
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def number_of_flags(first_small: int) -> int:
+    """That an Exchange announces by."""
+    return first_small + 3
 
 
 def row_bytes(sizes: list[int], dtypes: list[torch.dtype]) -> int:
@@ -137,29 +200,3 @@ def _mean(received_RL: Tensor) -> Tensor:
     for row_L in rows[1:]:
         total_L = total_L + row_L.float()
     return total_L / len(rows)
-
-
-def gpu_memory(length: int, device: torch.device) -> tuple[Tensor, _SymmetricMemory]:
-    """An Exchange's received_RB, with rows of `length` bytes, and memory, for the ranks of the default process group.
-
-    All of them must call it.
-    """
-    group, world = dist.group.WORLD.group_name, dist.get_world_size()
-    if torch.__version__ < "2.11":  # which finds ranks and store by the group's name, for as long as the process lives
-        if _worlds.setdefault(group, world) != world:
-            raise RuntimeError(f"this process was one of {_worlds[group]} before, which torch < 2.11 does not forget")
-        enable_symm_mem_for_group(group)
-    torch.cuda.empty_cache()  # PyTorch's allocator gives nothing of its own back when this one finds no memory
-    # Not from symm_mem.empty, whose pool would keep this for good, and give it to an engine with other ranks.
-    shape = (world, length)
-    received_RB = _SymmetricMemory.empty_strided_p2p(shape, (length, 1), torch.uint8, device)
-    return received_RB, _SymmetricMemory.rendezvous(received_RB, group)
-
-
-def unavailable(device: torch.device) -> str | None:
-    """Why the ranks cannot write to each other's memory, seen by trying; None if they can. All ranks must call it."""
-    try:
-        gpu_memory(_ALIGNED, device)
-    except RuntimeError as error:  # in a container, for one, that may not pass on file descriptors
-        return f"torch's symmetric memory fails here: {str(error).splitlines()[0]}"
-    return None

@@ -19,8 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vitkernels.errors import UsageError
-from vitkernels.parallel import copied, exchange
+from vitkernels.parallel import copied, exchange, host_memory
 from vitkernels.parallel.base import Parallel
+from vitkernels.parallel.host_memory import HostRows
 from vitkernels.parallel.parts import ELEMENTWISE, part_of, parts_of, step_on_dtensors, step_on_parts
 from vitkernels.parallel.watch import Watch
 from vitkernels.parallel.whole import WholeGradients, stay_whole
@@ -79,7 +80,7 @@ class Group(Parallel):
 
     def __exit__(self, kind, error, trace) -> None:
         if error is None or isinstance(error, SystemExit):
-            self.runtime.synchronize()  # nobody writes to another's memory any more
+            self.runtime.synchronize()  # what the others wait for has left
             self._watch.stop()  # before all meet: nobody is missed who was allowed to go
             self.gather(None)  # dist.barrier asks for an accelerator, and fails where that is torch_xla's
             dist.destroy_process_group()
@@ -139,10 +140,10 @@ def _store_of_this_attempt() -> dist.Store:
 class Ddp(Processes):
     """Each process has the whole model; gradients are averaged.
 
-    send: how gradients travel. nccl: by NCCL. copy: by the copy engines of one host's GPUs, in float32 or in what holds
-    the same numbers, beside backward though the model is compiled as a whole, or, with overlap=False, after it; see
-    copied.py. auto: by the copy engines where that measured faster, else by NCCL, on CPUs by gloo; the log says which,
-    and why.
+    send: how gradients travel. nccl: by NCCL. copy: by the GPUs' copy engines, through the memory of their host, in
+    float32 or in what holds the same numbers, beside backward though the model is compiled as a whole, or, with
+    overlap=False, after it; see copied.py. auto: by the copy engines where that measured faster, else by NCCL, on CPUs
+    by gloo; the log says which, and why.
     accum_steps: batches to a step.
     """
 
@@ -163,14 +164,15 @@ class Ddp(Processes):
             raise UsageError(f"parallel.send=nccl is for NVIDIA GPUs, and this is {device.type}: parallel.send=auto")
         self._may_copy = send == "copy" or (send == "auto" and device.type == "cuda")
         self._no_copies = None  # or why not
-        self._received_bytes = 0
         self._said = None
         if self._may_copy:
             self._no_copies = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
             self._refuse_copies(self._no_copies)
         super().__init__(runtime, lost_after, False if send == "copy" else overlap, reduce)
         if self._may_copy:
-            self._no_copies = self._first(self._no_copies) or self._first(exchange.unavailable(device))
+            self._no_copies = self._first(self._no_copies)
+            if self._no_copies is None:
+                self._no_copies = self._first(host_memory.unavailable(self.rank, device, self.gather))
             self._refuse_copies(self._no_copies)
 
     def _first(self, reason: str | None) -> str | None:
@@ -228,22 +230,17 @@ class Ddp(Processes):
             # Inductor pads a product where that is faster, which each rank times by itself; then it is another tensor.
             by_rank = zip(*self.gather(dtypes), strict=True)
             dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in by_rank]
-            length = exchange.row_bytes(sizes, dtypes)
+            length, flags = exchange.row_bytes(sizes, dtypes), exchange.number_of_flags(first_small)
             try:
-                received_RB, memory = exchange.gpu_memory(length, self.device)
-            except RuntimeError as error:
+                host = HostRows(length, flags, self.rank, self.device, self.gather)
+            except (OSError, RuntimeError) as error:
                 raise UsageError(
-                    f"no {self.world * length / 2**30:.1f} GiB of GPU memory for gradients of other ranks: "
-                    f"{str(error).splitlines()[0]}; parallel.send=nccl, or a smaller data.batch_size"
+                    f"no {self.world * length / 2**30:.1f} GiB of host memory for the gradients of all ranks: "
+                    f"{str(error).splitlines()[0]}; parallel.send=nccl does without"
                 ) from error
-            self._received_bytes = received_RB.numel()
-            return exchange.Exchange(sizes, dtypes, first_small, received_RB, memory)
+            return exchange.Exchange(sizes, dtypes, first_small, host)
 
         return copied.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
-
-    def peak_memory_bytes(self) -> int | None:
-        peak = super().peak_memory_bytes()
-        return peak and peak + self._received_bytes  # which PyTorch's allocator does not count
 
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:

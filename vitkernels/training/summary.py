@@ -42,7 +42,7 @@ def log_window(
         ms = sum(window.step_ms) / len(window.step_ms)
         wait = sum(window.input_wait_ms) / len(window.input_wait_ms)
         used = mfu(parallel.runtime, flops, ms)
-        memory = parallel.peak_memory_bytes()
+        memory = parallel.runtime.peak_memory_bytes()
         scalars |= {
             "time/step_ms": ms,
             "time/images_per_s": images / ms * 1e3,
