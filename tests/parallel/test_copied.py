@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from vitkernels import parallel
 from vitkernels import runtime as runtimes
 from vitkernels.errors import UsageError
-from vitkernels.parallel import copied, host_memory, processes
+from vitkernels.parallel import copied, exchange, host_memory, processes
 from vitkernels.parallel.base import Parallel
 from vitkernels.parallel.host_memory import HostRows
 from vitkernels.runtime.base import Runtime
@@ -212,6 +212,43 @@ def average_in_bfloat16():
 def test_what_autocast_cast_travels_in_half_the_bytes_with_the_same_averages(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", average_in_bfloat16)
     assert ranks.finish(120) == [0, 0], ranks.said()
+
+
+def send_in_any_order():
+    """Gradients of a rank's own order, some twice, and passes that end early, each rank's at a place of its own."""
+    with parallel.create("ddp", Runtime()) as engine:
+        sizes, large = [70, 3, 900, 65, 128, 2, 1], 5
+        dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, *[torch.float32] * 4]
+        flags = exchange.number_of_flags(large)
+        host = Late(exchange.row_bytes(sizes, dtypes), flags, engine.rank, torch.device("cpu"), engine.gather)
+        ways = exchange.Exchange(sizes, dtypes, large, [3, 0, 4, 1, 2], host)
+        alike, own = random.Random(0), random.Random(engine.rank)
+        for _ in range(40):
+            again = alike.sample(range(large), alike.choice([0, 1, 3]))
+            ends_early = alike.random() < 0.2
+            order = [*range(large), *again]
+            own.shuffle(order)
+            order = order[: own.randint(0, len(order))] if ends_early else order
+            values = [torch.randn(size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+            # Only the last of what is sent twice is the gradient.
+            is_last = [i not in order[n + 1 :] for n, i in enumerate(order)]
+            sends = [(i, values[i] * last) for i, last in zip(order, is_last, strict=True)]
+            while sends:
+                together = own.choice([1, 2])
+                ways.send(sends[:together])
+                sends = sends[together:]
+            if ends_early:
+                ways.break_off()
+                continue
+            ways.send_small(values[large:])
+            for average, all_values in zip(ways.averages(), zip(*engine.gather(values), strict=True), strict=True):
+                assert torch.equal(average, sum(value.float() for value in all_values) / engine.world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_may_send_in_different_orders_and_some_twice(tmp_path, world):
+    ranks = Ranks.of(world, tmp_path / "log", send_in_any_order)
+    assert ranks.finish(120) == [0] * world, ranks.said()
 
 
 class Odd(nn.Module):

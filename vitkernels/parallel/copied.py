@@ -159,8 +159,8 @@ def _at_once(options: dict) -> dict:
 class CopiedGradients(nn.Module):
     """`model`, whose gradients after a backward pass are the means over all ranks.
 
-    connect: makes the Exchange of gradients of these sizes and dtypes, from the number of the first small one; float32
-    where any rank asks for it.
+    connect: makes the Exchange of gradients of these sizes and dtypes, in float32 where any rank asks for it, from the
+    number of the first small one, and from the order in which the others were sent.
     beside: send beside backward, not after it.
     options: for torch.compile; None runs the model as it is.
     last: whether the next backward pass is the last of its step, after which gradients are averaged.
@@ -181,7 +181,7 @@ class CopiedGradients(nn.Module):
         self._connect, self._exchange = connect, None  # until a first backward pass has shown how gradients travel
         # Gradients, by index, and what travels for each. They keep their memory until all have been read.
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
-        self._waiting: list[tuple[int, Tensor]] = []
+        self._waiting: dict[int, Tensor] = {}
         self._expects_end = False
         for index, p in enumerate(self._trained):
             p.register_post_accumulate_grad_hook(functools.partial(self._is_added, index))
@@ -254,13 +254,14 @@ class CopiedGradients(nn.Module):
         # Views: with another reference to the gradient itself autograd would copy it into the parameter's.
         self._sent[index] = gradient.detach(), travels.detach()
         if travels.dtype == agreed:
-            self._waiting.append((index, self._sent[index][1]))
-        if sum(waiting.numel() for _, waiting in self._waiting) >= _SENT_TOGETHER:
+            self._waiting[index] = self._sent[index][1]
+        if sum(waiting.numel() for waiting in self._waiting.values()) >= _SENT_TOGETHER:
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        self._exchange.send(waiting)
+        waiting, self._waiting = self._waiting, {}
+        if waiting:
+            self._exchange.send(list(waiting.items()))
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -297,8 +298,8 @@ class CopiedGradients(nn.Module):
             log.info("parallel.send: from now on more gradients travel in float32")
             self._exchange.break_off()
             self._exchange = None  # gives its memory back before there is more
-        self._exchange = self._connect([p.numel() for p in self._trained], dtypes, self._large)
-        sent, self._sent, self._waiting = self._sent, {}, []
+        self._exchange = self._connect([p.numel() for p in self._trained], dtypes, self._large, list(self._sent))
+        sent, self._sent, self._waiting = self._sent, {}, {}
         for index, (gradient, travels) in sent.items():
             self._send(index, gradient, travels)
         self.late = self._large

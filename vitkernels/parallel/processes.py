@@ -226,10 +226,10 @@ class Ddp(Processes):
         return reason is None
 
     def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
-        def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int) -> exchange.Exchange:
+        def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int, order: list[int]):
             # Inductor pads a product where that is faster, which each rank times by itself; then it is another tensor.
-            by_rank = zip(*self.gather(dtypes), strict=True)
-            dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in by_rank]
+            by_rank, orders = zip(*self.gather((dtypes, order)), strict=True)
+            dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in zip(*by_rank, strict=True)]
             length, flags = exchange.row_bytes(sizes, dtypes), exchange.number_of_flags(first_small)
             try:
                 host = HostRows(length, flags, self.rank, self.device, self.gather)
@@ -238,7 +238,7 @@ class Ddp(Processes):
                     f"no {self.world * length / 2**30:.1f} GiB of host memory for the gradients of all ranks: "
                     f"{str(error).splitlines()[0]}; parallel.send=nccl does without"
                 ) from error
-            return exchange.Exchange(sizes, dtypes, first_small, host)
+            return exchange.Exchange(sizes, dtypes, first_small, orders[0], host)
 
         return copied.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
 
