@@ -22,7 +22,7 @@ from vitkernels.errors import UsageError
 _NARROW = (torch.bfloat16, torch.float16)
 _SMALL = 2**15  # elements: smaller gradients, biases and the like, go side by side, as one, at the end
 _SENT_TOGETHER = 2**20  # elements: smaller gradients wait for the next ones, for fewer events between the kernels
-_MEASURED_WORLDS = range(2, 5)
+_MEASURED_WORLD = 2
 _MOST_MEMORY = 0.05  # of a GPU's, that auto takes for what is received
 
 log = logging.getLogger("vitkernels")
@@ -64,8 +64,8 @@ def not_measured_faster(
         return "measured for compiled models, and beside backward"
     if accum_steps > 1:
         return f"measured with one batch a step, not with trainer.accum_steps={accum_steps}"
-    if world not in _MEASURED_WORLDS:
-        return f"measured on {_MEASURED_WORLDS[0]} to {_MEASURED_WORLDS[-1]} GPUs, not on {world}"
+    if world != _MEASURED_WORLD:
+        return f"measured on {_MEASURED_WORLD} GPUs, not on {world}"
     received = 4 * world * sum(p.numel() for p in model.parameters() if p.requires_grad)
     if received > _MOST_MEMORY * torch.cuda.get_device_properties(device).total_memory:
         return f"they would take {received / 2**30:.1f} GiB of each GPU's memory (parallel.send=copy lets them)"
