@@ -36,7 +36,7 @@ class Late(HostRows):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._chance = random.Random(self.rank)
+        self._chance, self.most = random.Random(self.rank), 0.005  # seconds
 
     def announce(self, *args):
         super().announce(*args)
@@ -47,7 +47,7 @@ class Late(HostRows):
         self._linger()
 
     def _linger(self):
-        time.sleep(self._chance.choice([0, 0, 0, 0.005]))
+        time.sleep(self._chance.choice([0, 0, 0, self.most]))
 
 
 def engine_of(number: int, precision: str = "fp32", **settings):
@@ -79,6 +79,8 @@ def train(engine, compiled=False, accum=1):
             with engine.accumulating(net, last=number == accum - 1):
                 with engine.runtime.autocast():
                     logits = net(some)
+                if device.type == "cuda":
+                    torch.cuda._sleep(2_000_000 * (engine.rank + 1))  # ranks are a millisecond apart
                 (F.cross_entropy(logits.float(), labels) / accum).backward()
         steps.append({name: p.grad.clone() for name, p in model.named_parameters()})
         optimizer.step()
@@ -128,6 +130,7 @@ def test_gradients_are_those_of_one_process_and_the_same_bits_on_all_ranks(tmp_p
 
 def train_on_gpus():
     mock.patch.object(copied, "_SMALL", SMALL).start()
+    mock.patch.object(copied, "_SENT_TOGETHER", 1).start()
     expected = None
     for number, settings in enumerate([{"send": "nccl"}, {"send": "copy"}, {"send": "copy", "overlap": False}]):
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
@@ -221,15 +224,21 @@ def send_in_any_order():
         dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, *[torch.float32] * 4]
         flags = exchange.number_of_flags(large)
         host = Late(exchange.row_bytes(sizes, dtypes), flags, engine.rank, torch.device("cpu"), engine.gather)
+        host.most = 0.01 * engine.rank
         ways = exchange.Exchange(sizes, dtypes, large, [3, 0, 4, 1, 2], host)
         alike, own = random.Random(0), random.Random(engine.rank)
-        for _ in range(40):
+        for number in range(40):
             again = alike.sample(range(large), alike.choice([0, 1, 3]))
             ends_early = alike.random() < 0.2
             order = [*range(large), *again]
             own.shuffle(order)
             order = order[: own.randint(0, len(order))] if ends_early else order
-            values = [torch.randn(size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+            torch.manual_seed(number)
+            all_values = [
+                [torch.randn(size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+                for _ in range(engine.world)
+            ]  # known to all, so that nothing but the Exchange keeps ranks together
+            values = all_values[engine.rank]
             # Only the last of what is sent twice is the gradient.
             is_last = [i not in order[n + 1 :] for n, i in enumerate(order)]
             sends = [(i, values[i] * last) for i, last in zip(order, is_last, strict=True)]
@@ -241,8 +250,9 @@ def send_in_any_order():
                 ways.break_off()
                 continue
             ways.send_small(values[large:])
-            for average, all_values in zip(ways.averages(), zip(*engine.gather(values), strict=True), strict=True):
-                assert torch.equal(average, sum(value.float() for value in all_values) / engine.world)
+            ways.end()
+            for average, of_all in zip(ways.averages(), zip(*all_values, strict=True), strict=True):
+                assert torch.equal(average, sum(value.float() for value in of_all) / engine.world)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -318,6 +328,13 @@ def train_what_is_odd():
                 with engine.accumulating(net, last=True), pytest.raises(RuntimeError, match="out of memory"):
                     odd_gradients(net, model, images[engine.rank])
                 hook.remove()
+            # Nor need it be while gradients are sent.
+            failing = mock.patch.object(net._exchange, "_means", side_effect=RuntimeError("out of memory"))
+            with engine.accumulating(net, last=True), contextlib.ExitStack() as stack:
+                if engine.rank == 0:
+                    stack.enter_context(pytest.raises(RuntimeError, match="out of memory"))
+                    stack.enter_context(failing)
+                odd_gradients(net, model, images[engine.rank])
             model.zero_grad()
             with engine.accumulating(net, last=True):
                 expect_close([odd_gradients(net, model, images[engine.rank])], [mean])
@@ -356,6 +373,9 @@ def choose_by_itself():
         for compiled, mode, said in cases:
             assert engine._copies(model, compiled, mode) == said.startswith("copy")
             assert re.match(said, info.call_args.args[1])
+        engine.world = 3
+        assert not engine._copies(model, True, None) and "measured on 2 GPUs, not on 3" in info.call_args.args[1]
+        engine.world = 2
         device.total_memory = 900  # what is received would be 48
         assert not engine._copies(model, True, None)
         assert "nccl" in info.call_args.args[1] and "GiB of each GPU's memory" in info.call_args.args[1]

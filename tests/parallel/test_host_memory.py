@@ -1,6 +1,8 @@
 """Rows of host memory on CPU processes: what each writes all read, and what fails on one of them is told on all."""
 
+import contextlib
 import os
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -19,9 +21,9 @@ CPU = torch.device("cpu")
 def write_and_read():
     with parallel.create("ddp", Runtime()) as engine:
         rank, world = engine.rank, engine.world
-        descriptors = set(os.listdir("/proc/self/fd"))
         host = HostRows(5000, 3, rank, CPU, engine.gather)
-        assert len(set(os.listdir("/proc/self/fd")) - descriptors) <= 2 * world  # mappings keep their own, no more
+        opened = [os.readlink(file) for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]
+        assert sum("vitkernels" in path for path in opened) == world  # mappings keep their own, and there are no more
         assert [row.numel() for row in host.rows] == [5000] * world
         for value in range(1, 200):
             host.rows[rank].fill_((value + rank) % 256)
@@ -39,12 +41,12 @@ def have_none_on_rank_1():
     with parallel.create("ddp", Runtime()) as engine:
         for function in ("memfd_create", "open"):
             failing = mock.patch.object(os, function, side_effect=OSError(f"no {function} here"))
-            with failing if engine.rank == 1 else mock.patch.object(os, "nothing", create=True):
+            with failing if engine.rank == 1 else contextlib.nullcontext():
                 reason = host_memory.unavailable(engine.rank, CPU, engine.gather)
-            if engine.rank == 1:
-                assert reason.endswith(f"fails: no {function} here")
+            if function == "open" and engine.rank == 0:
+                assert reason is None
             else:
-                assert reason == (f"{reason.split(':')[0]}: another rank has none" if "memfd" in function else None)
+                assert reason.endswith(f"fails: no {function} here")
         # And with it all is well again.
         assert host_memory.unavailable(engine.rank, CPU, engine.gather) is None
 
@@ -54,7 +56,8 @@ def have_too_little():
     with parallel.create("ddp", Runtime(), send="copy") as engine:
         net = engine.wrap(torch.nn.Linear(4, 4))
         full = mock.patch.object(os, "posix_fallocate", side_effect=OSError(12, "Cannot allocate memory"))
-        with full, pytest.raises(UsageError, match=r"GiB of host memory .*Cannot allocate memory; parallel.send=nccl"):
+        said = pytest.raises(UsageError, match=r"GiB of host memory, .*Cannot allocate memory; parallel.send=nccl")
+        with said, full if engine.rank == 1 else contextlib.nullcontext():  # the other hears of it
             net(torch.ones(1, 4)).sum().backward()
 
 

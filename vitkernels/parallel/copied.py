@@ -212,7 +212,8 @@ class CopiedGradients(nn.Module):
     def begin(self, last: bool) -> None:
         """Before forward and backward of one of a step's batches, on all ranks.
 
-        A pass that an error ended is forgotten; if it ended one on any rank, all are to begin the next one.
+        A pass that an error ended is forgotten. For an error on some ranks only, all must have begun the same pass, as
+        the last of a step, and not as the first one ever.
         """
         if self._is_open or self._sent or self._expects_end:
             self._break_off()
@@ -253,6 +254,8 @@ class CopiedGradients(nn.Module):
         travels = gradient if narrow is None or agreed == torch.float32 else narrow
         # Views: with another reference to the gradient itself autograd would copy it into the parameter's.
         self._sent[index] = gradient.detach(), travels.detach()
+        if index in self._waiting:
+            self._send_waiting()  # on each rank as often as it is made, whatever waits there beside it
         if travels.dtype == agreed:
             self._waiting[index] = self._sent[index][1]
         if sum(waiting.numel() for waiting in self._waiting.values()) >= _SENT_TOGETHER:
@@ -267,13 +270,16 @@ class CopiedGradients(nn.Module):
     def _end(self) -> None:
         """After backward: send the rest, and give all parameters the averages."""
         try:
-            self._average()
+            self._send_rest()
         except Exception:
             self._break_off()
             raise
+        self._exchange.end()
         self._forget()  # all that was sent has left
+        for p, average in zip(self._trained, self._exchange.averages(), strict=True):
+            p.grad = average.view_as(p)
 
-    def _average(self) -> None:
+    def _send_rest(self) -> None:
         self._check_all_are_there()
         for index, p in enumerate(self._trained[: self._large]):
             if index not in self._sent:
@@ -282,8 +288,6 @@ class CopiedGradients(nn.Module):
         self._agree()
         self._send_waiting()
         self._exchange.send_small([p.grad for p in self._trained[self._large :]])
-        for p, average in zip(self._trained, self._exchange.averages(), strict=True):
-            p.grad = average.view_as(p)
 
     def _agree(self) -> None:
         """On an Exchange for this pass's dtypes, which change on all ranks in the same pass: they run the same program.

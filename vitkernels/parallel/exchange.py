@@ -29,7 +29,7 @@ class Exchange:
     host: of row_bytes(sizes, dtypes), and with number_of_flags(first_small). The device has as many bytes for each
     rank: 0.35 GB for a ViT-B on 2 ranks whose gradients travel in bfloat16, else 0.7.
 
-    A pass is what ranks do from their first `send` up to `averages`, or up to `break_off`. Flags have the number of the
+    A pass is what ranks do from their first `send` up to `end`, or up to `break_off`. Flags have the number of the
     pass in which something last happened: that a large gradient was sent, that all small ones were, that everything
     was, and that everything was read.
     """
@@ -63,7 +63,7 @@ class Exchange:
         return [self._mean(received_RL) for received_RL in self._received]
 
     def send(self, gradients: list[tuple[int, Tensor]]) -> None:
-        """To all ranks, by index. Their memory must stay as it is until the current stream has waited (`wait`).
+        """To all ranks, by index. Their memory must stay as it is until the end of the pass.
 
         What is sent again in the same pass, on all ranks then, takes the place of what was sent before.
         """
@@ -115,29 +115,22 @@ class Exchange:
         in_host, on_device = self._ways[other][flag]
         on_device.copy_(in_host, non_blocking=True)
 
-    def wait(self) -> None:
-        """Have the current stream wait until all that was sent has left."""
-        if self._out is not None:
-            torch.cuda.current_stream().wait_stream(self._out)
-
-    def averages(self) -> list[Tensor]:
-        """Of all gradients, flat, by index, once all ranks have sent them. All ranks must call it, once a pass."""
-        self._end()
-        self.wait()
-        if self._into is not None:
-            torch.cuda.current_stream().wait_stream(self._into)
-        means = self._means()
-        return [means[region][span] for region, span in self._places]
-
     def break_off(self) -> None:
         """End a pass without averages, as all ranks must: nobody waits any longer for what this one has not sent."""
         with _on(self._out):
             for flag in range(self._all_sent):
                 self._host.announce(flag, self._pass)
-        self._end()
-        self.wait()
+        self.end()
 
-    def _end(self) -> None:
+    def averages(self) -> list[Tensor]:
+        """Of all gradients of the pass that has ended, flat, by index, once all ranks have sent them."""
+        if self._into is not None:
+            torch.cuda.current_stream().wait_stream(self._into)
+        means = self._means()
+        return [means[region][span] for region, span in self._places]
+
+    def end(self) -> None:
+        """End a pass in which all gradients were sent. The current stream waits until they have left."""
         with _on(self._out):
             self._host.announce(self._all_sent, self._pass)
         with _on(self._into):
@@ -147,6 +140,8 @@ class Exchange:
             self._host.announce(self._all_read, self._pass)
         self._sent, self._sent_again, self._number_received = set(), set(), 0
         self._pass, self._begun = self._pass + 1, False
+        if self._out is not None:
+            torch.cuda.current_stream().wait_stream(self._out)
 
 
 @contextlib.contextmanager

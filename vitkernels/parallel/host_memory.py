@@ -4,6 +4,7 @@ GPUs signal each other through it as well, by the stream memory operations of th
 (https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html): no host waits for another, and no kernel does.
 """
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -37,7 +38,7 @@ class HostRows:
             pinned: list[Tensor] = []
             weakref.finalize(self, _unpin, pinned, device).atexit = False
             for one in memory:
-                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(one.data_ptr(), size, 0))
+                _pin(one, device)
                 pinned.append(one)
         self.rows = [one[:length] for one in memory]
         self._flags = [one[flags_begin:].view(torch.int32) for one in memory]
@@ -75,17 +76,18 @@ def unavailable(rank: int, device: torch.device, gather: Callable[[object], list
 
 def _mapped_by_all(size: int, gather: Callable[[object], list]) -> list[mmap.mmap]:
     """`size` bytes of each rank, by rank, in the address space of this one."""
-    own, error = None, None
+    own, path, error = None, None, None
     try:
         # Without a name, so that nothing is left behind, and not in /dev/shm, of which containers have little.
         own = os.memfd_create("vitkernels")
         os.posix_fallocate(own, 0, size)
+        path = f"/proc/{os.getpid()}/fd/{own}"
     except OSError as raised:
-        error = raised
-    paths = gather(None if error else f"/proc/{os.getpid()}/fd/{own}")
+        error = str(raised)
+    paths, errors = zip(*gather((path, error)), strict=True)
     try:
-        if error or None in paths:
-            raise error or OSError("another rank has none")
+        if any(errors):
+            raise OSError(next(filter(None, errors)))
         return [_mapped(path, size) for path in paths]
     finally:
         gather(None)  # each has opened all
@@ -101,10 +103,21 @@ def _mapped(path: str, size: int) -> mmap.mmap:
         os.close(file)
 
 
+def _pin(memory: Tensor, device: torch.device) -> None:
+    try:
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    except RuntimeError:
+        # CUDA remembers it, and whoever launches the next kernel would be told: that is the one here.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=device)
+        raise
+
+
 def _unpin(pinned: list[Tensor], device: torch.device) -> None:
-    torch.cuda.synchronize(device)  # nothing is copied from or to it any more
-    for one in pinned:
-        torch.cuda.cudart().cudaHostUnregister(one.data_ptr())
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()  # nothing is copied from or to it any more
+        for one in pinned:
+            torch.cuda.cudart().cudaHostUnregister(one.data_ptr())
 
 
 def _stream_operation(name: str, device: torch.device, address: int, value: int, flags: int) -> None:

@@ -231,14 +231,18 @@ class Ddp(Processes):
             by_rank, orders = zip(*self.gather((dtypes, order)), strict=True)
             dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in zip(*by_rank, strict=True)]
             length, flags = exchange.row_bytes(sizes, dtypes), exchange.number_of_flags(first_small)
+            made, failure = None, None
             try:
                 host = HostRows(length, flags, self.rank, self.device, self.gather)
+                made = exchange.Exchange(sizes, dtypes, first_small, orders[0], host)
             except (OSError, RuntimeError) as error:
+                failure = str(error).splitlines()[0]
+            if failure := self._first(failure):
                 raise UsageError(
-                    f"no {self.world * length / 2**30:.1f} GiB of host memory for the gradients of all ranks: "
-                    f"{str(error).splitlines()[0]}; parallel.send=nccl does without"
-                ) from error
-            return exchange.Exchange(sizes, dtypes, first_small, orders[0], host)
+                    f"no {self.world * length / 2**30:.1f} GiB of host memory, and as much of each GPU's, for the "
+                    f"gradients of all ranks: {failure}; parallel.send=nccl does without"
+                )
+            return made
 
         return copied.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
 
