@@ -3,8 +3,8 @@
     python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1 to 8 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
         --set runtime=cpu --attn sdpa                                anywhere, to try it out
-    python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel; by default ddp,
-                                                                     ddp by NCCL, and fsdp
+    python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel; by default on GPUs
+                                                                     both ways of ddp's gradients, and fsdp
 
 Weak scaling: each GPU keeps its batch. Efficiency is the median step of one GPU alone, without any engine, over that of
 N GPUs. All GPUs are also measured at the same time, each by itself: what they leave each other of power and of the
@@ -162,20 +162,21 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=1024)
     parser.add_argument("--attn", default="triton_flash")
     parser.add_argument("--processes", type=int, nargs="+", help="by default 1, 2, 4, 8 as far as there are GPUs")
-    engines = ["ddp", "ddp,send=nccl", "fsdp"]
-    parser.add_argument("--engines", nargs="+", default=engines, help="ddp or fsdp, and settings after a comma")
+    parser.add_argument("--engines", nargs="+", help="ddp or fsdp, and settings after a comma")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--set", nargs="*", default=[], help="more settings of train.py")
     parser.add_argument("--results", type=Path, default=ROOT / "results/scaling.jsonl")
     args = parser.parse_args()
+    on_cpu = "runtime=cpu" in args.set
+    args.engines = args.engines or (["ddp", "fsdp"] if on_cpu else ["ddp,send=copy", "ddp,send=nccl", "fsdp"])
     gpus = torch.cuda.device_count()
     args.processes = args.processes or [count for count in (1, 2, 4, 8) if count <= gpus]
     if "RANK" in os.environ:
         run_all(args)
         return
     most = max(args.processes, default=1)
-    if most == 1 or ("runtime=cpu" not in args.set and most > gpus):
+    if most == 1 or (not on_cpu and most > gpus):
         wanted = f"{most}, --processes says" if most > 1 else "2 or more"
         parser.error(
             f"it compares several GPUs ({wanted}), and PyTorch sees {gpus} here. "
