@@ -2,7 +2,7 @@
 
     python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1 to 8 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
-        --set runtime=cpu --attn sdpa                                anywhere, to try it out
+        --set runtime=cpu --attn sdpa --results /tmp/scaling.jsonl   anywhere, to try it out
     python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel; by default on GPUs
                                                                      both ways of ddp's gradients, and fsdp
 

@@ -1,7 +1,8 @@
 """Step time of the bare training loop, of train.py, and of what a user would run instead, in one go.
 
     python scripts/bench_step.py                                    ViT-B/16 at 256 px, batch 128, AdamW, bf16
-    python scripts/bench_step.py --model vit_digits --batch 8 --steps 4 --warmup 2     anywhere, to try it out
+    python scripts/bench_step.py --model vit_digits --batch 8 --steps 4 --warmup 2 --results /tmp/step.jsonl
+                                                                   anywhere, to try it out
 
 Prints a table with timm's compiled model with SDPA as its measure, the losses of 200 steps from the same weights on the
 same images, and appends its rows to results/step.jsonl. "best" is what the fastest settings give: `ops=auto` with a

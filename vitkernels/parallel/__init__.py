@@ -16,6 +16,7 @@ def names() -> tuple[str, ...]:
 WAYS_TO_SEND = ("auto", "nccl", "copy")
 REDUCE_PRECISIONS = ("fp32", "bf16")  # that gradients can be averaged in
 GATHER_PRECISIONS = ("auto", "fp32", "bf16")  # that parameters can be gathered in
+LEAST_LOST_AFTER = 3.0  # seconds: three signs of life
 
 
 def create(
@@ -39,6 +40,8 @@ def create(
     """
     if name not in names():
         raise unknown_name("parallel", name, names())
+    if lost_after < LEAST_LOST_AFTER:
+        raise UsageError(f"parallel.lost_after must be {LEAST_LOST_AFTER:g} seconds or more; got {lost_after}")
     if reduce not in REDUCE_PRECISIONS:
         raise unknown_name("parallel.reduce", reduce, REDUCE_PRECISIONS)
     if gather not in GATHER_PRECISIONS:

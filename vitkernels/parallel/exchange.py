@@ -1,6 +1,6 @@
 """Gradients of all ranks of one host, through its memory, by the GPUs' copy engines, and their mean.
 
-Not over NVLink: links that carry next to nothing, but never sleep, took 2.4 % of the speed of two H200s at their power
+Not over NVLink: links that carry next to nothing, but do not sleep, took 2.4 % of the speed of two H200s at their power
 limit (notes/parallel.md).
 
 Shape suffixes: R ranks, B bytes of what one rank sends, L elements of one dtype in it.

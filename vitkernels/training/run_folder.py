@@ -129,7 +129,7 @@ def _refuse_to_overwrite(folder: Path, cfg: DictConfig) -> None:
     finished = is_done(folder) and _length(before) == _length(now)
     changed = _differences(before, now, _WITHOUT_EFFECT if finished else _MAY_CHANGE)
     if changed and finished:
-        elsewhere += ", sweep.rerun=true makes a sweep's runs anew"
+        elsewhere += "; in a sweep, sweep.rerun=true makes its runs anew"
         raise UsageError(
             f"{folder} holds a run that was finished with other settings: {'; '.join(changed)}. {elsewhere}"
         )
@@ -248,15 +248,16 @@ def _same_runs_beside(folder: Path, cfg: DictConfig) -> list[Path]:
 
 def refuse_other_run(path: Path, state: dict, expected: dict, total_steps: int) -> None:
     """Raise UsageError when a checkpoint's identifying entries are not the expected, or it is past `total_steps`."""
-    wrong = [f"{k} is {state.get(k)!r} there and {v!r} here" for k, v in expected.items() if state.get(k) != v]
+    wrong = {k: f"{k} is {state.get(k)!r} there and {v!r} here" for k, v in expected.items() if state.get(k) != v}
     if wrong:
+        hint = " (data.batch_size is for each device: another number of them takes another one)"
         raise UsageError(
-            f"{path} cannot be continued by this run: {'; '.join(wrong)}. Give the settings it was made with, "
-            "or start anew from its weights alone with checkpoint=PATH"
+            f"{path} cannot be continued by this run: {'; '.join(wrong.values())}. Give the settings it was made with"
+            f"{hint if 'images_per_step' in wrong else ''}, or start anew from its weights alone with checkpoint=PATH"
         )
     if state["step"] > total_steps:
         raise UsageError(
-            f"{path} is at step {state['step']}, and {total_steps} are asked for: a run can only be made longer"
+            f"{path} is at step {state['step']}, and {total_steps} are asked for: a run cannot end before that"
         )
 
 
