@@ -92,10 +92,11 @@ def _check_known(name: str) -> None:
 
 
 def _near(name: str) -> list[str]:
-    """Names to show for a typo: timm has far too many to list them all."""
+    """Names to show for a typo: timm has far too many to list them all, and most take no attention backend."""
     import difflib
 
-    return difflib.get_close_matches(name, [*PRESETS, *timm.list_models()], n=8, cutoff=0.4) or [*PRESETS]
+    fitting = [*PRESETS, *timm.list_models(module="vision_transformer"), *timm.list_models(module="deit")]
+    return difflib.get_close_matches(name, fitting, n=8, cutoff=0.4) or [*PRESETS]
 
 
 def _build(name: str, **kwargs) -> nn.Module:
