@@ -214,7 +214,7 @@ def average_in_bfloat16():
 
 def test_what_autocast_cast_travels_in_half_the_bytes_with_the_same_averages(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", average_in_bfloat16)
-    assert ranks.finish(120) == [0, 0], ranks.said()
+    assert ranks.finish(400) == [0, 0], ranks.said()
 
 
 def send_in_any_order():
@@ -342,7 +342,7 @@ def train_what_is_odd():
 
 def test_odd_models_and_losses_are_right_or_refused(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", train_what_is_odd)
-    assert ranks.finish(120) == [0, 0], ranks.said()
+    assert ranks.finish(400) == [0, 0], ranks.said()
 
 
 def train_in_float64():
