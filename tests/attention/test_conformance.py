@@ -10,7 +10,12 @@ from vitkernels.errors import UsageError
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
-pytestmark = [pytest.mark.parametrize("name", attention.names()), pytest.mark.parametrize("device", DEVICES)]
+pytestmark = [
+    pytest.mark.parametrize("name", attention.names()),
+    pytest.mark.parametrize("device", DEVICES),
+    # PyTorch says so of SDPA's backward kernels, for poisoned memory comes with deterministic algorithms.
+    pytest.mark.filterwarnings("ignore:.* defaults to a non-deterministic algorithm:UserWarning"),
+]
 
 
 @pytest.fixture(autouse=True)

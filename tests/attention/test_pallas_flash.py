@@ -198,23 +198,9 @@ def test_auto_prefers_it_on_a_tpu_and_never_interpreted(monkeypatch, on_tpu):
     assert attention.choose(problem)[0] == ("pallas_flash" if on_tpu else "sdpa")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "head_dim", "chosen"),
-    [
-        (197, 64, "pallas_flash"),
-        (256, 80, "pallas_flash"),
-        (257, 64, "triton_flash"),
-        (257, 88, "pallas_flash"),
-        (1025, 64, "pallas_flash"),
-        (901, 72, "pallas_flash"),
-        (4096, 64, "pallas_flash"),
-    ],
-)
-def test_auto_on_a_hopper_gpu_goes_by_what_measured_faster(monkeypatch, tokens, head_dim, chosen):
+@pytest.mark.parametrize(("tokens", "head_dim"), [(50, 64), (197, 64), (257, 64), (257, 88), (320, 48), (4096, 64)])
+def test_auto_on_a_hopper_gpu_goes_by_what_measured_faster(monkeypatch, tokens, head_dim):
     for name in ("pallas_flash", "triton_flash"):
         monkeypatch.setattr(type(attention.get(name)), "_unsupported", lambda self, problem: None)
     problem = attention.Problem(1, 12, tokens, tokens, head_dim, torch.bfloat16, "cuda")
-    name, refused = attention.choose(problem)
-    assert name == chosen
-    reason = f"at head dim {head_dim} and {tokens} tokens triton_flash measured as fast or faster"
-    assert refused == ({"pallas_flash": reason} if chosen == "triton_flash" else {})
+    assert attention.choose(problem) == ("pallas_flash", {})

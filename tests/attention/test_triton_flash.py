@@ -56,19 +56,20 @@ def test_operators_keep_their_promises(device):
     bias = torch.randn(20, 20, device=device, requires_grad=True)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     FLASH.qkvpacked(qkv)  # registers them
-    torch.library.opcheck(ops.triton_flash_packed, (qkv, bias, None, None, False, 0.2), test_utils=checks)
+    torch.library.opcheck(ops.triton_flash_packed, (qkv, bias, None, None, False, 0.2, []), test_utils=checks)
     q, k, v = qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
-    torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, True, 0.2), test_utils=checks)
+    torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, True, 0.2, []), test_utils=checks)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [True, False])
 def test_tiles_can_be_chosen(device, packed, monkeypatch):
     """Each pass runs with the sizes that were asked for, and gives what any other tiles give."""
-    from vitkernels.attention import triton_flash_launch
+    from vitkernels.attention import triton_flash_launch, triton_flash_op
 
     run, seen = triton_flash_launch._run, []
-    monkeypatch.setattr(triton_flash_launch, "_run", lambda *args: (seen.append(args[5]), run(*args)))
+    monkeypatch.setattr(triton_flash_launch, "_run", lambda *args: seen.append(args[5]) or run(*args))
+    monkeypatch.setattr(triton_flash_op, "_seen", {"forward": {}, "backward": {}})  # no call was made before
     chosen = FLASH.configured(tiles={"forward": "32x16", "dq": None, "dkdv": "16x32"})
     qkv = torch.randn(1, 40, 3, 1, 32, device=device, requires_grad=True)
 
@@ -97,6 +98,23 @@ def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         FLASH.configured(**options)
     assert FLASH.configured(tiles={"forward": None}) is FLASH
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_called_again(device):
+    """A second call of a layout launches at addresses alone: they must be those of its own tensors."""
+    packed = torch.randn(2, 41, 2, 3, 2, 40, device=device)  # two packed projections side by side
+    odd = torch.randn(2 * 41 * 3 * 2 * 40 + 1, device=device)
+    for qkv in (packed[:, :, 0], packed[:, :, 1], odd[1:].view(2, 41, 3, 2, 40), odd[:-1].view(2, 41, 3, 2, 40)):
+        for transposed in (False, True, False):
+            leaf = qkv.detach().requires_grad_()
+            out = FLASH.qkvpacked(leaf)
+            do = torch.randn(41, 2, 80, device=device).transpose(0, 1) if transposed else torch.randn_like(out)
+            exact = leaf.detach().double().requires_grad_()
+            wanted = attention.get("native").qkvpacked(exact)
+            torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)  # float32: 41 products and sums
+            grads = torch.autograd.grad(out, leaf, do), torch.autograd.grad(wanted, exact, do.double())
+            torch.testing.assert_close(grads[0][0].double(), grads[1][0], rtol=0, atol=5e-5)
 
 
 @pytest.mark.gpu

@@ -1,10 +1,17 @@
-"""Second derivatives through kernels are refused: autograd would take them for zero without a word."""
+"""Operators run as functions where nothing watches, and as operators where something does; once differentiable.
+
+Second derivatives through kernels are refused: autograd would take them for zero without a word.
+"""
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vitkernels import attention
+from vitkernels.bridge.operator import operator
 from vitkernels.errors import UsageError
 from vitkernels.ops import cross_entropy, generalized_box_iou, layer_norm_residual, linear_gelu, mlp
 from vitkernels.quant import train_in_8_bits
@@ -40,3 +47,108 @@ def test_a_second_derivative_is_refused(name):
     assert dx.shape == x.shape
     with pytest.raises(UsageError, match="differentiable once"):
         torch.autograd.grad(CALLS[name](x).sum(), x, create_graph=True)
+
+
+class Seen(TorchDispatchMode):
+    """The operators that are called under it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Shadow(torch.Tensor):
+    """A subclass without any behavior of its own."""
+
+
+@operator("shifted_square(Tensor x, Tensor? shift, float by) -> (Tensor, Tensor)")
+def shifted_square(x, shift, by):
+    CALLS_OF_FUNCTION.append(type(x))
+    shifted = x + by if shift is None else x + shift + by
+    return shifted.square(), shifted
+
+
+@shifted_square.register_fake
+def _(x, shift, by):
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def _save(ctx, inputs, output):
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _differentiate(ctx, dsquare, _):
+    (shifted,) = ctx.saved_tensors
+    dx = 2 * shifted * dsquare
+    return dx, dx if ctx.needs_input_grad[1] else None, None
+
+
+shifted_square.register_autograd(_differentiate, setup_context=_save)
+CALLS_OF_FUNCTION = []
+OPERATOR = "vitkernels.shifted_square.default"
+
+
+@pytest.mark.parametrize("how", ["at once", "by the operator"])
+@pytest.mark.parametrize("with_shift", [True, False])
+def test_gradients_are_the_same_either_way(how, with_shift):
+    call = shifted_square if how == "at once" else shifted_square.traced
+    x, shift = torch.randn(2, 5, dtype=torch.float64).requires_grad_()
+    out, shifted = call(x, shift if with_shift else None, 0.5)
+    assert out.requires_grad and not shifted.requires_grad and not out._is_view()
+    wanted = (x + shift if with_shift else x) + 0.5
+    assert torch.equal(out, wanted.square()) and torch.equal(shifted, wanted)
+    leaves = (x, shift) if with_shift else (x,)
+    got, expected = (torch.autograd.grad(y.sum(), leaves, retain_graph=True) for y in (out, wanted.square()))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert not call(x.detach(), None, 0.5)[0].requires_grad
+    with torch.no_grad():
+        assert not call(x, None, 0.5)[0].requires_grad
+
+
+def test_nothing_between_where_nothing_watches(monkeypatch):
+    monkeypatch.setattr(shifted_square, "traced", None)
+    x = torch.randn(3, requires_grad=True)
+    shifted_square(x, None, 0.5)[0].sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated:DeprecationWarning")
+def test_who_watches_sees_the_operator():
+    x = torch.randn(3, requires_grad=True)
+    with Seen() as seen:
+        shifted_square(x, None, 0.5)
+    assert OPERATOR in seen.names
+    graph = make_fx(lambda x: shifted_square(x, None, 0.5)[0])(x.detach())
+    assert any(str(node.target) == OPERATOR for node in graph.graph.nodes)
+    trace = torch.jit.trace(lambda x: shifted_square(x, None, 0.5)[0], x.detach())
+    assert "vitkernels::shifted_square" in str(trace.graph)
+
+
+def test_fake_and_meta_tensors_do_not_reach_the_function():
+    CALLS_OF_FUNCTION.clear()
+    with FakeTensorMode():
+        assert shifted_square(torch.empty(7), None, 0.5)[0].shape == (7,)
+    assert shifted_square(torch.empty(7, device="meta"), None, 0.5)[0].is_meta
+    assert not CALLS_OF_FUNCTION
+
+
+def test_subclasses_and_torch_func_go_through_the_dispatcher(monkeypatch):
+    calls, traced = [], shifted_square.traced
+    monkeypatch.setattr(shifted_square, "traced", lambda *args: calls.append(args) or traced(*args))
+    x = torch.randn(4, dtype=torch.float64)
+    assert type(shifted_square(x.as_subclass(Shadow), None, 0.5)[0]) is Shadow
+    assert torch.equal(torch.func.vmap(lambda x: shifted_square(x, None, 0.5)[0])(x[None]), (x[None] + 0.5).square())
+    assert len(calls) == 2
+
+
+def test_without_a_formula_a_gradient_is_warned_of():
+    """The function's own PyTorch calls are not all that it does: their gradients may be wrong."""
+    doubled = operator("doubled_without_gradient(Tensor x) -> Tensor")(lambda x: x.detach() + x)
+    x = torch.ones(2, requires_grad=True)
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        doubled(x).sum().backward()

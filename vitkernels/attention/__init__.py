@@ -24,8 +24,8 @@ _MODULES = {
     "auto": "vitkernels.attention.auto",
 }
 
-# What `auto` tries, fastest first; the last entry takes every problem. Measured on CUDA, on an H200 (pallas_flash takes
-# no other generation); on TPU by the estimate from the compiler's schedule, for no TPU was at hand. Kernels that would
+# What `auto` tries, fastest first; the last entry takes every problem. Measured on CUDA, on an H200 at 14 shapes of 50 to
+# 4096 tokens (results/attention.jsonl; pallas_flash takes no other generation); on TPU by the estimate from the compiler's schedule, for no TPU was at hand. Kernels that would
 # only be interpreted are not in the running.
 _PREFERENCE = {
     "cpu": ("sdpa",),
@@ -61,7 +61,7 @@ def choose(problem: Problem) -> tuple[str, dict[str, str]]:
     """The fastest backend that takes the problem, and why each faster one was passed over."""
     refused = {}
     for name in candidates(problem.device_type):
-        reason = _slower(name, problem) or get(name).unsupported(problem)
+        reason = get(name).unsupported(problem)
         if reason is None:
             return name, refused
         refused[name] = reason
@@ -85,21 +85,6 @@ def choose_for_all(name: str, problems: Sequence[Problem]) -> str:
             takers = [n for n in others if get(n).unsupported(problem) is None]
             raise UsageError(f"attn={name} cannot run this model here: {reason}; these can: {', '.join(takers)}")
     return name
-
-
-def _slower(name: str, problem: Problem) -> str | None:
-    """Why a backend that could take the problem comes after the next one.
-
-    By device times on an H200, through the module beside each other up to 257 tokens, at 901 and at 4096
-    (results/attention.jsonl), by kernels alone at 577 and 1025 (notes/pallas_flash_hopper.md), pallas_flash is ahead
-    but at 257 of head dim 64, where its tiles of 64 rows are emptiest. Up to 320 tokens it is the same number of tiles.
-    """
-    if name != "pallas_flash" or problem.device_type != "cuda":
-        return None
-    longest = max(problem.q_tokens, problem.kv_tokens)
-    if problem.head_dim <= 64 and 256 < longest <= 320:
-        return f"at head dim {problem.head_dim} and {longest} tokens triton_flash measured as fast or faster"
-    return None
 
 
 def _xla_is_tpu() -> bool:

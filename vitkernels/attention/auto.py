@@ -46,12 +46,8 @@ def _say(name: str, called: str, why: str) -> None:
 class Auto(AttentionBackend):
     name = "auto"
 
-    def _attend(self, q_BHND, k_BHMD, v_BHMD, **keywords):
-        return _chosen(Problem.of(q_BHND, k_BHMD, v_BHMD, **keywords))(q_BHND, k_BHMD, v_BHMD, **keywords)
-
-    def _attend_qkvpacked(self, qkv_BN3HD, **keywords):
-        views = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
-        return _chosen(Problem.of(*views, **keywords)).qkvpacked(qkv_BN3HD, **keywords)
+    def _runner(self, problem: Problem) -> AttentionBackend:
+        return _chosen(problem)
 
 
 BACKEND = Auto()

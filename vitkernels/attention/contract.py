@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.autocast import cast, dtype_of
+from vitkernels.bridge.operator import runs_at_once
 from vitkernels.errors import UsageError
 
 
@@ -103,6 +104,10 @@ def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         raise UsageError(f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(x.shape)}")
 
 
+_runners = {}  # a call without extras -> the backend that runs it
+_RUNNERS_LIMIT = 4096  # for programs whose shapes never repeat
+
+
 class AttentionBackend:
     """softmax(scale * q kᵀ + bias) v, with SDPA's semantics, on either of the layouts a model has.
 
@@ -152,10 +157,28 @@ class AttentionBackend:
             problem = Problem.of(problem, *args, **keywords)
         return self.unavailable() or self._unsupported(problem)
 
-    def _require(self, problem: Problem) -> None:
+    def _runner(self, problem: Problem) -> "AttentionBackend":
+        """The backend that runs such a problem, this one; UsageError if it does not take it."""
         reason = self.unsupported(problem)
         if reason is not None:
             raise UsageError(f"attention backend {self.name!r} cannot take this call: {reason}")
+        return self
+
+    def _runner_of_call(self, tensors, bias, mask, segment_ids, is_causal, dropout_p) -> "AttentionBackend":
+        """tensors: q, k and v, or packed qkv alone, cast. To look at them anew takes longer than a short kernel."""
+
+        def found() -> AttentionBackend:
+            views = tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
+            return self._runner(Problem.of(*views, bias, mask, segment_ids, is_causal, dropout_p=dropout_p))
+
+        if bias is not None or mask is not None or segment_ids is not None or not runs_at_once(tensors):
+            return found()
+        call = self, is_causal, dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
+        if call not in _runners:
+            if len(_runners) >= _RUNNERS_LIMIT:
+                _runners.clear()
+            _runners[call] = found()
+        return _runners[call]
 
     def __call__(
         self,
@@ -170,9 +193,8 @@ class AttentionBackend:
         dropout_p: float = 0.0,
     ) -> Tensor:
         """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype, or autocast's where that is on."""
-        q_BHND, k_BHMD, v_BHMD = cast(q_BHND, k_BHMD, v_BHMD)
-        self._require(Problem.of(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale, dropout_p))
-        return self._attend(
+        q_BHND, k_BHMD, v_BHMD = tensors = cast(q_BHND, k_BHMD, v_BHMD)
+        return self._runner_of_call(tensors, bias, mask, segment_ids, is_causal, dropout_p)._attend(
             q_BHND,
             k_BHMD,
             v_BHMD,
@@ -197,10 +219,8 @@ class AttentionBackend:
         """The projection's own (B, N, 3, H, D) -> (B, N, H * D), ready for the output projection."""
         if qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
             raise UsageError(f"qkv must be (batch, tokens, 3, heads, head dim), got {tuple(qkv_BN3HD.shape)}")
-        (qkv_BN3HD,) = cast(qkv_BN3HD)
-        q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)  # views, to check and describe
-        self._require(Problem.of(q_BHND, k_BHND, v_BHND, bias, mask, segment_ids, is_causal, scale, dropout_p))
-        return self._attend_qkvpacked(
+        (qkv_BN3HD,) = tensors = cast(qkv_BN3HD)
+        return self._runner_of_call(tensors, bias, mask, segment_ids, is_causal, dropout_p)._attend_qkvpacked(
             qkv_BN3HD,
             bias=bias,
             mask=mask,

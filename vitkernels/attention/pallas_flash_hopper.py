@@ -10,7 +10,6 @@ from functools import cache, cached_property
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 
 from vitkernels.attention.pallas_flash_hopper_backward import Backward
 from vitkernels.attention.pallas_flash_hopper_forward import Forward
@@ -144,7 +143,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tu
     return out.transpose(1, 2), lse
 
 
-@register_fake("vitkernels::pallas_flash_hopper")
+@attend.register_fake
 def _(q, k, v, is_causal, scale):
     B, H, N, _ = q.shape
     return _rows_like(q), q.new_empty(B, H, padded(N), dtype=torch.float32)
@@ -170,7 +169,7 @@ def attend_backward(
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
-@register_fake("vitkernels::pallas_flash_hopper_backward")
+@attend_backward.register_fake
 def _(do, out, lse, q, k, v, is_causal, scale):
     return _rows_like(q), _rows_like(k), _rows_like(v)
 
@@ -188,7 +187,7 @@ def _differentiate(ctx, do, _dlse):
     return *attend_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
 
 
-register_autograd("vitkernels::pallas_flash_hopper", _differentiate, setup_context=_save)
+attend.register_autograd(_differentiate, setup_context=_save)
 
 
 # --- packed qkv -------------------------------------------------------------------------------------------------------
@@ -210,7 +209,7 @@ def attend_packed(qkv: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, T
     return out, lse
 
 
-@register_fake("vitkernels::pallas_flash_hopper_packed")
+@attend_packed.register_fake
 def _(qkv, is_causal, scale):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, padded(N), dtype=torch.float32)
@@ -229,7 +228,7 @@ def attend_packed_backward(do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, is
     return dqkv
 
 
-@register_fake("vitkernels::pallas_flash_hopper_packed_backward")
+@attend_packed_backward.register_fake
 def _(do, out, lse, qkv, is_causal, scale):
     return qkv.new_empty(qkv.shape)
 
@@ -247,4 +246,4 @@ def _differentiate_packed(ctx, do, _dlse):
     return attend_packed_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
 
 
-register_autograd("vitkernels::pallas_flash_hopper_packed", _differentiate_packed, setup_context=_save_packed)
+attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packed)

@@ -6,7 +6,7 @@ without a search. Who searches nevertheless names sizes of his own (attn.tiles).
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -17,6 +17,8 @@ from triton import JITFunction
 from vitkernels.attention.triton_flash_backward import dbias_kernel, dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash_forward import forward_kernel
 from vitkernels.bridge.triton import bind, cdiv, next_power_of_2, triton_call
+
+Launch = Callable[..., None]  # of tensors, or of their addresses
 
 
 @dataclass(frozen=True)
@@ -123,31 +125,31 @@ def tail(length: int, tile: int) -> int:
     return min(tile, max(16, next_power_of_2(rest))) if rest else 0
 
 
-def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None = None) -> None:
-    """Fills out and lse."""
-    _run(call, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
+def forward(call: Call, out_BHND: Tensor, lse_BHN: Tensor, tiles: Tiles | None = None) -> Launch | None:
+    """Fills out and lse. This and each pass below returns its launch, for other tensors; None where interpreted."""
+    return _run(call, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
 
 
 def backward(
     call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, sizes: Sequence[int] = ()
-) -> Tensor:
-    """Fills dq, dk and dv; returns delta, which `bias_gradient` needs. sizes: see `asked_for`."""
+) -> tuple[Tensor, list[Launch | None]]:
+    """Fills dq, dk and dv; returns delta, which `bias_gradient` needs, and its launches. sizes: see `asked_for`."""
     do = readable(do)
     delta_BHN = torch.empty_like(lse_BHN)
-    dq_pass(call, out, lse_BHN, do, delta_BHN, dq, asked_for(call, sizes, 1))
+    launches = [dq_pass(call, out, lse_BHN, do, delta_BHN, dq, asked_for(call, sizes, 1))]
     if call.k.shape[2]:
-        dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv, asked_for(call, sizes, 2))
-    return delta_BHN
+        launches.append(dkdv_pass(call, lse_BHN, do, delta_BHN, dk, dv, asked_for(call, sizes, 2)))
+    return delta_BHN, launches
 
 
-def dq_pass(call: Call, out, lse_BHN, do, delta_BHN, dq, tiles: Tiles | None = None) -> None:
+def dq_pass(call: Call, out, lse_BHN, do, delta_BHN, dq, tiles: Tiles | None = None) -> Launch | None:
     """Fills dq and delta."""
-    _run(call, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN), tiles, dq_tiles)
+    return _run(call, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN), tiles, dq_tiles)
 
 
-def dkdv_pass(call: Call, lse_BHN, do, delta_BHN, dk, dv, tiles: Tiles | None = None) -> None:
-    """Fills dk and dv, from delta."""
-    _run(call, dkdv_kernel, "M", (do, dk, dv), (lse_BHN, delta_BHN), tiles, dkdv_tiles)
+def dkdv_pass(call: Call, lse_BHN, do, delta_BHN, dk, dv, tiles: Tiles | None = None) -> Launch | None:
+    """Fills dk and dv, from delta; not for calls without keys."""
+    return _run(call, dkdv_kernel, "M", (do, dk, dv), (lse_BHN, delta_BHN), tiles, dkdv_tiles)
 
 
 def asked_for(call: Call, sizes: Sequence[int], which: int) -> Tiles | None:
@@ -162,7 +164,7 @@ _bound = {}  # the layout of a call -> its launch, ready but for the tensors: ho
 _BOUND_LIMIT = 1024  # for programs whose shapes never repeat
 
 
-def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Tiles | None, choose) -> None:
+def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Tiles | None, choose) -> Launch | None:
     """Launches a kernel whose programs own tiles of queries (own "N") or of keys ("M") and loop over the others."""
     tensors = call.q, call.k, call.v, *rows, *statistics, *call.extras
     device = call.q.device
@@ -173,7 +175,7 @@ def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Ti
     again = _bound.get(key)
     if again is not None:
         again(*tensors)
-        return None
+        return again
     tiles = tiles or choose(call)
     B, H, N, _ = call.q.shape
     M = call.k.shape[2]
@@ -187,7 +189,7 @@ def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Ti
     if len(_bound) >= _BOUND_LIMIT:
         _bound.clear()
     _bound[key] = bind(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
-    return None
+    return _bound[key]
 
 
 def _tiling(call: Call, tiles: Tiles, own: str) -> dict:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 
 from vitkernels.attention.triton_flash_launch import Call, asked_for, backward, bias_gradient, forward
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
@@ -29,7 +28,7 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 
 @operator(
     "triton_flash(Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles=[])"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles)"
     " -> (Tensor, Tensor)"
 )
 def attend(
@@ -41,7 +40,7 @@ def attend(
     segment_ids: Tensor | None,
     is_causal: bool,
     scale: float,
-    tiles: Sequence[int] = (),
+    tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units, for the backward pass."""
     call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
@@ -51,14 +50,14 @@ def attend(
     return out_BHND.to(q.dtype), lse_BHN
 
 
-@register_fake("vitkernels::triton_flash")
-def _(q, k, v, bias, mask, segment_ids, is_causal, scale, tiles=()):
+@attend.register_fake
+def _(q, k, v, bias, mask, segment_ids, is_causal, scale, tiles):
     return _rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @operator(
     "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles=[])"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def attend_backward(
@@ -74,19 +73,19 @@ def attend_backward(
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
-    tiles: Sequence[int] = (),
+    tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dbias; dbias is empty when it is not needed."""
     call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
     out, do = calculable(out), calculable(do)
     grads = [_rows_like(x) for x in (call.q, call.k, call.v)]
-    delta = backward(call, out, lse, do, *grads, tiles)
+    delta, _ = backward(call, out, lse, do, *grads, tiles)
     dbias = _dbias(call, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
     return *(x.to(q.dtype) for x in grads), dbias
 
 
-@register_fake("vitkernels::triton_flash_backward")
-def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles=()):
+@attend_backward.register_fake
+def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
@@ -114,15 +113,48 @@ def _differentiate(ctx, do, _dlse):
     return dq, dk, dv, dbias if needs_dbias else None, None, None, None, None, None
 
 
-register_autograd("vitkernels::triton_flash", _differentiate, setup_context=_save)
+attend.register_autograd(_differentiate, setup_context=_save)
 
 
 # --- packed qkv -------------------------------------------------------------------------------------------------------
+# To make views of q, k and v and look at each takes longer than a launch. So a plain call of a layout that was seen
+# before launches at addresses.
+
+_seen = {"forward": {}, "backward": {}}  # the layout of a plain call -> its launches
+_SEEN_LIMIT = 1024  # for programs whose shapes never repeat
+
+
+def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, tiles: Sequence[int]) -> tuple | None:
+    """All that decides over the launches of a plain call on the current GPU; None for any other call."""
+    if bias is not None or mask is not None or segment_ids is not None or not qkv.is_cuda or not qkv.numel():
+        return None
+    device = qkv.get_device()
+    if device != torch.cuda.current_device():
+        return None
+    return qkv.shape, qkv.stride(), qkv.dtype, device, qkv.data_ptr() % 16, is_causal, scale, tuple(tiles)
+
+
+def _remember(which: str, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
+    of_a_copy = call.q.data_ptr() != qkv.data_ptr()
+    if layout is None or of_a_copy or None in launches:  # interpreted
+        return
+    if len(_seen[which]) >= _SEEN_LIMIT:
+        _seen[which].clear()
+    _seen[which][layout] = launches
+
+
+def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
+    q, step = qkv_BN3HD.data_ptr(), qkv_BN3HD.stride(2) * qkv_BN3HD.element_size()
+    return q, q + step, q + 2 * step
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 @operator(
     "triton_flash_packed(Tensor qkv, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles=[])"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles)"
     " -> (Tensor, Tensor)"
 )
 def attend_packed(
@@ -132,25 +164,33 @@ def attend_packed(
     segment_ids: Tensor | None,
     is_causal: bool,
     scale: float,
-    tiles: Sequence[int] = (),
+    tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
+    B, N, _, H, D = qkv.shape
+    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
+    lse_BHN = qkv.new_empty(B, H, N, dtype=torch.float32)
+    if layout in _seen["forward"]:
+        out_BNE = qkv.new_empty(B, N, H * D)
+        (launch,) = _seen["forward"][layout]
+        launch(*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
+        return out_BNE, lse_BHN
     call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
     out_BHND = _rows_like(call.q)
-    lse_BHN = qkv.new_empty(call.q.shape[:3], dtype=torch.float32)
-    forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
+    launch = forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
+    _remember("forward", layout, call, qkv, [launch])
     return out_BHND.transpose(1, 2).flatten(2).to(qkv.dtype), lse_BHN
 
 
-@register_fake("vitkernels::triton_flash_packed")
-def _(qkv, bias, mask, segment_ids, is_causal, scale, tiles=()):
+@attend_packed.register_fake
+def _(qkv, bias, mask, segment_ids, is_causal, scale, tiles):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, N, dtype=torch.float32)
 
 
 @operator(
     "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles=[])"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles)"
     " -> (Tensor, Tensor)"
 )
 def attend_packed_backward(
@@ -164,20 +204,38 @@ def attend_packed_backward(
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
-    tiles: Sequence[int] = (),
+    tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
     B, N, _, H, D = qkv.shape
+    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
+    do = do.contiguous()
+    if layout in _seen["backward"] and _is_plain(do) and _is_plain(out):
+        dqkv = qkv.new_empty(qkv.shape)
+        _backward_again(_seen["backward"][layout], do, out, lse, qkv, dqkv)
+        return dqkv, qkv.new_empty(0)
     call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
-    out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do.contiguous()))
+    out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = call.q.new_empty(qkv.shape)
-    delta = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
+    delta, launches = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
+    if _is_plain(do) and _is_plain(out):
+        _remember("backward", layout, call, qkv, launches)
     dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
     return dqkv.to(qkv.dtype), dbias
 
 
-@register_fake("vitkernels::triton_flash_packed_backward")
-def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles=()):
+def _backward_again(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dqkv: Tensor) -> None:
+    delta_BHN = torch.empty_like(lse)
+    q, k, v = _addresses(qkv)
+    dq, dk, dv = _addresses(dqkv)
+    do, statistics = do.data_ptr(), (lse.data_ptr(), delta_BHN.data_ptr(), None, None, None)
+    launch_dq, launch_dkdv = launches
+    launch_dq(q, k, v, out.data_ptr(), do, dq, *statistics)
+    launch_dkdv(q, k, v, do, dk, dv, *statistics)
+
+
+@attend_packed_backward.register_fake
+def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
     return qkv.new_empty(qkv.shape), dbias
 
@@ -192,4 +250,4 @@ def _differentiate_packed(ctx, do, _dlse):
     return dqkv, dbias if needs_dbias else None, None, None, None, None, None
 
 
-register_autograd("vitkernels::triton_flash_packed", _differentiate_packed, setup_context=_save)
+attend_packed.register_autograd(_differentiate_packed, setup_context=_save)

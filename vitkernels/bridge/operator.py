@@ -1,28 +1,77 @@
 """Python functions as PyTorch operators that torch.compile does not look into."""
 
 import functools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
-from torch.library import define, impl
+from torch.library import define, impl, register_autograd, register_fake
 
 from vitkernels.errors import UsageError
 
+_PLAIN = torch.Tensor, torch.nn.Parameter
 
-def operator(schema: str):
-    """Decorator: makes a function the operator `torch.ops.vitkernels.<name>` of that schema, and returns the operator.
 
-    What torch.library.custom_op does, without its Python layers: they cost more host time than a short kernel needs.
-    A fake implementation and gradients are registered with torch.library as for any operator.
+class Operator:
+    """A function as the operator `torch.ops.vitkernels.<name>`, and as itself.
+
+    Where a call is traced or watched (torch.compile, fake tensors, torch.func, subclasses), it is a call of the
+    operator. Everywhere else the function runs at once, and its gradient is a plain autograd.Function: the dispatcher
+    and the Python around it take longer than a short kernel.
     """
-    name = "vitkernels::" + schema.partition("(")[0]
-    define(name, schema[schema.index("(") :])
 
-    def register(function):
-        impl(name, "CompositeExplicitAutograd")(function)
-        return getattr(torch.ops.vitkernels, name.removeprefix("vitkernels::")).default
+    def __init__(self, schema: str, function: Callable):
+        name = schema.partition("(")[0]
+        self.name = f"vitkernels::{name}"
+        self.function = function
+        define(self.name, schema[len(name) :])
+        impl(self.name, "CompositeExplicitAutograd")(function)
+        self.traced = getattr(torch.ops.vitkernels, name).default
+        arguments = self.traced._schema.arguments
+        self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
+        self._with_gradient = self.traced  # as long as no formula is registered: a backward pass then warns
 
-    return register
+    def register_fake(self, function: Callable) -> Callable:
+        """As torch.library.register_fake; a decorator."""
+        return register_fake(self.name)(function)
+
+    def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
+        """As torch.library.register_autograd."""
+        register_autograd(self.name, backward, setup_context=setup_context)
+
+        def forward(ctx, *args):
+            with torch._C._AutoDispatchBelowAutograd():  # as within an operator: what it returns is nobody's view
+                output = self.function(*args)
+            setup_context(ctx, args, output)
+            return output
+
+        functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        self._with_gradient = type(self.traced._opname, (torch.autograd.Function,), functions).apply
+
+    def __call__(self, *args):
+        if not runs_at_once([args[i] for i in self._tensors]):
+            return self.traced(*args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return self._with_gradient(*args)
+        return self.function(*args)
+
+
+def runs_at_once(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether an operation on them is calculated where it is called: nothing traces it, watches it or changes it."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()  # fake tensors, counters of operations
+        or torch._C._are_functorch_transforms_active()  # torch.func
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+    ):
+        return False
+    others = [x for x in tensors if x is not None and not (type(x) in _PLAIN and (x.is_cuda or x.is_cpu))]
+    return not others
+
+
+def operator(schema: str) -> Callable[[Callable], Operator]:
+    """Decorator: makes a function the `Operator` of that schema."""
+    return functools.partial(Operator, schema)
 
 
 def differentiable_once(what: str):

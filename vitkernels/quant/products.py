@@ -7,7 +7,6 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.library import register_fake
 
 from vitkernels.bridge.operator import operator
 
@@ -64,6 +63,6 @@ def _sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     return torch_xla._XLAC._xla_dot_general(a_MK, b_NK, (([1], [1]), ([], [])), preferred_element_type=sums)
 
 
-@register_fake("vitkernels::product_of_rows")
+@product_of_rows.register_fake
 def _(a, b, a_scale, b_scale, bias, out_dtype):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)

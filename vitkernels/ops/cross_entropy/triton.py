@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.bridge.triton import next_power_of_2, triton_call
@@ -120,7 +119,7 @@ def loss_and_gradient(logits, targets, label_smoothing, ignore_index, needs_grad
     return mean, counted, logits.new_empty(0, dtype=dtype) if gradient is None else gradient.to(dtype)
 
 
-@register_fake("vitkernels::cross_entropy")
+@loss_and_gradient.register_fake
 def _(logits, targets, label_smoothing, ignore_index, needs_gradient):
     scalar = logits.new_empty((), dtype=torch.float32)
     return scalar, torch.empty_like(scalar), logits.new_empty(logits.shape if needs_gradient else 0)
@@ -139,4 +138,4 @@ def _scale(ctx, dloss, _dcount, _dgradient):
     return gradient * (dloss / count.clamp(min=1)).to(torch.float32), None, None, None, None
 
 
-register_autograd("vitkernels::cross_entropy", _scale, setup_context=_save)
+loss_and_gradient.register_autograd(_scale, setup_context=_save)

@@ -3,7 +3,6 @@
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.bridge.triton import triton_call
@@ -34,7 +33,7 @@ def giou(preds: Tensor, targets: Tensor, eps: float | None) -> Tensor:
     return out
 
 
-@register_fake("vitkernels::generalized_box_iou")
+@giou.register_fake
 def _(preds, targets, eps):
     return preds.new_empty(preds.shape[:-1], dtype=_wide(preds.dtype))
 
@@ -55,7 +54,7 @@ def giou_backward(
     return d_preds.to(preds.dtype), preds.new_empty(0) if d_targets is None else d_targets.to(targets.dtype)
 
 
-@register_fake("vitkernels::generalized_box_iou_backward")
+@giou_backward.register_fake
 def _(grad, preds, targets, eps, of_targets):
     shape = targets.shape if of_targets else (0,)
     return preds.new_empty(preds.shape), targets.new_empty(shape)
@@ -73,4 +72,4 @@ def _differentiate(ctx, grad):
     return d_preds if of_preds else None, d_targets if of_targets else None, None
 
 
-register_autograd("vitkernels::generalized_box_iou", _differentiate, setup_context=_save)
+giou.register_autograd(_differentiate, setup_context=_save)

@@ -7,7 +7,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
@@ -251,17 +250,17 @@ def add_layer_norm_backward(dtotal, dnormed, total, *rest):
     return dx, total.new_empty(0) if dbranch is None else dbranch, sums
 
 
-@register_fake("vitkernels::add_layer_norm")
+@add_layer_norm.register_fake
 def _(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, out_dtype):
     return x.new_empty(x.shape), *_fake_norm(x, out_dtype)
 
 
-@register_fake("vitkernels::layer_norm")
+@layer_norm.register_fake
 def _(x, weight, bias, eps, out_dtype):
     return _fake_norm(x, out_dtype)
 
 
-@register_fake("vitkernels::add_layer_norm_backward")
+@add_layer_norm_backward.register_fake
 def _(dtotal, dnormed, total, mean, rstd, weight, branch, branch_bias, layer_scale, sample_scale, *rest):
     branch_dtype, needs_dbranch, needs_dlayer_scale = rest
     sums = 2 + (branch_bias is not None) + needs_dlayer_scale
@@ -318,5 +317,5 @@ def _differentiate(ctx, dnormed, _dmean, _drstd):
     return dx, sums[0].to(weight.dtype), sums[1].to(ctx.bias_dtype), None, None
 
 
-register_autograd("vitkernels::add_layer_norm", _differentiate_add, setup_context=_save_add)
-register_autograd("vitkernels::layer_norm", _differentiate, setup_context=_save)
+add_layer_norm.register_autograd(_differentiate_add, setup_context=_save_add)
+layer_norm.register_autograd(_differentiate, setup_context=_save)

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import register_fake
 
 from vitkernels.bridge.operator import calculable, operator
 from vitkernels.bridge.triton import cdiv, triton_call
@@ -27,7 +26,7 @@ def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
         return (dy.mT.float() @ x.float()).to(dtype)
 
 
-@register_fake("vitkernels::weight_gradient")
+@weight_gradient.register_fake
 def _(dy, x, dtype):
     return dy.new_empty(dy.shape[1], x.shape[1], dtype=dtype)
 
@@ -40,7 +39,7 @@ def column_sums(x: Tensor) -> Tensor:
     return sums_over_rows(x_MGN if x.stride(-1) == 1 else x_MGN.contiguous()).view(x.shape[1:])
 
 
-@register_fake("vitkernels::column_sums")
+@column_sums.register_fake
 def _(x):
     return x.new_empty(x.shape[1:], dtype=torch.float32)
 

@@ -8,7 +8,6 @@ Shape suffixes: M rows (tokens), K input features, N output features.
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import differentiable_once, operator
@@ -27,7 +26,7 @@ def linear(x: Tensor, weight: Tensor, rounded: Tensor, bias: Tensor | None, is_q
     return F.linear(x, rounded, None if bias is None else bias.to(x.dtype))
 
 
-@register_fake("vitkernels::linear")
+@linear.register_fake
 def _(x, weight, rounded, bias, is_qkv, form):
     return x.new_empty(*x.shape[:-1], len(weight))
 
@@ -57,4 +56,4 @@ def _bias_gradient(dy_MN: Tensor, is_qkv: bool) -> Tensor:
     return torch.cat([queries, torch.zeros_like(queries), values])
 
 
-register_autograd("vitkernels::linear", _differentiate, setup_context=_save)
+linear.register_autograd(_differentiate, setup_context=_save)

@@ -7,7 +7,6 @@ Shape suffixes: M rows (tokens), K input features, N output features.
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
 from vitkernels.ops.linear_gelu import launch
@@ -23,7 +22,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, keep
     return act_MN.to(x.dtype).view(shape), saved_MN.to(x.dtype).view(shape)
 
 
-@register_fake("vitkernels::linear_gelu")
+@linear_gelu.register_fake
 def _(x, weight, bias, tanh, keep, form):
     act = x.new_empty(*x.shape[:-1], weight.shape[0])
     return act, torch.empty_like(act)
@@ -36,7 +35,7 @@ def gelu_backward_with_sums(dact: Tensor, pre: Tensor, tanh: bool) -> tuple[Tens
     return dpre.to(pre.dtype), sums
 
 
-@register_fake("vitkernels::gelu_backward_with_sums")
+@gelu_backward_with_sums.register_fake
 def _(dact, pre, tanh):
     return torch.empty_like(pre), pre.new_empty(pre.shape[1], dtype=torch.float32)
 
@@ -56,7 +55,7 @@ def linear_into_gelu_backward(dy: Tensor, weight: Tensor, saved: Tensor, tanh: b
     return dpre.to(saved.dtype), saved.new_empty(0) if act is None else act.to(saved.dtype), sums
 
 
-@register_fake("vitkernels::linear_into_gelu_backward")
+@linear_into_gelu_backward.register_fake
 def _(dy, weight, saved, tanh, kept, form):
     act = saved.new_empty(0) if kept else torch.empty_like(saved)
     return torch.empty_like(saved), act, saved.new_empty(saved.shape[1], dtype=torch.float32)
@@ -83,4 +82,4 @@ def _differentiate(ctx, dact, _dpre):
     return dx, dweight, None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype), None, None, None
 
 
-register_autograd("vitkernels::linear_gelu", _differentiate, setup_context=_save)
+linear_gelu.register_autograd(_differentiate, setup_context=_save)

@@ -7,7 +7,6 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import differentiable_once, operator
@@ -40,7 +39,7 @@ def mlp(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh: bool, keep:
     return y, saved, act if keep else x.new_empty(0)
 
 
-@register_fake("vitkernels::mlp")
+@mlp.register_fake
 def _(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh, keep, form):
     saved = x.new_empty(*x.shape[:-1], weight1.shape[0])
     return x.new_empty(*x.shape[:-1], weight2.shape[0]), saved, torch.empty_like(saved) if keep else x.new_empty(0)
@@ -76,4 +75,4 @@ def _differentiate(ctx, dy, _dsaved, _dact):
     return dx, dweight1, None, dbias1, dweight2, None, dbias2, None, None, None
 
 
-register_autograd("vitkernels::mlp", _differentiate, setup_context=_save)
+mlp.register_autograd(_differentiate, setup_context=_save)

@@ -8,7 +8,6 @@ Shape suffixes: B images, C channels, H and W pixels, P patches of all images, K
 
 import torch
 from torch import Tensor
-from torch.library import register_autograd, register_fake
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import operator
@@ -54,7 +53,7 @@ def unfold(images: Tensor, patch_h: int, patch_w: int, dtype: torch.dtype) -> Te
     return patches_PK.to(dtype)
 
 
-@register_fake("vitkernels::unfold_patches")
+@unfold.register_fake
 def _(images, patch_h, patch_w, dtype):
     B, C, H, W = images.shape
     return images.new_empty(B * (H // patch_h) * (W // patch_w), C * patch_h * patch_w, dtype=dtype)
@@ -73,4 +72,4 @@ def _fold(ctx, dpatches_PK):
     return dimages.to(ctx.dtype), None, None, None
 
 
-register_autograd("vitkernels::unfold_patches", _fold, setup_context=_save)
+unfold.register_autograd(_fold, setup_context=_save)

@@ -5,7 +5,6 @@ Shape suffixes: M tokens, K in features, N out features, S blocks, B block size.
 
 import torch
 from torch import Tensor
-from torch.library import register_fake
 
 from vitkernels.bridge.operator import operator
 from vitkernels.ops.quantized_matmul.packing import unpack_int4
@@ -58,6 +57,6 @@ def _dot(x: Tensor, w: Tensor, dimensions, dtype: torch.dtype) -> Tensor:
     return torch_xla._XLAC._xla_dot_general(x, w, dimensions, preferred_element_type=dtype)
 
 
-@register_fake("vitkernels::quantized_matmul_xla")
+@_quantized_matmul.register_fake
 def _(x, w, scale, zero_point, bias, block_size, activation_bits):
     return x.new_empty(x.shape[0], scale.shape[-1])

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
-from torch.library import register_fake
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import operator
@@ -100,23 +99,23 @@ def _sums(x_MC: Tensor, factor_M: Tensor | None, wanted: bool) -> Tensor:
     return (x_MC.float() * factor_M[:, None]).sum(0)
 
 
-@register_fake("vitkernels::quantize_rows")
+@_quantize_rows.register_fake
 def _(x, dtype):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@register_fake("vitkernels::quantize_gelu")
+@quantize_gelu.register_fake
 def _(x, gradient, dtype):
     return x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[0], dtype=torch.float32)
 
 
-@register_fake("vitkernels::transpose_rows")
+@transpose_rows.register_fake
 def _(q, scale, sums):
     M, C = q.shape
     return q.new_empty(C, padded(M)), q.new_empty(C if sums else 0, dtype=torch.float32)
 
 
-@register_fake("vitkernels::quantize_columns")
+@quantize_columns.register_fake
 def _(x, factor, other_factor, dtype, sums):
     M, C = x.shape
     made = [x.new_empty(size, dtype=torch.float32) for size in (C, C if sums else 0)]
