@@ -24,9 +24,9 @@ _MODULES = {
     "auto": "vitkernels.attention.auto",
 }
 
-# What `auto` tries, fastest first; the last entry takes every problem. Measured on CUDA, on an H200 at 14 shapes of 50 to
-# 4096 tokens (results/attention.jsonl; pallas_flash takes no other generation); on TPU by the estimate from the compiler's schedule, for no TPU was at hand. Kernels that would
-# only be interpreted are not in the running.
+# What `auto` tries, fastest first; the last entry takes every problem. Measured on CUDA, on an H200 at 14 shapes of 50
+# to 4096 tokens (results/attention.jsonl; pallas_flash takes no other generation); on TPU by the estimate from the
+# compiler's schedule, for no TPU was at hand. Kernels that would only be interpreted are not in the running.
 _PREFERENCE = {
     "cpu": ("sdpa",),
     "cuda": ("pallas_flash", "triton_flash", "sdpa"),
