@@ -168,7 +168,7 @@ def test_bias_of_minus_infinity_masks(name, device):
     check(name, draw(device, 2, 2, 50, 64), bias=bias)
 
 
-@pytest.mark.parametrize("shape", [(2, 2, 70, 70), (1, 1, 70, 70), (2, 1, 1, 70), (70,)])
+@pytest.mark.parametrize("shape", [(2, 2, 70, 70), (1, 1, 70, 70), (2, 1, 1, 70), (2, 1, 70, 1), (70,)])
 def test_masks(name, device, shape):
     mask = torch.rand(shape, device=device) < 0.5
     check(name, draw(device, 2, 2, 70, 64), mask=mask)

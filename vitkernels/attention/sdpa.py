@@ -32,6 +32,8 @@ class Sdpa(AttentionBackend):
             attn_mask = keep
         else:
             attn_mask = bias.to(q_BHND.dtype).masked_fill(bias == float("-inf"), 0.0).masked_fill(~keep, float("-inf"))
+        if attn_mask.shape[-1] != k_BHMD.shape[2]:  # CUDA's kernels want it written out over the keys
+            attn_mask = attn_mask.expand(*attn_mask.shape[:-1], k_BHMD.shape[2]).contiguous()
         out_BHND = F.scaled_dot_product_attention(
             q_BHND, k_BHMD, v_BHMD, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale
         )
