@@ -485,5 +485,4 @@ def main(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.argv = parallels.rank_arguments(sweep.name_sweep(sys.argv))
     sys.exit(command_line.run(main, str(Path(__file__).parent / "conf")))

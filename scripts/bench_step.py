@@ -26,6 +26,7 @@ sys.path.insert(0, str(ROOT))
 from vitkernels import models  # noqa: E402
 from vitkernels import runtime as runtimes  # noqa: E402
 from vitkernels.bench import step  # noqa: E402
+from vitkernels.errors import UsageError  # noqa: E402
 
 BASELINE = "timm compiled sdpa"
 OURS = "eager", "fused", "best", "best reduce-overhead", "train.py"
@@ -132,4 +133,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UsageError as error:
+        sys.exit(f"error: {error}")

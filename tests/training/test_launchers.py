@@ -29,7 +29,7 @@ def start(tmp_path, monkeypatch):
 
     def start(*words: str) -> int:
         argv = ["train.py", "-m", *words, f"hydra.sweep.dir={tmp_path}/sweep"]
-        monkeypatch.setattr(sys, "argv", sweep.name_sweep(argv))
+        monkeypatch.setattr(sys, "argv", argv)
         try:
             return command_line.run(train.main, str(ROOT / "conf"))
         except SystemExit as end:

@@ -6,35 +6,48 @@ from pathlib import Path
 import pytest
 
 from vitkernels.bench import comparison
-from vitkernels.training import command_line
+from vitkernels.errors import UsageError
+from vitkernels.training import command_line, sweep
 from vitkernels.training.signals import EXIT_INTERRUPTED
-from vitkernels.training.sweep import _reason, name_sweep
+from vitkernels.training.sweep import _reason
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
 
 
 def test_single_runs_are_left_alone():
     argv = ["train.py", "attn=sdpa"]
-    assert name_sweep(argv) == argv
+    assert sweep.arguments(argv) == argv
 
 
 def test_the_same_sweep_gets_the_same_folder_and_jobs_are_named_by_what_varies():
     argv = ["train.py", "-m", "attn=native,sdpa", "data=fake", "trainer.max_steps=40"]
-    named = name_sweep(argv)
-    assert named == name_sweep(argv)
+    named = sweep.arguments(argv)
+    assert named == sweep.arguments(argv)
     assert named[:5] == argv
     assert named[5] == "hydra.job.config.override_dirname.exclude_keys=[data,trainer.max_steps]"
     assert named[6].startswith("hydra.sweep.dir=runs/sweeps/attn-")
-    assert name_sweep([*argv, "seed=1"])[-1] != named[6]
+    assert sweep.arguments([*argv, "seed=1"])[-1] != named[6]
 
 
 def test_jobs_of_a_sweeper_that_brings_its_own_parameters_are_named_by_them():
-    named = name_sweep(["train.py", "-m", "hydra/sweeper=optuna_lr_and_tiles", "attn=triton_flash"])
+    named = sweep.arguments(["train.py", "-m", "hydra/sweeper=optuna_lr_and_tiles", "attn=triton_flash"])
     assert "hydra.job.config.override_dirname.exclude_keys=[hydra/sweeper,attn]" in named
 
 
+def test_a_sweep_for_slurm_without_slurm_is_refused(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    argv = ["train.py", "-m", "hydra/launcher=slurm", "attn=native,sdpa"]
+    with pytest.raises(UsageError, match="srun is not on the PATH here"):
+        sweep.arguments(argv)
+    monkeypatch.setattr("sys.argv", argv)
+    assert command_line.run(None, CONF) == 2
+    assert capsys.readouterr().out.startswith("error: hydra/launcher=slurm needs Slurm's srun")
+    (tmp_path / "srun").touch(0o755)
+    assert sweep.arguments(argv)[:4] == argv
+
+
 def test_an_own_folder_is_kept():
-    named = name_sweep(["train.py", "-m", "attn=native,sdpa", "hydra.sweep.dir=here"])
+    named = sweep.arguments(["train.py", "-m", "attn=native,sdpa", "hydra.sweep.dir=here"])
     assert not any(word.startswith("hydra.sweep.dir=runs") for word in named)
 
 

@@ -13,7 +13,8 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from vitkernels.errors import unknown_name
+from vitkernels import parallel
+from vitkernels.errors import UsageError, unknown_name
 from vitkernels.training import sweep
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
@@ -23,9 +24,14 @@ _OF_THE_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
 def run(main: Callable[[], None], config_dir: str) -> int:
     """Call a Hydra main function, or with -m that of a sweep's jobs; returns the exit code.
 
-    It is 2 after a message about what is wrong in the command line.
+    It is 2 after a message about what is wrong in the command line, which here gets what a rank or a sweep needs.
     """
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # let errors reach us as they are
+    try:
+        sys.argv = parallel.rank_arguments(sweep.arguments(sys.argv))
+    except UsageError as error:
+        print(f"error: {error}", flush=True)
+        return 2
     sweeps = bool({"-m", "--multirun"} & set(sys.argv))
     if sweeps:
         # A function that can be imported: launchers pickle what their jobs run, and cannot pickle a script's own.

@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from vitkernels.bench import comparison
 from vitkernels.environment import git_commit
+from vitkernels.errors import UsageError
 from vitkernels.training import job_slots
 from vitkernels.training.run_folder import find_done, is_done, read_json, read_results, write_json
 from vitkernels.training.signals import EXIT_INTERRUPTED
@@ -28,13 +29,20 @@ from vitkernels.training.signals import EXIT_INTERRUPTED
 log = logging.getLogger(__name__)
 
 
-def name_sweep(argv: list[str]) -> list[str]:
+def arguments(argv: list[str]) -> list[str]:
     """The command line with a folder for its sweep: the same sweep gets the same folder, so it can be continued.
 
     Folders are named by what is swept (runs/sweeps/attn-1a2b3c4d/attn=sdpa); an own hydra.sweep.dir is left alone.
+    Raises UsageError where the jobs are for Slurm and it is not here.
     """
     if not {"-m", "--multirun"} & set(argv):
         return argv
+    slurm = {"hydra/launcher=slurm", "hydra/launcher=submitit_slurm"} & set(argv)
+    if slurm and shutil.which("srun") is None:
+        raise UsageError(
+            f"{slurm.pop()} needs Slurm's srun and sbatch, and srun is not on the PATH here: start it on a machine of "
+            "the cluster, or use hydra/launcher=local on this one"
+        )
     words = [word for word in argv[1:] if "=" in word and not word.startswith("-")]
     try:
         overrides = OverridesParser.create().parse_overrides(words)
