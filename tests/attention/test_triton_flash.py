@@ -104,8 +104,11 @@ def test_wrong_options_are_named(options, message):
 def test_called_again(device):
     """A second call of a layout launches at addresses alone: they must be those of its own tensors."""
     packed = torch.randn(2, 41, 2, 3, 2, 40, device=device)  # two packed projections side by side
-    odd = torch.randn(2 * 41 * 3 * 2 * 40 + 1, device=device)
-    for qkv in (packed[:, :, 0], packed[:, :, 1], odd[1:].view(2, 41, 3, 2, 40), odd[:-1].view(2, 41, 3, 2, 40)):
+    odd = torch.randn(2 * 41 * 256, device=device)
+    shape = (2, 41, 3, 2, 40)
+    layouts = [packed[:, :, 0], packed[:, :, 1], odd[1 : packed.numel() // 2 + 1].view(shape)]
+    layouts += [odd[: packed.numel() // 2].view(shape), odd.as_strided(shape, (41 * 256, 256, 82, 40, 1))]  # k copied
+    for qkv in layouts:
         for transposed in (False, True, False):
             leaf = qkv.detach().requires_grad_()
             out = FLASH.qkvpacked(leaf)
@@ -115,6 +118,22 @@ def test_called_again(device):
             torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)  # float32: 41 products and sums
             grads = torch.autograd.grad(out, leaf, do), torch.autograd.grad(wanted, exact, do.double())
             torch.testing.assert_close(grads[0][0].double(), grads[1][0], rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_odd_address_after_an_even_one(device):
+    """Compiled for addresses that 16 divides, a kernel must not meet another: contiguous tensors may begin anywhere."""
+    memory = torch.randn(4, 2 * 3 * 50 * 32 + 1, device=device)
+    for first in (0, 1, 0, 1):
+        q, k, v, do = memory[:, first : first + 2 * 3 * 50 * 32].view(4, 2, 3, 50, 32).unbind(0)
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = FLASH(*leaves)
+        exact = [x.detach().double().requires_grad_() for x in leaves]
+        wanted = attention.get("native")(*exact)
+        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)  # float32: sums of 50 products
+        grads = torch.autograd.grad(out, leaves, do), torch.autograd.grad(wanted, exact, do.double())
+        for got, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(got.double(), expected, rtol=0, atol=5e-5)
 
 
 @pytest.mark.gpu

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,7 +100,7 @@ def test_gradients_are_the_same_either_way(how, with_shift):
     call = shifted_square if how == "at once" else shifted_square.traced
     x, shift = torch.randn(2, 5, dtype=torch.float64).requires_grad_()
     out, shifted = call(x, shift if with_shift else None, 0.5)
-    assert out.requires_grad and not shifted.requires_grad and not out._is_view()
+    assert out.requires_grad and not shifted.requires_grad
     wanted = (x + shift if with_shift else x) + 0.5
     assert torch.equal(out, wanted.square()) and torch.equal(shifted, wanted)
     leaves = (x, shift) if with_shift else (x,)
@@ -123,8 +124,9 @@ def test_who_watches_sees_the_operator():
     with Seen() as seen:
         shifted_square(x, None, 0.5)
     assert OPERATOR in seen.names
-    graph = make_fx(lambda x: shifted_square(x, None, 0.5)[0])(x.detach())
-    assert any(str(node.target) == OPERATOR for node in graph.graph.nodes)
+    for early in (False, True):
+        graph = make_fx(lambda x: shifted_square(x, None, 0.5)[0], pre_dispatch=early)(x.detach())
+        assert any(str(node.target) == OPERATOR for node in graph.graph.nodes), early
     trace = torch.jit.trace(lambda x: shifted_square(x, None, 0.5)[0], x.detach())
     assert "vitkernels::shifted_square" in str(trace.graph)
 
@@ -144,6 +146,17 @@ def test_subclasses_and_torch_func_go_through_the_dispatcher(monkeypatch):
     assert type(shifted_square(x.as_subclass(Shadow), None, 0.5)[0]) is Shadow
     assert torch.equal(torch.func.vmap(lambda x: shifted_square(x, None, 0.5)[0])(x[None]), (x[None] + 0.5).square())
     assert len(calls) == 2
+
+
+def test_what_a_kernel_would_not_see_goes_through_the_dispatcher(monkeypatch):
+    """A view that is negated when PyTorch reads it, and a tensor with a tangent."""
+    calls = []
+    monkeypatch.setattr(shifted_square, "traced", lambda *args: calls.append(args))
+    negated = torch.randn(3, dtype=torch.complex64).conj().imag
+    shifted_square(negated, None, 0.5)
+    with forward_ad.dual_level():
+        shifted_square(forward_ad.make_dual(torch.ones(3), torch.ones(3)), None, 0.5)
+    assert negated.is_neg() and len(calls) == 2
 
 
 def test_without_a_formula_a_gradient_is_warned_of():

@@ -174,11 +174,12 @@ class AttentionBackend:
         if bias is not None or mask is not None or segment_ids is not None or not runs_at_once(tensors):
             return found()
         call = self, is_causal, dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
-        if call not in _runners:
+        runner = _runners.get(call)
+        if runner is None:
             if len(_runners) >= _RUNNERS_LIMIT:
                 _runners.clear()
-            _runners[call] = found()
-        return _runners[call]
+            runner = _runners[call] = found()
+        return runner
 
     def __call__(
         self,
@@ -202,7 +203,7 @@ class AttentionBackend:
             mask=mask,
             segment_ids=segment_ids,
             is_causal=is_causal,
-            scale=q_BHND.shape[-1] ** -0.5 if scale is None else scale,
+            scale=q_BHND.shape[-1] ** -0.5 if scale is None else float(scale),
             dropout_p=dropout_p,
         )
 
@@ -226,7 +227,7 @@ class AttentionBackend:
             mask=mask,
             segment_ids=segment_ids,
             is_causal=is_causal,
-            scale=qkv_BN3HD.shape[-1] ** -0.5 if scale is None else scale,
+            scale=qkv_BN3HD.shape[-1] ** -0.5 if scale is None else float(scale),
             dropout_p=dropout_p,
         )
 

@@ -100,7 +100,20 @@ def readable(x_BHND: Tensor) -> Tensor:
     """x itself where a kernel can load 16 bytes at a time from every row of it (any layout of a model), else a copy."""
     b, h, n = strides(x_BHND)
     whole_rows = x_BHND.stride(3) == 1 and (b | h | n) % 8 == 0
-    return x_BHND if whole_rows and x_BHND.data_ptr() % 16 == 0 else x_BHND.contiguous()
+    return x_BHND if whole_rows and x_BHND.data_ptr() % 16 == 0 else copied(x_BHND)
+
+
+def plain(x: Tensor) -> Tensor:
+    """x itself where it is contiguous, at an address divisible by 16; else a copy that is."""
+    return x if is_plain(x) else copied(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    return x.is_contiguous() and x.data_ptr() % 16 == 0
+
+
+def copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)  # x.contiguous() may be x itself, wherever it begins
 
 
 def strides(x_BHND: Tensor) -> tuple[int, int, int]:
@@ -134,7 +147,7 @@ def backward(
     call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, sizes: Sequence[int] = ()
 ) -> tuple[Tensor, list[Launch | None]]:
     """Fills dq, dk and dv; returns delta, which `bias_gradient` needs, and its launches. sizes: see `asked_for`."""
-    do = readable(do)
+    out, do, lse_BHN = readable(out), readable(do), plain(lse_BHN)  # out and lse went through autograd's hooks
     delta_BHN = torch.empty_like(lse_BHN)
     launches = [dq_pass(call, out, lse_BHN, do, delta_BHN, dq, asked_for(call, sizes, 1))]
     if call.k.shape[2]:

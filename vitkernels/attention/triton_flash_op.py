@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vitkernels.attention.triton_flash_launch import Call, asked_for, backward, bias_gradient, forward
+from vitkernels.attention.triton_flash_launch import Call, asked_for, backward, bias_gradient, forward, plain
 from vitkernels.bridge.operator import calculable, differentiable_once, operator
 
 
@@ -135,8 +135,8 @@ def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float,
 
 
 def _remember(which: str, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
-    of_a_copy = call.q.data_ptr() != qkv.data_ptr()
-    if layout is None or of_a_copy or None in launches:  # interpreted
+    of_copies = tuple(x.data_ptr() for x in (call.q, call.k, call.v)) != _addresses(qkv)
+    if layout is None or of_copies or None in launches:  # None: interpreted
         return
     if len(_seen[which]) >= _SEEN_LIMIT:
         _seen[which].clear()
@@ -146,10 +146,6 @@ def _remember(which: str, layout: tuple | None, call: Call, qkv: Tensor, launche
 def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
     q, step = qkv_BN3HD.data_ptr(), qkv_BN3HD.stride(2) * qkv_BN3HD.element_size()
     return q, q + step, q + 2 * step
-
-
-def _is_plain(x: Tensor) -> bool:
-    return x.is_contiguous() and x.data_ptr() % 16 == 0
 
 
 @operator(
@@ -169,17 +165,16 @@ def attend_packed(
     """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
     B, N, _, H, D = qkv.shape
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
-    lse_BHN = qkv.new_empty(B, H, N, dtype=torch.float32)
-    if layout in _seen["forward"]:
-        out_BNE = qkv.new_empty(B, N, H * D)
-        (launch,) = _seen["forward"][layout]
-        launch(*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
+    given = calculable(qkv)
+    out_BNE, lse_BHN = given.new_empty(B, N, H * D), given.new_empty(B, H, N, dtype=torch.float32)
+    launches = _seen["forward"].get(layout)
+    if launches is not None:
+        launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
         return out_BNE, lse_BHN
-    call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
-    out_BHND = _rows_like(call.q)
-    launch = forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
+    call = Call.of(*_parts(given), calculable(bias), mask, segment_ids, is_causal, scale)
+    launch = forward(call, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, asked_for(call, tiles, 0))
     _remember("forward", layout, call, qkv, [launch])
-    return out_BHND.transpose(1, 2).flatten(2).to(qkv.dtype), lse_BHN
+    return out_BNE.to(qkv.dtype), lse_BHN
 
 
 @attend_packed.register_fake
@@ -209,17 +204,17 @@ def attend_packed_backward(
     """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
     B, N, _, H, D = qkv.shape
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
-    do = do.contiguous()
-    if layout in _seen["backward"] and _is_plain(do) and _is_plain(out):
+    do, out, lse = plain(do), plain(out), plain(lse)
+    launches = _seen["backward"].get(layout)
+    if launches is not None:
         dqkv = qkv.new_empty(qkv.shape)
-        _backward_again(_seen["backward"][layout], do, out, lse, qkv, dqkv)
+        _backward_again(launches, do, out, lse, qkv, dqkv)
         return dqkv, qkv.new_empty(0)
     call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
     out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = call.q.new_empty(qkv.shape)
     delta, launches = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
-    if _is_plain(do) and _is_plain(out):
-        _remember("backward", layout, call, qkv, launches)
+    _remember("backward", layout, call, qkv, launches)
     dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
     return dqkv.to(qkv.dtype), dbias
 

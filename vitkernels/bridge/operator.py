@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.autograd import forward_ad
 from torch.library import define, impl, register_autograd, register_fake
 
 from vitkernels.errors import UsageError
@@ -15,9 +17,9 @@ _PLAIN = torch.Tensor, torch.nn.Parameter
 class Operator:
     """A function as the operator `torch.ops.vitkernels.<name>`, and as itself.
 
-    Where a call is traced or watched (torch.compile, fake tensors, torch.func, subclasses), it is a call of the
-    operator. Everywhere else the function runs at once, and its gradient is a plain autograd.Function: the dispatcher
-    and the Python around it take longer than a short kernel.
+    Where a call is traced (torch.compile, fake tensors and other dispatch modes, torch.func, subclasses), it is a call
+    of the operator. Everywhere else the function runs at once, and its gradient is a plain autograd.Function: the
+    dispatcher and the Python around it take longer than a short kernel.
     """
 
     def __init__(self, schema: str, function: Callable):
@@ -40,13 +42,15 @@ class Operator:
         register_autograd(self.name, backward, setup_context=setup_context)
 
         def forward(ctx, *args):
-            with torch._C._AutoDispatchBelowAutograd():  # as within an operator: what it returns is nobody's view
-                output = self.function(*args)
+            output = self.function(*args)
             setup_context(ctx, args, output)
             return output
 
         functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         self._with_gradient = type(self.traced._opname, (torch.autograd.Function,), functions).apply
+
+    def __deepcopy__(self, memo) -> "Operator":
+        return self  # PyTorch has one of each
 
     def __call__(self, *args):
         if not runs_at_once([args[i] for i in self._tensors]):
@@ -57,16 +61,22 @@ class Operator:
 
 
 def runs_at_once(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether an operation on them is calculated where it is called: nothing traces it, watches it or changes it."""
+    """Whether an operation on them is calculated where it is called, and its kernels see what PyTorch's would."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()  # fake tensors, counters of operations
+        or _len_torch_dispatch_stack_pre_dispatch()  # make_fx(pre_dispatch=True)
         or torch._C._are_functorch_transforms_active()  # torch.func
+        or forward_ad._current_level >= 0  # refused by the operator; a part of a function would have tangents
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
     ):
         return False
-    others = [x for x in tensors if x is not None and not (type(x) in _PLAIN and (x.is_cuda or x.is_cpu))]
-    return not others
+    return not [x for x in tensors if x is not None and not _is_plain(x)]
+
+
+def _is_plain(x: Tensor) -> bool:
+    """Whether x is its memory: no subclass, not on an abstract device, not a view that is to be negated when read."""
+    return type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()
 
 
 def operator(schema: str) -> Callable[[Callable], Operator]:

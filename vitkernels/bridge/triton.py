@@ -106,8 +106,8 @@ def bind(*args, kernel, grid, **constexprs):
     """Launches as triton_call does on CUDA tensors, eagerly; returns a function that launches it again on other ones.
 
     `args` are tensors (or None) first, then numbers. The function takes the tensors alone, or their addresses, of the
-    same dtypes and 16-byte alignment, on the GPU that is current now and must be then; numbers, grid and constexprs
-    stay. It costs a third of triton_call's host time.
+    same dtypes and 16-byte alignment; numbers, grid and constexprs stay, and so does the GPU, which has to be the
+    current one whenever it is called. It costs a third of triton_call's host time.
     """
     launch, trailing = _compiled(args, kernel, grid, constexprs)
     tensors = next(i for i, arg in enumerate((*args, 0)) if not (arg is None or isinstance(arg, torch.Tensor)))
