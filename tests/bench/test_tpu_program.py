@@ -95,6 +95,14 @@ def test_a_refusal_is_told(tmp_path):
 
 
 @needs_libtpu
+def test_a_killed_compiler_is_replaced(tmp_path):
+    tpu_dump._server().kill()
+    tpu_dump._server().wait()
+    with pytest.raises(UsageError, match="no such kernel"):
+        tpu_dump.compile_in(tmp_path, f"{__name__}:refused")
+
+
+@needs_libtpu
 def test_the_report_sets_attention_side_by_side(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
     import tpu_report as script

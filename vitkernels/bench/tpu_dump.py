@@ -79,6 +79,8 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
     flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_FLAGS.format(folder=folder)}".strip()
     environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"}
     job = {"folder": str(folder), "chip": chip, "build": build, "arguments": arguments, "timeout": timeout}
+    if _server().poll() is not None:  # it was killed, by hand or for memory
+        _server.cache_clear()
     server = _server()
     # What can be imported here can be there.
     print(json.dumps(job | {"environment": environment, "path": sys.path}), file=server.stdin, flush=True)
