@@ -204,3 +204,15 @@ def test_auto_on_a_hopper_gpu_goes_by_what_measured_faster(monkeypatch, tokens, 
         monkeypatch.setattr(type(attention.get(name)), "_unsupported", lambda self, problem: None)
     problem = attention.Problem(1, 12, tokens, tokens, head_dim, torch.bfloat16, "cuda")
     assert attention.choose(problem) == ("pallas_flash", {})
+
+
+def test_symbolic_shapes_are_compiled_one_by_one():
+    """torch.compile(dynamic=True) hands over numbers of heads and a scale that are symbols, and JAX knows none."""
+    flash = attention.get("pallas_flash").qkvpacked
+    compiled = torch.compile(lambda qkv: flash(qkv * 1.5), dynamic=True, fullgraph=True, backend="aot_eager")
+    for tokens in (20, 30):
+        qkv = torch.randn(2, tokens, 3, 2, 32, requires_grad=True)
+        out, expected = compiled(qkv), flash(qkv * 1.5)
+        assert torch.equal(out, expected)
+        do = torch.randn_like(out)
+        assert torch.equal(*(torch.autograd.grad(y, qkv, do)[0] for y in (out, expected)))

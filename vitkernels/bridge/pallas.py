@@ -125,7 +125,7 @@ def pallas_op(
     @torch.compiler.allow_in_graph
     def run(*tensors, device, **static):
         target = devices.check_tensors(kernel.name, tensors, device)
-        call = Call(tuple(sorted(static.items())))
+        call = Call(tuple(sorted((name, _number(value)) for name, value in static.items())))
         if output_shape_dtype_fn is not None:
             _check_declared(kernel, call, tensors, output_shape_dtype_fn(*tensors))
         flat = kernel.op(list(tensors), _calls.write(call), target)
@@ -138,6 +138,12 @@ def pallas_op(
     op.__doc__ = jax_fn.__doc__
     op.torch_op = kernel.op
     return op
+
+
+def _number(value):
+    """A symbolic number of torch.compile(dynamic=True) as the one that it is here: JAX knows shapes, and no symbols."""
+    kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    return kinds[type(value)](value) if type(value) in kinds else value
 
 
 class _Kernel:
