@@ -376,6 +376,9 @@ def choose_by_itself():
         engine.world = 3
         assert not engine._copies(model, True, None) and "measured on 2 GPUs, not on 3" in info.call_args.args[1]
         engine.world = 2
+        model.weights_in_float32 = True
+        assert not engine._copies(model, True, None) and "float32 gradients" in info.call_args.args[1]
+        model.weights_in_float32 = False
         device.total_memory = 900  # what is received would be 48
         assert not engine._copies(model, True, None)
         assert "nccl" in info.call_args.args[1] and "GiB of each GPU's memory" in info.call_args.args[1]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from vitkernels.errors import UsageError
+from vitkernels.parallel.whole import has_weights_in_float32
 
 _NARROW = (torch.bfloat16, torch.float16)
 _SMALL = 2**15  # elements: smaller gradients, biases and the like, go side by side, as one, at the end
@@ -66,6 +67,8 @@ def not_measured_faster(
         return f"measured with one batch a step, not with trainer.accum_steps={accum_steps}"
     if world != _MEASURED_WORLD:
         return f"measured on {_MEASURED_WORLD} GPUs, not on {world}"
+    if has_weights_in_float32(model):
+        return "float32 gradients, as the fused operations give them, measured slower"
     received = 4 * world * sum(p.numel() for p in model.parameters() if p.requires_grad)
     if received > _MOST_MEMORY * torch.cuda.get_device_properties(device).total_memory:
         return f"they would take {received / 2**30:.1f} GiB of each GPU's memory (parallel.send=copy lets them)"

@@ -13,13 +13,18 @@ _ROUNDED_BY_AUTOCAST = (nn.Linear, nn.Conv2d)  # and no class made of them, whic
 _FEW = 0.1  # of all elements
 
 
+def has_weights_in_float32(model: nn.Module) -> bool:
+    """Whether a module says `weights_in_float32`: it uses weights of its own, or of layers in it, as they are, or gives
+    them gradients that are not rounded, as the fused operations do."""
+    return any(getattr(module, "weights_in_float32", False) for module in model.modules())
+
+
 def stay_whole(model: nn.Module) -> list[nn.Parameter] | None:
     """The parameters that autocast does not round; None where they are too many to be left whole.
 
-    A module that says `weights_in_float32` uses weights of its own, or of layers in it, as they are, or gives them
-    gradients that are not rounded: then no layer can be told by its class, and it is None too.
+    None too where the model has weights in float32: then no layer can be told by its class.
     """
-    if any(getattr(module, "weights_in_float32", False) for module in model.modules()):
+    if has_weights_in_float32(model):
         return None
     whole = {
         parameter: None  # in the same order everywhere, as in a set it would not be
