@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.autocast import cast, dtype_of
-from vitkernels.bridge.operator import runs_at_once
+from vitkernels.bridge.operator import Remembered, runs_at_once
 from vitkernels.errors import UsageError
 
 
@@ -104,8 +104,7 @@ def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
         raise UsageError(f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(x.shape)}")
 
 
-_runners = {}  # a call without extras -> the backend that runs it
-_RUNNERS_LIMIT = 4096  # for programs whose shapes never repeat
+_runners = Remembered()  # a call without extras -> the backend that runs it
 
 
 class AttentionBackend:
@@ -176,8 +175,6 @@ class AttentionBackend:
         call = self, is_causal, dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
         runner = _runners.get(call)
         if runner is None:
-            if len(_runners) >= _RUNNERS_LIMIT:
-                _runners.clear()
             runner = _runners[call] = found()
         return runner
 

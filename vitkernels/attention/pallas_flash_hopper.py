@@ -26,7 +26,7 @@ from vitkernels.attention.pallas_flash_hopper_schedule import (
 from vitkernels.attention.pallas_flash_hopper_short_backward import ShortBackward
 from vitkernels.attention.pallas_flash_hopper_short_forward import ShortForward
 from vitkernels.bridge.mosaic_gpu import Kernel
-from vitkernels.bridge.operator import differentiable_once, operator
+from vitkernels.bridge.operator import aligned, differentiable_once, operator
 
 
 @dataclass(frozen=True)
@@ -115,17 +115,11 @@ def _inputs(problem: Problem) -> tuple:
     return tuple(problem.rows(n, problem.all_heads) for n in (problem.queries, problem.keys, problem.keys))
 
 
-def _readable(x: Tensor) -> Tensor:
-    """x itself where the TMA unit can read it: row-major, at an address divisible by 16; else a copy."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
-
-
 # --- separate q, k, v -------------------------------------------------------------------------------------------------
 
 
 def _rows_of(*tensors_BHND: Tensor) -> list[Tensor]:
-    return [_readable(x.transpose(1, 2)) for x in tensors_BHND]
+    return [aligned(x.transpose(1, 2)) for x in tensors_BHND]
 
 
 def _call_apart(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Call:
@@ -203,7 +197,7 @@ def attend_packed(qkv: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, T
     """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
     B, N, _, H, D = qkv.shape
     call = _call_packed(qkv, is_causal, scale)
-    qkv = _readable(qkv)
+    qkv = aligned(qkv)
     out, lse = qkv.new_empty(B, N, H * D), call.vector()
     call.forward(qkv, qkv, qkv, out, lse)
     return out, lse
@@ -222,7 +216,7 @@ def _(qkv, is_causal, scale):
 def attend_packed_backward(do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, is_causal: bool, scale: float) -> Tensor:
     """dqkv (B, N, 3, H, D): dq, dk and dv are written into one array."""
     call = _call_packed(qkv, is_causal, scale)
-    qkv, do = _readable(qkv), _readable(do)
+    qkv, do = aligned(qkv), aligned(do)
     dqkv = torch.empty_like(qkv)
     call.run_backward(qkv, qkv, qkv, out, lse, do, dqkv, dqkv, dqkv)
     return dqkv

@@ -16,6 +16,7 @@ from triton import JITFunction
 
 from vitkernels.attention.triton_flash_backward import dbias_kernel, dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash_forward import forward_kernel
+from vitkernels.bridge.operator import Remembered, aligned
 from vitkernels.bridge.triton import bind, cdiv, next_power_of_2, triton_call
 
 Launch = Callable[..., None]  # of tensors, or of their addresses
@@ -100,20 +101,7 @@ def readable(x_BHND: Tensor) -> Tensor:
     """x itself where a kernel can load 16 bytes at a time from every row of it (any layout of a model), else a copy."""
     b, h, n = strides(x_BHND)
     whole_rows = x_BHND.stride(3) == 1 and (b | h | n) % 8 == 0
-    return x_BHND if whole_rows and x_BHND.data_ptr() % 16 == 0 else copied(x_BHND)
-
-
-def plain(x: Tensor) -> Tensor:
-    """x itself where it is contiguous, at an address divisible by 16; else a copy that is."""
-    return x if is_plain(x) else copied(x)
-
-
-def is_plain(x: Tensor) -> bool:
-    return x.is_contiguous() and x.data_ptr() % 16 == 0
-
-
-def copied(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)  # x.contiguous() may be x itself, wherever it begins
+    return x_BHND if whole_rows and x_BHND.data_ptr() % 16 == 0 else aligned(x_BHND)
 
 
 def strides(x_BHND: Tensor) -> tuple[int, int, int]:
@@ -147,7 +135,7 @@ def backward(
     call: Call, out: Tensor, lse_BHN: Tensor, do: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, sizes: Sequence[int] = ()
 ) -> tuple[Tensor, list[Launch | None]]:
     """Fills dq, dk and dv; returns delta, which `bias_gradient` needs, and its launches. sizes: see `asked_for`."""
-    out, do, lse_BHN = readable(out), readable(do), plain(lse_BHN)  # out and lse went through autograd's hooks
+    out, do, lse_BHN = readable(out), readable(do), aligned(lse_BHN)  # out and lse went through autograd's hooks
     delta_BHN = torch.empty_like(lse_BHN)
     launches = [dq_pass(call, out, lse_BHN, do, delta_BHN, dq, asked_for(call, sizes, 1))]
     if call.k.shape[2]:
@@ -173,8 +161,8 @@ def asked_for(call: Call, sizes: Sequence[int], which: int) -> Tiles | None:
     return replace((forward_tiles, dq_tiles, dkdv_tiles)[which](call), n=n, m=m, maxnreg=None)
 
 
-_bound = {}  # the layout of a call -> its launch, ready but for the tensors: host time is dear where kernels are short
-_BOUND_LIMIT = 1024  # for programs whose shapes never repeat
+# The layout of a call -> its launch, ready but for the tensors: host time is dear where kernels are short.
+_bound = Remembered()
 
 
 def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Tiles | None, choose) -> Launch | None:
@@ -199,10 +187,8 @@ def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Ti
     if device.type == "cpu" or not isinstance(kernel, JITFunction):  # interpreted
         triton_call(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
         return None
-    if len(_bound) >= _BOUND_LIMIT:
-        _bound.clear()
-    _bound[key] = bind(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
-    return _bound[key]
+    launch = _bound[key] = bind(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
+    return launch
 
 
 def _tiling(call: Call, tiles: Tiles, own: str) -> dict:

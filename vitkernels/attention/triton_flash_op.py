@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vitkernels.attention.triton_flash_launch import Call, asked_for, backward, bias_gradient, forward, plain
-from vitkernels.bridge.operator import calculable, differentiable_once, operator
+from vitkernels.attention.triton_flash_launch import Call, asked_for, backward, bias_gradient, forward
+from vitkernels.bridge.operator import Remembered, aligned, calculable, differentiable_once, operator
 
 
 def _parts(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,8 +120,7 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # To make views of q, k and v and look at each takes longer than a launch. So a plain call of a layout that was seen
 # before launches at addresses.
 
-_seen = {"forward": {}, "backward": {}}  # the layout of a plain call -> its launches
-_SEEN_LIMIT = 1024  # for programs whose shapes never repeat
+_forwards, _backwards = Remembered(), Remembered()  # the layout of a plain call -> its launches
 
 
 def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, tiles: Sequence[int]) -> tuple | None:
@@ -134,13 +133,10 @@ def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float,
     return qkv.shape, qkv.stride(), qkv.dtype, device, qkv.data_ptr() % 16, is_causal, scale, tuple(tiles)
 
 
-def _remember(which: str, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
+def _remember(seen: Remembered, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
     of_copies = tuple(x.data_ptr() for x in (call.q, call.k, call.v)) != _addresses(qkv)
-    if layout is None or of_copies or None in launches:  # None: interpreted
-        return
-    if len(_seen[which]) >= _SEEN_LIMIT:
-        _seen[which].clear()
-    _seen[which][layout] = launches
+    if layout is not None and not of_copies and None not in launches:  # None: interpreted
+        seen[layout] = launches
 
 
 def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
@@ -167,13 +163,13 @@ def attend_packed(
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
     given = calculable(qkv)
     out_BNE, lse_BHN = given.new_empty(B, N, H * D), given.new_empty(B, H, N, dtype=torch.float32)
-    launches = _seen["forward"].get(layout)
+    launches = _forwards.get(layout)
     if launches is not None:
         launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
         return out_BNE, lse_BHN
     call = Call.of(*_parts(given), calculable(bias), mask, segment_ids, is_causal, scale)
     launch = forward(call, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, asked_for(call, tiles, 0))
-    _remember("forward", layout, call, qkv, [launch])
+    _remember(_forwards, layout, call, qkv, [launch])
     return out_BNE.to(qkv.dtype), lse_BHN
 
 
@@ -204,8 +200,8 @@ def attend_packed_backward(
     """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
     B, N, _, H, D = qkv.shape
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
-    do, out, lse = plain(do), plain(out), plain(lse)
-    launches = _seen["backward"].get(layout)
+    do, out, lse = aligned(do), aligned(out), aligned(lse)
+    launches = _backwards.get(layout)
     if launches is not None:
         dqkv = qkv.new_empty(qkv.shape)
         _backward_again(launches, do, out, lse, qkv, dqkv)
@@ -214,7 +210,7 @@ def attend_packed_backward(
     out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = call.q.new_empty(qkv.shape)
     delta, launches = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
-    _remember("backward", layout, call, qkv, launches)
+    _remember(_backwards, layout, call, qkv, launches)
     dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
     return dqkv.to(qkv.dtype), dbias
 

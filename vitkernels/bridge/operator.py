@@ -11,7 +11,18 @@ from torch.library import define, impl, register_autograd, register_fake
 
 from vitkernels.errors import UsageError
 
-_PLAIN = torch.Tensor, torch.nn.Parameter
+PLAIN = torch.Tensor, torch.nn.Parameter  # the classes of tensors that are no subclass
+
+
+class Remembered(dict):
+    """What was found out about calls, by all that decides it; forgets it where shapes never repeat."""
+
+    LIMIT = 4096
+
+    def __setitem__(self, call, found):
+        if len(self) >= self.LIMIT:
+            self.clear()
+        super().__setitem__(call, found)
 
 
 class Operator:
@@ -76,7 +87,7 @@ def runs_at_once(tensors: Iterable[Tensor | None]) -> bool:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether x is its memory: no subclass, not on an abstract device, not a view that is to be negated when read."""
-    return type(x) in _PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()
+    return type(x) in PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()
 
 
 def operator(schema: str) -> Callable[[Callable], Operator]:
@@ -108,3 +119,10 @@ def differentiable_once(what: str):
 def calculable(x: Tensor | None) -> Tensor | None:
     """Triton's interpreter has no bfloat16: on the CPU it is calculated in float32, and rounded at the end."""
     return x.float() if x is not None and x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
+
+
+def aligned(x: Tensor) -> Tensor:
+    """x itself where a kernel can load 16 bytes at a time from it: without gaps, at an address divisible by 16; else a
+    copy."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

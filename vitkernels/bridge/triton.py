@@ -9,6 +9,7 @@ from types import FunctionType
 import torch
 from torch.library import wrap_triton
 
+from vitkernels.bridge.operator import PLAIN, Remembered
 from vitkernels.errors import UsageError
 
 try:
@@ -53,7 +54,7 @@ def triton_call(*args, kernel, grid, **constexprs):
     _check_devices(tensors)
     if tensors[0].device.type == "cuda":
         # A tracer's tensors are subclasses: only they need the wrapped kernel, whose dispatch costs a millisecond.
-        if any(type(x) not in _PLAIN for x in tensors):
+        if any(type(x) not in PLAIN for x in tensors):
             wrap_triton(kernel)[grid](*args, **constexprs)
         elif torch.compiler.is_compiling():
             kernel[grid](*args, **constexprs)
@@ -87,9 +88,7 @@ def _check_devices(tensors: list[torch.Tensor]) -> None:
 # Triton's own launch looks at every argument anew, for 40 to 90 µs of host time: more than a short kernel takes. Its
 # cdiv and next_power_of_2, which are for kernels, cost 2 µs each.
 
-_PLAIN = torch.Tensor, torch.nn.Parameter
-_LAUNCHES_LIMIT = 4096  # for programs whose integers never repeat
-_launches = {}  # the signature of a call -> its launch, ready but for the arguments
+_launches = Remembered()  # the signature of a call -> its launch, ready but for the arguments
 
 
 def cdiv(a: int, b: int) -> int:
@@ -124,7 +123,7 @@ def _signature(args, kernel, grid, constexprs) -> tuple | None:
     parts = [kernel.fn, grid(constexprs) if callable(grid) else grid, *constexprs.items()]
     for arg in args:
         kind = type(arg)
-        if kind in _PLAIN and arg.is_cuda:
+        if kind in PLAIN and arg.is_cuda:
             parts += arg.dtype, arg.get_device(), arg.data_ptr() % 16
         elif kind is int:
             parts.append(arg)
@@ -153,8 +152,6 @@ def _launch(args, kernel, grid, constexprs, signature: tuple | None) -> None:
                 return again(args)
         launch(*args, *trailing, stream=torch._C._cuda_getCurrentRawStream(device))
 
-    if len(_launches) >= _LAUNCHES_LIMIT:
-        _launches.clear()
     _launches[signature] = again
 
 

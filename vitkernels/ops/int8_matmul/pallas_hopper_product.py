@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge import hopper
+from vitkernels.bridge.operator import aligned
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of results and biases
 
@@ -57,8 +58,6 @@ def product(
 
     Scales: float32. Compiled at the first call with these sizes and dtypes. tiling: None, the best one.
     """
-    from vitkernels.ops.linear.pallas_hopper_launch import aligned  # needs a newer JAX than all else
-
     (M, K), N = a_MK.shape, len(b_NK)
     vectors = (a_scale_M, b_scale_N) if bias_N is None else (a_scale_M, b_scale_N, bias_N)
     out_MN = a_MK.new_empty(M, N, dtype=out_dtype)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge.mosaic_gpu import Kernel
+from vitkernels.bridge.operator import aligned
 from vitkernels.ops.linear.pallas_hopper_kernel import Linear, Product
 
 
@@ -43,9 +44,3 @@ def pairs_on(device) -> int:
 def name_of(dtype: torch.dtype) -> str:
     """As JAX knows it."""
     return str(dtype).removeprefix("torch.")
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x where the copy engine can read it: without gaps, at an address divisible by 16."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()

@@ -6,8 +6,9 @@ Shape suffixes: M rows (tokens), K the inner dimension of a product, N its colum
 import torch
 from torch import Tensor
 
+from vitkernels.bridge.operator import aligned
 from vitkernels.ops.linear.pallas_hopper_kernel import tiles_m
-from vitkernels.ops.linear.pallas_hopper_launch import aligned, compiled, launch_forward
+from vitkernels.ops.linear.pallas_hopper_launch import compiled, launch_forward
 from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
 
 
