@@ -1,5 +1,7 @@
 """The guide's vector addition on every path of the Triton bridge."""
 
+import os
+import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -107,6 +109,33 @@ def test_interpreter_leaves_no_trace():
     add(torch.ones(3), torch.ones(3))
     assert [dict(vars(space)) for space in spaces] == before
     assert set(globals()) == names
+
+
+INTERPRETED_FIRST = """
+import torch, triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+from vitkernels.bridge.triton import triton_call
+
+@triton.jit
+def first_kernel(x, out_ptr, n, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, x.load([0]), mask=at < min(n, SIZE))
+
+x, out = torch.ones(32), torch.zeros(32)
+triton_call(TensorDescriptor.from_tensor(x, [16]), out, 8, kernel=first_kernel, grid=(1,), SIZE=16)
+assert out.sum() == 8
+types = {"x": "tensordesc<fp32[16]>", "out_ptr": "*fp32", "n": "i32", "SIZE": "constexpr"}
+source = triton.compiler.ASTSource(first_kernel, types, constexprs={(3,): 16})
+assert "ptx" in triton.compile(source, target=triton.backends.compiler.GPUTarget("cuda", 90, 32)).asm
+"""
+
+
+def test_compiler_after_interpreter(tmp_path):
+    """In a process whose first kernel is interpreted; later Triton's compiler has been imported already."""
+    (tmp_path / "kernel.py").write_text(INTERPRETED_FIRST)  # Triton reads a kernel's source
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, tmp_path / "kernel.py"], check=True, env=environment)
 
 
 @pytest.mark.gpu

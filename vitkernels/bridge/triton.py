@@ -14,6 +14,7 @@ from vitkernels.errors import UsageError
 
 try:
     import triton
+    import triton.compiler.code_generator  # copies parts of triton.language: not while the interpreter has changed them
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
