@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
+from vitkernels.bridge.operator import operator
 from vitkernels.errors import UsageError
 from vitkernels.parallel.whole import has_weights_in_float32
 
 _NARROW = (torch.bfloat16, torch.float16)
 _SMALL = 2**15  # elements: smaller gradients, biases and the like, go side by side, as one, at the end
-_SENT_TOGETHER = 2**20  # elements: smaller gradients wait for the next ones, for fewer events between the kernels
 _MEASURED_WORLD = 2
 _MOST_MEMORY = 0.05  # of a GPU's, that auto takes for what is received
 
@@ -78,7 +78,7 @@ def not_measured_faster(
 # ---------------------------------------------------------------------- gradients, on their way out of backward
 
 
-@torch.library.custom_op("vitkernels::send_gradient", mutates_args=("gradient",))
+@operator("send_gradient(Tensor(a!) gradient, Tensor? narrow, int index, int sender) -> ()")
 def send_gradient(gradient: Tensor, narrow: Tensor | None, index: int, sender: int) -> None:
     """Tell the CopiedGradients of number `sender` that its parameter `index` has this gradient.
 
@@ -148,14 +148,17 @@ def _cast_from(gradient: torch.fx.Node) -> torch.fx.Node | None:
     return source if is_free and narrow.dtype in _NARROW and narrow.is_contiguous() else None
 
 
-def _at_once(options: dict) -> dict:
+def _at_once(options: dict, model: nn.Module) -> dict:
     """torch.compile's options, and what lets gradients leave where they are made."""
     # Where inductor's own products win, the cast behind them is theirs, and need not go through the narrow numbers.
     casts_are_exact = not options.get("max_autotune")
+    narrow = casts_are_exact and not has_weights_in_float32(model)
     return options | {
-        "post_grad_custom_post_pass": _SendAtOnce(narrow=casts_are_exact),
+        "post_grad_custom_post_pass": _SendAtOnce(narrow),
         "reorder_for_peak_memory": False,  # it would put off what makes a gradient ready to be sent, until the end
-        "allow_buffer_reuse": False,  # of what is being sent: the allocator has it back once nobody refers to it
+        # A gradient is a result, whose memory stays. What it was cast from goes back to the allocator, once nobody
+        # refers to it, and not to the graph's next operation. That costs the host some 300 allocations in a ViT-B.
+        "allow_buffer_reuse": not narrow,
     }
 
 
@@ -179,12 +182,12 @@ class CopiedGradients(nn.Module):
         self._named = dict(sorted(trained, key=lambda one: one[1].numel() < _SMALL))
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), 0)
+        self._has_buffers = any(True for _ in model.buffers())  # to look for them takes the host half a millisecond
         self._trained = list(self._named.values())
         self._large = sum(p.numel() >= _SMALL for p in self._trained)  # which come first
         self._connect, self._exchange = connect, None  # until a first backward pass has shown how gradients travel
         # Gradients, by index, and what travels for each. They keep their memory until all have been read.
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
-        self._waiting: dict[int, Tensor] = {}
         self._expects_end = False
         for index, p in enumerate(self._trained):
             p.register_post_accumulate_grad_hook(functools.partial(self._is_added, index))
@@ -192,12 +195,12 @@ class CopiedGradients(nn.Module):
         _senders[self._number] = self
         self._run = self._as_it_is
         if options is not None and beside:
-            self._run = torch.compile(self._watched, options=_at_once(options))
+            self._run = torch.compile(self._watched, options=_at_once(options, model))
         elif options is not None:
             self._run = torch.compile(self._as_it_is, options=options)
 
     def forward(self, *inputs):
-        if self.training and torch.is_grad_enabled():
+        if self._has_buffers and self.training and torch.is_grad_enabled():
             for buffer in self.module.buffers():
                 dist.broadcast(buffer, 0)
         return self._run(*inputs)
@@ -229,7 +232,6 @@ class CopiedGradients(nn.Module):
 
     def _forget(self) -> None:
         self._sent.clear()
-        self._waiting.clear()
         self._expects_end = self._is_open = False
 
     def is_made(self, index: int, gradient: Tensor, narrow: Tensor | None) -> None:
@@ -254,20 +256,12 @@ class CopiedGradients(nn.Module):
 
     def _send(self, index: int, gradient: Tensor, narrow: Tensor | None = None) -> None:
         agreed = None if self._exchange is None else self._exchange.dtypes[index]
-        travels = gradient if narrow is None or agreed == torch.float32 else narrow
         # Views: with another reference to the gradient itself autograd would copy it into the parameter's.
-        self._sent[index] = gradient.detach(), travels.detach()
-        if index in self._waiting:
-            self._send_waiting()  # on each rank as often as it is made, whatever waits there beside it
+        gradient = gradient.detach()
+        travels = gradient if narrow is None or agreed == torch.float32 else narrow.detach()
+        self._sent[index] = gradient, travels
         if travels.dtype == agreed:
-            self._waiting[index] = self._sent[index][1]
-        if sum(waiting.numel() for waiting in self._waiting.values()) >= _SENT_TOGETHER:
-            self._send_waiting()
-
-    def _send_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        if waiting:
-            self._exchange.send(list(waiting.items()))
+            self._exchange.send(index, travels)
 
     @torch.no_grad()
     def _end(self) -> None:
@@ -289,8 +283,8 @@ class CopiedGradients(nn.Module):
                 self._send(index, p.grad)
                 self.late += 1
         self._agree()
-        self._send_waiting()
-        self._exchange.send_small([p.grad for p in self._trained[self._large :]])
+        for index in range(self._large, len(self._trained)):
+            self._exchange.send(index, self._trained[index].grad)
 
     def _agree(self) -> None:
         """On an Exchange for this pass's dtypes, which change on all ranks in the same pass: they run the same program.
@@ -306,7 +300,7 @@ class CopiedGradients(nn.Module):
             self._exchange.break_off()
             self._exchange = None  # gives its memory back before there is more
         self._exchange = self._connect([p.numel() for p in self._trained], dtypes, self._large, list(self._sent))
-        sent, self._sent, self._waiting = self._sent, {}, {}
+        sent, self._sent = self._sent, {}
         for index, (gradient, travels) in sent.items():
             self._send(index, gradient, travels)
         self.late = self._large

@@ -16,43 +16,40 @@ from torch import Tensor
 from vitkernels.parallel.host_memory import HostRows
 
 _ALIGNED = 128  # bytes, of which each gradient begins at a multiple
+_LEAST = 2**20  # elements that travel together; for fewer the host's calls take longer than the transfer
+_OF_THE_REST = 8  # a group is that part of what is still to come: large at first, and soon there at the end
 
 
 class Exchange:
     """What the ranks send each other in one step, and have of each other then: a row of bytes for each of them.
 
-    sizes, dtypes: of each gradient, in elements and as it travels; those from number first_small on are float32, and
-    sent together. Gradients of one dtype lie side by side, so that one pass over them takes their mean.
-    order: in which the others are most likely sent, as indices; the same on all ranks. They are received in this order,
-    and each once all up to it are sent. So ranks never wait in a circle, though they may send in other orders, and
-    though a host may wait for its GPU anywhere between.
-    host: of row_bytes(sizes, dtypes), and with number_of_flags(first_small). The device has as many bytes for each
-    rank: 0.35 GB for a ViT-B on 2 ranks whose gradients travel in bfloat16, else 0.7.
+    sizes, dtypes: of each gradient, in elements and as it travels.
+    groups: which of them travel together, as `grouped` has them; the same on all ranks. They are received in this
+    order, and each once all up to it are sent. So ranks never wait in a circle, though they may send in other orders,
+    and though a host may wait for its GPU anywhere between.
+    host: of row_bytes(sizes, dtypes), and with number_of_flags(groups). The device has as many bytes for each rank:
+    0.35 GB for a ViT-B on 2 ranks whose gradients travel in bfloat16, else 0.7.
 
     A pass is what ranks do from their first `send` up to `end`, or up to `break_off`. Flags have the number of the
-    pass in which something last happened: that a large gradient was sent, that all small ones were, that everything
-    was, and that everything was read.
+    pass in which something last happened: that a group was sent, that everything was, and that everything was read.
     """
 
-    def __init__(self, sizes: list[int], dtypes: list[torch.dtype], first_small: int, order: list[int], host: HostRows):
-        self.dtypes, self._host, self._pass, self._begun = dtypes, host, 1, False
+    def __init__(self, sizes: list[int], dtypes: list[torch.dtype], groups: list[list[int]], host: HostRows):
+        self.dtypes, self._groups, self._host = dtypes, groups, host
         rank, world, device = host.rank, len(host.rows), host.device
         # Ranks begin with different senders, so that none has all readers at once.
         self._others = [(rank + step) % world for step in range(1, world)]
-        spans = _spans(sizes, dtypes)
-        length = row_bytes(sizes, dtypes)
-        self._received_RB = torch.empty(world, length, dtype=torch.uint8, device=device)
+        self._all_sent, self._all_read = len(groups), len(groups) + 1  # flags; those before are of the groups
+        self._group_of = {index: number for number, group in enumerate(groups) for index in group}
+        self._pass = 0
+        self._next_pass()
+        spans = _spans(sizes, dtypes, groups)
+        self._received_RB = torch.empty(world, row_bytes(sizes, dtypes), dtype=torch.uint8, device=device)
         self._own = [self._received_RB[rank, span].view(dtype) for span, dtype in zip(spans, dtypes, strict=True)]
-        self._first_small = first_small
-        sent = spans[:first_small]
-        if first_small < len(spans):
-            sent.append(slice(spans[first_small].start, length))
-        self._all_sent, self._all_read = len(sent), len(sent) + 1  # flags; those before are of what was sent, in order
-        self._order = [*order, *range(first_small, len(sent))]
-        self._sent, self._sent_again, self._number_received = set(), set(), 0  # in this pass
+        spans_of_groups = [slice(spans[group[0]].start, spans[group[-1]].stop) for group in groups]
         rows = zip(host.rows, self._received_RB, strict=True)
-        self._ways = [[(in_host[span], on_device[span]) for span in sent] for in_host, on_device in rows]  # by rank
-        self._received, self._places = _by_dtype(self._received_RB, spans, dtypes)
+        self._ways = [[(in_host[span], on_device[span]) for span in spans_of_groups] for in_host, on_device in rows]
+        self._received, self._pieces = _by_dtype(self._received_RB, spans, dtypes)
         on_gpu = device.type == "cuda"
         self._out, self._into = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
         self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
@@ -62,27 +59,26 @@ class Exchange:
     def _means(self) -> list[Tensor]:
         return [self._mean(received_RL) for received_RL in self._received]
 
-    def send(self, gradients: list[tuple[int, Tensor]]) -> None:
-        """To all ranks, by index. Their memory must stay as it is until the end of the pass.
+    def _next_pass(self) -> None:
+        self._pass, self._begun = self._pass + 1, False
+        self._given: dict[int, Tensor] = {}  # by index
+        self._missing = [len(group) for group in self._groups]
+        self._sent_again, self._number_received = set(), 0  # groups
+
+    def send(self, index: int, gradient: Tensor) -> None:
+        """To all ranks, once its group is complete. Its memory must stay as it is until the end of the pass.
 
         What is sent again in the same pass, on all ranks then, takes the place of what was sent before.
         """
         self._begin()
-        with _beside(self._out):
-            for index, gradient in gradients:
-                self._own[index].copy_(gradient.view(-1), non_blocking=True)
-                self._publish(index)
-        self._receive([index for index, _ in gradients])
-
-    def send_small(self, gradients: list[Tensor]) -> None:
-        """To all ranks, all of them from number first_small on."""
-        if not gradients:
-            return
-        self._begin()
-        with _beside(self._out):
-            torch._foreach_copy_(self._own[self._first_small :], [gradient.view(-1) for gradient in gradients])
-            self._publish(self._first_small)
-        self._receive([self._first_small])
+        number = self._group_of[index]
+        if index in self._given:
+            self._sent_again.add(number)
+        else:
+            self._missing[number] -= 1
+        self._given[index] = gradient
+        if self._missing[number] == 0:
+            self._send_group(number)
 
     def _begin(self) -> None:
         if self._begun:
@@ -94,54 +90,53 @@ class Exchange:
             for other in self._others:
                 self._host.expect(other, self._all_read, self._pass - 1)  # and so has what this rank sent
 
-    def _publish(self, flag: int) -> None:
-        in_host, on_device = self._ways[self._host.rank][flag]
-        in_host.copy_(on_device, non_blocking=True)
-        self._host.announce(flag, self._pass)
-
-    def _receive(self, flags: list[int]) -> None:
-        """What the others send under these flags, and under those that wait for them."""
-        for flag in flags:  # of what is sent again, the others' flags may still be of what they sent before
-            (self._sent_again if flag in self._sent else self._sent).add(flag)
+    def _send_group(self, number: int) -> None:
+        group = self._groups[number]
+        in_host, on_device = self._ways[self._host.rank][number]
+        with _beside(self._out):
+            torch._foreach_copy_([self._own[i] for i in group], [self._given[i].view(-1) for i in group])
+            in_host.copy_(on_device, non_blocking=True)
+            self._host.announce(number, self._pass)
         with _on(self._into):
-            while self._number_received < len(self._order) and self._order[self._number_received] in self._sent:
-                flag = self._order[self._number_received]
-                self._number_received += 1
+            while self._number_received < len(self._groups) and self._missing[self._number_received] == 0:
                 for other in self._others:
-                    self._host.expect(other, flag, self._pass)
-                    self._take(other, flag)
+                    self._take(other, self._number_received, after=self._number_received)
+                self._number_received += 1
 
-    def _take(self, other: int, flag: int) -> None:
-        in_host, on_device = self._ways[other][flag]
+    def _take(self, other: int, number: int, after: int) -> None:
+        """A group from another rank, once that has announced `after` in this pass."""
+        self._host.expect(other, after, self._pass)
+        in_host, on_device = self._ways[other][number]
         on_device.copy_(in_host, non_blocking=True)
 
     def break_off(self) -> None:
         """End a pass without averages, as all ranks must: nobody waits any longer for what this one has not sent."""
         with _on(self._out):
-            for flag in range(self._all_sent):
-                self._host.announce(flag, self._pass)
+            for number in range(len(self._groups)):
+                self._host.announce(number, self._pass)
         self.end()
 
     def averages(self) -> list[Tensor]:
         """Of all gradients of the pass that has ended, flat, by index, once all ranks have sent them."""
         if self._into is not None:
             torch.cuda.current_stream().wait_stream(self._into)
-        means = self._means()
-        return [means[region][span] for region, span in self._places]
+        averages = {}
+        for mean, (indices, lengths) in zip(self._means(), self._pieces, strict=True):
+            averages |= zip(indices, mean.split(lengths)[::2], strict=True)
+        return [averages[index] for index in range(len(averages))]
 
     def end(self) -> None:
         """End a pass in which all gradients were sent. The current stream waits until they have left."""
         with _on(self._out):
             self._host.announce(self._all_sent, self._pass)
         with _on(self._into):
-            for flag, other in itertools.product(self._sent_again, self._others):
-                self._host.expect(other, self._all_sent, self._pass)
-                self._take(other, flag)
+            # The flag of what was sent again may still be that of what was sent before.
+            for number, other in itertools.product(sorted(self._sent_again), self._others):
+                self._take(other, number, after=self._all_sent)
             self._host.announce(self._all_read, self._pass)
-        self._sent, self._sent_again, self._number_received = set(), set(), 0
-        self._pass, self._begun = self._pass + 1, False
         if self._out is not None:
             torch.cuda.current_stream().wait_stream(self._out)
+        self._next_pass()
 
 
 @contextlib.contextmanager
@@ -157,9 +152,26 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def number_of_flags(first_small: int) -> int:
+def grouped(sizes: list[int], dtypes: list[torch.dtype], first_small: int, order: list[int]) -> list[list[int]]:
+    """The gradients that travel together, each group of one dtype, in the order in which groups are complete.
+
+    order: in which those before number first_small are most likely sent, as indices. The others are the last group.
+    """
+    groups, begun, left = [], {}, sum(sizes[index] for index in order)
+    for index in order:
+        group = begun.setdefault(dtypes[index], [])
+        group.append(index)
+        size = sum(sizes[i] for i in group)
+        if size >= max(_LEAST, left // _OF_THE_REST):
+            groups.append(begun.pop(dtypes[index]))
+            left -= size
+    small = [*range(first_small, len(sizes))]
+    return [*groups, *begun.values(), *([small] if small else [])]
+
+
+def number_of_flags(groups: list[list[int]]) -> int:
     """That an Exchange announces by."""
-    return first_small + 3
+    return len(groups) + 2
 
 
 def row_bytes(sizes: list[int], dtypes: list[torch.dtype]) -> int:
@@ -168,28 +180,30 @@ def row_bytes(sizes: list[int], dtypes: list[torch.dtype]) -> int:
 
 
 def _padded(size: int, dtype: torch.dtype) -> int:
-    return -(-size * dtype.itemsize // _ALIGNED) * _ALIGNED
+    length = size * dtype.itemsize
+    return length + -length % _ALIGNED
 
 
-def _spans(sizes: list[int], dtypes: list[torch.dtype]) -> list[slice]:
-    """The bytes of each gradient in a row, by index: those of float32 come last, and so the small ones at the end."""
+def _spans(sizes: list[int], dtypes: list[torch.dtype], groups: list[list[int]]) -> list[slice]:
+    """The bytes of each gradient in a row, by index. Groups lie side by side, and so do all those of one dtype."""
     spans, begin = [slice(0)] * len(sizes), 0
-    for index in sorted(range(len(sizes)), key=lambda index: (dtypes[index] == torch.float32, str(dtypes[index]))):
+    for index in itertools.chain(*sorted(groups, key=lambda group: str(dtypes[group[0]]))):
         spans[index] = slice(begin, begin + sizes[index] * dtypes[index].itemsize)
         begin += _padded(sizes[index], dtypes[index])
     return spans
 
 
 def _by_dtype(received_RB: Tensor, spans: list[slice], dtypes: list[torch.dtype]):
-    """received_RL of each dtype there is, and for each gradient by index (which of them, the elements in it)."""
-    received, places = [], [None] * len(spans)
-    for region, dtype in enumerate(dict.fromkeys(dtypes)):
-        own = [(index, span) for index, (span, other) in enumerate(zip(spans, dtypes, strict=True)) if other == dtype]
-        begin, end = min(span.start for _, span in own), max(span.stop for _, span in own)
-        received.append(received_RB[:, begin:end].view(dtype))
-        for index, span in own:
-            places[index] = region, slice((span.start - begin) // dtype.itemsize, (span.stop - begin) // dtype.itemsize)
-    return received, places
+    """received_RL of each dtype there is, and for each (indices, elements of each and of the padding behind it)."""
+    received, pieces = [], []
+    for dtype in dict.fromkeys(dtypes):
+        indices = sorted((i for i, other in enumerate(dtypes) if other == dtype), key=lambda i: spans[i].start)
+        lengths = [spans[i].stop - spans[i].start for i in indices]
+        lengths = [*itertools.chain(*((length, -length % _ALIGNED) for length in lengths))]
+        begin = spans[indices[0]].start
+        received.append(received_RB[:, begin : begin + sum(lengths)].view(dtype))
+        pieces.append((indices, [length // dtype.itemsize for length in lengths]))
+    return received, pieces
 
 
 def _mean(received_RL: Tensor) -> Tensor:

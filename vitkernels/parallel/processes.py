@@ -230,11 +230,12 @@ class Ddp(Processes):
             # Inductor pads a product where that is faster, which each rank times by itself; then it is another tensor.
             by_rank, orders = zip(*self.gather((dtypes, order)), strict=True)
             dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in zip(*by_rank, strict=True)]
-            length, flags = exchange.row_bytes(sizes, dtypes), exchange.number_of_flags(first_small)
+            groups = exchange.grouped(sizes, dtypes, first_small, orders[0])
+            length, flags = exchange.row_bytes(sizes, dtypes), exchange.number_of_flags(groups)
             made, failure = None, None
             try:
                 host = HostRows(length, flags, self.rank, self.device, self.gather)
-                made = exchange.Exchange(sizes, dtypes, first_small, orders[0], host)
+                made = exchange.Exchange(sizes, dtypes, groups, host)
             except (OSError, RuntimeError) as error:
                 failure = str(error).splitlines()[0]
             if failure := self._first(failure):
