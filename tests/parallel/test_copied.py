@@ -229,6 +229,45 @@ def test_what_autocast_cast_travels_in_half_the_bytes_with_the_same_averages(tmp
     assert ranks.finish(400) == [0, 0], ranks.said()
 
 
+class Extended(nn.Module):
+    """Frozen rows extend a weight: its gradient is a part of what autocast cast, and another reader has it whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.own, self.wide, self.narrow = (nn.Parameter(torch.randn(n, 16)) for n in (16, 8, 32))
+        self.register_buffer("frozen", torch.randn(16, 16))
+
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            weight = torch.cat([self.own, self.frozen]) + self.narrow[:, :8] @ self.wide
+        return F.linear(x, weight)
+
+
+def average_a_part_of_what_was_cast():
+    with engine_of(0, "bf16") as engine:
+        torch.manual_seed(0)
+        model = Extended()
+        alone = copy.deepcopy(model)
+        sends, keeps = engine.wrap(model, compiled=True), torch.compile(alone, options=copied._at_once({}, alone))
+        torch.manual_seed(engine.rank)
+        for late in (3, 0):
+            images = torch.randn(8, 16)
+            for net in (sends, keeps):
+                net.zero_grad()
+                with engine.runtime.autocast():
+                    loss = net(images).float().logsumexp(1).mean()
+                loss.backward()
+            assert sends.late == late
+            for name, own in alone.named_parameters():
+                shares = engine.gather(own.grad)
+                assert torch.equal(model.get_parameter(name).grad, (shares[0] + shares[1]) / 2), name
+
+
+def test_a_gradient_that_is_a_part_of_what_was_cast(tmp_path):
+    ranks = Ranks.of(2, tmp_path / "log", average_a_part_of_what_was_cast)
+    assert ranks.finish(200) == [0, 0], ranks.said()
+
+
 def send_in_any_order():
     """Gradients of a rank's own order, some twice, and passes that end early, each rank's at a place of its own."""
     with parallel.create("ddp", Runtime()) as engine:

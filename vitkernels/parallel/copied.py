@@ -1,7 +1,7 @@
 """Data parallelism by the GPUs' copy engines: each rank's gradients go through the host's memory to all others.
 
-A copy engine moves bytes beside the multiprocessors, which NCCL's kernels would share with backward's products. So a
-gradient leaves as soon as it exists, also from within one compiled graph; after backward each rank takes the mean of
+A copy engine moves bytes beside the multiprocessors, which NCCL's kernels would share with backward's products. So
+gradients leave while backward makes others, also from within one compiled graph; after it each rank takes the mean of
 what all have sent, in the order of the ranks, and so to the same bits. The averages are those of Li et al., "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
 """
@@ -82,7 +82,8 @@ def not_measured_faster(
 def send_gradient(gradient: Tensor, narrow: Tensor | None, index: int, sender: int) -> None:
     """Tell the CopiedGradients of number `sender` that its parameter `index` has this gradient.
 
-    narrow: the same numbers in bfloat16 or float16, from which the gradient was made, if there is such a tensor.
+    narrow: in bfloat16 or float16, the numbers from which the gradient was made, if there is such a tensor; they may be
+    more than the gradient's, which can be a part of what was cast.
     It writes nothing. That it says so keeps it in the compiled graph, and the gradient where it is.
     """
     _senders[sender].is_made(index, gradient, narrow)
@@ -182,7 +183,9 @@ class CopiedGradients(nn.Module):
         self._named = dict(sorted(trained, key=lambda one: one[1].numel() < _SMALL))
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self._has_buffers = any(True for _ in model.buffers())  # to look for them takes the host half a millisecond
+        self._has_buffers = (
+            next(model.buffers(), None) is not None
+        )  # to look for them takes the host half a millisecond
         self._trained = list(self._named.values())
         self._large = sum(p.numel() >= _SMALL for p in self._trained)  # which come first
         self._connect, self._exchange = connect, None  # until a first backward pass has shown how gradients travel
@@ -236,6 +239,8 @@ class CopiedGradients(nn.Module):
 
     def is_made(self, index: int, gradient: Tensor, narrow: Tensor | None) -> None:
         """Send a gradient before it is its parameter's, unless others are still to be added to it."""
+        if narrow is not None and narrow.numel() != gradient.numel():
+            narrow = None
         if self.last and index not in self._sent and self._trained[index].grad is None:
             self._send(index, gradient, narrow)
 

@@ -1,5 +1,6 @@
 """Gradients of all ranks of one host, through its memory, by the GPUs' copy engines, and their mean.
 
+A group of gradients is first put side by side, by a short kernel, for the host calls the driver once for each group.
 Not over NVLink: links that carry next to nothing, but do not sleep, took 2.4 % of the speed of two H200s at their power
 limit (notes/parallel.md).
 
@@ -43,13 +44,10 @@ class Exchange:
         self._group_of = {index: number for number, group in enumerate(groups) for index in group}
         self._pass = 0
         self._next_pass()
-        spans = _spans(sizes, dtypes, groups)
+        self._spans = _spans(sizes, dtypes, groups)
         self._received_RB = torch.empty(world, row_bytes(sizes, dtypes), dtype=torch.uint8, device=device)
-        self._own = [self._received_RB[rank, span].view(dtype) for span, dtype in zip(spans, dtypes, strict=True)]
-        spans_of_groups = [slice(spans[group[0]].start, spans[group[-1]].stop) for group in groups]
-        rows = zip(host.rows, self._received_RB, strict=True)
-        self._ways = [[(in_host[span], on_device[span]) for span in spans_of_groups] for in_host, on_device in rows]
-        self._received, self._pieces = _by_dtype(self._received_RB, spans, dtypes)
+        self._own = [self._received_RB[rank, span].view(dtype) for span, dtype in zip(self._spans, dtypes, strict=True)]
+        self._received, self._pieces = _by_dtype(self._received_RB, self._spans, dtypes)
         on_gpu = device.type == "cuda"
         self._out, self._into = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
         self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
@@ -62,8 +60,9 @@ class Exchange:
     def _next_pass(self) -> None:
         self._pass, self._begun = self._pass + 1, False
         self._given: dict[int, Tensor] = {}  # by index
-        self._missing = [len(group) for group in self._groups]
-        self._sent_again, self._number_received = set(), 0  # groups
+        self._given_again: set[int] = set()
+        self._missing = [set(group) for group in self._groups]
+        self._sent, self._number_received = set(), 0  # groups
 
     def send(self, index: int, gradient: Tensor) -> None:
         """To all ranks, once its group is complete. Its memory must stay as it is until the end of the pass.
@@ -72,12 +71,13 @@ class Exchange:
         """
         self._begin()
         number = self._group_of[index]
-        if index in self._given:
-            self._sent_again.add(number)
-        else:
-            self._missing[number] -= 1
+        if index in self._given:  # also where it has not left yet: on another rank it may have
+            self._given_again.add(index)
         self._given[index] = gradient
-        if self._missing[number] == 0:
+        self._missing[number].discard(index)
+        if number in self._sent:
+            self._copy_out([index])
+        elif not self._missing[number]:
             self._send_group(number)
 
     def _begin(self) -> None:
@@ -91,23 +91,30 @@ class Exchange:
                 self._host.expect(other, self._all_read, self._pass - 1)  # and so has what this rank sent
 
     def _send_group(self, number: int) -> None:
-        group = self._groups[number]
-        in_host, on_device = self._ways[self._host.rank][number]
-        with _beside(self._out):
-            torch._foreach_copy_([self._own[i] for i in group], [self._given[i].view(-1) for i in group])
-            in_host.copy_(on_device, non_blocking=True)
+        self._sent.add(number)
+        self._copy_out(self._groups[number])
+        with _on(self._out):
             self._host.announce(number, self._pass)
         with _on(self._into):
-            while self._number_received < len(self._groups) and self._missing[self._number_received] == 0:
+            while self._number_received in self._sent:
                 for other in self._others:
-                    self._take(other, self._number_received, after=self._number_received)
+                    self._host.expect(other, self._number_received, self._pass)
+                    self._copy_in(other, self._groups[self._number_received])
                 self._number_received += 1
 
-    def _take(self, other: int, number: int, after: int) -> None:
-        """A group from another rank, once that has announced `after` in this pass."""
-        self._host.expect(other, after, self._pass)
-        in_host, on_device = self._ways[other][number]
-        on_device.copy_(in_host, non_blocking=True)
+    def _copy_out(self, indices: list[int]) -> None:
+        rank, span = self._host.rank, self._span(indices)
+        with _beside(self._out):
+            torch._foreach_copy_([self._own[i] for i in indices], [self._given[i].view(-1) for i in indices])
+            self._host.rows[rank][span].copy_(self._received_RB[rank, span], non_blocking=True)
+
+    def _copy_in(self, other: int, indices: list[int]) -> None:
+        span = self._span(indices)
+        self._received_RB[other, span].copy_(self._host.rows[other][span], non_blocking=True)
+
+    def _span(self, indices: list[int]) -> slice:
+        """The bytes of a group, or of one gradient, in a row."""
+        return slice(self._spans[indices[0]].start, self._spans[indices[-1]].stop)
 
     def break_off(self) -> None:
         """End a pass without averages, as all ranks must: nobody waits any longer for what this one has not sent."""
@@ -130,9 +137,11 @@ class Exchange:
         with _on(self._out):
             self._host.announce(self._all_sent, self._pass)
         with _on(self._into):
-            # The flag of what was sent again may still be that of what was sent before.
-            for number, other in itertools.product(sorted(self._sent_again), self._others):
-                self._take(other, number, after=self._all_sent)
+            if self._given_again:  # of which the others' flags may have been those of what they sent before
+                for other in self._others:
+                    self._host.expect(other, self._all_sent, self._pass)
+                    for index in self._given_again:
+                        self._copy_in(other, [index])
             self._host.announce(self._all_read, self._pass)
         if self._out is not None:
             torch.cuda.current_stream().wait_stream(self._out)
@@ -153,7 +162,7 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager:
 
 
 def grouped(sizes: list[int], dtypes: list[torch.dtype], first_small: int, order: list[int]) -> list[list[int]]:
-    """The gradients that travel together, each group of one dtype, in the order in which groups are complete.
+    """The gradients that travel together, each group of one dtype, in about the order in which groups are complete.
 
     order: in which those before number first_small are most likely sent, as indices. The others are the last group.
     """
