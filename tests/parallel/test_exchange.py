@@ -1,0 +1,189 @@
+"""An Exchange on streams that are threads, and do what they are given late: without GPUs, nothing else tries its waits.
+
+Ranks are threads too. After `end` each overwrites what it sent, as an allocator would that gives the memory to others.
+"""
+
+import contextlib
+import queue
+import random
+import threading
+import time
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from vitkernels.parallel import exchange
+
+WORLDS, PASSES, LONGEST = (1, 2, 3, 4), 8, 60  # seconds that a rank may take
+of_thread = threading.local()
+
+
+class Stream:
+    """Does one thing after another, each up to 4 ms later than it could."""
+
+    def __init__(self, seed: str):
+        self._work, self._chance, self.error = queue.Queue(), random.Random(seed), None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self):
+        while (work := self._work.get()) is not None:
+            time.sleep(self._chance.choice([0, 0, 0, 0, 0, 0.0002, 0.0004, 0.004]))
+            try:
+                with torch.no_grad():
+                    work()
+            except Exception as error:
+                self.error = self.error or error
+
+    def do(self, work) -> None:
+        self._work.put(work)
+
+    def wait_stream(self, other: "Stream") -> None:
+        reached = threading.Event()
+        other.do(reached.set)
+        self.do(reached.wait)
+
+    def finish(self) -> None:
+        done = threading.Event()
+        self.do(done.set)
+        self.do(None)
+        assert done.wait(LONGEST), "ranks wait for each other"
+        if self.error:
+            raise self.error
+
+
+@contextlib.contextmanager
+def on(stream: Stream):
+    before, of_thread.stream = of_thread.stream, stream
+    yield
+    of_thread.stream = before
+
+
+class Later(TorchFunctionMode):
+    """Copies take their turn in the current stream."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is not Tensor.copy_ and function is not torch._foreach_copy_:
+            return function(*args, **(kwargs or {}))
+        pairs = [args] if function is Tensor.copy_ else zip(*args, strict=True)
+        for into, source in pairs:
+            of_thread.stream.do(lambda into=into, source=source: into.copy_(source))
+
+
+class Host:
+    device = torch.device("cpu")
+
+    def __init__(self, rank: int, rows: list[Tensor], flags: list[list[int]]):
+        self.rank, self.rows, self._flags = rank, rows, flags
+
+    def announce(self, flag, value):
+        of_thread.stream.do(lambda: self._flags[self.rank].__setitem__(flag, value))
+
+    def expect(self, rank, flag, value):
+        def wait():
+            while self._flags[rank][flag] < value:
+                time.sleep(2e-5)
+
+        of_thread.stream.do(wait)
+
+
+class OnStreams(exchange.Exchange):
+    def __init__(self, *args, name: str):
+        super().__init__(*args)
+        self._out, self._into = Stream(f"{name} out"), Stream(f"{name} into")
+
+    def _means(self):
+        means = [torch.empty(received_RL.shape[1]) for received_RL in self._received]
+        for mean, received_RL in zip(means, self._received, strict=True):
+            of_thread.stream.do(lambda mean=mean, received_RL=received_RL: mean.copy_(self._mean(received_RL)))
+        return means
+
+    def finish(self):
+        self._out.finish()
+        self._into.finish()
+
+
+class Case:
+    """What all ranks know: sizes, dtypes, groups, and what each will send."""
+
+    def __init__(self, seed: int, world: int):
+        self.world, self.chance = world, random.Random(f"{seed} {world}")
+        choice = self.chance.choice
+        count = choice([1, 3, 12])
+        large = choice([0, count, self.chance.randint(0, count)])
+        self.sizes = [choice([1, 3, 65, 1000]) if i < large else choice([0, 1, 64]) for i in range(count)]
+        self.sizes[-1] = self.sizes[-1] or 5
+        kinds = [torch.bfloat16, torch.float32]
+        self.dtypes = [choice(kinds) if i < large else torch.float32 for i in range(count)]
+        order = self.chance.sample(range(large), large)
+        self.groups = exchange.grouped(self.sizes, self.dtypes, large, order)
+        self.rows = [torch.zeros(exchange.row_bytes(self.sizes, self.dtypes), dtype=torch.uint8) for _ in range(world)]
+        self.flags = [[0] * exchange.number_of_flags(self.groups) for _ in range(world)]
+        self.again = [choice([0, 0, 2]) and self.chance.choices(range(large or 1), k=2) for _ in range(PASSES)]
+        self.ends_early = [self.chance.random() < 0.25 for _ in range(PASSES)]
+        self.values = [
+            [[torch.randn(n).to(t) for n, t in zip(self.sizes, self.dtypes, strict=True)] for _ in range(world)]
+            for _ in range(PASSES)
+        ]
+
+
+def run_rank(case: Case, rank: int, failures: list) -> None:
+    try:
+        name = f"{case.sizes} {rank}"
+        own, main = random.Random(name), Stream(name)
+        of_thread.stream = main
+        host = Host(rank, case.rows, case.flags)
+        ways = OnStreams(case.sizes, case.dtypes, case.groups, host, name=name)
+        with Later(), torch.no_grad():
+            for number in range(PASSES):
+                run_pass(case, number, ways, rank, own, main)
+        main.finish()
+        ways.finish()
+    except Exception as error:
+        failures.append(error)
+
+
+def run_pass(case: Case, number: int, ways: OnStreams, rank: int, own: random.Random, main: Stream) -> None:
+    values = case.values[number]
+    order = [*range(len(case.sizes)), *(case.again[number] or [])]
+    own.shuffle(order)
+    if case.ends_early[number]:
+        order = order[: own.randint(0, len(order))]
+    sent = []
+    for place, index in enumerate(order):
+        is_last = index not in order[place + 1 :]  # only the last of what is sent twice is the gradient
+        gradient = torch.full_like(values[rank][index], 777.0)
+        main.do(lambda gradient=gradient, value=values[rank][index] * is_last: gradient.copy_(value))
+        ways.send(index, gradient)
+        sent.append(gradient)
+    ways.break_off() if case.ends_early[number] else ways.end()
+    for gradient in sent:
+        main.do(lambda gradient=gradient: gradient.fill_(99.0))
+    if case.ends_early[number]:
+        return
+
+    def check(averages):
+        for average, of_all in zip(averages, zip(*values, strict=True), strict=True):
+            expected = exchange._mean(torch.stack(of_all))
+            assert torch.equal(average, expected), f"pass {number}, rank {rank}"
+
+    averages = ways.averages()
+    main.do(lambda: check(averages))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_whatever_streams_do_late(world, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: of_thread.stream)
+    monkeypatch.setattr(exchange, "_LEAST", 100)
+    failures = []
+    for seed in range(12):
+        torch.manual_seed(seed)
+        case = Case(seed, world)
+        ranks = [threading.Thread(target=run_rank, args=(case, rank, failures)) for rank in range(world)]
+        for thread in ranks:
+            thread.start()
+        for thread in ranks:
+            thread.join()
+        assert not failures, (seed, failures)
