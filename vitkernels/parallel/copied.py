@@ -183,9 +183,7 @@ class CopiedGradients(nn.Module):
         self._named = dict(sorted(trained, key=lambda one: one[1].numel() < _SMALL))
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self._has_buffers = (
-            next(model.buffers(), None) is not None
-        )  # to look for them takes the host half a millisecond
+        self._has_buffers = next(model.buffers(), None) is not None  # to look at each step takes the host a while
         self._trained = list(self._named.values())
         self._large = sum(p.numel() >= _SMALL for p in self._trained)  # which come first
         self._connect, self._exchange = connect, None  # until a first backward pass has shown how gradients travel
