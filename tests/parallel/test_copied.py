@@ -7,13 +7,12 @@ import contextlib
 import copy
 import hashlib
 import os
-import random
 import re
-import time
 from unittest import mock
 
 import pytest
 import torch
+from late import Late
 from ranks import Ranks
 from timm.models import VisionTransformer
 from torch import nn
@@ -24,30 +23,10 @@ from vitkernels import runtime as runtimes
 from vitkernels.errors import UsageError
 from vitkernels.parallel import copied, exchange, host_memory, processes
 from vitkernels.parallel.base import Parallel
-from vitkernels.parallel.host_memory import HostRows
 from vitkernels.runtime.base import Runtime
 
 STEPS, IMAGES = 12, 8
 SMALL = 64  # elements: of these models, as of larger ones, all that is no matrix
-
-
-class Late(HostRows):
-    """Ranks that say at random moments what they have done, and learn at others what the others have."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self._chance, self.most = random.Random(self.rank), 0.005  # seconds
-
-    def announce(self, *args):
-        super().announce(*args)
-        self._linger()
-
-    def expect(self, *args):
-        super().expect(*args)
-        self._linger()
-
-    def _linger(self):
-        time.sleep(self._chance.choice([0, 0, 0, self.most]))
 
 
 def engine_of(number: int, precision: str = "fp32", **settings):
@@ -266,51 +245,6 @@ def average_a_part_of_what_was_cast():
 def test_a_gradient_that_is_a_part_of_what_was_cast(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", average_a_part_of_what_was_cast)
     assert ranks.finish(200) == [0, 0], ranks.said()
-
-
-def send_in_any_order():
-    """Gradients of a rank's own order, some twice, and passes that end early, each rank's at a place of its own."""
-    with parallel.create("ddp", Runtime()) as engine:
-        sizes, large = [70, 3, 900, 65, 128, 2, 1], 5
-        dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, *[torch.float32] * 4]
-        with mock.patch.object(exchange, "_LEAST", 1):
-            groups = exchange.grouped(sizes, dtypes, large, order=[3, 0, 4, 1, 2])
-        assert groups == [[3, 4], [0, 2], [1], [5, 6]]
-        flags = exchange.number_of_flags(groups)
-        host = Late(exchange.row_bytes(sizes, dtypes), flags, engine.rank, torch.device("cpu"), engine.gather)
-        host.most = 0.01 * engine.rank
-        ways = exchange.Exchange(sizes, dtypes, groups, host)
-        alike, own = random.Random(0), random.Random(engine.rank)
-        for number in range(40):
-            again = alike.sample(range(large), alike.choice([0, 1, 3]))
-            ends_early = alike.random() < 0.2
-            order = [*range(large), *again]
-            own.shuffle(order)
-            order = order[: own.randint(0, len(order))] if ends_early else order
-            torch.manual_seed(number)
-            all_values = [
-                [torch.randn(size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-                for _ in range(engine.world)
-            ]  # known to all, so that nothing but the Exchange keeps ranks together
-            values = all_values[engine.rank]
-            # Only the last of what is sent twice is the gradient.
-            is_last = [i not in order[n + 1 :] for n, i in enumerate(order)]
-            for index, last in zip(order, is_last, strict=True):
-                ways.send(index, values[index] * last)
-            if ends_early:
-                ways.break_off()
-                continue
-            for index in range(large, len(values)):
-                ways.send(index, values[index])
-            ways.end()
-            for average, of_all in zip(ways.averages(), zip(*all_values, strict=True), strict=True):
-                assert torch.equal(average, sum(value.float() for value in of_all) / engine.world)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_may_send_in_different_orders_and_some_twice(tmp_path, world):
-    ranks = Ranks.of(world, tmp_path / "log", send_in_any_order)
-    assert ranks.finish(120) == [0] * world, ranks.said()
 
 
 class Odd(nn.Module):

@@ -1,6 +1,7 @@
-"""An Exchange on streams that are threads, and do what they are given late: without GPUs, nothing else tries its waits.
+"""An Exchange between processes, and on streams that are threads and do what they are given late.
 
-Ranks are threads too. After `end` each overwrites what it sent, as an allocator would that gives the memory to others.
+Without GPUs, nothing else tries its waits. Ranks are threads too then, and after `end` each overwrites what it sent, as
+an allocator would that gives the memory to others.
 """
 
 import contextlib
@@ -8,16 +9,66 @@ import queue
 import random
 import threading
 import time
+from unittest import mock
 
 import pytest
 import torch
+from late import Late
+from ranks import Ranks
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vitkernels import parallel
 from vitkernels.parallel import exchange
+from vitkernels.runtime.base import Runtime
 
 WORLDS, PASSES, LONGEST = (1, 2, 3, 4), 8, 60  # seconds that a rank may take
 of_thread = threading.local()
+
+
+def send_in_any_order():
+    """Gradients of a rank's own order, some twice, and passes that end early, each rank's at a place of its own."""
+    with parallel.create("ddp", Runtime()) as engine:
+        sizes, large = [70, 3, 900, 65, 128, 2, 1], 5
+        dtypes = [torch.bfloat16, torch.float32, torch.bfloat16, *[torch.float32] * 4]
+        with mock.patch.object(exchange, "_LEAST", 1):
+            groups = exchange.grouped(sizes, dtypes, large, order=[3, 0, 4, 1, 2])
+        assert groups == [[3, 4], [0, 2], [1], [5, 6]]
+        flags = exchange.number_of_flags(groups)
+        host = Late(exchange.row_bytes(sizes, dtypes), flags, engine.rank, torch.device("cpu"), engine.gather)
+        host.most = 0.01 * engine.rank
+        ways = exchange.Exchange(sizes, dtypes, groups, host)
+        alike, own = random.Random(0), random.Random(engine.rank)
+        for number in range(40):
+            again = alike.sample(range(large), alike.choice([0, 1, 3]))
+            ends_early = alike.random() < 0.2
+            order = [*range(large), *again]
+            own.shuffle(order)
+            order = order[: own.randint(0, len(order))] if ends_early else order
+            torch.manual_seed(number)
+            all_values = [
+                [torch.randn(size).to(dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
+                for _ in range(engine.world)
+            ]  # known to all, so that nothing but the Exchange keeps ranks together
+            values = all_values[engine.rank]
+            # Only the last of what is sent twice is the gradient.
+            is_last = [i not in order[n + 1 :] for n, i in enumerate(order)]
+            for index, last in zip(order, is_last, strict=True):
+                ways.send(index, values[index] * last)
+            if ends_early:
+                ways.break_off()
+                continue
+            for index in range(large, len(values)):
+                ways.send(index, values[index])
+            ways.end()
+            for average, of_all in zip(ways.averages(), zip(*all_values, strict=True), strict=True):
+                assert torch.equal(average, sum(value.float() for value in of_all) / engine.world)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_may_send_in_different_orders_and_some_twice(tmp_path, world):
+    ranks = Ranks.of(world, tmp_path / "log", send_in_any_order)
+    assert ranks.finish(120) == [0] * world, ranks.said()
 
 
 class Stream:

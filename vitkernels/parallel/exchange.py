@@ -1,6 +1,6 @@
 """Gradients of all ranks of one host, through its memory, by the GPUs' copy engines, and their mean.
 
-A group of gradients is first put side by side, by a short kernel, for the host calls the driver once for each group.
+Gradients that travel together are first put side by side, by a short kernel: that spares the host calls for each.
 Not over NVLink: links that carry next to nothing, but do not sleep, took 2.4 % of the speed of two H200s at their power
 limit (notes/parallel.md).
 
@@ -58,32 +58,31 @@ class Exchange:
         return [self._mean(received_RL) for received_RL in self._received]
 
     def _next_pass(self) -> None:
-        self._pass, self._begun = self._pass + 1, False
+        self._pass += 1
         self._given: dict[int, Tensor] = {}  # by index
         self._given_again: set[int] = set()
-        self._missing = [set(group) for group in self._groups]
-        self._sent, self._number_received = set(), 0  # groups
+        self._missing = [set(group) for group in self._groups]  # of a group that was sent, nothing
+        self._number_received = 0  # groups
 
     def send(self, index: int, gradient: Tensor) -> None:
         """To all ranks, once its group is complete. Its memory must stay as it is until the end of the pass.
 
         What is sent again in the same pass, on all ranks then, takes the place of what was sent before.
         """
-        self._begin()
+        if not self._given:
+            self._begin()
         number = self._group_of[index]
+        was_sent = not self._missing[number]
         if index in self._given:  # also where it has not left yet: on another rank it may have
             self._given_again.add(index)
         self._given[index] = gradient
         self._missing[number].discard(index)
-        if number in self._sent:
+        if was_sent:
             self._copy_out([index])
         elif not self._missing[number]:
             self._send_group(number)
 
     def _begin(self) -> None:
-        if self._begun:
-            return
-        self._begun = True
         with _beside(self._into):
             pass  # what was received last has been read
         with _on(self._out):
@@ -91,12 +90,11 @@ class Exchange:
                 self._host.expect(other, self._all_read, self._pass - 1)  # and so has what this rank sent
 
     def _send_group(self, number: int) -> None:
-        self._sent.add(number)
         self._copy_out(self._groups[number])
         with _on(self._out):
             self._host.announce(number, self._pass)
         with _on(self._into):
-            while self._number_received in self._sent:
+            while self._number_received < len(self._groups) and not self._missing[self._number_received]:
                 for other in self._others:
                     self._host.expect(other, self._number_received, self._pass)
                     self._copy_in(other, self._groups[self._number_received])
