@@ -37,7 +37,7 @@ def send_in_any_order():
         flags = exchange.number_of_flags(groups)
         host = Late(exchange.row_bytes(sizes, dtypes), flags, engine.rank, torch.device("cpu"), engine.gather)
         host.most = 0.01 * engine.rank
-        ways = exchange.Exchange(sizes, dtypes, groups, host)
+        ways = exchange.Exchange([torch.Size([size]) for size in sizes], dtypes, groups, host)
         alike, own = random.Random(0), random.Random(engine.rank)
         for number in range(40):
             again = alike.sample(range(large), alike.choice([0, 1, 3]))
@@ -185,7 +185,7 @@ def run_rank(case: Case, rank: int, failures: list) -> None:
         own, main = random.Random(name), Stream(name)
         of_thread.stream = main
         host = Host(rank, case.rows, case.flags)
-        ways = OnStreams(case.sizes, case.dtypes, case.groups, host, name=name)
+        ways = OnStreams([torch.Size([size]) for size in case.sizes], case.dtypes, case.groups, host, name=name)
         with Later(), torch.no_grad():
             for number in range(PASSES):
                 run_pass(case, number, ways, rank, own, main)

@@ -166,7 +166,7 @@ def _at_once(options: dict, model: nn.Module) -> dict:
 class CopiedGradients(nn.Module):
     """`model`, whose gradients after a backward pass are the means over all ranks.
 
-    connect: makes the Exchange of gradients of these sizes and dtypes, in float32 where any rank asks for it, from the
+    connect: makes the Exchange of gradients of these shapes and dtypes, in float32 where any rank asks for it, from the
     number of the first small one, and from the order in which the others were sent.
     beside: send beside backward, not after it.
     options: for torch.compile; None runs the model as it is.
@@ -237,7 +237,7 @@ class CopiedGradients(nn.Module):
 
     def is_made(self, index: int, gradient: Tensor, narrow: Tensor | None) -> None:
         """Send a gradient before it is its parameter's, unless others are still to be added to it."""
-        if narrow is not None and narrow.numel() != gradient.numel():
+        if narrow is not None and narrow.shape != gradient.shape:
             narrow = None
         if self.last and index not in self._sent and self._trained[index].grad is None:
             self._send(index, gradient, narrow)
@@ -277,7 +277,7 @@ class CopiedGradients(nn.Module):
         self._exchange.end()
         self._forget()  # all that was sent has left
         for p, average in zip(self._trained, self._exchange.averages(), strict=True):
-            p.grad = average.view_as(p)
+            p.grad = average
 
     def _send_rest(self) -> None:
         self._check_all_are_there()
@@ -302,7 +302,7 @@ class CopiedGradients(nn.Module):
             log.info("parallel.send: from now on more gradients travel in float32")
             self._exchange.break_off()
             self._exchange = None  # gives its memory back before there is more
-        self._exchange = self._connect([p.numel() for p in self._trained], dtypes, self._large, list(self._sent))
+        self._exchange = self._connect([p.shape for p in self._trained], dtypes, self._large, list(self._sent))
         sent, self._sent = self._sent, {}
         for index, (gradient, travels) in sent.items():
             self._send(index, gradient, travels)

@@ -24,18 +24,18 @@ _OF_THE_REST = 8  # a group is that part of what is still to come: large at firs
 class Exchange:
     """What the ranks send each other in one step, and have of each other then: a row of bytes for each of them.
 
-    sizes, dtypes: of each gradient, in elements and as it travels.
+    shapes, dtypes: of each gradient, as it travels.
     groups: which of them travel together, as `grouped` has them; the same on all ranks. They are received in this
     order, and each once all up to it are sent. So ranks never wait in a circle, though they may send in other orders,
     and though a host may wait for its GPU anywhere between.
-    host: of row_bytes(sizes, dtypes), and with number_of_flags(groups). The device has as many bytes for each rank:
-    0.35 GB for a ViT-B on 2 ranks whose gradients travel in bfloat16, else 0.7.
+    host: of row_bytes, with number_of_flags(groups). The device has as many bytes for each rank: 0.35 GB for a ViT-B
+    on 2 ranks whose gradients travel in bfloat16, else 0.7.
 
     A pass is what ranks do from their first `send` up to `end`, or up to `break_off`. Flags have the number of the
     pass in which something last happened: that a group was sent, that everything was, and that everything was read.
     """
 
-    def __init__(self, sizes: list[int], dtypes: list[torch.dtype], groups: list[list[int]], host: HostRows):
+    def __init__(self, shapes: list[torch.Size], dtypes: list[torch.dtype], groups: list[list[int]], host: HostRows):
         self.dtypes, self._groups, self._host = dtypes, groups, host
         rank, world, device = host.rank, len(host.rows), host.device
         # Ranks begin with different senders, so that none has all readers at once.
@@ -44,10 +44,13 @@ class Exchange:
         self._group_of = {index: number for number, group in enumerate(groups) for index in group}
         self._pass = 0
         self._next_pass()
+        sizes = [shape.numel() for shape in shapes]
         self._spans = _spans(sizes, dtypes, groups)
         self._received_RB = torch.empty(world, row_bytes(sizes, dtypes), dtype=torch.uint8, device=device)
-        self._own = [self._received_RB[rank, span].view(dtype) for span, dtype in zip(self._spans, dtypes, strict=True)]
-        self._received, self._pieces = _by_dtype(self._received_RB, self._spans, dtypes)
+        spans = zip(self._spans, shapes, dtypes, strict=True)
+        self._own = [self._received_RB[rank, span].view(dtype).view(shape) for span, shape, dtype in spans]
+        self._received, places = _by_dtype(self._received_RB, self._spans, dtypes)
+        self._averages = [(*place, own.shape, own.stride()) for place, own in zip(places, self._own, strict=True)]
         on_gpu = device.type == "cuda"
         self._out, self._into = (torch.cuda.Stream(device) if on_gpu else None for _ in range(2))
         self._mean = torch.compile(_mean, dynamic=False) if on_gpu else _mean  # one kernel that reads all once
@@ -78,7 +81,8 @@ class Exchange:
         self._given[index] = gradient
         self._missing[number].discard(index)
         if was_sent:
-            self._copy_out([index])
+            with _beside(self._out):
+                self._copy_out([index])
         elif not self._missing[number]:
             self._send_group(number)
 
@@ -90,8 +94,8 @@ class Exchange:
                 self._host.expect(other, self._all_read, self._pass - 1)  # and so has what this rank sent
 
     def _send_group(self, number: int) -> None:
-        self._copy_out(self._groups[number])
-        with _on(self._out):
+        with _beside(self._out):
+            self._copy_out(self._groups[number])
             self._host.announce(number, self._pass)
         with _on(self._into):
             while self._number_received < len(self._groups) and not self._missing[self._number_received]:
@@ -101,10 +105,9 @@ class Exchange:
                 self._number_received += 1
 
     def _copy_out(self, indices: list[int]) -> None:
+        torch._foreach_copy_([self._own[i] for i in indices], [self._given[i] for i in indices])
         rank, span = self._host.rank, self._span(indices)
-        with _beside(self._out):
-            torch._foreach_copy_([self._own[i] for i in indices], [self._given[i].view(-1) for i in indices])
-            self._host.rows[rank][span].copy_(self._received_RB[rank, span], non_blocking=True)
+        self._host.rows[rank][span].copy_(self._received_RB[rank, span], non_blocking=True)
 
     def _copy_in(self, other: int, indices: list[int]) -> None:
         span = self._span(indices)
@@ -122,13 +125,11 @@ class Exchange:
         self.end()
 
     def averages(self) -> list[Tensor]:
-        """Of all gradients of the pass that has ended, flat, by index, once all ranks have sent them."""
+        """Of all gradients of the pass that has ended, by index, once all ranks have sent them."""
         if self._into is not None:
             torch.cuda.current_stream().wait_stream(self._into)
-        averages = {}
-        for mean, (indices, lengths) in zip(self._means(), self._pieces, strict=True):
-            averages |= zip(indices, mean.split(lengths)[::2], strict=True)
-        return [averages[index] for index in range(len(averages))]
+        means = self._means()
+        return [means[n].as_strided(shape, stride, offset) for n, offset, shape, stride in self._averages]
 
     def end(self) -> None:
         """End a pass in which all gradients were sent. The current stream waits until they have left."""
@@ -201,16 +202,15 @@ def _spans(sizes: list[int], dtypes: list[torch.dtype], groups: list[list[int]])
 
 
 def _by_dtype(received_RB: Tensor, spans: list[slice], dtypes: list[torch.dtype]):
-    """received_RL of each dtype there is, and for each (indices, elements of each and of the padding behind it)."""
-    received, pieces = [], []
-    for dtype in dict.fromkeys(dtypes):
-        indices = sorted((i for i, other in enumerate(dtypes) if other == dtype), key=lambda i: spans[i].start)
-        lengths = [spans[i].stop - spans[i].start for i in indices]
-        lengths = [*itertools.chain(*((length, -length % _ALIGNED) for length in lengths))]
-        begin = spans[indices[0]].start
-        received.append(received_RB[:, begin : begin + sum(lengths)].view(dtype))
-        pieces.append((indices, [length // dtype.itemsize for length in lengths]))
-    return received, pieces
+    """received_RL of each dtype there is; and, by index, in which of them a gradient is, and at which element."""
+    received, places = [], [(0, 0)] * len(spans)
+    for number, dtype in enumerate(dict.fromkeys(dtypes)):
+        indices = [index for index, other in enumerate(dtypes) if other == dtype]
+        begin, end = min(spans[i].start for i in indices), max(spans[i].stop for i in indices)
+        received.append(received_RB[:, begin : end + -end % _ALIGNED].view(dtype))
+        for i in indices:
+            places[i] = number, (spans[i].start - begin) // dtype.itemsize
+    return received, places
 
 
 def _mean(received_RL: Tensor) -> Tensor:

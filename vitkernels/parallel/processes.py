@@ -226,16 +226,17 @@ class Ddp(Processes):
         return reason is None
 
     def _copied(self, model: nn.Module, compiled: bool, mode: str | None) -> nn.Module:
-        def connect(sizes: list[int], dtypes: list[torch.dtype], first_small: int, order: list[int]):
+        def connect(shapes: list[torch.Size], dtypes: list[torch.dtype], first_small: int, order: list[int]):
             # Inductor pads a product where that is faster, which each rank times by itself; then it is another tensor.
             by_rank, orders = zip(*self.gather((dtypes, order)), strict=True)
             dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in zip(*by_rank, strict=True)]
+            sizes = [shape.numel() for shape in shapes]
             groups = exchange.grouped(sizes, dtypes, first_small, orders[0])
             length, flags = exchange.row_bytes(sizes, dtypes), exchange.number_of_flags(groups)
             made, failure = None, None
             try:
                 host = HostRows(length, flags, self.rank, self.device, self.gather)
-                made = exchange.Exchange(sizes, dtypes, groups, host)
+                made = exchange.Exchange(shapes, dtypes, groups, host)
             except (OSError, RuntimeError) as error:
                 failure = str(error).splitlines()[0]
             if failure := self._first(failure):
