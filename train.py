@@ -182,7 +182,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             result = evaluate(parallel.wrap(quantized, compiled, compile_mode), data.val, parallel) | before
             result["bytes"] = size_in_bytes(quantized)
         card = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, "quant": cfg.quant.name}
-        parallel.on_main(run_folder.write_json, run_dir / "eval.json", card | result)
+        card |= result | {"git_commit": git_commit(), "settings": run_folder.identity(cfg)}
+        parallel.on_main(run_folder.write_json, run_dir / "eval.json", card)
         log_evaluation(result)
         return
 
@@ -312,11 +313,11 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     # ------------------------------------------------------------------ loop
     stop = StopRequest()
     cleanup.callback(stop.release)
-    profiled = PROFILED_STEPS if cfg.trainer.profile else 0
+    profiler = start_profiler(run_dir, cfg.trainer.warmup_steps, total_steps - step) if cfg.trainer.profile else None
+    profiled = 0 if profiler is None else PROFILED_STEPS
     timer = StepTimer(runtime, cfg.trainer.warmup_steps + profiled)
     history = History(parallel)
     flops_per_step = facts.train_flops_per_image * images_per_step / parallel.devices  # of each device
-    profiler = start_profiler(run_dir, cfg.trainer.warmup_steps, total_steps - step) if profiled else None
     saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps
     stopping = False
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -453,12 +454,16 @@ def due(every: int | None, count: int, complete: bool = True, at_the_end: bool =
 
 
 def start_profiler(run_dir: Path, warmup_steps: int, steps_left: int):
-    """Traces five steps after the warm-up, which are not timed, into the run's folder, for TensorBoard and Perfetto."""
+    """Traces five steps after the warm-up, which are not timed, into the run's folder, for TensorBoard and Perfetto.
+
+    None, and a line in the log, where fewer steps are left than that takes.
+    """
     needed = warmup_steps + PROFILED_STEPS
     if steps_left < needed:
         log.warning(
             "trainer.profile: no trace, it takes %d steps with trainer.warmup_steps, not %d", needed, steps_left
         )
+        return None
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=warmup_steps, warmup=2, active=PROFILED_STEPS - 3, repeat=1),
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_dir / "profile")),

@@ -213,10 +213,17 @@ def test_gradients_without_a_kernel_are_refused(grad):
         adamw.AdamW([x]).step()
 
 
-def test_on_a_cpu_and_by_eager_the_optimizer_is_torch_s():
-    optimizer = made(torch.optim.AdamW)
-    assert with_kernel(optimizer, "triton") is optimizer
-    assert with_kernel(optimizer, "eager") is optimizer
+def test_where_there_is_no_kernel_the_optimizer_stays_or_it_is_an_error(caplog):
+    adamw_on_cpu, sgd = made(torch.optim.AdamW), torch.optim.SGD([nn.Parameter(torch.ones(3))])
+    for optimizer, reason in ((adamw_on_cpu, "for NVIDIA GPUs"), (sgd, "for optim.opt=adamw, and this is SGD")):
+        assert with_kernel(optimizer, "eager") is optimizer
+        assert not caplog.text
+        with caplog.at_level("INFO", "vitkernels"):
+            assert with_kernel(optimizer, "auto") is optimizer
+        assert reason in caplog.text
+        with pytest.raises(UsageError, match=f"ops.adamw=triton cannot be had: .*{reason}; ops.adamw=auto"):
+            with_kernel(optimizer, "triton")
+        caplog.clear()
 
 
 @pytest.mark.gpu
@@ -227,10 +234,8 @@ def test_on_a_gpu_adamw_gets_the_kernel_with_all_its_settings(caplog):
     assert ours.state_dict() == theirs.state_dict()
     refused = made(torch.optim.AdamW, "cuda", amsgrad=True)
     with caplog.at_level("INFO", "vitkernels"):
-        assert with_kernel(refused, "triton") is refused
+        assert with_kernel(refused, "auto") is refused
     assert "amsgrad" in caplog.text
-    sgd = torch.optim.SGD(groups_of("cuda")[2]["params"])
-    assert with_kernel(sgd, "triton") is sgd
 
 
 def test_a_first_group_without_parameters():

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -237,8 +238,16 @@ def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
     train.run(settings(*SMALL, *longer, "resume=auto"), first)
     assert list(losses(first)) == [1, 2, 3, 4, 5, 6]
     older = first / "checkpoints" / "step_00000004"
-    with pytest.raises(UsageError, match="newer than"):
-        train.run(settings(*SMALL, *longer, f"resume={older}"), first)
+    shutil.copytree(older, tmp_path / "other" / "checkpoints" / older.name)
+    for asked in (older, tmp_path / "other"):
+        with pytest.raises(UsageError, match="newer than"):
+            train.run(settings(*SMALL, *longer, f"resume={asked}"), first)
+
+
+def test_too_few_steps_for_a_trace_are_timed_instead(settings, caplog, tmp_path):
+    train.run(settings(*SMALL, "trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.profile=true"), tmp_path)
+    assert "no trace, it takes 10 steps" in caplog.text and not (tmp_path / "profile").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["step_time_ms"]["n"] == 4
 
 
 def test_a_run_that_is_made_longer_is_done_only_then(settings, losses, monkeypatch, tmp_path):

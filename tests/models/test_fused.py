@@ -1,9 +1,12 @@
 """Fused operations in a timm model: the same parameters, the same function."""
 
+import copy
+
 import pytest
 import torch
 
 from vitkernels import models
+from vitkernels.models import fusing
 from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks
 from vitkernels.quant import quantize_
 
@@ -194,7 +197,8 @@ def test_a_later_call_decides_alone():
     [
         ({"layer_norm": "triton"}, None, "Did you mean 'layer_norm_residual'?"),
         ({"patch_embed": "tritn"}, None, "Did you mean 'triton'?"),
-        ({"mlp": "triton"}, None, "mlp is fused together with layer_norm_residual"),
+        ({"mlp": "triton"}, None, "mlp=triton: it is fused together with layer_norm_residual"),
+        ({"mlp": "passes", "layer_norm_residual": "auto"}, None, "mlp=passes: it is fused together with"),
         ({"patch_embed": "triton"}, torch.bfloat16, "needs layer_norm_residual"),
     ],
 )
@@ -202,3 +206,19 @@ def test_errors(ops, residual, message):
     with pytest.raises(ValueError) as caught:
         models.set_ops(models.create_model("vit_digits", "native", num_classes=10), ops, residual)
     assert message in str(caught.value)
+
+
+def test_mlp_by_itself_stays_where_its_partner_does(monkeypatch, caplog):
+    monkeypatch.setattr(fusing, "place_of", lambda device: "cuda")
+    plain = models.create_model("vit_digits", "native", num_classes=10)
+    model = copy.deepcopy(plain)
+    with caplog.at_level("INFO", "vitkernels"):
+        models.set_ops(model, {"mlp": "auto", "layer_norm_residual": "eager"}, keep_activation=True)
+    assert str(model) == str(plain)
+    assert "mlp stays as timm has it: it is fused together with layer_norm_residual" in caplog.text
+
+
+def test_an_option_of_an_op_that_is_eager_is_an_error():
+    model = models.create_model("vit_digits", "native", num_classes=10)
+    with pytest.raises(ValueError, match="keep_activation is an option of mlp, which is eager"):
+        models.set_ops(model, {"layer_norm_residual": "triton"}, keep_activation=True)

@@ -8,6 +8,7 @@ import copy
 import hashlib
 import os
 import re
+import time
 from unittest import mock
 
 import pytest
@@ -405,6 +406,18 @@ def choose_by_itself():
 def test_by_itself_it_copies_where_that_was_measured_to_be_faster(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", choose_by_itself)
     assert ranks.finish() == [0, 0], ranks.said()
+
+
+def find_no_memory_and_end_late():
+    mock.patch.object(host_memory, "unavailable", lambda rank, *_: "as it were").start()
+    with pytest.raises(UsageError, match="send=copy cannot be had: as it were"):
+        engine_of(0)
+    time.sleep(3 * int(os.environ["RANK"]))
+
+
+def test_an_engine_that_cannot_be_had_is_that_error_on_all_ranks(tmp_path):
+    ranks = Ranks.of(2, tmp_path / "log", find_no_memory_and_end_late)
+    assert ranks.finish() == [0, 0], f"one that ended later missed the others: {ranks.said()}"
 
 
 def test_a_setting_that_does_not_fit_is_an_error_that_names_it(monkeypatch):

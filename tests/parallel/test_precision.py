@@ -109,3 +109,19 @@ def test_what_xla_would_not_heed_is_refused(setting):
     runtime.name = "xla"
     with pytest.raises(UsageError, match="XLA decides"):
         parallel.create("ddp", runtime, **setting)
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"), [("none", {"overlap": True}), ("none", {"reduce": "bf16"}), ("ddp", {"reshard": True})]
+)
+def test_what_an_engine_would_not_heed_is_refused(name, setting):
+    with pytest.raises(UsageError, match=rf"parallel.{next(iter(setting))}=.*|averages no gradients: .*"):
+        parallel.create(name, Runtime(), **setting)
+
+
+def test_gradients_may_be_clipped_that_are_listed_once():
+    layer = torch.nn.Linear(3, 2)
+    layer(torch.ones(1, 3)).sum().backward()
+    norm = Parallel(Runtime()).clip_gradients(layer.parameters(), limit=0.5)
+    assert norm > 1
+    torch.testing.assert_close(torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()]), torch.tensor(0.5))

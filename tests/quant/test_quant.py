@@ -61,6 +61,12 @@ def test_embedding(name):
     assert quantized.weight.untyped_storage().nbytes() == 10 * 64 * quantized.scheme.weight_bits // 8
 
 
+def test_an_embedding_keeps_what_its_gradient_is_made_by():
+    table = nn.Embedding(10, 64, padding_idx=3, scale_grad_by_freq=True)
+    again = QuantizedEmbedding.of(table, NAMES[0]).dequantize()
+    assert again.padding_idx == 3 and again.scale_grad_by_freq and not again.sparse
+
+
 class Tied(nn.Module):
     """An embedding, two uses of one layer, and a head of 10."""
 

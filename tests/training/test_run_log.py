@@ -46,6 +46,19 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, caplog):
     assert {1, 4} <= {point.step for point in board.Scalars("train/loss")}
 
 
+def test_a_run_that_starts_again_from_nothing_leaves_no_old_points(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for last in (8, 4):
+        run_log = RunLog(tmp_path, 9, 0)
+        for step in range(1, last + 1):
+            run_log.scalars(step, {"train/loss": float(last)})
+        run_log.close()
+    board = EventAccumulator(str(tmp_path))
+    board.Reload()
+    assert [(point.step, point.value) for point in board.Scalars("train/loss")] == [(n, 4.0) for n in (1, 2, 3, 4)]
+
+
 def test_lines_that_could_never_be_written_are_counted(tmp_path, caplog):
     run_log = RunLog(tmp_path, 9, 0)
     run_log._file.close()

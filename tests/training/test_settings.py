@@ -3,7 +3,7 @@
 import pytest
 
 from vitkernels.errors import UsageError
-from vitkernels.training.settings import _NUMBERS, check_precision, check_settings
+from vitkernels.training.settings import _CHOICES, _NUMBERS, check_precision, check_settings
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,9 @@ from vitkernels.training.settings import _NUMBERS, check_precision, check_settin
         ("schedule.sched=step", "schedule.sched must be one of cosine, tanh, poly; got 'step'"),
         ("compile=maybe", "compile must be one of True, False, auto"),
         ("model.name=null", "model.name must be a name"),
+        ("seed=4294967296", "seed must be a whole number from 0 to 2147483648"),
+        ("parallel.lost_after=abc", "parallel.lost_after must be a number"),
+        ("trainer.profile=maybe", "trainer.profile must be one of True, False; got 'maybe'"),
     ],
 )
 def test_wrong_values(settings, override, message):
@@ -36,7 +39,7 @@ def test_defaults_pass_and_every_checked_setting_exists(settings):
     cfg = settings()
     check_settings(cfg)
     missing = object()
-    assert [name for name in _NUMBERS if OmegaConf.select(cfg, name, default=missing) is missing] == []
+    assert [name for name in (*_NUMBERS, *_CHOICES) if OmegaConf.select(cfg, name, default=missing) is missing] == []
 
 
 def test_a_rounded_residual_stream_needs_layers_in_16_bits(settings):

@@ -1,13 +1,14 @@
 """Sweeps: where they go, what their table says, and what a command line's mistakes are answered with."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from vitkernels.bench import comparison
 from vitkernels.errors import UsageError
-from vitkernels.training import command_line, sweep
+from vitkernels.training import command_line, run_folder, sweep
 from vitkernels.training.signals import EXIT_INTERRUPTED
 from vitkernels.training.sweep import _reason
 
@@ -147,3 +148,27 @@ def test_a_single_run_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys)
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert command_line.run(main, CONF) == EXIT_INTERRUPTED
     assert capsys.readouterr().out == "interrupted; resume=auto goes on from the newest checkpoint, if any\n"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["attn=sdpa/checkpoints", "a,b", "of (mine)", 'a "b"', "back\\slash", 'at \\"one\\\\"', "at the end\\", "auto"],
+)
+def test_any_path_reaches_a_job_as_it_is(path):
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    (override,) = OverridesParser.create().parse_overrides([f"resume={sweep._quoted(path)}"])
+    assert override.value() == path and not override.is_sweep_override()
+
+
+def test_an_evaluation_is_done_until_its_settings_or_its_weights_change(tmp_path, settings):
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    cfg = settings("mode=eval", f"checkpoint={weights}")
+    assert run_folder.find_done(tmp_path, cfg) is None
+    run_folder.write_json(tmp_path / "eval.json", {"top1": 90.0, "settings": run_folder.identity(cfg)})
+    assert run_folder.find_done(tmp_path, cfg) == tmp_path
+    assert run_folder.find_done(tmp_path, settings("mode=eval", f"checkpoint={weights}", "quant=w8a8")) is None
+    later = (tmp_path / "eval.json").stat().st_mtime + 5
+    os.utime(weights, (later, later))
+    assert run_folder.find_done(tmp_path, cfg) is None

@@ -190,10 +190,12 @@ def losses_table(rows: list[StepTimes], baseline: str, window: int = 25) -> str:
         return ""
     ends = [min((i + 1) * window, len(rows[0].losses)) for i in range(len(means[baseline]))]
     lines = [f"| loss up to step | {' | '.join(map(str, ends))} | all |", "|---" * (len(ends) + 2) + "|"]
+    overall_of = {row.variant: [*means[row.variant], sum(row.losses) / len(row.losses)] for row in rows}
+    reference = overall_of[baseline]
     for row in rows:
-        overall = [*means[row.variant], sum(row.losses) / len(row.losses)]
+        overall = overall_of[row.variant]
         if row.variant == baseline:
-            reference, cells = overall, [f"{x:.4f}" for x in overall]
+            cells = [f"{x:.4f}" for x in overall]
         else:
             cells = [f"{100 * (x / y - 1):+.2f} %" for x, y in zip(overall, reference, strict=True)]
         lines.append(f"| {row.variant} | {' | '.join(cells)} |")

@@ -50,9 +50,14 @@ def set_ops(
             backends_of(_OPS[name]).get(ops[name])
     device = next(model.parameters()).device
     wanted = {name: b for name, b in ops.items() if b != "eager" and _has_kernel(name, b, device)}
-    if "mlp" in wanted and "layer_norm_residual" not in wanted:
-        raise UsageError("mlp is fused together with layer_norm_residual, which is eager; set it to triton or auto")
     wanted = _fitting(wanted, model)
+    if "mlp" in wanted and "layer_norm_residual" not in wanted:
+        reason = "it is fused together with layer_norm_residual, which is eager here"
+        if wanted.pop("mlp") != "auto":
+            raise UsageError(f"mlp={ops['mlp']}: {reason}; name that one's backend (ops.layer_norm_residual=triton)")
+        log.info("mlp stays as timm has it: %s", reason)
+    if keep_activation and "mlp" not in wanted and ops.get("mlp", "eager") != "auto":
+        raise UsageError("keep_activation is an option of mlp, which is eager here: name its backend (ops.mlp=passes)")
     if residual_dtype is not None and "layer_norm_residual" not in wanted:
         raise UsageError(
             f"a residual stream in {residual_dtype} needs layer_norm_residual, which is eager here; name its backend "

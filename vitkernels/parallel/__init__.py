@@ -69,9 +69,16 @@ def create(
         name = "ddp" if world > 1 else "none"
     if send != "auto" and name != "ddp":
         raise UsageError(f"parallel.send={send} is for parallel=ddp under torchrun; for parallel={name}: send=auto")
+    if reshard and name != "fsdp":
+        raise UsageError(f"parallel.reshard=true is for parallel=fsdp; for parallel={name}: reshard=false")
     if name == "none":
         if world > 1:
             raise UsageError(f"parallel=none is for one process, and torchrun started {world}: parallel=ddp or fsdp")
+        if overlap != "auto" or reduce != "fp32":
+            raise UsageError(
+                "parallel=none averages no gradients: leave parallel.overlap=auto and parallel.reduce=fp32; got "
+                f"overlap={overlap} and reduce={reduce}"
+            )
         return Parallel(runtime)
     from vitkernels.parallel import processes
 

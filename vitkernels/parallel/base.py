@@ -75,7 +75,8 @@ class Parallel:
         limit: None leaves them as they are. The same on all processes, and all must call it.
         optimizer: whose step comes next. One that can clip gradients as it reads them is left to do so.
         """
-        # The list has no name: one that lived on would make the gradients outputs of torch_xla's graph.
+        parameters = list(parameters)
+        # This list has no name: one that lived on would make the gradients outputs of torch_xla's graph.
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         if limit and hasattr(optimizer, "clip_next_step"):
             optimizer.clip_next_step(norm, limit)

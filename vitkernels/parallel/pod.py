@@ -41,12 +41,9 @@ class Pod(Group):
         address = host.addresses[0], int(os.environ.get("MASTER_PORT", PORT))
         store = _meet(address, self.rank, self.world)
         self._join("gloo", Watch(self.rank, self.world, lost_after, address, keeps_store=self.is_main), store=store)
-        try:
+        with self._leaving_on_errors():
             super().__init__(runtime)
             self._check()
-        except Exception as error:
-            self.__exit__(type(error), error, error.__traceback__)
-            raise
 
     def _chips(self) -> list[int]:
         """Each host's own chips side by side, in the order in which torch_xla deals its rows out to them."""

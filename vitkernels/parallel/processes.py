@@ -47,6 +47,15 @@ class Group(Parallel):
         self._watch = watch
         watch.start()
 
+    @contextlib.contextmanager
+    def _leaving_on_errors(self) -> Iterator[None]:
+        """Around what a constructor does once it has joined: the others must hear of an error in it, too."""
+        try:
+            yield
+        except Exception as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+
     def agree(self, asked: bool) -> bool:
         """The votes of the step before: those are in by now, so that nothing waits for them."""
         agreed = False
@@ -169,11 +178,12 @@ class Ddp(Processes):
             self._no_copies = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
             self._refuse_copies(self._no_copies)
         super().__init__(runtime, lost_after, False if send == "copy" else overlap, reduce)
-        if self._may_copy:
-            self._no_copies = self._first(self._no_copies)
-            if self._no_copies is None:
-                self._no_copies = self._first(host_memory.unavailable(self.rank, device, self.gather))
-            self._refuse_copies(self._no_copies)
+        with self._leaving_on_errors():
+            if self._may_copy:
+                self._no_copies = self._first(self._no_copies)
+                if self._no_copies is None:
+                    self._no_copies = self._first(host_memory.unavailable(self.rank, device, self.gather))
+                self._refuse_copies(self._no_copies)
 
     def _first(self, reason: str | None) -> str | None:
         """Of all ranks' reasons, so that all do the same."""
@@ -293,7 +303,8 @@ class Fsdp(Processes):
         super().__init__(runtime, lost_after, reshard or overlap, reduce)
         self.gather_precision = gather
         self.reshard = reshard
-        self.mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("data",))
+        with self._leaving_on_errors():
+            self.mesh = dist.device_mesh.init_device_mesh(self.device.type, (self.world,), mesh_dim_names=("data",))
         self._rounds: bool | None = None  # whether gather=auto has found that it can round; None before the first model
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:

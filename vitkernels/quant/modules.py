@@ -110,6 +110,7 @@ class QuantizedEmbedding(nn.Module):
     def __init__(self, num_embeddings: int, embedding_dim: int, scheme: Scheme | str, dtype=torch.float32, device=None):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
+        self.for_training = {}  # options of nn.Embedding that matter to its gradient alone, for `dequantize`
         self.scheme = scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
         if scheme.block_size != -1 and embedding_dim % scheme.block_size:
             raise UsageError(f"block_size {scheme.block_size} does not divide the embedding's width {embedding_dim}")
@@ -127,6 +128,8 @@ class QuantizedEmbedding(nn.Module):
             raise UsageError("an embedding with max_norm changes its weights as it is used and cannot be quantized")
         weight = embedding.weight.detach()
         quantized = cls(*weight.shape, scheme, weight.dtype, weight.device)
+        options = ("padding_idx", "scale_grad_by_freq", "sparse")
+        quantized.for_training = {name: getattr(embedding, name) for name in options}
         scheme = quantized.scheme
         groups = weight if scheme.block_size == -1 else weight.unflatten(1, (-1, scheme.block_size))
         q, quantized.scale, quantized.zero_point = quantize_groups(groups, scheme)
@@ -145,7 +148,7 @@ class QuantizedEmbedding(nn.Module):
     def dequantize(self) -> nn.Embedding:
         """An nn.Embedding of the entries that the stored ones stand for."""
         table = self._rows(self.weight, self.scale, self.zero_point)
-        return nn.Embedding.from_pretrained(table, freeze=False).train(self.training)
+        return nn.Embedding.from_pretrained(table, freeze=False, **self.for_training).train(self.training)
 
     def _rows(self, w: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         if self.scheme.weight_bits == 4:

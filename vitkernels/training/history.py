@@ -48,7 +48,7 @@ class History:
         norms = read([norm for _, _, norm, _ in self._pending])
         by_rank = self.parallel.shares(read([loss for _, loss, _, _ in self._pending]))
         records = [
-            StepRecord(step, sum(losses) / len(losses), norm, lr, _broken(losses))
+            StepRecord(step, sum(losses) / len(losses), norm, lr, _broken(losses) if len(losses) > 1 else ())
             for (step, _, _, lr), norm, *losses in zip(self._pending, norms, *by_rank, strict=True)
         ]
         self._pending.clear()
@@ -73,7 +73,7 @@ def check_finite(
     for record in records:
         if not math.isfinite(record.loss) or (gradients and not math.isfinite(record.grad_norm)):
             ranks = record.broken_ranks
-            where = f" on rank {', '.join(map(str, ranks))}" if ranks != (0,) and ranks else ""
+            where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
             samples = samples_of_step(record.step, ranks[0] if ranks else 0)
             raise NonFiniteLossError(
                 f"loss is {record.loss:.6g}{where}, gradient norm {record.grad_norm:.4g} at step {record.step}: "

@@ -61,10 +61,22 @@ def is_done(folder: Path) -> bool:
 
 def find_done(folder: Path, cfg: DictConfig) -> Path | None:
     """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it."""
+    if cfg.mode == "eval":
+        return folder if _is_evaluated(folder / "eval.json", cfg) else None
     newest = [folder] if is_taken(folder) else _same_runs_beside(folder, cfg)
     if newest and is_done(newest[0]) and not _differences(_settings_of(newest[0]), identity(cfg), _WITHOUT_EFFECT):
         return newest[0]
     return None
+
+
+def _is_evaluated(file: Path, cfg: DictConfig) -> bool:
+    """Whether the file has the figures of these very weights: of what lay at that path then, and has not changed."""
+    evaluated, weights = read_json(file), Path(cfg.checkpoint)
+    if evaluated is None or not weights.exists():
+        return False
+    changed = max(weights.lstat().st_mtime, weights.stat().st_mtime)  # checkpoints/best is a link
+    same = not _differences(evaluated.get("settings", {}), identity(cfg), _WITHOUT_EFFECT)
+    return same and changed < file.stat().st_mtime
 
 
 def read_results(folder: Path) -> dict:
@@ -218,18 +230,17 @@ def find_checkpoint(folder: Path, cfg: DictConfig, checkpoints: ckpt.Checkpoints
     return None
 
 
-def _asked_for(path: Path, own: ckpt.Checkpoints) -> Path:
-    if path.name == "checkpoints" or (path / "checkpoints").is_dir():
-        found = ckpt.Checkpoints(path if path.name == "checkpoints" else path / "checkpoints").newest_whole()
-        if found is None:
-            raise UsageError(f"resume={path}: no whole checkpoint in that folder")
-        return found
-    state = ckpt.load_state(path)
+def _asked_for(asked: Path, own: ckpt.Checkpoints) -> Path:
+    path = asked
+    if asked.name == "checkpoints" or (asked / "checkpoints").is_dir():
+        path = ckpt.Checkpoints(asked if asked.name == "checkpoints" else asked / "checkpoints").newest_whole()
+        if path is None:
+            raise UsageError(f"resume={asked}: no whole checkpoint in that folder")
     newest = own.newest_whole()
-    if newest is not None and ckpt.load_state(newest)["step"] > state["step"]:
+    if newest is not None and ckpt.load_state(newest)["step"] > ckpt.load_state(path)["step"]:
         raise UsageError(
-            f"{own.folder} has checkpoints newer than {path}, which going back would overwrite; "
-            "hydra.run.dir=FOLDER branches off into another folder"
+            f"{own.folder} has checkpoints newer than {path}, which going back would overwrite; resume=auto goes on "
+            "from them, and hydra.run.dir=FOLDER branches off into another folder"
         )
     return path
 

@@ -37,7 +37,7 @@ class RunLog:
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115 (closed by `close`)
         self._waiting = b""  # lines that are not in the file yet
         self._disk_fails = False
-        self._board = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+        self._board = SummaryWriter(str(folder), purge_step=first_step + 1)
         self._total = total_steps
         self._progress = _progress_bar(total_steps, first_step)
 

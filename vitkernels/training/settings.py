@@ -6,7 +6,8 @@ from vitkernels.errors import UsageError
 
 # setting: (type, least value, greatest value or None, whether null is allowed)
 _NUMBERS = {
-    "seed": (int, 0, None, False),
+    "seed": (int, 0, 2**31, False),  # NumPy takes 32 bits, and ranks are added to it
+    "parallel.lost_after": (float, 0, None, False),
     "trainer.max_epochs": (float, 0, None, False),
     "trainer.max_steps": (int, 1, None, True),
     "trainer.accum_steps": (int, 1, None, False),
@@ -42,9 +43,13 @@ _CHOICES = {
     # are epochs.
     "schedule.sched": ("cosine", "tanh", "poly"),
     "ops.name": ("eager", "fused", "auto"),
-    "ops.adamw": ("eager", "triton"),
+    "ops.adamw": ("eager", "auto", "triton"),
     "ops.residual_precision": (None, "fp32", "bf16"),
     "ops.keep_activation": (True, False),
+    "trainer.profile": (True, False),
+    "ema.warmup": (True, False),
+    "sweep.rerun": (True, False),
+    "parallel.reshard": (True, False),
 }
 
 

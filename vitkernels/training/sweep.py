@@ -6,6 +6,7 @@ A kernel that faults takes its process with it (on a GPU it poisons the whole CU
 import hashlib
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -124,7 +125,7 @@ def _back_into_the_queue(variant: str, stopped: signal.Signals | None) -> None:
 
 def _measured_with(folder: Path) -> str:
     """With which code the figures in the folder were made, beside the code that is here now."""
-    then, now = (read_json(folder / "summary.json") or {}).get("git_commit"), git_commit()
+    then, now = read_results(folder).get("git_commit"), git_commit()
     return f"measured at commit {then}" + ("" if then == now else f", and this is {now}")
 
 
@@ -153,7 +154,7 @@ def _run_in_own_process(
     Its output is shown as it comes and kept in output.log.
     """
     words = [word for word in overrides if not word.startswith("resume=")]
-    words += [f"resume={config.resume or 'auto'}", f"hydra.run.dir={_quoted(folder)}"]
+    words += [f"resume={_quoted(config.resume or 'auto')}", f"hydra.run.dir={_quoted(folder)}"]
     command = [sys.executable, str(_script()), *words]
     preemption = _preemption_signal()
     stopped = None
@@ -194,8 +195,11 @@ def _script() -> Path:
     return Path(next(source.path for source in sources if source.provider == "main")).parent / "train.py"
 
 
-def _quoted(path: Path) -> str:
-    return '"' + str(path).replace('"', '\\"') + '"'
+def _quoted(path: Path | str) -> str:
+    """As a value of Hydra's command line, whatever characters are in it."""
+    # Backslashes escape a quotation mark and each other before one, and are themselves elsewhere.
+    escaped = re.sub(r'(\\*)("|$)', lambda match: 2 * match[1] + ('\\"' if match[2] else ""), str(path))
+    return f'"{escaped}"'
 
 
 def _reason(folder: Path, code: int, last_words: str) -> str:
