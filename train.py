@@ -329,68 +329,67 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     timer.start()
     while step < total_steps and not stopping:
         epoch, first = divmod(step, steps_per_epoch)
-        batches = parallel.feed(train.epoch(epoch, start=first * accum))
-        cleanup.callback(batches.close)
-        for index in range(first, steps_per_epoch):
-            # One optimizer step. Nothing in it waits for the device.
-            losses = []
-            for batch in range(accum):
-                with timer.waiting():
-                    images, targets = next(batches)
-                with parallel.accumulating(net, last=batch == accum - 1):
-                    with runtime.autocast():
-                        logits = net(images)
-                    loss = loss_of(logits.float(), targets)
-                    timer.forward_done()
-                    scaler.scale(loss / accum).backward()
-                losses.append(loss.detach())
-            scaler.unscale_(optimizer)
-            grad_norm = parallel.clip_gradients(parameters, cfg.trainer.clip_grad, optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=True)
-            lr = optimizer.param_groups[-1]["lr"]
-            step += 1
-            scheduler.step_update(step)
-            if ema is not None:
-                parallel.update_ema(ema, model, step)
-            history.add(step, sum(losses) / accum, grad_norm, lr)
-            runtime.end_step(images, targets)
-            timer.step_done()
-            if step == settled:  # a later collection need not go over this: it would take 0.3 s, and ranks would wait
-                gc.collect()
-                gc.freeze()
-            if profiler is not None:
-                profiler.step()
+        with contextlib.closing(parallel.feed(train.epoch(epoch, start=first * accum))) as batches:
+            for index in range(first, steps_per_epoch):
+                # One optimizer step. Nothing in it waits for the device.
+                losses = []
+                for batch in range(accum):
+                    with timer.waiting():
+                        images, targets = next(batches)
+                    with parallel.accumulating(net, last=batch == accum - 1):
+                        with runtime.autocast():
+                            logits = net(images)
+                        loss = loss_of(logits.float(), targets)
+                        timer.forward_done()
+                        scaler.scale(loss / accum).backward()
+                    losses.append(loss.detach())
+                scaler.unscale_(optimizer)
+                grad_norm = parallel.clip_gradients(parameters, cfg.trainer.clip_grad, optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=True)
+                lr = optimizer.param_groups[-1]["lr"]
+                step += 1
+                scheduler.step_update(step)
+                if ema is not None:
+                    parallel.update_ema(ema, model, step)
+                history.add(step, sum(losses) / accum, grad_norm, lr)
+                runtime.end_step(images, targets)
+                timer.step_done()
+                if step == settled:
+                    # A later collection need not go over this: it would take 0.3 s, and ranks would wait.
+                    gc.collect()
+                    gc.freeze()
+                if profiler is not None:
+                    profiler.step()
 
-            # Boundaries: here, and only here, the device is waited for.
-            done = step == total_steps
-            stopping = parallel.agree(bool(stop)) and not done
-            epoch_done = index == steps_per_epoch - 1
-            eval_due = due(cfg.trainer.eval_every, epoch + 1, epoch_done, done)
-            save_due = (
-                stopping
-                or (eval_due and saves)
-                or due(cfg.checkpoints.every_epochs, epoch + 1, epoch_done, done)
-                or due(cfg.checkpoints.every_steps, step)
-            )
-            if not (done or eval_due or save_due or due(cfg.trainer.log_every, step)):
-                continue
-            window = timer.stop()
-            records = history.read()
-            run_log.steps(records)
-            name_straggler(parallel, step, window)
-            check_finite(records, samples_of_step, last_good, gradients=not scaler.is_enabled())
-            train_loss = sum(r.loss for r in records) / len(records)
-            log_window(run_log, parallel, epoch, records, window, images_per_step, flops_per_step)
-            # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
-            saved = save() if save_due else None
-            if eval_due and not stopping:
-                evaluate_now(saved)
-            if done or stopping:
-                break
-            timer.start()
-        batches.close()
+                # Boundaries: here, and only here, the device is waited for.
+                done = step == total_steps
+                stopping = parallel.agree(bool(stop)) and not done
+                epoch_done = index == steps_per_epoch - 1
+                eval_due = due(cfg.trainer.eval_every, epoch + 1, epoch_done, done)
+                save_due = (
+                    stopping
+                    or (eval_due and saves)
+                    or due(cfg.checkpoints.every_epochs, epoch + 1, epoch_done, done)
+                    or due(cfg.checkpoints.every_steps, step)
+                )
+                if not (done or eval_due or save_due or due(cfg.trainer.log_every, step)):
+                    continue
+                window = timer.stop()
+                records = history.read()
+                run_log.steps(records)
+                name_straggler(parallel, step, window)
+                check_finite(records, samples_of_step, last_good, gradients=not scaler.is_enabled())
+                train_loss = sum(r.loss for r in records) / len(records)
+                log_window(run_log, parallel, epoch, records, window, images_per_step, flops_per_step)
+                # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
+                saved = save() if save_due else None
+                if eval_due and not stopping:
+                    evaluate_now(saved)
+                if done or stopping:
+                    break
+                timer.start()
     if profiler is not None:
         profiler.stop()
     checkpoints.wait()

@@ -28,7 +28,7 @@ def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: st
     )
 
 
-def _split(arrays: tuple, extras: tuple[str, ...], heads: int):
+def _split(arrays: tuple, extras: tuple[str, ...]):
     """(q, k, v or packed), and the extras by name. Thirds that do not begin at a lane tile are taken apart."""
     n = len(arrays) - len(extras)
     main, named = arrays[:n], dict(zip(extras, arrays[n:], strict=True))
@@ -52,7 +52,7 @@ def attend(
     entries of the table of blocks count; None for none.
     Returns (B, N, E); from the online form also the log-sum-exps that its backward pass needs.
     """
-    main, named = _split(arrays, extras, heads)
+    main, named = _split(arrays, extras)
     problem = describe(main, named, heads, scale, is_causal, chip)
     plan = pallas_flash_blocks.plan(problem)
     given = (named.get("bias"), named.get("mask"), named.get("segment_ids"))
@@ -61,7 +61,7 @@ def attend(
 
 def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras, bias_gradient, chip=None):
     """Gradients of `attend` for each of its arrays; None for those that have none."""
-    main, named = _split(primals, extras, heads)
+    main, named = _split(primals, extras)
     problem = describe(main, named, heads, scale, is_causal, chip)
     plan = pallas_flash_blocks.plan(problem)
     saved = (*outputs, cotangents[0]) if plan.form == "long" else cotangents[:1]

@@ -212,7 +212,7 @@ def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
     """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E), and what the backward pass needs:
     log2 Σ exp2 of the scores (B, G, 1, H / G, N); in float32 their maximum and 1 / Σ (B, G, 2, H / G, N)."""
     grid = _Grid(problem, cut, len(arrays) == 1, "bgij")
-    extras = extra_arrays(problem, bias, mask, ids, transposed=True)
+    extras = extra_arrays(bias, mask, ids, transposed=True)
     heads, queries = grid.blocks.heads, grid.blocks.queries
     shape = jax.ShapeDtypeStruct
     return _call(
@@ -375,7 +375,7 @@ def backward(problem: Problem, cut: Blocks, arrays: tuple, o_BNE, saved, do_BNE,
     packed = len(arrays) == 1
     grid = _Grid(problem, cut, packed, "bgji")
     B, N, M, D, heads = problem.batch, problem.q_tokens, problem.kv_tokens, problem.head_dim, grid.blocks.heads
-    extras = extra_arrays(problem, bias, mask, ids, transposed=True)
+    extras = extra_arrays(bias, mask, ids, transposed=True)
     delta_BNH = jnp.sum((o_BNE.astype(f32) * do_BNE.astype(f32)).reshape(B, N, problem.heads, D), axis=-1)
     # The forward pass may have grouped its heads in another way.
     per_query = [*(saved[:, :, n] for n in range(grid.saved[2])), delta_BNH.transpose(0, 2, 1)]

@@ -237,7 +237,7 @@ def _block(ref, head, rows: slice, columns: slice):
     return ref[0, head if heads > 1 else 0, rows if n > 1 else slice(0, 1), columns if m > 1 else slice(0, 1)]
 
 
-def extra_arrays(problem: Problem, bias, mask, ids, transposed: bool) -> list:
+def extra_arrays(bias, mask, ids, transposed: bool) -> list:
     """The arrays behind Extras, in its order, swapped for the transposed form; None where there is none."""
     swap = partial(jnp.swapaxes, axis1=-1, axis2=-2) if transposed else (lambda x: x)
     if mask is not None:

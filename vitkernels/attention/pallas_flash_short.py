@@ -177,7 +177,7 @@ def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
     """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E)."""
     layout = Layout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, ROWS)
-    extras = extra_arrays(problem, bias, mask, ids, transposed=False)
+    extras = extra_arrays(bias, mask, ids, transposed=False)
     return pl.pallas_call(
         partial(_forward_kernel, layout=layout, cut=cut, present=tuple(x is not None for x in extras)),
         grid=(problem.batch,),
@@ -298,7 +298,7 @@ def backward(problem: Problem, cut: Blocks, arrays: tuple, do_BNE, bias, mask, i
     """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
     layout = Layout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, LANES)
-    extras = extra_arrays(problem, bias, mask, ids, transposed=True)
+    extras = extra_arrays(bias, mask, ids, transposed=True)
     out_specs, out_shapes = layout.specs(), layout.shapes(arrays[0].dtype)
     # In order where the gradient of a shared bias sums over them; otherwise a chip's two cores may split them.
     images = "arbitrary" if bias_gradient and problem.bias[0] == 1 else "parallel"

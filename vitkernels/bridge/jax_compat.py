@@ -22,7 +22,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "Pallas kernels need jax: pip install 'vitkernels[tpu]' on a TPU machine (jax 0.7.1 beside torch_xla 2.9), "
-        "or pip install jax (jax[cuda12] on an NVIDIA GPU) elsewhere"
+        "or pip install jax (jax[cuda13] on an NVIDIA GPU) elsewhere"
     ) from error
 
 import jax.extend.core as jex_core

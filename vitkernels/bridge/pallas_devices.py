@@ -160,7 +160,7 @@ class Trace:
         if jax.default_backend() != "gpu":
             raise UsageError(
                 f"{self.name}: JAX has no GPU here (its platforms: {jax.config.jax_platforms}); pip install "
-                "'jax[cuda12]' and leave JAX_PLATFORMS unset"
+                "'jax[cuda13]' and leave JAX_PLATFORMS unset"
             )
         run = jax.jit(function)
         # DLPack orders both ways: JAX's stream waits for torch's current one on the way in, torch's for JAX's on the

@@ -1,6 +1,6 @@
 """How an op finds the implementation that runs: one module per backend, imported when it is first asked for.
 
-A backend module has two functions with the same parameters, those of the op without `backend`:
+A backend module has two functions with the same parameters, those that the op hands to `pick`:
     unsupported(...) -> str | None    why it cannot take these arguments here, and what would mend it
     run(...)                          the result
 """

@@ -37,14 +37,15 @@ def create(name: str = "auto", precision: str = "auto") -> Runtime:
 def _best_available() -> str:
     from vitkernels.runtime import cuda, xla
 
-    why = []
-    reason = cuda.unavailable()
-    if reason is None:
-        return "cuda"
-    why.append(f"not cuda: {reason}")
-    reason = xla.unavailable() if xla.has_tpu() else "no TPU is attached."
-    if reason is None:
-        return "xla"
-    why.append(f"not xla: {reason}")
-    log.info("runtime=auto chose cpu; %s", " ".join(why))
-    return "cpu"
+    def tpu_unavailable() -> str | None:
+        return xla.unavailable() if xla.has_tpu() else "no TPU is attached."
+
+    chosen, passed_over = "cpu", ""
+    for name, unavailable in (("cuda", cuda.unavailable), ("xla", tpu_unavailable)):
+        reason = unavailable()
+        if reason is None:
+            chosen = name
+            break
+        passed_over += f"; not {name}: {reason}"
+    log.info("runtime=auto chose %s%s", chosen, passed_over)
+    return chosen

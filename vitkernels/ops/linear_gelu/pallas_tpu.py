@@ -8,7 +8,7 @@ from vitkernels.ops.linear_gelu.pallas_tpu_kernel import linear_gelu, linear_gel
 _linear_gelu = pallas_op(linear_gelu, vjp=linear_gelu_vjp, name="linear_gelu_tpu")
 
 _DTYPES = ("torch.float32", "torch.bfloat16")
-_LARGEST_K = 16384  # 128 rows of float32 must fit beside each other in VMEM
+_LARGEST_ROW = 16384  # bytes, of which 128 must fit beside each other in VMEM
 
 
 def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> str | None:
@@ -18,7 +18,7 @@ def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool)
         return f"it takes float32 and bfloat16, got {x.dtype}. Use backend='reference'"
     if not x.numel() or not weight_NK.numel():
         return "it has no empty calls. Use backend='reference'"
-    if weight_NK.shape[1] * x.element_size() > _LARGEST_K:
+    if weight_NK.shape[1] * x.element_size() > _LARGEST_ROW:
         return f"rows of {weight_NK.shape[1]} numbers are too long for its blocks. Use backend='reference'"
     return None
 

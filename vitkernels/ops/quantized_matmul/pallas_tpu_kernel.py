@@ -16,7 +16,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
 LEAST = 1e-30  # a token whose largest magnitude is below this counts as this: nothing is divided by zero
-_LANES = 128
 
 
 def quantized_matmul(

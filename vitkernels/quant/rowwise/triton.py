@@ -14,7 +14,7 @@ _DTYPES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
 _PROGRAMS = 528  # four for each multiprocessor of an H200
 
 
-def quantize_rows(x_MC, gradient_MC, dtype, gelu, rows=None, num_warps=None):
+def quantize_rows(x_MC, gradient_MC, dtype, gelu):
     M, C = x_MC.shape
     q_MC = torch.empty_like(x_MC, dtype=dtype)
     scale_M = x_MC.new_empty(M, dtype=torch.float32)
@@ -22,17 +22,18 @@ def quantize_rows(x_MC, gradient_MC, dtype, gelu, rows=None, num_warps=None):
         return q_MC, scale_M.fill_(1)
     first = 1 << (C.bit_length() - 1)
     second = 0 if first == C else next_power_of_2(C - first)
-    rows = rows or max(1, min(16, 2048 // first))
+    rows = max(1, min(16, 2048 // first))
     triton_call(
         x_MC, gradient_MC, _bits(q_MC), scale_M, M, C,
         kernel=rows_kernel, grid=(cdiv(M, rows),),
         GELU=gelu, LARGEST=rowwise.LARGEST[dtype], DTYPE=_DTYPES[dtype], ROWS=rows, FIRST=first, SECOND=second,
-        num_warps=num_warps or min(32, max(4, first // 1024)),
+        num_warps=min(32, max(4, first // 1024)),
     )  # fmt: skip
     return q_MC, scale_M
 
 
-def transpose_rows(q_MC, scale_M, sums: bool, rows=128, columns=128):
+def transpose_rows(q_MC, scale_M, sums: bool):
+    rows = columns = 128
     M, C = q_MC.shape
     M_padded = rowwise.padded(M)
     programs = cdiv(M_padded, rows)
@@ -47,7 +48,8 @@ def transpose_rows(q_MC, scale_M, sums: bool, rows=128, columns=128):
     return qt_CM, scale_M.new_empty(0) if sums_PC is None else sums_PC.sum(0)
 
 
-def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums: bool, rows=64, columns=128):
+def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums: bool):
+    rows, columns = 64, 128
     M, C = x_MC.shape
     M_padded = rowwise.padded(M)
     kind = _DTYPES.get(x_MC.dtype)
