@@ -151,11 +151,19 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     backend = attention.get(attn).configured(**attn_options)
     model = build(backend, pretrained=cfg.model.pretrained or None)
     if cfg.checkpoint is not None:
-        models.load_weights(model, parallel.load(models.read_state_dict, cfg.checkpoint), cfg.checkpoint)
-    model.to(runtime.device)
+        weights = parallel.load(models.read_state_dict, cfg.checkpoint)
+        if cfg.mode == "eval":
+            parallel.on_main(run_folder.refuse_other_classes, Path(cfg.checkpoint), data.class_names)
+        else:
+            learned = parallel.load(run_folder.class_names_of, Path(cfg.checkpoint))
+            weights = models.fitted(weights, model, new_classes=learned not in (None, data.class_names))
+        models.load_weights(model, weights, cfg.checkpoint)
+    # Before the model moves: it makes a torch.Generator on the model's device, and XLA devices have none.
+    ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay and cfg.mode == "train" else None
+    for module in filter(None, (model, ema)):
+        module.to(runtime.device)
     if parallel.stream:
         random_seed(cfg.seed, parallel.stream)  # the same weights everywhere, but each its own drop path
-    ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay and cfg.mode == "train" else None
     quantized = None
     if cfg.quant.name != "none":
         skip = tuple(cfg.quant.skip)
@@ -173,13 +181,16 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     net = parallel.wrap(model, compiled, compile_mode)  # the same parameters; `model` keeps timm's names
     ema_net = None if ema is None else parallel.wrap(ema.module, compiled, compile_mode)
     size = f"{facts.parameters / 1e6:.1f} M parameters"
-    log.info("model: %s, %s, attention %s, ops %s", cfg.model.name, size, attn, cfg.ops.name)
+    in_8_bits = "" if cfg.quant.name == "none" else f", quant {cfg.quant.name}"
+    log.info("model: %s, %s, attention %s, ops %s%s", cfg.model.name, size, attn, cfg.ops.name, in_8_bits)
 
     if cfg.mode == "eval":
+        runtime.synchronize()  # what quantizing left to do is not evaluation
         result = evaluate(net, data.val, parallel) | {"bytes": size_in_bytes(model)}
         if quantized is not None:
             before = {f"{name}_before": result[name] for name in ("top1", "images_per_s", "bytes")}
-            result = evaluate(parallel.wrap(quantized, compiled, compile_mode), data.val, parallel) | before
+            quantized_net = parallel.wrap(quantized, compiled, compile_mode)
+            result = evaluate(quantized_net, data.val, parallel, "quantized eval") | before
             result["bytes"] = size_in_bytes(quantized)
         card = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, "quant": cfg.quant.name}
         card |= result | {"git_commit": git_commit(), "settings": run_folder.identity(cfg)}
@@ -210,7 +221,10 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         raise UsageError(f"optim.opt={cfg.optim.opt} with these settings cannot be built by timm: {error}") from error
     optimizer = with_kernel(optimizer, cfg.ops.adamw)
     parallel.prepare(optimizer)
-    warmup_steps = min(round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10)
+    asked, warmup_steps = round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10
+    if asked > warmup_steps:
+        log.info("schedule.warmup_epochs: a tenth of the run, %d steps, and not %d", warmup_steps, asked)
+    warmup_steps = min(asked, warmup_steps)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=cfg.schedule.sched,
@@ -241,6 +255,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         load_tensors = partial(parallel.load, ckpt.load_tensors)
         state = parallel.load(ckpt.load_state, path)
         run_folder.refuse_other_run(path, state, identifying, total_steps)
+        parallel.on_main(run_folder.refuse_other_classes, path, data.class_names)
         if state["step"] == total_steps and parallel.on_main(run_folder.take_summary_back, run_dir, cfg, total_steps):
             log.info("this run is done: %s", run_dir / "summary.json")
             return
@@ -260,7 +275,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             checkpoints.mark_best(path.with_name(ckpt.folder_name(best["step"])))
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
-    parallel.on_main(run_folder.begin, run_dir, cfg, path is not None)
+    parallel.on_main(run_folder.begin, run_dir, cfg, path is not None, data.class_names)
     run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending) if parallel.is_main else NoLog()
     cleanup.callback(run_log.close)
     card = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
@@ -282,6 +297,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             "result": result,
             "train_loss": train_loss,
             "eval_pending": eval_due,
+            "class_names": data.class_names,
         }
         return checkpoints.save(tensors, state, step)
 
@@ -290,13 +306,15 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         nonlocal result, best
         result = evaluate(net, data.val, parallel)
         if ema_net is not None:
-            result |= {f"ema_{k}": v for k, v in evaluate(ema_net, data.val, parallel).items() if k != "images"}
+            of_ema = evaluate(ema_net, data.val, parallel, "EMA eval")
+            result |= {f"ema_{k}": v for k, v in of_ema.items() if k != "images"}
         run_log.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
         run_log.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
         top1 = result.get("ema_top1", result["top1"])
         if top1 > best["top1"] and (saved is None or not parallel.is_main or checkpoints.mark_best(saved)):
             best = {"top1": top1, "step": step}
-        log.info("step %d  val top-1 %.2f %%  loss %.4f", step, result["top1"], result["loss"])
+        of_ema = f"  of the EMA {result['ema_top1']:.2f} %" if ema_net is not None else ""
+        log.info("step %d  val top-1 %.2f %%%s  loss %.4f", step, result["top1"], of_ema, result["loss"])
 
     def samples_of_step(number: int, rank: int) -> str:
         epoch, index = divmod(number - 1, steps_per_epoch)
@@ -406,6 +424,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         "model": cfg.model.name,
         "attn": attn,
         "ops": cfg.ops.name,
+        "quant": cfg.quant.name,
         "runtime": runtime.name,
         "precision": runtime.precision,
         "compile": compile_mode or compiled,

@@ -23,3 +23,5 @@ def test_the_doctor_knows_every_runtime_and_backend(capsys):
     printed = capsys.readouterr().out
     for word in ("torch", "CPU:", "runs", *attention.names()):
         assert word in printed
+    if doctor.runtimes()["cuda"] is not None and "TPU: attached" not in printed:
+        assert "attn=triton_flash  runs interpreted, slowly, for tests\n" in printed

@@ -6,6 +6,8 @@ from vitkernels import attention
 from vitkernels.environment import git_commit, versions
 from vitkernels.runtime import cuda, xla
 
+_KERNELS = ("triton_flash", "pallas_flash")  # which CPUs interpret
+
 
 def runtimes() -> dict[str, str | None]:
     """Each runtime, and why it cannot be used here (None where it can)."""
@@ -33,6 +35,16 @@ def devices() -> list[str]:
     return found
 
 
+def _runs(setting: str, name: str) -> str:
+    """How what can run does it on this machine."""
+    has_gpu, has_tpu = cuda.unavailable() is None, xla.has_tpu()
+    if setting == "runtime":
+        return "runs on this machine's CPU, for tests: no TPU is attached" if name == "xla" and not has_tpu else "runs"
+    places = [place for place, is_here in (("cuda", has_gpu), ("xla", has_tpu)) if is_here]
+    is_compiled = name not in _KERNELS or any(name in attention.candidates(place) for place in places)
+    return "runs" if is_compiled else "runs interpreted, slowly, for tests"
+
+
 def main() -> None:
     for name, version in {**versions(), "git commit": git_commit()}.items():
         print(f"{name:14}{version or '-'}")
@@ -41,7 +53,7 @@ def main() -> None:
     for setting, verdicts in (("runtime", runtimes()), ("attn", backends())):
         print()
         for name, reason in verdicts.items():
-            print(f"{setting}={name:14}{'runs' if reason is None else 'cannot run: ' + reason}")
+            print(f"{setting}={name:14}{_runs(setting, name) if reason is None else 'cannot run: ' + reason}")
 
 
 if __name__ == "__main__":

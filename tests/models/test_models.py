@@ -199,3 +199,55 @@ def test_weights_files(tmp_path):
     other = models.create_model("vit_digits", "native", num_classes=7)
     with pytest.raises(UsageError, match=r"another model.*head\.weight"):
         models.load_weights(other, model.state_dict(), "x")
+
+
+def tiny(**kwargs):
+    sizes = {"img_size": 16, "embed_dim": 48, "depth": 1, "num_heads": 3, **kwargs}
+    return models.create_model("vit_tiny_patch16_224", "native", **{"patch_size": 8, "num_classes": 3, **sizes})
+
+
+def test_weights_go_on_with_other_classes_and_other_images(caplog):
+    there, here = tiny(), tiny(num_classes=5, img_size=32)
+    weights = there.state_dict()
+    with caplog.at_level("INFO", "vitkernels"):
+        models.load_weights(here, models.fitted(weights, here, new_classes=False), "there")
+    assert "pos_embed is resampled: 5 tokens there, 17 here" in caplog.text
+    assert "the head begins anew" in caplog.text
+    assert torch.equal(here.blocks[0].attn.qkv.weight, there.blocks[0].attn.qkv.weight)
+    assert torch.equal(here.pos_embed[:, :1], there.pos_embed[:, :1])  # of the class token
+    middle = here.pos_embed[:, 1:].mean(1)
+    torch.testing.assert_close(middle, there.pos_embed[:, 1:].mean(1), atol=0.02, rtol=0)  # bicubic, so about the same
+
+
+def test_a_head_of_as_many_other_classes_begins_anew_and_one_of_the_same_stays():
+    there, here = tiny(), tiny()
+    weights = there.state_dict()
+    own = here.head.weight.detach().clone()
+    assert torch.equal(models.fitted(weights, here, new_classes=True)["head.weight"], own)
+    assert torch.equal(models.fitted(weights, here, new_classes=False)["head.weight"], there.head.weight)
+
+
+def test_weights_of_another_width_are_still_another_model_s():
+    there, here = tiny(), tiny(embed_dim=24)
+    with pytest.raises(UsageError, match="belongs to another model"):
+        models.load_weights(here, models.fitted(there.state_dict(), here, new_classes=False), "there")
+
+
+def test_images_that_do_not_fit_the_patches_are_an_error_before_training():
+    create = lambda attn: tiny(img_size=20, dynamic_img_size=True)  # noqa: E731
+    with pytest.raises(UsageError, match=r"cannot take images of 20 px: .*divisible by patch size"):
+        models.inspect_model(create, image_size=20, in_chans=3, batch_size=1, dtype=torch.float32, device_type="cpu")
+
+
+def test_an_unknown_tag_is_an_error_of_one_line():
+    with pytest.raises(UsageError, match="nosuch"):
+        models.input_spec("vit_tiny_patch16_224.nosuch")
+
+
+def test_pretrained_weights_that_cannot_be_fetched_name_the_way_around(monkeypatch):
+    def offline(*_, **__):
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr("timm.create_model", offline)
+    with pytest.raises(UsageError, match=r"cannot be fetched: no network\. .*checkpoint=PATH"):
+        models.timm_model("vit_tiny_patch16_224", pretrained=True)

@@ -13,13 +13,14 @@ from vitkernels.models.attention_layer import BackendAttention, attention_layer
 from vitkernels.models.fusing import MODEL_OPS, set_ops
 from vitkernels.models.inspection import ModelFacts, inspect_model
 from vitkernels.models.presets import PRESETS
-from vitkernels.models.weights import load_weights, read_state_dict
+from vitkernels.models.weights import fitted, load_weights, read_state_dict
 
 __all__ = [
     "MODEL_OPS",
     "ModelFacts",
     "attention_layer",
     "create_model",
+    "fitted",
     "input_spec",
     "inspect_model",
     "load_weights",
@@ -81,7 +82,10 @@ def input_spec(name: str, img_size: int | None = None, in_chans: int | None = No
         size, chans = PRESETS[name]["img_size"], PRESETS[name].get("in_chans", 3)
     else:
         _check_known(name)
-        cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+        try:
+            cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+        except RuntimeError as error:  # a tag that it does not know
+            raise UsageError(f"model {name!r}: {error}") from error
         chans, size, _ = cfg.input_size if cfg is not None else (3, 224, 224)
     return img_size or size, in_chans or chans
 
@@ -112,6 +116,14 @@ def _build(name: str, **kwargs) -> nn.Module:
         raise
     except AssertionError as error:  # timm's way to refuse sizes that do not fit together
         raise UsageError(f"model {name!r} with {kwargs} cannot be built by timm: {error}") from error
+    except OSError as error:
+        if not kwargs.get("pretrained"):
+            raise
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"the pretrained weights of model {name!r} cannot be fetched: {reason}. Fetch them once where there is a "
+            "network (they stay in HF_HOME), or take a file of weights: checkpoint=PATH"
+        ) from error
 
 
 def _not_swappable(name: str, why: str) -> str:

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from vitkernels.attention import Problem
 from vitkernels.attention.native import Native
+from vitkernels.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,11 @@ def inspect_model(
         model: nn.Module = create(recorder)
         images = torch.empty(1, in_chans, image_size, image_size)
     with FlopCounterMode(display=False) as counter:
-        model(images).sum().backward()
+        try:
+            logits = model(images)
+        except AssertionError as error:  # timm's way to refuse sizes that do not fit together
+            raise UsageError(f"the model cannot take images of {image_size} px: {error}") from error
+        logits.sum().backward()
     problems = tuple(replace(p, batch=batch_size, dtype=dtype, device_type=device_type) for p in recorder.problems)
     return ModelFacts(
         parameters=sum(p.numel() for p in model.parameters()),

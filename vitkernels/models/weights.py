@@ -1,13 +1,18 @@
 """Weights in and out: timm's parameter names everywhere, so files travel between backends and plain timm."""
 
+import logging
+import math
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from timm.layers import resample_abs_pos_embed
 from torch import nn
 
 from vitkernels.errors import UsageError
+
+log = logging.getLogger("vitkernels")
 
 
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
@@ -29,8 +34,9 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise UsageError(f"{path} cannot be read as weights: {error}") from error
-    except Exception as error:  # pickle errors have no common base
-        raise UsageError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
+    except Exception as error:  # pickle errors have no common base, and give advice on how to be unsafe
+        expected = "it is no .safetensors file, nor a state dict that torch.save wrote"
+        raise UsageError(f"{path} cannot be read as weights: {expected} ({type(error).__name__})") from error
     for key in ("ema", "model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
@@ -44,7 +50,34 @@ def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     from vitkernels.training import checkpoint  # which imports torch.distributed: only where it is needed
 
     checkpoint.load_state(folder)
-    return checkpoint.load_tensors(folder, "ema") or checkpoint.load_tensors(folder, "model")
+    averages = checkpoint.load_tensors(folder, "ema")
+    log.info("weights: %s of %s", "the EMA" if averages else "the model", folder)
+    return averages or checkpoint.load_tensors(folder, "model")
+
+
+def fitted(state_dict: dict[str, torch.Tensor], model: nn.Module, new_classes: bool) -> dict[str, torch.Tensor]:
+    """The state dict, to go on from with other images or classes: what `load_weights` takes. The log says what changed.
+
+    Position embeddings for another number of patches are resampled, by timm. A head of other classes, of which
+    `new_classes` tells where their number does not, is the model's own instead.
+    """
+    own, fits = model.state_dict(), dict(state_dict)
+    positions, there = own.get("pos_embed"), state_dict.get("pos_embed")
+    if positions is not None and there is not None and _only_tokens_differ(positions, there):
+        prefix = 0 if getattr(model, "no_embed_class", False) else getattr(model, "num_prefix_tokens", 0)
+        if math.isqrt(there.shape[1] - prefix) ** 2 == there.shape[1] - prefix:  # a square of patches
+            fits["pos_embed"] = resample_abs_pos_embed(there, model.patch_embed.grid_size, num_prefix_tokens=prefix)
+            log.info("pos_embed is resampled: %d tokens there, %d here", there.shape[1], positions.shape[1])
+    head = [name for name in own if name.partition(".")[0] in ("head", "head_dist") and name in state_dict]
+    shapes = [(tuple(state_dict[name].shape), tuple(own[name].shape)) for name in head]
+    if new_classes or any(a != b and a[1:] == b[1:] for a, b in shapes):
+        fits |= {name: own[name] for name in head}
+        log.info("the head begins anew: its classes are others")
+    return fits
+
+
+def _only_tokens_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.ndim == b.ndim == 3 and a.shape[1] != b.shape[1] and a.shape[2] == b.shape[2]
 
 
 def load_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:

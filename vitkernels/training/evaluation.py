@@ -10,11 +10,12 @@ from vitkernels.parallel import Parallel
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader, parallel: Parallel) -> dict:
+def evaluate(model: nn.Module, loader, parallel: Parallel, kind: str = "eval") -> dict:
     """{"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model in its evaluation mode, over all ranks.
 
     Rows whose target is negative are padding and count nowhere. images_per_s leaves the first batch out, because it
     may compile; it is None when there is only one batch.
+    kind: what to call its steps, each model's by a name of its own: another model compiles anew.
     """
     runtime = parallel.runtime
     was_training = model.training
@@ -30,7 +31,7 @@ def evaluate(model: nn.Module, loader, parallel: Parallel) -> dict:
         counts["top1"].append(hits[:, :1].sum())
         counts["top5"].append(hits.sum())
         counts["loss"].append(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
-        runtime.end_step(images, targets, kind="eval")
+        runtime.end_step(images, targets, kind=kind)
         if i == 0:
             runtime.synchronize()
             begin, timed_from = time.perf_counter(), 1

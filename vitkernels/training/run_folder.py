@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -155,8 +156,8 @@ def _length(settings: dict) -> tuple:
     return ("epochs", trainer.get("max_epochs")) if steps is None else ("steps", steps)
 
 
-def begin(folder: Path, cfg: DictConfig, resumed: bool) -> None:
-    """Note in the folder which run it is from now on. Nothing in it was changed before.
+def begin(folder: Path, cfg: DictConfig, resumed: bool, class_names: list[str] | None = None) -> None:
+    """Note in the folder which run it is from now on, and what its outputs stand for. Nothing was changed before.
 
     The summary of a finished run that is made longer is set aside: it is not about that length.
     Raises UsageError where such a run would have to begin anew.
@@ -172,6 +173,8 @@ def begin(folder: Path, cfg: DictConfig, resumed: bool) -> None:
             "hydra.run.dir=FOLDER puts this run elsewhere"
         )
     write_json(folder / "config.json", identity(cfg))
+    if class_names is not None:
+        write_json(folder / "class_names.json", class_names)
 
 
 def take_summary_back(folder: Path, cfg: DictConfig, steps: int) -> bool:
@@ -243,6 +246,26 @@ def _asked_for(asked: Path, own: ckpt.Checkpoints) -> Path:
             "from them, and hydra.run.dir=FOLDER branches off into another folder"
         )
     return path
+
+
+def class_names_of(weights: Path) -> list[str] | None:
+    """The classes that a run's checkpoint, or its exported weights, tell apart, in order; None: not known."""
+    if weights.is_dir():
+        return (read_json(weights / "state.json") or {}).get("class_names")
+    return read_json(weights.parent / "class_names.json")
+
+
+def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
+    """Raise UsageError where weights of a run have learned other classes than these."""
+    theirs = class_names_of(weights)
+    if theirs is None or ours is None or theirs == ours:
+        return
+    pairs = itertools.zip_longest(theirs, ours, fillvalue="none")
+    number, (there, here) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    raise UsageError(
+        f"{weights} has learned other classes than the data set has: number {number} is {there!r} there and {here!r} "
+        "here. Give the data set that it was trained on, or train on from it: checkpoint=PATH begins a head anew"
+    )
 
 
 def _same_runs_beside(folder: Path, cfg: DictConfig) -> list[Path]:

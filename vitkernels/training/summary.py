@@ -84,5 +84,6 @@ def report(summary: dict, folder: Path) -> None:
     else:
         log.info("no step was timed: training was no longer than trainer.warmup_steps")
     if summary["val_top1"] is not None:
-        log.info("val top-1 %.2f %%  top-5 %.2f %%", summary["val_top1"], summary["val_top5"])
+        of_ema = "" if summary["val_ema_top1"] is None else f"; of the EMA top-1 {summary['val_ema_top1']:.2f} %"
+        log.info("val top-1 %.2f %%  top-5 %.2f %%%s", summary["val_top1"], summary["val_top5"], of_ema)
     log.info("done in %.0f s: %s", summary["seconds"], folder / "summary.json")
