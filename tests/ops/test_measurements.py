@@ -8,7 +8,7 @@ import torch
 
 from vitkernels import tune
 from vitkernels.bench import ops as bench
-from vitkernels.ops import measurements
+from vitkernels.ops import linear_gelu, measurements
 from vitkernels.ops.backends import Backends
 
 
@@ -70,14 +70,27 @@ def test_new_measurements_replace_old_ones(tables):
     assert len(user.read_text().splitlines()) == 6  # a row a line, to be read and compared
 
 
-def test_auto_takes_the_fastest_that_can(tables):
+def test_auto_takes_the_fastest_that_can_and_says_why(tables, caplog):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes", "triton")}
     backends = Backends("linear_gelu", modules, {"cuda": ("passes",)}, lambda x, w, b, tanh: ((5, 3), x.dtype))
     measurements.write(user, "NVIDIA H200", [row((5, 3), "float32", triton=1.0, passes=2.0, reference=3.0)])
     args = torch.randn(2, 5), torch.randn(3, 5), None, False  # triton wants multiples of 16
-    assert backends.pick("auto", torch.device("cuda", 0), *args).__name__ == modules["passes"]
-    assert list(backends.refusals(torch.device("cuda", 0), *args)) == ["triton"]
+    with caplog.at_level(logging.INFO, "vitkernels"):
+        for _ in range(2):
+            assert backends.pick("auto", torch.device("cuda", 0), *args).__name__ == modules["passes"]
+    assert caplog.text.count("linear_gelu: auto chose passes; not triton: ") == 1
+
+
+def test_what_auto_says_breaks_no_graph(monkeypatch, caplog):
+    monkeypatch.setattr("vitkernels.ops.backends.place_of", lambda device: "tpu")
+    monkeypatch.setattr("vitkernels.ops.backends._said", set())
+    x, weight = torch.randn(2, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
+    compiled = torch.compile(linear_gelu, backend="eager", fullgraph=True)
+    with caplog.at_level(logging.INFO, "vitkernels"):
+        expected = torch.nn.functional.gelu(x @ weight.T)
+        torch.testing.assert_close(compiled(x, weight, backend="auto"), expected)
+    assert "linear_gelu: auto chose reference; not pallas_tpu: it takes float32 and bfloat16" in caplog.text
 
 
 def test_a_table_of_another_version_or_a_broken_one_stops_nothing(tables, caplog):

@@ -5,6 +5,7 @@ A backend module has two functions with the same parameters, those that the op h
     run(...)                          the result
 """
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ import torch
 
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.ops.measurements import fastest_first
+
+log = logging.getLogger("vitkernels")
 
 
 @dataclass(frozen=True)
@@ -49,31 +52,31 @@ class Backends:
         return getattr(sys.modules[package], module)
 
     def pick(self, backend: str, device: torch.device, *args, **kwargs) -> ModuleType:
-        """The module to run a call with these arguments: the named one or UsageError; for "auto" the first that can."""
+        """The module to run a call with these arguments: the named one or UsageError; for "auto" the first that can.
+
+        The log says, once, why auto passed over faster ones.
+        """
         if backend != "auto":
             reason = self.unsupported(backend, *args, **kwargs)
             if reason is not None:
                 raise UsageError(f"{self.op} backend {backend!r} cannot take this call: {reason}")
             return self.get(backend)
+        passed_over = ""
         for name in self._order(device, args, kwargs):
-            if self.unsupported(name, *args, **kwargs) is None:
-                return self.get(name)
-        return self.get("reference")
+            reason = self.unsupported(name, *args, **kwargs)
+            if reason is None:
+                break
+            passed_over += f"; not {name}: {reason}"
+        else:
+            name = "reference"
+        if passed_over:
+            _say(f"{self.op}: auto chose {name}{passed_over}")
+        return self.get(name)
 
     def unsupported(self, name: str, *args, **kwargs) -> str | None:
         """Why that backend cannot take a call with these arguments, a missing package included; None when it can."""
         missing = _missing(self.modules[name]) if name in self.modules else None
         return missing or self.get(name).unsupported(*args, **kwargs)
-
-    def refusals(self, device: torch.device, *args, **kwargs) -> dict[str, str]:
-        """Why `auto` passes over the faster backends for these arguments: name -> reason, up to the one it takes."""
-        refused = {}
-        for name in self._order(device, args, kwargs):
-            reason = self.unsupported(name, *args, **kwargs)
-            if reason is None:
-                break
-            refused[name] = reason
-        return refused
 
     def _order(self, device: torch.device, args: tuple, kwargs: dict) -> tuple[str, ...]:
         """What `auto` tries, fastest first."""
@@ -84,6 +87,16 @@ class Backends:
         features, dtype = self.features(*args, **kwargs)
         measured = fastest_first(self.op, features, dtype, device.index, preferred)
         return tuple(name for name in measured if name in self.modules)  # a table may be of a version that had others
+
+
+_said: set[str] = set()
+
+
+@torch.compiler.assume_constant_result  # a log would break torch.compile's graph
+def _say(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        log.info(message)
 
 
 _EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the extra that brings it
