@@ -220,6 +220,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     except (ValueError, TypeError, AssertionError) as error:
         raise UsageError(f"optim.opt={cfg.optim.opt} with these settings cannot be built by timm: {error}") from error
     optimizer = with_kernel(optimizer, cfg.ops.adamw)
+    optimizer_state.check(optimizer, cfg.optim.opt)
     parallel.prepare(optimizer)
     asked, warmup_steps = round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10
     if asked > warmup_steps:
