@@ -7,6 +7,7 @@ from PIL import Image
 from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp
 
+from data.checks import check_number, check_range
 from vitkernels.errors import UsageError, unknown_name
 
 Transform = Callable[[Image.Image], torch.Tensor]
@@ -29,8 +30,13 @@ def train_transform(
     re_count: int,
 ) -> Transform:
     """Random resized crop, flip, RandAugment or colour jitter, random erasing; it draws from the global generators."""
+    check_range("scale", scale)
+    check_range("ratio", ratio)
+    check_number("hflip", hflip, 0, 1)
+    check_number("re_prob", re_prob, 0, 1)
+    check_number("re_count", re_count, 1, whole=True)
     if interpolation not in (*INTERPOLATIONS, "random"):
-        raise unknown_name("data.interpolation", interpolation, (*INTERPOLATIONS, "random"))
+        raise unknown_name("data.interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
     try:
         transform = create_transform(
             image_size,
@@ -63,6 +69,7 @@ def eval_transform(
     image_size: int, *, interpolation: str, mean: Sequence[float], std: Sequence[float], crop_pct: float
 ) -> Transform:
     """Resize the shorter side to image_size / crop_pct, then crop the centre."""
+    check_number("crop_pct", crop_pct)
     if not 0 < crop_pct <= 1:
         raise UsageError(f"data.crop_pct={crop_pct}: expected a share above 0 and up to 1")
     interpolation = "bicubic" if interpolation == "random" else interpolation

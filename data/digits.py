@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from data.checks import check_number, check_range
 from data.loader import WHOLE, Data, DatasetLoader, Problem, Shard
 from data.mixing import build_mixing
 from data.randomness import Stream, generator
@@ -33,10 +34,9 @@ class Affine:
     scale: Sequence[float]
 
     def __post_init__(self):
-        if self.degrees < 0 or self.translate < 0:
-            raise UsageError(f"data.degrees={self.degrees}, data.translate={self.translate}: expected 0 or more")
-        if not (len(self.scale) == 2 and 0 < self.scale[0] <= self.scale[1]):
-            raise UsageError(f"data.scale={list(self.scale)}: expected [least, greatest], both above 0")
+        check_number("degrees", self.degrees)
+        check_number("translate", self.translate)
+        check_range("scale", self.scale)
 
     def matrices(self, num_samples: int, seed: int, epoch: int) -> torch.Tensor:
         """float32 (N, 2, 3) for F.affine_grid, one for each sample of an epoch."""
@@ -102,6 +102,8 @@ def build(
     augment: rotate, shift and scale the training images within degrees, translate and scale (see Affine).
     mixup: settings of data.mixing.Mixing, or None. Raises UsageError for values that cannot work.
     """
+    if not isinstance(augment, bool):
+        raise UsageError(f"data.augment={augment}: expected true or false")
     from sklearn.datasets import load_digits  # takes seconds to import, and the workers need none of it
     from sklearn.model_selection import train_test_split
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
+from data.checks import check_number
 from data.loader import IGNORE, WHOLE, Batch, Data, Shard, check_common
 from data.randomness import Stream, generator
 from vitkernels.errors import UsageError
@@ -79,12 +80,12 @@ def build(
     Raises UsageError for values that cannot work.
     """
     check_common(batch_size, seed, pin_memory)
+    check_number("items", items, whole=True)
+    for name, value in (("val_items", val_items), ("num_classes", num_classes), ("pool_batches", pool_batches)):
+        check_number(name, value, 1, whole=True)
     if train and items < batch_size * shard.world:
         most = items // shard.world
         raise UsageError(f"data.items={items} fills no batch: use data.batch_size={most} or less, or more items")
-    for name, value in (("val_items", val_items), ("num_classes", num_classes), ("pool_batches", pool_batches)):
-        if value < 1:
-            raise UsageError(f"data.{name}={value}: expected at least 1")
     rows, image_shape = shard.rows(batch_size), (in_chans, image_size, image_size)
     pool = [_random_batch(seed, i, rows, image_shape, num_classes) for i in range(pool_batches)]
     whole, rest = divmod(val_items, batch_size * shard.world)

@@ -39,6 +39,8 @@ def scan_splits(root: str | None, splits: list[str]) -> dict[str, Folder]:
     """List the images of each split; UsageError where the folder cannot be trained or evaluated on."""
     if not root:
         raise UsageError(f"data.root is not set: give the image folder, data.root=PATH; {LAYOUT}")
+    if not isinstance(root, str | os.PathLike):
+        raise UsageError(f"data.root={root}: expected a folder's path; {LAYOUT}")
     path = Path(root).expanduser().absolute()
     if not path.is_dir():
         kind = "is not a folder" if path.exists() else "does not exist"
@@ -95,7 +97,7 @@ def check_headers(
     Small: the shorter side is less than image_size pixels; UsageError for these if small_images is "error".
     """
     if small_images not in SMALL_IMAGES:
-        raise unknown_name("data.small_images", small_images, SMALL_IMAGES)
+        raise unknown_name("data.small_images", str(small_images), SMALL_IMAGES)
     total = len(folder.images)
     count = total if check_images is None else min(check_images, total)
     ids = np.linspace(0, total - 1, count).round().astype(int).tolist()

@@ -14,6 +14,7 @@ from PIL import Image, UnidentifiedImageError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from data.augment import Transform, eval_transform, train_transform
+from data.checks import check_number, is_numbers, shown
 from data.folder import Folder, check_headers, scan_splits
 from data.loader import IGNORE, WHOLE, Data, DatasetLoader, Problem, Shard
 from data.mixing import build_mixing
@@ -117,8 +118,13 @@ def build(
             f"in_chans={in_chans}: imagefolder decodes its images to RGB, so the model needs in_chans=3: "
             "another model=, or model.in_chans=3"
         )
-    if len(mean) != 3 or len(std) != 3:
-        raise UsageError(f"data.mean={list(mean)}, data.std={list(std)}: expected three values each, red, green, blue")
+    if not (is_numbers(mean, 3) and is_numbers(std, 3) and min(std) > 0):
+        raise UsageError(
+            f"data.mean={shown(mean)}, data.std={shown(std)}: expected three values each, red, green, blue, "
+            "those of std above 0"
+        )
+    check_number("check_images", check_images, whole=True, null=True)
+    check_number("max_bad_share", max_bad_share, 0, 1)
     transforms = {
         "train": train_transform(
             image_size,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from data.checks import check_number, is_numbers, shown
 from data.randomness import Stream, seeded_globals
 from vitkernels.errors import UsageError, unknown_name
 
@@ -46,16 +47,21 @@ class Mixing:
         from timm.data import Mixup  # timm takes seconds to import: not where nothing is mixed
 
         if mode not in MODES:
-            raise unknown_name("data.mixup.mode", mode, MODES)
+            raise unknown_name("data.mixup.mode", str(mode), MODES)
+        check_number("mixup.mixup_alpha", mixup_alpha)
+        check_number("mixup.cutmix_alpha", cutmix_alpha)
+        check_number("mixup.prob", prob, 0, 1)
+        check_number("mixup.switch_prob", switch_prob, 0, 1)
+        check_number("mixup.off_epoch", off_epoch, whole=True, null=True)
         if cutmix_minmax is None and not (mixup_alpha > 0 or cutmix_alpha > 0):
             raise UsageError(
                 f"data.mixup mixes nothing: mixup_alpha={mixup_alpha}, cutmix_alpha={cutmix_alpha}, no cutmix_minmax. "
                 "Give one of them a value above 0, or switch mixing off with data.mixup=null."
             )
         if cutmix_minmax is not None and not (
-            len(cutmix_minmax) == 2 and 0 <= cutmix_minmax[0] < cutmix_minmax[1] <= 1
+            is_numbers(cutmix_minmax, 2) and 0 <= cutmix_minmax[0] < cutmix_minmax[1] <= 1
         ):
-            raise UsageError(f"data.mixup.cutmix_minmax={list(cutmix_minmax)}: expected two shares like [0.2, 0.8]")
+            raise UsageError(f"data.mixup.cutmix_minmax={shown(cutmix_minmax)}: expected two shares like [0.2, 0.8]")
         self.seed = seed
         self.whole_batch = mode == "batch"
         self.off_epoch = off_epoch
@@ -94,9 +100,11 @@ def build_mixing(settings: Mapping[str, Any] | None, *, num_classes: int, seed: 
     """The `data.mixup` mapping as a Mixing; None stays None. UsageError for unknown settings and odd batches."""
     if settings is None:
         return None
+    if not isinstance(settings, Mapping):
+        raise UsageError(f"data.mixup={settings}: expected null, or settings such as {{mixup_alpha: 0.8}}")
     for name in settings:
         if name not in SETTINGS:
-            raise unknown_name("data.mixup setting", name, SETTINGS)
+            raise unknown_name("data.mixup setting", str(name), SETTINGS)
     if batch_size % 2:
         raise UsageError(
             f"data.batch_size={batch_size} is odd, but mixup pairs the rows of a batch: "

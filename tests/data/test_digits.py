@@ -127,6 +127,10 @@ def test_evaluation_alone():
         ({"batch_size": 2000}, r"batch_size=2000 is more than the 1437.*data\.batch_size=1437 or less"),
         ({"batch_size": 63, "mixup": {}}, "odd"),
         ({"degrees": -1}, r"data\.degrees=-1"),
+        ({"degrees": "abc"}, r"data\.degrees=abc: expected a number"),
+        ({"augment": "maybe"}, r"data\.augment=maybe: expected true or false"),
+        ({"scale": [0.5]}, r"data\.scale=\[0\.5\]"),
+        ({"scale": None}, r"data\.scale=None"),
         ({"scale": [1.1, 0.9]}, r"data\.scale=\[1\.1, 0\.9\]"),
     ],
 )

@@ -64,6 +64,8 @@ def test_names_and_evaluation_alone():
     ("kwargs", "message"),
     [
         ({"items": 3}, r"data\.items=3 fills no batch.*data\.batch_size=3"),
+        ({"items": "abc"}, r"data\.items=abc: expected a whole number"),
+        ({"pool_batches": 1.5}, r"data\.pool_batches=1\.5"),
         ({"val_items": 0}, r"data\.val_items=0"),
         ({"num_classes": 0}, r"data\.num_classes=0"),
         ({"pool_batches": 0}, r"data\.pool_batches=0"),

@@ -257,6 +257,13 @@ def test_posterize_is_pillows(mode):
     [
         ({"in_chans": 1}, "in_chans=1.*needs in_chans=3"),
         ({"mean": [0.5]}, r"data\.mean=\[0\.5\].*three values"),
+        ({"mean": None}, r"data\.mean=None.*three values"),
+        ({"std": [0.2, 0, 0.2]}, r"data\.std=\[0\.2, 0, 0\.2\].*above 0"),
+        ({"scale": [0.5]}, r"data\.scale=\[0\.5\]: expected \[least, greatest\]"),
+        ({"ratio": "wide"}, r"data\.ratio=wide"),
+        ({"hflip": 2}, r"data\.hflip=2: expected a number from 0 to 1"),
+        ({"crop_pct": "abc"}, r"data\.crop_pct=abc"),
+        ({"interpolation": 3}, r"unknown data\.interpolation '3'"),
         ({"interpolation": "cubic"}, r"unknown data\.interpolation 'cubic'.*Did you mean.*'bicubic'"),
         ({"auto_augment": "rnd-m9"}, r"data\.auto_augment='rnd-m9'.*rand-m9-mstd0\.5-inc1"),
         ({"re_prob": 0.1, "re_mode": "noise"}, r"data\.re_mode='noise'"),

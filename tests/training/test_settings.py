@@ -23,9 +23,21 @@ from vitkernels.training.settings import _CHOICES, _NUMBERS, check_precision, ch
         ("schedule.sched=step", "schedule.sched must be one of cosine, tanh, poly; got 'step'"),
         ("compile=maybe", "compile must be one of True, False, auto"),
         ("model.name=null", "model.name must be a name"),
+        (
+            "+model.kwargs.img_size=[64,32]",
+            "model.kwargs.img_size is not .*: it is model.img_size",
+        ),
+        ("+model.kwargs.num_classes=7", "the data set has the number of classes"),
         ("seed=4294967296", "seed must be a whole number from 0 to 2147483648"),
         ("parallel.lost_after=abc", "parallel.lost_after must be a number"),
         ("trainer.profile=maybe", "trainer.profile must be one of True, False; got 'maybe'"),
+        ("data._target_=data.nope.build", "data._target_=data.nope.build is no function that can be imported"),
+        ("data._target_=data.digits", "is no function"),
+        (
+            "+data.degree=5",
+            "unknown data setting .of data.digits.build. 'degree'; known: augment.*Did you mean 'degrees'",
+        ),
+        ("+data.shard=5", "unknown data setting .of data.digits.build. 'shard'"),
     ],
 )
 def test_wrong_values(settings, override, message):

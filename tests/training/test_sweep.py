@@ -128,6 +128,15 @@ def test_a_process_that_was_killed_is_said_to_be(tmp_path):
         ("trainer.max_step=3", "there is no setting 'trainer.max_step'. Did you mean trainer.max_steps"),
         ("checkpoint=runs/attn=sdpa/best", "quotes of its own: 'checkpoint=\"runs/attn=sdpa/best\"'"),
         ("nonsense", "cannot read 'nonsense': a setting is name=value"),
+        ("data.root=~/a,b", "quotes of its own: 'data.root=\"~/a,b\"'"),
+        ("data.scale=[0.5", "a list needs its ]"),
+        (
+            "attn=native,sdpa",
+            "'attn=native,sdpa' has several values: python train.py -m ... makes a sweep of them; a comma",
+        ),
+        ("optim.lr=interval(1e-4, 1e-2)", "-m ... makes a sweep"),
+        ("data.root=/tmp", "no setting 'data.root' here: it belongs to data=imagefolder."),
+        ("model.kwargs.depth=2", "+model.kwargs.depth=... adds it"),
     ],
 )
 def test_command_line_mistakes(override, message):
@@ -137,6 +146,55 @@ def test_command_line_mistakes(override, message):
     with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(HydraException) as error:
         compose("config", overrides=[override])
     assert message in command_line.explain(error.value, CONF)
+
+
+def test_plus_is_not_recommended_where_nothing_takes_it():
+    assert "+" not in command_line._no_setting("trainer.max_step", {"trainer.max_steps": []})
+
+
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("/tmp/my images (new)", "/tmp/my images (new)"),
+        ("~/nope", os.path.expanduser("~/nope")),
+        ("runs/attn=sdpa/best", "runs/attn=sdpa/best"),
+        ("/tmp/bücher", "/tmp/bücher"),
+    ],
+)
+def test_paths_need_no_quotes(value, meant):
+    override = command_line._parsed(command_line.readable(f"data.root={value}"))
+    assert override.value() == meant and not override.is_sweep_override()
+
+
+@pytest.mark.parametrize(
+    "value", ["~/a,~/b", "tag(log, interval(1e-5, 1e-2))", "choice(a,b", "{a: 1", "[0.5", '"a b', "a,b", "1e-3", "a b"]
+)
+def test_what_hydra_can_read_or_may_be_a_slip_is_left_alone(value):
+    assert command_line.readable(f"optim.lr={value}") == f"optim.lr={value}"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("+trainer.max_step=5", "nothing reads a setting 'trainer.max_step'. Did you mean trainer.max_steps"),
+        ("++foo=1", "nothing reads a setting 'foo'.*model.kwargs.NAME"),
+        ("+optim.momentum=0.9,0.8", "nothing reads a setting 'optim.momentum'. Did you mean optim.kwargs.momentum"),
+        ("+parallel.foo=1", "nothing reads a setting 'parallel.foo'"),
+        ("++trainer={max_step: 5}", "nothing reads a setting 'trainer.max_step'"),
+        ("+trainer.max_steps=5", "trainer.max_steps is one already"),
+        ("+experiment=rise_of_pallas", "choose with experiment=NAME, without"),
+    ],
+)
+def test_what_nothing_reads_cannot_be_added(word, message):
+    with pytest.raises(UsageError, match=message):
+        command_line.check_added([word], CONF)
+
+
+def test_what_something_reads_can_be_added():
+    words = ["+model.kwargs.depth=2", "+optim.kwargs.betas=[0.9,0.95]", "+attn.tiles.dq=64x32", "+data.mine=1"]
+    words += ["+hydra.job.env_set.A=1", "++trainer.max_steps=5", "++quant.skip=[head]", "+data.mixup.prob=0.5"]
+    command_line.check_added(words, CONF)
+    command_line.check_added(["--config-dir", "mine", "+recipe=mine"], CONF)
 
 
 def test_a_single_run_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys):

@@ -1,8 +1,11 @@
 """Checks of what was set, before any work is done that a wrong value would lose."""
 
+import inspect
+import pkgutil
+
 from omegaconf import DictConfig, OmegaConf
 
-from vitkernels.errors import UsageError
+from vitkernels.errors import UsageError, unknown_name
 
 # setting: (type, least value, greatest value or None, whether null is allowed)
 _NUMBERS = {
@@ -52,6 +55,14 @@ _CHOICES = {
     "parallel.reshard": (True, False),
 }
 
+# What train.py passes to timm by itself, and where it is set.
+_NOT_KWARGS = {
+    "num_classes": "the data set has the number of classes",
+    **{name: f"it is model.{name}" for name in ("img_size", "in_chans", "drop_path_rate", "pretrained")},
+}
+# What it passes to a data set's function, beside its settings.
+_GIVEN_TO_DATA = {"image_size", "in_chans", "seed", "train", "pin_memory", "shard"}
+
 
 def check_settings(cfg: DictConfig) -> None:
     """Raise UsageError for the first setting whose value has the wrong type or lies out of range."""
@@ -72,6 +83,10 @@ def check_settings(cfg: DictConfig) -> None:
             what = "a whole number" if kind is int else "a number"
             span = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
             raise UsageError(f"{name} must be {what} {span}{', or null' if nullable else ''}; got {value!r}")
+    _check_data(cfg.data)
+    for name, instead in _NOT_KWARGS.items():
+        if name in cfg.model.kwargs:
+            raise UsageError(f"model.kwargs.{name} is not timm's to take from there: {instead}")
     for name in ("resume", "checkpoint"):
         value = OmegaConf.select(cfg, name)
         if not (value is None or isinstance(value, str)):
@@ -89,6 +104,24 @@ def check_settings(cfg: DictConfig) -> None:
         raise UsageError(
             f"quant={cfg.quant.name} is for mode={takes}; int8 and fp8 train, the others quantize trained weights"
         )
+
+
+def _check_data(data: DictConfig) -> None:
+    """Raises UsageError where there is no such function, or it takes no such setting."""
+    target = data._target_
+    try:
+        taken = inspect.signature(pkgutil.resolve_name(target)).parameters
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"data._target_={target} is no function that can be imported ({error}); data=digits, data=fake and "
+            "data=imagefolder name theirs, an own one is MODULE.FUNCTION"
+        ) from error
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values()):
+        return
+    choices = taken.keys() - _GIVEN_TO_DATA
+    for name in data.keys() - {"_target_"}:
+        if name not in choices:
+            raise unknown_name(f"data setting (of {target})", str(name), choices)
 
 
 def check_precision(cfg: DictConfig, precision: str) -> None:
