@@ -222,10 +222,10 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     optimizer = with_kernel(optimizer, cfg.ops.adamw)
     optimizer_state.check(optimizer, cfg.optim.opt)
     parallel.prepare(optimizer)
-    asked, warmup_steps = round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10
-    if asked > warmup_steps:
-        log.info("schedule.warmup_epochs: a tenth of the run, %d steps, and not %d", warmup_steps, asked)
-    warmup_steps = min(asked, warmup_steps)
+    asked, most = round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10
+    if asked > most:
+        log.info("schedule.warmup_epochs: a tenth of the run, %d steps, and not %d", most, asked)
+    warmup_steps = min(asked, most)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=cfg.schedule.sched,
@@ -314,8 +314,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         top1 = result.get("ema_top1", result["top1"])
         if top1 > best["top1"] and (saved is None or not parallel.is_main or checkpoints.mark_best(saved)):
             best = {"top1": top1, "step": step}
-        of_ema = f"  of the EMA {result['ema_top1']:.2f} %" if ema_net is not None else ""
-        log.info("step %d  val top-1 %.2f %%%s  loss %.4f", step, result["top1"], of_ema, result["loss"])
+        and_ema = f"  of the EMA {result['ema_top1']:.2f} %" if ema_net is not None else ""
+        log.info("step %d  val top-1 %.2f %%%s  loss %.4f", step, result["top1"], and_ema, result["loss"])
 
     def samples_of_step(number: int, rank: int) -> str:
         epoch, index = divmod(number - 1, steps_per_epoch)

@@ -220,6 +220,7 @@ def test_any_path_reaches_a_job_as_it_is(path):
 
 
 def test_an_evaluation_is_done_until_its_settings_or_its_weights_change(tmp_path, settings):
+    assert run_folder.find_done(tmp_path, settings("mode=eval")) is None
     weights = tmp_path / "weights"
     weights.mkdir()
     cfg = settings("mode=eval", f"checkpoint={weights}")

@@ -72,9 +72,10 @@ def find_done(folder: Path, cfg: DictConfig) -> Path | None:
 
 def _is_evaluated(file: Path, cfg: DictConfig) -> bool:
     """Whether the file has the figures of these very weights: of what lay at that path then, and has not changed."""
-    evaluated, weights = read_json(file), Path(cfg.checkpoint)
-    if evaluated is None or not weights.exists():
+    evaluated = read_json(file)
+    if evaluated is None or cfg.checkpoint is None or not Path(cfg.checkpoint).exists():
         return False
+    weights = Path(cfg.checkpoint)
     changed = max(weights.lstat().st_mtime, weights.stat().st_mtime)  # checkpoints/best is a link
     same = not _differences(evaluated.get("settings", {}), identity(cfg), _WITHOUT_EFFECT)
     return same and changed < file.stat().st_mtime
