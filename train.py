@@ -23,7 +23,6 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
@@ -52,11 +51,11 @@ from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
 from vitkernels.training.stragglers import name_straggler
 from vitkernels.training.summary import log_evaluation, log_window, mfu, report
 from vitkernels.training.timer import StepTimer
+from vitkernels.training.trace import PROFILED_STEPS, start_profiler
 
 log = logging.getLogger("vitkernels")
 
 SETTLING_STEPS = 4  # after these, all that lives as long as the run has been made
-PROFILED_STEPS = 8  # two to start the profiler, five in the trace, one during which it is written
 
 
 def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
@@ -470,25 +469,6 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
 def due(every: int | None, count: int, complete: bool = True, at_the_end: bool = False) -> bool:
     """Whether something done every so many steps or epochs is due when `count` of them are complete, or at the end."""
     return bool(every) and (at_the_end or (complete and count % every == 0))
-
-
-def start_profiler(run_dir: Path, warmup_steps: int, steps_left: int):
-    """Traces five steps after the warm-up, which are not timed, into the run's folder, for TensorBoard and Perfetto.
-
-    None, and a line in the log, where fewer steps are left than that takes.
-    """
-    needed = warmup_steps + PROFILED_STEPS
-    if steps_left < needed:
-        log.warning(
-            "trainer.profile: no trace, it takes %d steps with trainer.warmup_steps, not %d", needed, steps_left
-        )
-        return None
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=warmup_steps, warmup=2, active=PROFILED_STEPS - 3, repeat=1),
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_dir / "profile")),
-    )
-    profiler.start()
-    return profiler
 
 
 # ---------------------------------------------------------------------- command line
