@@ -215,7 +215,7 @@ def test_a_single_run_that_is_interrupted_says_how_to_go_on(monkeypatch, capsys)
 def test_any_path_reaches_a_job_as_it_is(path):
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    (override,) = OverridesParser.create().parse_overrides([f"resume={sweep._quoted(path)}"])
+    (override,) = OverridesParser.create().parse_overrides([f"resume={sweep.quoted(path)}"])
     assert override.value() == path and not override.is_sweep_override()
 
 

@@ -73,7 +73,7 @@ def readable(word: str) -> str:
     if not equals or word.startswith("-") or has_meaning or _parsed(word):
         return word
     # Most shells leave this ~ alone; in quotes it would be a folder of that name.
-    quoted = f"{name}={sweep._quoted(os.path.expanduser(value) if value.startswith('~/') else value)}"
+    quoted = f"{name}={sweep.quoted(os.path.expanduser(value) if value.startswith('~/') else value)}"
     return quoted if _parsed(quoted) else word
 
 
@@ -133,7 +133,7 @@ def _how_to_write(word: str) -> str:
     name, equals, value = word.partition("=")
     if re.match(r"[\[{\"']|\w+\(", value):
         return "a list needs its ], a mapping its }, a function its ) and a quotation its second mark"
-    if equals and _parsed(f"{name}={sweep._quoted(value)}"):
+    if equals and _parsed(f"{name}={sweep.quoted(value)}"):
         return f"a value with =, commas or blanks in it needs quotes of its own: '{name}=\"{value}\"'"
     return "a setting is name=value, e.g. attn=sdpa or data.batch_size=64"
 

@@ -154,7 +154,7 @@ def _run_in_own_process(
     Its output is shown as it comes and kept in output.log.
     """
     words = [word for word in overrides if not word.startswith("resume=")]
-    words += [f"resume={_quoted(config.resume or 'auto')}", f"hydra.run.dir={_quoted(folder)}"]
+    words += [f"resume={quoted(config.resume or 'auto')}", f"hydra.run.dir={quoted(folder)}"]
     command = [sys.executable, str(_script()), *words]
     preemption = _preemption_signal()
     stopped = None
@@ -195,7 +195,7 @@ def _script() -> Path:
     return Path(next(source.path for source in sources if source.provider == "main")).parent / "train.py"
 
 
-def _quoted(path: Path | str) -> str:
+def quoted(path: Path | str) -> str:
     """As a value of Hydra's command line, whatever characters are in it."""
     # Backslashes escape a quotation mark and each other before one, and are themselves elsewhere.
     escaped = re.sub(r'(\\*)("|$)', lambda match: 2 * match[1] + ('\\"' if match[2] else ""), str(path))
