@@ -112,10 +112,15 @@ def test_what_xla_would_not_heed_is_refused(setting):
 
 
 @pytest.mark.parametrize(
-    ("name", "setting"), [("none", {"overlap": True}), ("none", {"reduce": "bf16"}), ("ddp", {"reshard": True})]
+    ("name", "setting", "message"),
+    [
+        ("none", {"overlap": True}, "none averages no gradients: .*; got overlap=True and reduce=fp32"),
+        ("none", {"reduce": "bf16"}, "none averages no gradients: .*; got overlap=auto and reduce=bf16"),
+        ("ddp", {"reshard": True}, "reshard=true is for parallel=fsdp; for parallel=ddp"),
+    ],
 )
-def test_what_an_engine_would_not_heed_is_refused(name, setting):
-    with pytest.raises(UsageError, match=rf"parallel.{next(iter(setting))}=.*|averages no gradients: .*"):
+def test_what_an_engine_would_not_heed_is_refused(name, setting, message):
+    with pytest.raises(UsageError, match=message):
         parallel.create(name, Runtime(), **setting)
 
 
