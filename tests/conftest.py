@@ -1,5 +1,6 @@
 """Fixtures of the whole suite. Warnings are errors, but for those listed in pyproject.toml with their reasons."""
 
+import logging
 import os
 
 # Set before torch_xla is imported by any test: on a machine without a TPU it trains on the CPU.
@@ -18,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def pytest_configure(config):
     # torch.distributed.checkpoint says so at each checkpoint of one process, which needs no process group.
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled, unavailable or uninitialized")
+    logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False  # 25 lines of each, in every failure's report
 
 
 def pytest_collection_modifyitems(items):

@@ -50,6 +50,51 @@ def test_a_second_derivative_is_refused(name):
         torch.autograd.grad(CALLS[name](x).sum(), x, create_graph=True)
 
 
+def dual(f, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+
+
+# Ways to differentiate f at x that are no backward pass.
+DERIVATIVES = {
+    "make_dual": dual,
+    "make_dual of what requires a gradient": lambda f, x: dual(f, x.clone().requires_grad_()),
+    "make_dual, then vmap": lambda f, x: dual(lambda x: torch.func.vmap(f)(x[None]), x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jvp of vmap": lambda f, x: torch.func.jvp(torch.func.vmap(f), (x[None],), (x[None],)),
+    "compiled jvp": lambda f, x: torch.compile(lambda x: torch.func.jvp(f, (x,), (x,)), backend="eager")(x),
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda x: torch.func.vmap(f)(x[None]).sum())(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda x: f(x).sum()))(x[None]),
+    "vjp": lambda f, x: torch.func.vjp(f, x),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+}
+
+
+@pytest.mark.parametrize("way", ["make_dual", "jvp", "grad"])
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("eight_bit")])
+def test_other_derivatives_than_the_backward_pass_are_refused(name, way):
+    """PyTorch would take tangents for zero."""
+    with pytest.raises(UsageError, match="backend='reference' of an op or 'native' of attention"):
+        DERIVATIVES[way](CALLS[name], torch.rand(2, 16))
+
+
+@pytest.mark.parametrize("way", DERIVATIVES)
+def test_every_way_to_another_derivative_is_refused(way):
+    with pytest.raises(UsageError, match="no derivative for forward-mode AD"):
+        DERIVATIVES[way](lambda x: shifted_square(x, None, 0.5)[0], torch.rand(3))
+
+
+def test_what_is_not_differentiated_may_stand_beside_what_is():
+    x, constant = torch.rand(3), torch.rand(3)
+    squared = lambda x, constant: x * shifted_square(constant, None, 0.5)[0]  # noqa: E731
+    wanted = (constant + 0.5).square()
+    assert torch.equal(torch.func.jvp(lambda x: squared(x, constant), (x,), (torch.ones(3),))[1], wanted)
+    assert torch.equal(torch.func.grad(lambda x, constant: squared(x, constant).sum())(x, constant), wanted)
+    assert torch.equal(dual(lambda x: squared(x, constant), x), wanted)
+
+
 class Seen(TorchDispatchMode):
     """The operators that are called under it."""
 
@@ -149,13 +194,13 @@ def test_subclasses_and_torch_func_go_through_the_dispatcher(monkeypatch):
 
 
 def test_what_a_kernel_would_not_see_goes_through_the_dispatcher(monkeypatch):
-    """A view that is negated when PyTorch reads it, and a tensor with a tangent."""
+    """A view that is negated when PyTorch reads it, and what is called where tensors may have tangents."""
     calls = []
     monkeypatch.setattr(shifted_square, "traced", lambda *args: calls.append(args))
     negated = torch.randn(3, dtype=torch.complex64).conj().imag
     shifted_square(negated, None, 0.5)
     with forward_ad.dual_level():
-        shifted_square(forward_ad.make_dual(torch.ones(3), torch.ones(3)), None, 0.5)
+        shifted_square(torch.ones(3), None, 0.5)
     assert negated.is_neg() and len(calls) == 2
 
 

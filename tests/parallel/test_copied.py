@@ -5,10 +5,13 @@ What needs GPUs, streams and what they wait for, is tried by one test, where the
 
 import contextlib
 import copy
+import gc
 import hashlib
+import itertools
 import os
 import re
 import time
+import weakref
 from unittest import mock
 
 import pytest
@@ -132,14 +135,15 @@ def expect_averages(engine, model, alone, **tolerance):
         torch.testing.assert_close(average, sum(shares) / len(shares), **tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def average_in_bfloat16_on_gpus():
+def average_in_bfloat16_on_gpus(mode):
     mock.patch.object(copied, "_SMALL", SMALL).start()
     mock.patch.object(exchange, "_LEAST", 1).start()
     with parallel.create("ddp", runtimes.create("cuda", "bf16"), send="copy") as engine:
         torch.manual_seed(0)
         model = VisionTransformer(8, 4, num_classes=10, embed_dim=16, depth=3, num_heads=2).to(engine.device)
         alone = copy.deepcopy(model)
-        sends, keeps = engine.wrap(model, compiled=True), torch.compile(alone, options=copied._at_once({}, alone))
+        sends = engine.wrap(model, compiled=True, mode=mode)
+        keeps = torch.compile(alone, options=copied._at_once({}, alone))
         torch.manual_seed(engine.rank)
         for step in range(STEPS):
             images = torch.randn(4, 3, 8, 8, device=engine.device)
@@ -152,17 +156,24 @@ def average_in_bfloat16_on_gpus():
                     loss.backward()
             assert sends.late == 0 or step == 0
             assert torch.bfloat16 in sends._exchange.dtypes
-            # The same products in two graphs: seen to have the same bits on H200s.
-            expect_averages(engine, model, alone, rtol=0, atol=0)
+            # The same products in two compiled graphs: seen to have the same bits on H200s, but for what inductor fuses
+            # otherwise where CUDA graphs end; and that may be rounded to bfloat16.
+            expect_averages(engine, model, alone, **({"rtol": 2**-7, "atol": 1e-6} if mode else {"rtol": 0, "atol": 0}))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("work", [train_on_gpus, average_in_bfloat16_on_gpus])
-def test_on_gpus_the_averages_are_right(tmp_path, world, work):
+@pytest.mark.parametrize(
+    ("work", "settings"),
+    [(train_on_gpus, []), *((average_in_bfloat16_on_gpus, [mode]) for mode in (None, "reduce-overhead"))],
+    ids=["all ways", "bfloat16", "CUDA graphs"],
+)
+def test_on_gpus_the_averages_are_right(tmp_path, world, work, settings):
     if torch.cuda.device_count() < world:
         pytest.skip(f"needs {world} GPUs of one host")
-    ranks = Ranks.of(world, tmp_path / "log", work)
+    if settings == ["reduce-overhead"] and not copied.sends_between_cuda_graphs():
+        pytest.skip(f"PyTorch {torch.__version__} would send all behind them")
+    ranks = Ranks.of(world, tmp_path / "log", work, *settings)
     assert ranks.finish(400) == [0] * world, ranks.said()
 
 
@@ -189,6 +200,9 @@ def find_sends_in_the_compiled_backward(number, in_float32):
     calls = re.findall(r"^ +(?:\w+ = )?(cpp_fused\w*|extern_kernels\.\w+|torch\.ops\.\w+\.\w+)", backward, re.M)
     calls = [call == "torch.ops.vitkernels.send_gradient" for call in calls]
     assert sum(calls) == sum(p.numel() >= SMALL for p in model.parameters()), backward
+    cuts = sum(send and not before for before, send in itertools.pairwise([False, *calls]))
+    # A CUDA graph would end at each: behind a group, and once more where inductor puts a kernel between two sends.
+    assert cuts <= len(net._exchange._groups) < sum(calls), (cuts, net._exchange._groups)
     others = [calls[:place].count(False) / calls.count(False) for place, sends in enumerate(calls) if sends]
     middle = sorted(others)[len(others) // 2]
     assert min(others) < 0.2 and 0.3 < middle < 0.7, f"not spread over the backward pass: {others}"
@@ -275,6 +289,23 @@ def average_a_part_of_what_was_cast():
 def test_a_gradient_that_is_a_part_of_what_was_cast(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", average_a_part_of_what_was_cast)
     assert ranks.finish(200) == [0, 0], ranks.said()
+
+
+def train_and_let_go():
+    with engine_of(0) as engine:
+        _, net = train(engine, compiled=True)
+        parameter, rows = next(net.parameters()), net._exchange._received_RB
+        left = [weakref.ref(one) for one in (net, net._exchange, rows)]
+        del net, rows
+        torch._dynamo.reset()
+        gc.collect()
+        assert [one() for one in left] == [None] * 3
+        parameter.square().sum().backward()  # of nobody's any more
+
+
+def test_a_model_that_is_let_go_leaves_nothing_behind(tmp_path):
+    ranks = Ranks.of(1, tmp_path / "log", train_and_let_go)
+    assert ranks.finish(200) == [0], ranks.said()
 
 
 class Odd(nn.Module):
@@ -365,7 +396,8 @@ def train_in_float64():
     with engine_of(0) as engine:
         with pytest.raises(UsageError, match=r"contiguous float32 parameters, and weight is torch.float64; .*=auto"):
             engine.wrap(nn.Linear(2, 2).double())
-        with pytest.raises(UsageError, match=r"from within a CUDA graph.*overlap=false"):
+        mock.patch.object(copied, "sends_between_cuda_graphs", lambda: False).start()
+        with pytest.raises(UsageError, match=r"behind the CUDA graphs of this compile mode: torch 2.11.*overlap=false"):
             engine.wrap(nn.Linear(2, 2), True, "reduce-overhead")
 
 
@@ -380,7 +412,8 @@ def choose_by_itself():
     mock.patch.object(torch.cuda, "get_device_properties", lambda _: device).start()
     info = mock.patch.object(processes.log, "info").start()
     cases = [(True, None, "copy engines, beside backward"), (False, None, "nccl, .*: measured for compiled models")]
-    cases += [(True, "reduce-overhead", "nccl, .*: from within a CUDA graph")]
+    mock.patch.object(copied, "sends_between_cuda_graphs", lambda: True).start()
+    cases += [(True, "reduce-overhead", "copy engines, beside backward")]
     with engine_of(0) as engine:
         engine.send = "auto"
         engine.accum_steps = 2
@@ -394,6 +427,9 @@ def choose_by_itself():
         engine.world = 2
         model.weights_in_float32 = True
         assert not engine._copies(model, True, None) and "float32 gradients" in info.call_args.args[1]
+        assert engine._copies(model, True, "reduce-overhead")
+        mock.patch.object(copied, "sends_between_cuda_graphs", lambda: False).start()
+        assert not engine._copies(model, True, "reduce-overhead") and "torch 2.11" in info.call_args.args[1]
         model.weights_in_float32 = False
         device.total_memory = 900  # what is received would be 48
         assert not engine._copies(model, True, None)

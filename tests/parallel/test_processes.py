@@ -293,3 +293,9 @@ def test_a_folder_of_another_run_is_refused_by_all(tmp_path):
     ranks = Ranks(2, folder, "data.batch_size=4")
     assert ranks.finish() == [2, 2], ranks.said()
     assert "already holds a run" in ranks.said(0)
+
+
+def test_cuda_graphs_are_not_for_fsdp(tmp_path):
+    ranks = Ranks(2, tmp_path / "run", "parallel=fsdp", "compile=reduce-overhead")
+    assert ranks.finish() == [2, 2], ranks.said()
+    assert "compile=reduce-overhead is for other engines than fsdp" in ranks.said(0)

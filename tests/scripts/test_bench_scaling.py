@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench_scaling.py"
 
 
@@ -23,3 +25,25 @@ def test_its_example_for_cpus(tmp_path):
     assert [row["devices"] for row in measured] == [1, 1, 2, 2]
     assert all(row["step_time_ms"]["n"] == 8 for row in measured)
     assert "| none | 1 |" in ran.stdout and "| 100.0 % |" in ran.stdout
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import bench_scaling
+
+    yield bench_scaling
+    del sys.modules["bench_scaling"]
+
+
+def test_efficiency_is_the_time_of_one_device_alone_over_that_of_several(script):
+    def row(parallel, devices, median, alone=True):
+        times = {"median": median, "p10": median, "p90": median, "mean": median + 1}
+        row = {"parallel": parallel, "devices": devices, "alone": alone, "step_time_ms": times}
+        return row | {"medians_ms": [median, 55.0], "peak_memory_bytes": 2**30}
+
+    rows = [row("none", 1, 40.0, alone=False), row("none", 1, 50.0), row("ddp", 4, 62.5)]
+    busy, alone, several = script.table(rows, batch=100).splitlines()[2:]
+    assert busy == "| none | 1, others busy; the slowest 55.00 | 40.00 (40.00, 40.00) | 41.00 | 2500 | 1.0 | 125.0 % |"
+    assert alone == "| none | 1 | 50.00 (50.00, 50.00) | 51.00 | 2000 | 1.0 | 100.0 % |"
+    assert several == "| ddp | 4 | 62.50 (62.50, 62.50) | 63.50 | 6400 | 1.0 | 80.0 % |"

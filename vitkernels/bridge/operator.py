@@ -1,7 +1,7 @@
 """Python functions as PyTorch operators that torch.compile does not look into."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.library import define, impl, register_autograd, register_fake
 from vitkernels.errors import UsageError
 
 PLAIN = torch.Tensor, torch.nn.Parameter  # the classes of tensors that are no subclass
+_INSTEAD = "take the plain PyTorch one, backend='reference' of an op or 'native' of attention"
 
 
 class Remembered(dict):
@@ -33,11 +34,11 @@ class Operator:
     dispatcher and the Python around it take longer than a short kernel.
     """
 
-    def __init__(self, schema: str, function: Callable):
+    def __init__(self, schema: str, function: Callable, tags: Sequence[torch.Tag] = ()):
         name = schema.partition("(")[0]
         self.name = f"vitkernels::{name}"
         self.function = function
-        define(self.name, schema[len(name) :])
+        define(self.name, schema[len(name) :], tags=tags)
         impl(self.name, "CompositeExplicitAutograd")(function)
         self.traced = getattr(torch.ops.vitkernels, name).default
         arguments = self.traced._schema.arguments
@@ -64,7 +65,9 @@ class Operator:
         return self  # PyTorch has one of each
 
     def __call__(self, *args):
-        if not runs_at_once([args[i] for i in self._tensors]):
+        tensors = [args[i] for i in self._tensors]
+        if not runs_at_once(tensors):
+            refuse_other_derivatives(self.name, tensors)
             return self.traced(*args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return self._with_gradient(*args)
@@ -78,7 +81,7 @@ def runs_at_once(tensors: Iterable[Tensor | None]) -> bool:
         or torch._C._len_torch_dispatch_stack()  # fake tensors, counters of operations
         or _len_torch_dispatch_stack_pre_dispatch()  # make_fx(pre_dispatch=True)
         or torch._C._are_functorch_transforms_active()  # torch.func
-        or forward_ad._current_level >= 0  # refused by the operator; a part of a function would have tangents
+        or forward_ad._current_level >= 0  # a tensor may have a tangent
         or torch._C._get_tracing_state() is not None  # torch.jit.trace
     ):
         return False
@@ -90,9 +93,42 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) in PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()
 
 
-def operator(schema: str) -> Callable[[Callable], Operator]:
+def refuse_other_derivatives(what: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raises UsageError where forward-mode AD or torch.func would differentiate `what` by one of these tensors.
+
+    An operator has a backward pass alone: PyTorch would take its tangents for zero without a word, and end
+    torch.func.grad in an error about Python classes.
+    """
+    refused = forward_ad._current_level >= 0  # in torch.func.jvp too
+    if not torch.compiler.is_compiling():  # Dynamo cannot ask the tensors; it runs eagerly what ends in an error
+        refused = (refused or torch._C._are_functorch_transforms_active()) and _are_differentiated()(tensors)
+    if refused:
+        raise UsageError(
+            f"{what} has a backward pass (loss.backward(), torch.autograd.grad), and no derivative for forward-mode AD "
+            f"(make_dual, torch.func.jvp) or torch.func (grad, vjp, jacrev): {_INSTEAD}"
+        )
+
+
+@functools.cache
+def _are_differentiated() -> Callable[[Iterable[Tensor | None]], bool]:
+    """The function that is not to be traced; a decorator would import Dynamo together with this file."""
+    return torch.compiler.disable(lambda tensors: any(x is not None and _is_differentiated(x) for x in tensors))
+
+
+def _is_differentiated(x: Tensor) -> bool:
+    """Whether forward-mode AD, or torch.func, follows what becomes of x."""
+    forward = forward_ad._current_level >= 0
+    while torch._C._functorch.is_functorch_wrapped_tensor(x):
+        if torch._C._functorch.is_gradtrackingtensor(x) and (forward or x.requires_grad):
+            return True
+        x = torch._C._functorch.get_unwrapped(x)
+    with torch._C._DisableFuncTorch():  # around it may be vmap, which does not know this question
+        return forward and forward_ad.unpack_dual(x).tangent is not None
+
+
+def operator(schema: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable], Operator]:
     """Decorator: makes a function the `Operator` of that schema."""
-    return functools.partial(Operator, schema)
+    return functools.partial(Operator, schema, tags=tags)
 
 
 def differentiable_once(what: str):
@@ -105,10 +141,7 @@ def differentiable_once(what: str):
         @functools.wraps(formula)
         def refusing(ctx, *gradients):
             if torch.is_grad_enabled():  # by create_graph=True alone
-                raise UsageError(
-                    f"{what} is differentiable once, and create_graph=True asks for more: take the plain PyTorch one, "
-                    "backend='reference' of an op or 'native' of attention"
-                )
+                raise UsageError(f"{what} is differentiable once, and create_graph=True asks for more: {_INSTEAD}")
             return formula(ctx, *gradients)
 
         return refusing

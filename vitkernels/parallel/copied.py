@@ -19,11 +19,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 
 from vitkernels.bridge.operator import operator
 from vitkernels.errors import UsageError
+from vitkernels.parallel import exchange
 from vitkernels.parallel.whole import has_weights_in_float32
 
 _NARROW = (torch.bfloat16, torch.float16)
 _SMALL = 2**15  # elements: smaller gradients, biases and the like, go side by side, as one, at the end
 _MEASURED_WORLD = 2
+_PUTS_OFF = "reorder_for_reducing_graph_partitions"  # what is in no CUDA graph, which makes fewer of them
 _MOST_MEMORY = 0.05  # of a GPU's, that auto takes for what is received
 
 log = logging.getLogger("vitkernels")
@@ -49,12 +51,23 @@ def unfit(model: nn.Module, options: dict | None, beside: bool) -> str | None:
         if p.requires_grad and (p.dtype != torch.float32 or not p.is_contiguous()):
             kind = f"{'' if p.is_contiguous() else 'not contiguous '}{p.dtype}"
             return f"it is for contiguous float32 parameters, and {name} is {kind}"
-    if beside and options and options.get("triton.cudagraphs"):
+    if beside and has_cuda_graphs(options) and not sends_between_cuda_graphs():
         return (
-            "from within a CUDA graph, which this compile mode replays, nothing can be sent: compile=true, "
-            "compile=max-autotune-no-cudagraphs, or parallel.overlap=false, which sends after backward"
+            f"PyTorch {torch.__version__} would send all of it behind the CUDA graphs of this compile mode: "
+            "torch 2.11 does not; or compile=true, compile=max-autotune-no-cudagraphs, or parallel.overlap=false, "
+            "which sends after backward"
         )
     return None
+
+
+def sends_between_cuda_graphs() -> bool:
+    """Whether this PyTorch lets what is sent beside backward stay between its CUDA graphs. 2.11 does, 2.9 does not."""
+    return hasattr(torch._inductor.config.triton, _PUTS_OFF)
+
+
+def has_cuda_graphs(options: dict | None) -> bool:
+    """Whether these options of torch.compile make it record and replay CUDA graphs."""
+    return bool(options and options.get("triton.cudagraphs"))
 
 
 def not_measured_faster(
@@ -67,8 +80,11 @@ def not_measured_faster(
         return f"measured with one batch a step, not with trainer.accum_steps={accum_steps}"
     if world != _MEASURED_WORLD:
         return f"measured on {_MEASURED_WORLD} GPUs, not on {world}"
-    if has_weights_in_float32(model):
-        return "float32 gradients, as the fused operations give them, measured slower"
+    if has_weights_in_float32(model) and not has_cuda_graphs(options):
+        return (
+            "float32 gradients, as the fused operations give them, measured slower without CUDA graphs, and faster "
+            "with compile=reduce-overhead"
+        )
     received = 4 * world * sum(p.numel() for p in model.parameters() if p.requires_grad)
     if received > _MOST_MEMORY * torch.cuda.get_device_properties(device).total_memory:
         return f"they would take {received / 2**30:.1f} GiB of each GPU's memory (parallel.send=copy lets them)"
@@ -78,7 +94,10 @@ def not_measured_faster(
 # ---------------------------------------------------------------------- gradients, on their way out of backward
 
 
-@operator("send_gradient(Tensor(a!) gradient, Tensor? narrow, int index, int sender) -> ()")
+_SCHEMA = "send_gradient(Tensor(a!) gradient, Tensor? narrow, int index, int sender) -> ()"
+
+
+@operator(_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))  # a CUDA graph ends before it, and another begins behind it
 def send_gradient(gradient: Tensor, narrow: Tensor | None, index: int, sender: int) -> None:
     """Tell the CopiedGradients of number `sender` that its parameter `index` has this gradient.
 
@@ -92,6 +111,11 @@ def send_gradient(gradient: Tensor, narrow: Tensor | None, index: int, sender: i
 @send_gradient.register_fake
 def _(gradient: Tensor, narrow: Tensor | None, index: int, sender: int) -> None:
     return None
+
+
+def _gradient_is_added(sender: int, index: int, parameter: Tensor) -> None:
+    if sender in _senders:
+        _senders[sender].is_added(index, parameter)
 
 
 class _Watched(torch.autograd.Function):
@@ -110,9 +134,10 @@ class _Watched(torch.autograd.Function):
 
 
 class _SendAtOnce(CustomGraphPass):
-    """Moves each send_gradient to where its gradient is made, and has it send what autocast cast to make it.
+    """Moves send_gradients to where the last gradient is made that travels with theirs, at the end of all else in torch
+    2.9, and has them send what autocast cast to make them.
 
-    torch 2.9 has them all at the end of backward.
+    So the groups of an Exchange, and not single gradients, are what the CUDA graphs of a backward pass end with.
     """
 
     def __init__(self, narrow: bool):
@@ -120,15 +145,27 @@ class _SendAtOnce(CustomGraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         sends = graph.find_nodes(op="call_function", target=torch.ops.higher_order.auto_functionalized_v2)
-        for node in [node for node in sends if node.args[0] is torch.ops.vitkernels.send_gradient.default]:
-            (gradient,) = node.all_input_nodes
-            if gradient.op != "placeholder":
-                gradient.append(node)
-                if self.narrow and (narrow := _cast_from(gradient)) is not None:
-                    _give_narrow(node, narrow)
+        sends = [node for node in sends if node.args[0] is send_gradient.traced]
+        place = {node: number for number, node in enumerate(graph.nodes)}
+        sends = [node for node in sends if _gradient(node).op != "placeholder"]
+        sends.sort(key=lambda node: place[_gradient(node)])  # as gradients are made
+        narrow = [_cast_from(_gradient(node)) if self.narrow else None for node in sends]
+        values = [(of or _gradient(node)).meta["val"] for of, node in zip(narrow, sends, strict=True)]
+        sizes, dtypes = [value.numel() for value in values], [value.dtype for value in values]
+        for group in exchange.grouped(sizes, dtypes, len(sends), [*range(len(sends))]):
+            behind = _gradient(sends[group[-1]])
+            for index in group:
+                behind.append(sends[index])
+                behind = sends[index]
+                if narrow[index] is not None:
+                    _give_narrow(sends[index], narrow[index])
 
     def uuid(self) -> bytes:
-        return get_hash_for_files((__file__,), str(self.narrow))
+        return get_hash_for_files((__file__, exchange.__file__), str(self.narrow))
+
+
+def _gradient(send: torch.fx.Node) -> torch.fx.Node:
+    return send.all_input_nodes[0]
 
 
 def _give_narrow(send: torch.fx.Node, narrow: torch.fx.Node) -> None:
@@ -157,6 +194,7 @@ def _at_once(options: dict, model: nn.Module) -> dict:
     return options | {
         "post_grad_custom_post_pass": _SendAtOnce(narrow),
         "reorder_for_peak_memory": False,  # it would put off what makes a gradient ready to be sent, until the end
+        **({f"triton.{_PUTS_OFF}": False} if has_cuda_graphs(options) else {}),
         # A gradient is a result, whose memory stays. What it was cast from goes back to the allocator, once nobody
         # refers to it, and not to the graph's next operation. That costs the host some 300 allocations in a ViT-B.
         "allow_buffer_reuse": not narrow,
@@ -190,10 +228,11 @@ class CopiedGradients(nn.Module):
         # Gradients, by index, and what travels for each. They keep their memory until all have been read.
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._expects_end = False
-        for index, p in enumerate(self._trained):
-            p.register_post_accumulate_grad_hook(functools.partial(self._is_added, index))
         self._number = next(_numbers)
         _senders[self._number] = self
+        for index, p in enumerate(self._trained):
+            # By number: a parameter that held what holds it would keep all of it, beyond Python's garbage collection.
+            p.register_post_accumulate_grad_hook(functools.partial(_gradient_is_added, self._number, index))
         self._run = self._as_it_is
         if options is not None and beside:
             self._run = torch.compile(self._watched, options=_at_once(options, model))
@@ -242,7 +281,7 @@ class CopiedGradients(nn.Module):
         if self.last and index not in self._sent and self._trained[index].grad is None:
             self._send(index, gradient, narrow)
 
-    def _is_added(self, index: int, parameter: Tensor) -> None:
+    def is_added(self, index: int, parameter: Tensor) -> None:
         """A parameter has the gradient of this backward pass, and of those before it in the same step."""
         if not self.last:
             return
