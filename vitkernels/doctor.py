@@ -16,7 +16,7 @@ def runtimes() -> dict[str, str | None]:
 
 def backends() -> dict[str, str | None]:
     """Each attention backend, and why it cannot be used here (None where it can)."""
-    return {name: attention.get(name).unavailable() for name in attention.names()}
+    return {name: attention.broken(name) or attention.get(name).unavailable() for name in attention.names()}
 
 
 def devices() -> list[str]:

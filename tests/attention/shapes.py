@@ -5,6 +5,11 @@ import torch
 # Tokens of the usual ViTs, with and without a class token; one token; a long sequence.
 LENGTHS = (1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096)
 HEAD_DIMS = tuple(range(32, 129, 8))
+# No multiples of 8: a backend refuses them, or is right.
+ODD_HEAD_DIMS = (1, 7, 36, 50, 100, 127)
+# (B, H): more than two or three of each. The interpreters take seconds for those of a model.
+MANY = ((3, 4), (1, 6), (5, 1), (9, 16))
+INTERPRETED_MANY = 12
 
 # Interpreted on a CPU these take seconds per head beyond this length; on their own device they run all of LENGTHS.
 INTERPRETED = ("triton_flash", "pallas_flash")

@@ -2,7 +2,18 @@
 
 import pytest
 import torch
-from shapes import HEAD_DIMS, INTERPRETED, INTERPRETED_LENGTH, LENGTHS, TOLERANCE, batch_and_heads
+from shapes import (
+    HEAD_DIMS,
+    INTERPRETED,
+    INTERPRETED_LENGTH,
+    INTERPRETED_MANY,
+    LENGTHS,
+    MANY,
+    ODD_HEAD_DIMS,
+    TOLERANCE,
+    batch_and_heads,
+)
+from torch.autograd import forward_ad
 
 from vitkernels import attention
 from vitkernels.attention import Problem
@@ -131,7 +142,15 @@ def test_half_precision_packed(name, device, N, D, dtype):
     check_packed(name, torch.randn(B, N, 3, H, D, device=device).to(dtype).requires_grad_())
 
 
-@pytest.mark.parametrize("D", HEAD_DIMS)
+@pytest.mark.parametrize("B, H", MANY)
+def test_many_batches_and_heads(name, device, B, H):
+    if device == "cpu" and name in INTERPRETED and B * H > INTERPRETED_MANY:
+        pytest.skip("takes too long on a CPU; runs where a GPU is")
+    check(name, draw(device, B, H, 17, 32))
+    check_packed(name, torch.randn(B, 17, 3, H, 32, device=device, requires_grad=True))
+
+
+@pytest.mark.parametrize("D", [*HEAD_DIMS, *ODD_HEAD_DIMS])
 def test_head_dims(name, device, D):
     check_packed(name, torch.randn(1, 37, 3, 2, D, device=device, requires_grad=True))
 
@@ -218,6 +237,18 @@ def test_large_scores(name, device):
     check(name, [(q.detach() * 8).requires_grad_(), (k.detach() * 8).requires_grad_(), v], tolerance=2e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_beyond_float16(name, device, dtype):
+    """Each query has its own key, by a score of 131072: float16 ends at 65504. All weights are 0 or 1, exactly."""
+    q, k = (n * torch.eye(64, device=device).expand(1, 2, 64, 64) for n in (2.0**15, 2.0**5))
+    leaves = [x.to(dtype).requires_grad_() for x in (q, k, torch.randn(1, 2, 64, 64, device=device))]
+    out = taken(name, *leaves)(*leaves)
+    assert torch.equal(out, leaves[2])
+    do = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, leaves, do)
+    assert torch.equal(dv, do) and dq.isfinite().all() and dk.isfinite().all()
+
+
 def test_odd_strides(name, device):
     """Tokens outermost, a head dim that is not innermost, an expanded gradient: right, if not fast."""
     q, k, v = (torch.randn(50, 2, 2, 64, device=device).permute(1, 2, 0, 3).requires_grad_() for _ in range(3))
@@ -228,6 +259,64 @@ def test_odd_strides(name, device):
     (dv,) = torch.autograd.grad(backend(q, k, v).sum(), v)
     copies = [x.detach().double().requires_grad_() for x in (q, k, v)]
     assert error(dv, torch.autograd.grad(reference(*copies).sum(), copies[2])[0]) < TOLERANCE[torch.float32]
+
+
+def test_extras_of_any_strides(name, device):
+    """Numbers apart from each other, with ones between that must not be read, and one number for many."""
+
+    def apart(x, between):
+        return torch.stack([x, torch.full_like(x, between)], -1)[..., 0]
+
+    bias = apart(torch.randn(2, 2, 50, 50, device=device), float("nan")).requires_grad_()
+    ids = torch.randint(0, 3, (2, 50), device=device)
+    mask = apart(torch.rand(2, 2, 50, 50, device=device) < 0.7, True)
+    check(name, draw(device, 2, 2, 50, 64), bias=bias, mask=mask, segment_ids=apart(ids, 7))
+    bias = torch.randn(50, device=device).expand(2, 2, 50, 50).requires_grad_()
+    check(name, draw(device, 2, 2, 50, 64), bias=bias, mask=mask[:, :1].expand(2, 2, 50, 50))
+
+
+def test_a_result_stays_as_it_was_when_the_next_is_calculated(name, device):
+    """Also what its backward pass needs."""
+    first, second = (torch.randn(2, 17, 3, 2, 32, device=device, requires_grad=True) for _ in range(2))
+    split = lambda qkv: qkv.permute(2, 0, 3, 1, 4).unbind(0)  # noqa: E731
+    backend = taken(name, *split(first))
+    for call, shape in ((backend.qkvpacked, (2, 17, 64)), (lambda qkv: backend(*split(qkv)), (2, 2, 17, 32))):
+        do = torch.randn(shape, device=device)
+        alone = call(first)
+        (gradient,) = torch.autograd.grad(alone, first, do)
+        was = alone.detach().clone(), gradient.clone()
+        again, other = call(first), call(second)
+        torch.autograd.grad(other, second, do)
+        (gradient_again,) = torch.autograd.grad(again, first, do)
+        for x in ((alone, gradient), (again, gradient_again)):  # the same bits: the same call
+            assert torch.equal(x[0], was[0]) and torch.equal(x[1], was[1])
+
+
+@pytest.mark.parametrize("way", ["a second derivative", "make_dual", "jvp", "grad"])
+def test_other_derivatives_are_right_or_refused(name, device, way):
+    """Kernels have none, and PyTorch takes some of them for zero without a word."""
+    x = torch.randn(2, 2, 9, 32, device=device)
+
+    def of(attend, x):
+        f = lambda x: attend(x, x, x)  # noqa: E731
+        ones = torch.ones_like(x)
+        if way == "make_dual":
+            with forward_ad.dual_level():
+                return forward_ad.unpack_dual(f(forward_ad.make_dual(x, ones))).tangent
+        if way == "jvp":
+            return torch.func.jvp(f, (x,), (ones,))[1]
+        if way == "grad":
+            return torch.func.grad(lambda x: f(x).square().sum())(x)
+        x = x.clone().requires_grad_()
+        (dx,) = torch.autograd.grad(f(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), x)[0]
+
+    taken(name, x, x, x)
+    try:
+        found = of(attention.get(name), x)
+    except (UsageError, RuntimeError):  # PyTorch's own of SDPA's kernels is a RuntimeError
+        return
+    assert found is not None and error(found, of(reference, x.double())) < 10 * TOLERANCE[torch.float32]  # summed twice
 
 
 def test_packed_with_extras(name, device):
@@ -261,6 +350,40 @@ def test_empty_calls_give_zeros_or_are_refused(name, device, empty):
     assert out.shape == q.shape and not out.any()
     out.sum().backward()
     assert not q.grad.any() and not k.grad.any()
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"k": torch.ones(1, 2, 4, 32).numpy()}, "k must be a torch tensor, got ndarray"),
+        ({"q": None}, "q must be a torch tensor, got NoneType"),
+        ({"mask": [True]}, "mask must be a torch tensor, got list"),
+        ({"is_causal": torch.tensor(True)}, r"is_causal must be True or False, got tensor\(True\)"),
+        ({"scale": torch.tensor(1.0, requires_grad=True)}, r"pass scale=1.0, and q \* scale for q"),
+        ({x: torch.ones(1, 2, 4, 0) for x in "qkv"}, "head dim of at least 1"),
+        ({x: torch.ones(1, 2, 4, 32, dtype=torch.float8_e4m3fn) for x in "qkv"}, "floating dtype of 16 bits or more"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
+)
+def test_what_cannot_be_taken_is_named(name, device, change, message):
+    def moved(x):
+        return x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    call = {x: torch.ones(1, 2, 4, 32, device=device) for x in "qkv"}
+    call |= {x: moved(value) for x, value in change.items()}
+    with pytest.raises(UsageError, match=message):
+        attention.get(name)(call.pop("q"), call.pop("k"), call.pop("v"), **call)
+
+
+def test_packed_must_be_one_tensor(name, device):
+    with pytest.raises(UsageError, match="qkv must be a torch tensor, got list"):
+        attention.get(name).qkvpacked([1.0])
+    scale = torch.tensor(1.0, device=device, requires_grad=True)
+    qkv = torch.ones(1, 4, 3, 2, 32, device=device)
+    with pytest.raises(UsageError, match=r"pass scale=1.0, and q \* scale for q"):
+        attention.get(name).qkvpacked(qkv, scale=scale)
+    with torch.no_grad():
+        taken(name, *qkv.permute(2, 0, 3, 1, 4).unbind(0)).qkvpacked(qkv, scale=scale)
 
 
 def test_a_problem_says_the_same_as_the_call(name, device):

@@ -178,6 +178,57 @@ def test_functions_as_static_arguments():
         op(x, function=[1])
 
 
+def _times(x, *, by):
+    return x / by[0] if isinstance(by, tuple) else x * by
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["a literal", "beside a function"])
+def test_static_arguments_that_python_calls_equal_are_told_apart(nested):
+    """A trace for 1 is none for 1.0 or True, and one for 0.0 none for -0.0, forward and backward."""
+    if nested:
+        op = pallas_op(lambda x, *, by, function: function(x, by=by), name="times_by_function")
+        op = functools.partial(op, function=_times)
+    else:
+        op = pallas_op(_times)
+    ones = torch.ones(2, dtype=torch.int32)
+    # JAX multiplies integers by a bool or an int to integers, and by a float to floats.
+    assert [op(ones, by=by).dtype for by in (1, 1.0, True)] == [torch.int32, torch.float32, torch.int32]
+    assert [op(torch.ones(2), by=(by,))[0].item() for by in (0.0, -0.0)] == [float("inf"), float("-inf")]
+    x = torch.ones(2, requires_grad=True)
+    gradients = [torch.autograd.grad(op(x, by=(by,)).sum(), x)[0][0].item() for by in (0.0, -0.0)]
+    assert gradients == [float("inf"), float("-inf")]
+
+
+def test_no_op_takes_another_ones_name():
+    names = ["taken", "taken", "taken_2", "taken_2_2", "grown", "grown_backward", "shrunk_backward", "shrunk"]
+    made = [pallas_op(lambda x, k=k: x * k, name=name) for k, name in enumerate(names)]
+    assert len({op.__name__ for op in made}) == len(made) and [op.__name__ for op in made[:2]] == ["taken", "taken_2"]
+    for k, op in enumerate(made):
+        x = torch.ones(2, requires_grad=True)
+        out = op(x)
+        assert out[0].item() == k and torch.autograd.grad(out.sum(), x)[0][0].item() == k
+
+
+def test_a_second_derivative_and_other_ones_than_the_backward_pass_are_refused():
+    op = pallas_op(lambda x: jnp.sin(x), name="sin_once")
+    x = torch.randn(4, requires_grad=True)
+    with pytest.raises(UsageError, match="sin_once is differentiable once"):
+        torch.autograd.grad(op(x).sum(), x, create_graph=True)
+    tangent = torch.ones(4)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UsageError, match="sin_once has a backward pass"):
+        op(torch.autograd.forward_ad.make_dual(x.detach(), tangent))
+    with pytest.raises(RuntimeError, match="sin_once has a backward pass"):  # Dynamo's error around it
+        torch.compile(lambda x: torch.func.jvp(op, (x,), (tangent,)), backend="eager")(x.detach())
+    ways = [
+        lambda x: torch.func.jvp(op, (x,), (tangent,)), lambda x: torch.func.vjp(op, x),
+        torch.func.jacrev(op), torch.func.jacfwd(op), torch.func.grad(lambda x: op(x).sum()),
+        torch.func.vmap(torch.func.grad(lambda x: op(x))), torch.func.grad(lambda x: torch.func.vmap(op)(x).sum()),
+    ]  # fmt: skip
+    for way in ways:
+        with pytest.raises(UsageError, match="sin_once has a backward pass"):
+            way(x.detach())
+
+
 def test_the_guides_output_shape_function():
     declared = pallas_op(quickstart.add_vectors_jax, lambda x, y: [(x.shape, x.dtype)], name="add_declared")
     x = torch.randn(8, 128)
@@ -203,6 +254,8 @@ def test_errors_say_what_to_do():
         add_vectors(x, x, device="meta")
     with pytest.raises(TypeError, match="argument 1 is a float; static arguments go by keyword"):
         add_vectors(x, 1.0)
+    with pytest.raises(UsageError, match="forgetful: the function returned None, and no array"):
+        pallas_op(lambda x: None, name="forgetful")(x)
 
 
 def test_traced_once_per_shape():

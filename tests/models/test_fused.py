@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from timm.layers import Attention
 
 from vitkernels import models
 from vitkernels.models import fusing
@@ -190,6 +191,29 @@ def test_a_later_call_decides_alone():
     assert str(model) == str(plain)
     images = torch.randn(2, 1, 16, 16)
     assert torch.equal(model(images), plain(images))
+
+
+@pytest.mark.parametrize("fused_attn, backend", [(True, "sdpa"), (False, "native")])
+def test_timms_own_attention_goes_on_as_the_backend_that_calculates_the_same(fused_attn, backend):
+    torch.manual_seed(0)
+    plain = models.timm_model("vit_digits", num_classes=10, depth=2)
+    for block in plain.blocks:
+        block.attn.fused_attn = fused_attn
+    fused, images = models.set_ops(copy.deepcopy(plain), ALL), torch.randn(3, 1, 16, 16)
+    assert {block.attn.backend.name for block in fused.blocks} == {backend}
+    assert fused.blocks[0].attn.qkv.is_qkv and list(fused.state_dict()) == list(plain.state_dict())
+    (loss, want), (got_loss, got) = (losses_and_gradients(m, images) for m in (plain, fused))
+    assert got_loss == pytest.approx(loss, rel=1e-5)
+    for name, gradient in want.items():  # as above; the keys' bias has none but timm's rounding
+        assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
+    assert type(models.set_ops(copy.deepcopy(plain), {"patch_embed": "triton"}).blocks[0].attn) is Attention
+
+
+def test_ops_in_words_names_the_exceptions():
+    eager = dict.fromkeys(models.MODEL_OPS, "eager")
+    assert models.ops_in_words(eager) == "eager"
+    assert models.ops_in_words(eager | {"layer_norm_residual": "mine"}) == "eager but layer_norm_residual=mine"
+    assert models.ops_in_words(ALL) == "triton but mlp=passes"
 
 
 @pytest.mark.parametrize(

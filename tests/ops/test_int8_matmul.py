@@ -179,6 +179,18 @@ def test_scaled_products(device, size, dtype):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_scaled_product_takes_a_bias_of_any_strides(device):
+    pytest.importorskip("triton")
+    from vitkernels.ops.int8_matmul.scaled import product
+
+    x, w = draw(8, 32, device), draw(16, 32, device)
+    scales = torch.rand(8, device=device), torch.rand(16, device=device)
+    for bias in (torch.randn(16, 2, device=device)[:, 0], torch.randn(1, device=device).expand(16)):
+        results = [product(x, w, *scales, b, torch.float32) for b in (bias, bias.contiguous())]
+        assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_long_products(device, dtype):
     """Dealt out in runs of steps that end inside tiles: 6 tiles of 5 steps among 4 programs, and one for all."""

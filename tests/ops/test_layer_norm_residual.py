@@ -162,6 +162,8 @@ def test_it_compiles_whole():
         ({"sample_scale_B": torch.zeros(5)}, "sample_scale must be floating, of shape (2,)"),
         ({"branch": None}, "branch is None"),
         ({"x": torch.zeros(2, 5, 96, dtype=torch.int32)}, "x must be floating"),
+        ({"x": torch.zeros(2, 5, 0)}, "one channel at least; got torch.float32 (2, 5, 0)"),
+        ({"x": torch.tensor(1.0)}, "x must be floating, of shape (batch, ..., channels)"),
         ({"backend": "tritn"}, "Did you mean 'triton'?"),
         ({"x": torch.zeros(2, 5, 96).double(), "backend": "triton"}, "float64 would lose digits"),
     ],

@@ -189,5 +189,9 @@ def test_mistakes_are_named(device):
         linear(x, weight.mT, bias)
     with pytest.raises(UsageError, match="three equal parts of the outputs, and there are 40"):
         linear(x, weight[:40], None, is_qkv=True)
+    with pytest.raises(UsageError, match="got a scalar"):
+        linear(x[0, 0, 0], weight, bias)
+    with pytest.raises(UsageError, match=r"weight is \(48, 0\): nothing to multiply with\. Use backend='reference'"):
+        linear(x[..., :0], weight[:48, :0], None, backend="triton")
     with pytest.raises(UsageError, match="unknown linear backend 'tritn'"):
         linear(x, weight, bias, backend="tritn")

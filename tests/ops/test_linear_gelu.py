@@ -274,5 +274,10 @@ def test_mistakes_are_named(device):
         mlp(x, weight1, bias1, weight2, bias1)
     with pytest.raises(UsageError, match=r"x is torch\.float32 and weight torch\.bfloat16"):
         linear_gelu(x, weight1.bfloat16(), bias1)
+    for op in (linear_gelu, lambda x, weight, bias: mlp(x, weight, bias, weight2)):
+        with pytest.raises(UsageError, match="got a scalar"):
+            op(x.flatten()[0], weight1, bias1)
+    with pytest.raises(UsageError, match=r"weight is \(48, 0\): nothing to multiply with\. Use backend='reference'"):
+        linear_gelu(x[..., :0], weight1[:, :0], bias1, backend="passes")
     with pytest.raises(UsageError, match="unknown mlp backend 'hoper'"):
         mlp(x, weight1, bias1, weight2, backend="hoper")

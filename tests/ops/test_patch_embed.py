@@ -121,6 +121,8 @@ def test_mistakes_are_named(backend, device):
     images, weight, bias = draw(device)
     with pytest.raises(UsageError, match="12 x 7 pixels do not divide into patches of 4 x 4"):
         patch_embed(images[..., :7], weight, bias, backend=backend)
+    with pytest.raises(UsageError, match=r"12 x 8 pixels do not divide into patches of 0 x 4; .* a pixel at least"):
+        patch_embed(images, weight[:, :, :0], bias, backend=backend)
     with pytest.raises(UsageError, match="agree in channels"):
         patch_embed(images[:, :2], weight, bias, backend=backend)
     with pytest.raises(UsageError, match=r"bias must have shape \(20,\)"):

@@ -12,7 +12,17 @@ from importlib import import_module
 from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.errors import UsageError, unknown_name
 
-__all__ = ["AttentionBackend", "Problem", "candidates", "choose", "choose_for_all", "get", "names"]
+__all__ = [
+    "AttentionBackend",
+    "Problem",
+    "broken",
+    "candidates",
+    "choose",
+    "choose_for_all",
+    "get",
+    "names",
+    "unsupported",
+]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +61,28 @@ def get(name: str) -> AttentionBackend:
     return getattr(package, name).BACKEND
 
 
+_broken: dict[str, str | None] = {}  # asked once, for torch.compile cannot trace an import
+
+
+def broken(name: str) -> str | None:
+    """Why that backend's module cannot be imported, in the error's own words; None when it can.
+
+    For who looks over all backends: one that is broken must not keep the others from working. `get` raises its error.
+    """
+    if name in _MODULES and name not in _broken:
+        _broken[name] = None
+        try:
+            get(name)
+        except Exception as error:  # a kernel in the making may fail in any way
+            _broken[name] = f"{_MODULES[name]} cannot be imported: {type(error).__name__}: {error}"
+    return _broken.get(name)
+
+
+def unsupported(name: str, problem: Problem) -> str | None:
+    """Why that backend does not take the problem; None when it does."""
+    return broken(name) or get(name).unsupported(problem)
+
+
 def candidates(device_type: str) -> tuple[str, ...]:
     """What `auto` tries on that device, fastest first; the last one takes every problem."""
     place = "tpu" if device_type == "xla" and _xla_is_tpu() else device_type
@@ -61,7 +93,7 @@ def choose(problem: Problem) -> tuple[str, dict[str, str]]:
     """The fastest backend that takes the problem, and why each faster one was passed over."""
     refused = {}
     for name in candidates(problem.device_type):
-        reason = get(name).unsupported(problem)
+        reason = unsupported(name, problem)
         if reason is None:
             return name, refused
         refused[name] = reason
@@ -82,7 +114,7 @@ def choose_for_all(name: str, problems: Sequence[Problem]) -> str:
         reason = get(name).unsupported(problem)
         if reason is not None:
             others = [n for n in names() if n not in (name, "auto")]
-            takers = [n for n in others if get(n).unsupported(problem) is None]
+            takers = [n for n in others if unsupported(n, problem) is None]
             raise UsageError(f"attn={name} cannot run this model here: {reason}; these can: {', '.join(takers)}")
     return name
 

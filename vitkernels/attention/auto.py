@@ -35,7 +35,7 @@ def _choose(problem: Problem, called: str) -> AttentionBackend:
 @torch.compiler.assume_constant_result
 def _import(device_type: str) -> None:
     for name in attention.candidates(device_type):
-        attention.get(name)
+        attention.broken(name)
 
 
 @torch.compiler.assume_constant_result

@@ -44,7 +44,7 @@ class Problem:
         dropout_p: float = 0.0,
     ) -> "Problem":
         """The problem that a call with these arguments poses; raises ValueError when they do not fit together."""
-        _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, dropout_p)
+        _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, dropout_p)
         B, H, N, D = q_BHND.shape
         return cls(
             batch=B,
@@ -62,7 +62,8 @@ class Problem:
         )
 
 
-def _check(q, k, v, bias, mask, segment_ids, dropout_p) -> None:
+def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
+    _check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, segment_ids=segment_ids)
     if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         raise UsageError(
             "q, k and v must have 4 dimensions (batch, heads, tokens, head dim); "
@@ -75,8 +76,13 @@ def _check(q, k, v, bias, mask, segment_ids, dropout_p) -> None:
             "k and v must agree with q in batch, heads and head dim, and with each other in tokens; "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
-    if not dtype_of(q) == dtype_of(k) == dtype_of(v) or not q.dtype.is_floating_point:
-        raise UsageError(f"q, k and v must share one floating dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    if D == 0:
+        raise UsageError(f"q, k and v must have a head dim of at least 1, got {tuple(q.shape)}")
+    is_floating = q.dtype.is_floating_point and q.dtype.itemsize > 1  # 8 bits are for storage alone
+    if not dtype_of(q) == dtype_of(k) == dtype_of(v) or not is_floating:
+        raise UsageError(
+            f"q, k and v must share one floating dtype of 16 bits or more; got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
     for name, x in (("k", k), ("v", v), ("bias", bias), ("mask", mask), ("segment_ids", segment_ids)):
         if x is not None and x.device != q.device:
             raise UsageError(f"{name} is on {x.device}, q on {q.device}; move them to one device")
@@ -93,8 +99,16 @@ def _check(q, k, v, bias, mask, segment_ids, dropout_p) -> None:
             "segment_ids must be integers of shape (batch, tokens), for self-attention; "
             f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for q {tuple(q.shape)} and {M} keys"
         )
+    if type(is_causal) is not bool:  # each kernel would take something else for true
+        raise UsageError(f"is_causal must be True or False, got {is_causal!r}")
     if not 0.0 <= dropout_p < 1.0:
         raise UsageError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+
+
+def _check_tensors(**given) -> None:
+    for name, x in given.items():
+        if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "qkv")):
+            raise UsageError(f"{name} must be a torch tensor, got {type(x).__name__}; torch.as_tensor makes one")
 
 
 def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
@@ -102,6 +116,12 @@ def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     fits = 1 <= x.ndim <= len(shape) and all(x.shape[i] in (1, shape[first + i]) for i in range(x.ndim))
     if not fits:
         raise UsageError(f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(x.shape)}")
+
+
+def _number(scale) -> float:
+    if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
+        raise UsageError("scale is a number for the kernels, without a gradient: pass scale=1.0, and q * scale for q")
+    return float(scale)
 
 
 _runners = Remembered()  # a call without extras -> the backend that runs it
@@ -117,7 +137,7 @@ class AttentionBackend:
         mask: boolean, broadcastable to (B, H, N, M); True keeps.
         segment_ids: integers (B, N) that 32 bits hold; a token attends to the tokens that carry its own id.
         is_causal: query i sees keys 0..i (aligned at the top left, as in SDPA).
-        scale: defaults to D ** -0.5.
+        scale: a number, which has no gradient; defaults to D ** -0.5.
         dropout_p: probability of dropping an attention weight; the caller passes 0 in evaluation.
     All of them combine. A query with no key left gets zeros, and so do its gradients. Under torch.autocast q, k and v
     are cast to its dtype, as for SDPA.
@@ -191,7 +211,11 @@ class AttentionBackend:
         dropout_p: float = 0.0,
     ) -> Tensor:
         """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype, or autocast's where that is on."""
-        q_BHND, k_BHMD, v_BHMD = tensors = cast(q_BHND, k_BHMD, v_BHMD)
+        try:
+            q_BHND, k_BHMD, v_BHMD = tensors = cast(q_BHND, k_BHMD, v_BHMD)
+        except AttributeError:
+            _check_tensors(q=q_BHND, k=k_BHMD, v=v_BHMD)
+            raise
         return self._runner_of_call(tensors, bias, mask, segment_ids, is_causal, dropout_p)._attend(
             q_BHND,
             k_BHMD,
@@ -200,7 +224,7 @@ class AttentionBackend:
             mask=mask,
             segment_ids=segment_ids,
             is_causal=is_causal,
-            scale=q_BHND.shape[-1] ** -0.5 if scale is None else float(scale),
+            scale=q_BHND.shape[-1] ** -0.5 if scale is None else _number(scale),
             dropout_p=dropout_p,
         )
 
@@ -215,7 +239,8 @@ class AttentionBackend:
         dropout_p: float = 0.0,
     ) -> Tensor:
         """The projection's own (B, N, 3, H, D) -> (B, N, H * D), ready for the output projection."""
-        if qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
+        if not isinstance(qkv_BN3HD, Tensor) or qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
+            _check_tensors(qkv=qkv_BN3HD)
             raise UsageError(f"qkv must be (batch, tokens, 3, heads, head dim), got {tuple(qkv_BN3HD.shape)}")
         (qkv_BN3HD,) = tensors = cast(qkv_BN3HD)
         return self._runner_of_call(tensors, bias, mask, segment_ids, is_causal, dropout_p)._attend_qkvpacked(
@@ -224,7 +249,7 @@ class AttentionBackend:
             mask=mask,
             segment_ids=segment_ids,
             is_causal=is_causal,
-            scale=qkv_BN3HD.shape[-1] ** -0.5 if scale is None else float(scale),
+            scale=qkv_BN3HD.shape[-1] ** -0.5 if scale is None else _number(scale),
             dropout_p=dropout_p,
         )
 

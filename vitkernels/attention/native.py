@@ -1,6 +1,7 @@
 """The reference: softmax(scale * q kᵀ + bias) v in plain PyTorch, softmax in float32 (float64 for float64 input)."""
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from vitkernels.attention.contract import AttentionBackend, keep_mask
@@ -12,8 +13,7 @@ class Native(AttentionBackend):
     name = "native"
 
     def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
-        s_BHNM = (q_BHND * scale) @ k_BHMD.transpose(-2, -1)
-        s_BHNM = s_BHNM.to(torch.promote_types(s_BHNM.dtype, torch.float32))
+        s_BHNM = _scores(q_BHND, k_BHMD, scale)
         keep = keep_mask(q_BHND, k_BHMD, mask, segment_ids, is_causal)
         if bias is not None:
             finite = bias != float("-inf")
@@ -26,6 +26,15 @@ class Native(AttentionBackend):
             p_BHNM = s_BHNM.masked_fill(~keep, torch.finfo(s_BHNM.dtype).min).softmax(-1).masked_fill(~keep, 0.0)
         p_BHNM = F.dropout(p_BHNM, dropout_p)
         return (p_BHNM.to(v_BHMD.dtype) @ v_BHMD).to(q_BHND.dtype)
+
+
+def _scores(q_BHND: Tensor, k_BHMD: Tensor, scale: float) -> Tensor:
+    """scale * q kᵀ in float32 or wider, from a product in q's dtype; float16 would end at 65504, and make NaN of it."""
+    if q_BHND.dtype == torch.float16:
+        with torch.autocast(q_BHND.device.type, enabled=False):
+            return (q_BHND.float() * scale) @ k_BHMD.float().transpose(-2, -1)
+    s_BHNM = (q_BHND * scale) @ k_BHMD.transpose(-2, -1)
+    return s_BHNM.to(torch.promote_types(s_BHNM.dtype, torch.float32))
 
 
 BACKEND = Native()

@@ -9,15 +9,16 @@
     add(torch.ones(8, device="xla"), torch.ones(8, device="xla"))    # in the lazy graph, compiled for the TPU
 
 The op is registered with torch.library and has a fake implementation, so that torch.compile, torch.export and
-FakeTensorMode see through it; it differentiates (once, with autograd; torch.func.grad cannot see into torch.library's
-ops) and it maps (torch.func.vmap). pallas_devices.py runs it on each device.
+FakeTensorMode see through it; it differentiates (once, with autograd; torch.func.grad and forward-mode AD, which cannot
+see into torch.library's ops, are refused) and it maps (torch.func.vmap). pallas_devices.py runs it on each device.
 """
 
 import ast
 import functools
+import itertools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ from torch import Tensor
 from vitkernels.bridge import pallas_devices as devices
 from vitkernels.bridge import pallas_spmd
 from vitkernels.bridge.jax_compat import close_tpu
+from vitkernels.bridge.operator import differentiable_once, refuse_other_derivatives
 from vitkernels.errors import UsageError
 
 
@@ -37,6 +39,11 @@ class Call:
 
     static: tuple[tuple[str, object], ...] = ()
     vmaps: tuple[tuple[int | None, ...], ...] = ()
+    # Part of a call's equality: 1, 1.0 and True are equal, 0.0 and -0.0 too, and make other programs.
+    text: str = field(init=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "text", repr((self.static, self.vmaps)))
 
     def bind(self, function: Callable) -> Callable:
         """`function` of arrays alone."""
@@ -62,10 +69,9 @@ class _CallText:
             hash(call)
         except TypeError as error:
             raise UsageError(f"static arguments must be hashable, got {dict(call.static)}") from error
-        text = repr((call.static, call.vmaps))
         try:
-            if ast.literal_eval(text) == (call.static, call.vmaps):
-                return text
+            if ast.literal_eval(call.text) == (call.static, call.vmaps):
+                return call.text
         except (ValueError, SyntaxError):
             pass
         name = self._names.setdefault(call, f"call {len(self._names)}")
@@ -125,6 +131,7 @@ def pallas_op(
     @torch.compiler.allow_in_graph
     def run(*tensors, device, **static):
         target = devices.check_tensors(kernel.name, tensors, device)
+        refuse_other_derivatives(kernel.name, tensors)
         call = Call(tuple(sorted((name, _number(value)) for name, value in static.items())))
         if output_shape_dtype_fn is not None:
             _check_declared(kernel, call, tensors, output_shape_dtype_fn(*tensors))
@@ -204,6 +211,7 @@ def _differentiate(kernel: _Kernel, vjp: Callable | None) -> None:
         ctx.n_in = len(tensors)
         ctx.out_like = [(o.shape, o.dtype, o.device) for o in output]
 
+    @differentiable_once(kernel.name)
     def differentiate(ctx, grads):
         wanted = tuple(bool(w) for w in ctx.needs_input_grad[0])
         if not any(wanted):
@@ -311,11 +319,8 @@ def _function_name(function: Callable) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-_taken: dict[str, int] = {}
-
-
 def _op_name(wanted: str) -> str:
-    """A valid op name that no other op of this process has: the second `f` becomes `f_2`."""
+    """A valid op name that, like its backward op's, no other op has: the second `f` becomes `f_2`."""
     base = re.sub(r"\W", "_", wanted).strip("_") or "kernel"
-    _taken[base] = _taken.get(base, 0) + 1
-    return base if _taken[base] == 1 else f"{base}_{_taken[base]}"
+    names = itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
+    return next(n for n in names if not any(hasattr(torch.ops.vitkernels, op) for op in (n, f"{n}_backward")))

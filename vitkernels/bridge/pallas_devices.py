@@ -90,6 +90,8 @@ class Trace:
         shapes = tuple(jax.ShapeDtypeStruct(shape, (_DTYPES | _DTYPES_64)[dtype]) for shape, dtype in tensors)
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
         leaves, out_tree = jax.tree.flatten(out)
+        if not leaves:
+            raise UsageError(f"{name}: the function returned {out!r}, and no array; does it lack a `return`?")
         outputs = [(tuple(x.shape), _TORCH_DTYPES[x.dtype.name]) for x in leaves]
         return cls(name, shapes, jaxpr, jax.tree_util.treedef_is_leaf(out_tree), outputs)
 

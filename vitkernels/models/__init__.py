@@ -10,7 +10,7 @@ from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.models.attention_layer import BackendAttention, attention_layer
-from vitkernels.models.fusing import MODEL_OPS, set_ops
+from vitkernels.models.fusing import MODEL_OPS, ops_in_words, set_ops
 from vitkernels.models.inspection import ModelFacts, inspect_model
 from vitkernels.models.presets import PRESETS
 from vitkernels.models.weights import fitted, load_weights, read_state_dict
@@ -24,6 +24,7 @@ __all__ = [
     "input_spec",
     "inspect_model",
     "load_weights",
+    "ops_in_words",
     "read_state_dict",
     "set_attention",
     "set_ops",

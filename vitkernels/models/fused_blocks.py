@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from timm.layers import DropPath, LayerScale, Mlp
+from timm.layers import Attention, DropPath, LayerScale, Mlp
 from timm.layers.activations import GELU, GELUTanh
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -166,8 +166,8 @@ def unfusable(block: nn.Module) -> str | None:
     """Why this block's seams cannot be fused; None when they can."""
     if type(block) not in (Block, FusedBlock):
         return f"its blocks are {type(block).__name__}, not timm's pre-norm Block"
-    if not isinstance(block.attn, BackendAttention):
-        return f"its attention is {type(block.attn).__name__}: build it with create_model or give it a backend first"
+    if not (isinstance(block.attn, BackendAttention) or type(block.attn) is Attention):
+        return f"its attention is {type(block.attn).__name__}, not timm's standard one"
     for norm in (block.norm1, block.norm2):
         if not isinstance(norm, nn.LayerNorm) or norm.weight is None or norm.bias is None:
             return f"it normalizes with {norm}, not with LayerNorm with weight and bias"

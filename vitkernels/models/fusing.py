@@ -1,14 +1,17 @@
 """Gives an existing timm model fused operations, in place: the same parameters under the same names."""
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
+from timm.layers import Attention
 from torch import Tensor, nn
 
+from vitkernels import attention
 from vitkernels.adopted import Adopted
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.models.attention_layer import BackendAttention
+from vitkernels.models.attention_layer import BackendAttention, attention_layer
 from vitkernels.models.fused_blocks import (
     FusedBlock,
     FusedBlocks,
@@ -40,6 +43,9 @@ def set_ops(
         which is float32 under autocast. bfloat16 halves the traffic of every seam, at the price of its rounding.
     keep_activation: mlp's option: a faster backward pass for one more hidden tensor in memory per block.
 
+    Attention stays what it is: timm's own goes on as the backend that calculates the same, sdpa (native where timm's
+    fused_attn is off); `set_attention` gives it another.
+
     Returns the model. Raises UsageError where a named backend's op does not fit the model's architecture; with "auto"
     that op stays timm's, and the log says why. Call it before the parameters are moved into a compiled model.
     """
@@ -64,6 +70,7 @@ def set_ops(
             "(ops.layer_norm_residual=triton, or ops=fused), or leave the stream as it is (ops.residual_precision=null)"
         )
     if "layer_norm_residual" in wanted:
+        _give_backend(model)
         model.blocks = FusedBlocks(
             *(FusedBlock.adopt(block, ops=wanted, keep_activation=keep_activation) for block in model.blocks)
         )
@@ -76,6 +83,22 @@ def set_ops(
     elif isinstance(getattr(getattr(model, "patch_embed", None), "proj", None), PatchConv):
         model.patch_embed.proj = model.patch_embed.proj.released()
     return model
+
+
+def ops_in_words(ops: Mapping[str, str]) -> str:
+    """Which backends compute these ops (set_ops' argument, for a log): "eager but layer_norm_residual=mine"."""
+    usual = Counter(ops.values()).most_common(1)[0][0]
+    others = [f"{name}={backend}" for name, backend in ops.items() if backend != usual]
+    return usual + (f" but {', '.join(others)}" if others else "")
+
+
+def _give_backend(model: nn.Module) -> None:
+    """Attention that is timm's own as a backend that calculates the same: fused blocks ask it for its result without
+    the last bias."""
+    for block in model.blocks:
+        if type(block.attn) is Attention:
+            backend = attention.get("sdpa" if block.attn.fused_attn else "native")
+            block.attn = attention_layer(backend).adopt(block.attn)
 
 
 def _set_linear(model: nn.Module, backend: str | None) -> None:

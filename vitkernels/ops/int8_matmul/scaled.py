@@ -18,7 +18,9 @@ def product(
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias (M, N) with exact sums. Scales: float32; None: ones."""
+    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias (M, N) with exact sums. Scales: float32, contiguous; None:
+    ones."""
+    bias_N = None if bias_N is None else bias_N.contiguous()  # a model's own, of any strides
     if pallas_hopper_product.takes(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype):
         return pallas_hopper_product.product(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
     return triton_product.product(a_MK, b_NK.T, out_dtype, a_scale_M, b_scale_N, bias_N=bias_N)

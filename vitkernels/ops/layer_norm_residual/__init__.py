@@ -59,9 +59,11 @@ def layer_norm_residual(
 
 
 def _check(x, branch, weight, bias, branch_bias, layer_scale, sample_scale) -> None:
-    if x.ndim < 2 or not x.dtype.is_floating_point:
-        raise UsageError(f"x must be floating, of shape (batch, ..., channels); got {x.dtype} {tuple(x.shape)}")
-    B, C = x.shape[0], x.shape[-1]
+    B, C = (x.shape[0], x.shape[-1]) if x.ndim > 1 else (0, 0)
+    if C == 0 or not x.dtype.is_floating_point:
+        raise UsageError(
+            f"x must be floating, of shape (batch, ..., channels), one channel at least; got {x.dtype} {tuple(x.shape)}"
+        )
     if branch is None and not (branch_bias is layer_scale is sample_scale is None):
         raise UsageError("branch_bias, layer_scale and sample_scale act on a branch, and branch is None")
     expected = {"branch": x.shape, "sample_scale": (B,)}

@@ -152,7 +152,7 @@ def _sum_kernel(parts_PK, out_K, P, K, BLOCK_P: tl.constexpr, BLOCK_K: tl.conste
 def _forward(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, out_dtype):
     C, dtype = x.shape[-1], x.dtype
     M = x.numel() // C
-    x, branch, weight, bias = (calculable(t) for t in (x, branch, weight, bias))
+    x, branch = _readable(x), _readable(branch)
     total = None if branch is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     normed = calculable(torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format))
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
@@ -160,7 +160,7 @@ def _forward(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scal
     rows, warps = _forward_tile(block)
     if M:
         triton_call(
-            _rows(x), _rows(branch), weight, bias, *map(calculable, (branch_bias, layer_scale, sample_scale)),
+            x, branch, *map(_readable, (weight, bias, branch_bias, layer_scale, sample_scale)),
             total, normed, mean, rstd, M, M // max(x.shape[0], 1), eps,
             kernel=_forward_kernel, grid=(cdiv(M, rows),),
             C=C, BLOCK_C=block, ROWS=rows, num_warps=warps,
@@ -196,9 +196,9 @@ def _backward(
     has_bias = branch_bias is not None
     parts = torch.empty(programs, 2 + has_bias + needs_dlayer_scale, C, dtype=torch.float32, device=total.device)
     triton_call(
-        *map(_rows, map(calculable, (dtotal, dnormed, total))), mean, rstd, calculable(weight),
-        _rows(calculable(branch)) if needs_dlayer_scale else None,
-        *map(calculable, (branch_bias, layer_scale, sample_scale)), dx, dbranch, parts, M, M // max(total.shape[0], 1),
+        *map(_readable, (dtotal, dnormed, total)), mean, rstd, _readable(weight),
+        *map(_readable, (branch if needs_dlayer_scale else None, branch_bias, layer_scale, sample_scale)),
+        dx, dbranch, parts, M, M // max(total.shape[0], 1),
         kernel=_backward_kernel, grid=(programs,),
         C=C, BLOCK_C=block, ROWS=rows, STAGES=stages, SUM_BRANCH=has_bias, SUM_SCALE=needs_dlayer_scale,
         num_warps=warps,
@@ -211,8 +211,9 @@ def _backward(
     return dx.to(total.dtype), None if dbranch is None else dbranch.to(branch_dtype), sums
 
 
-def _rows(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
+def _readable(x: Tensor | None) -> Tensor | None:
+    """Rows and vectors alike: the kernels go through memory from number to number, whatever the strides."""
+    return None if x is None else calculable(x).contiguous()
 
 
 def _multiprocessors(device: torch.device) -> int:

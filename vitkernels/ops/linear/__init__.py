@@ -46,7 +46,7 @@ def linear(
     Raises:
         UsageError (a ValueError): shapes or dtypes that do not fit, or a named backend that cannot take the call.
     """
-    check_linear(x, x.shape[-1], weight_NK, bias_N, "")
+    check_linear(x, weight_NK, bias_N)
     if is_qkv and len(weight_NK) % 3:
         raise UsageError(f"is_qkv means three equal parts of the outputs, and there are {len(weight_NK)}")
     (x,) = cast(x)
@@ -54,8 +54,12 @@ def linear(
     return BACKENDS.pick(backend, x.device, *args).run(*args)
 
 
-def check_linear(x: Tensor, features: int, weight: Tensor, bias: Tensor | None, number: str) -> None:
-    """Raises UsageError unless weight<number> and bias<number> are a linear layer's that takes `features` beside x."""
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: str = "", features: int | None = None) -> None:
+    """Raises UsageError unless weight<number> and bias<number> are a linear layer's that takes `features` beside x; by
+    default x's own."""
+    if x.ndim == 0:
+        raise UsageError("x must be (..., input features), got a scalar; x[None] has one feature")
+    features = x.shape[-1] if features is None else features
     if not x.dtype.is_floating_point or not weight.dtype.is_floating_point:
         raise UsageError(f"x and weight{number} must be floating, got {x.dtype} and {weight.dtype}")
     if weight.ndim != 2 or weight.shape[1] != features:

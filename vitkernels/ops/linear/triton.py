@@ -13,6 +13,8 @@ def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, is_qkv: boo
         return f"Triton runs on NVIDIA GPUs, and interpreted on CPUs; x is on {x.device}"
     if x.dtype not in _FLOATS:
         return f"it calculates in float32; {x.dtype} would lose digits. Use backend='reference'"
+    if not weight_NK.numel():
+        return f"weight is {tuple(weight_NK.shape)}: nothing to multiply with. Use backend='reference'"
     return None
 
 

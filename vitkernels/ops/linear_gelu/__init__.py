@@ -45,7 +45,7 @@ def linear_gelu(
             the call.
     """
     check_gelu(approximate)
-    check_linear(x, x.shape[-1], weight_NK, bias_N, "")
+    check_linear(x, weight_NK, bias_N)
     x, weight_NK = cast(x, weight_NK)
     args = x, weight_NK, bias_N, approximate == "tanh"
     return BACKENDS.pick(backend, x.device, *args).run(*args)

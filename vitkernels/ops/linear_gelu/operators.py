@@ -16,8 +16,9 @@ from vitkernels.ops.linear_gelu import launch
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, keep: bool, form: str):
     """gelu(x weightᵀ + bias), and for the backward pass what GELU was given, pre; or, for one who keeps the first
     result, gelu'(pre) instead: both at once take little more work than one of them."""
-    x_MK, weight_NK, bias_N = map(calculable, (x.reshape(-1, x.shape[-1]), weight, bias))
-    act_MN, saved_MN = launch.forward(x_MK.contiguous(), weight_NK.contiguous(), bias_N, tanh, keep, form)
+    x_MK, weight_NK = (calculable(t).contiguous() for t in (x.reshape(-1, x.shape[-1]), weight))
+    bias_N = None if bias is None else calculable(bias).contiguous()
+    act_MN, saved_MN = launch.forward(x_MK, weight_NK, bias_N, tanh, keep, form)
     shape = *x.shape[:-1], weight.shape[0]
     return act_MN.to(x.dtype).view(shape), saved_MN.to(x.dtype).view(shape)
 

@@ -59,8 +59,8 @@ def mlp(
             the call.
     """
     check_gelu(approximate)
-    check_linear(x, x.shape[-1], weight1_NK, bias1_N, "1")
-    check_linear(x, len(weight1_NK), weight2_ON, bias2_O, "2")
+    check_linear(x, weight1_NK, bias1_N, "1")
+    check_linear(x, weight2_ON, bias2_O, "2", features=len(weight1_NK))
     (x,) = cast(x)
     keep = keep_activation and torch.is_grad_enabled()
     args = x, weight1_NK, bias1_N, weight2_ON, bias2_O, approximate == "tanh", keep

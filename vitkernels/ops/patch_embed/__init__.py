@@ -49,10 +49,11 @@ def _check(images: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             "images (batch, channels, height, width) and weight (embedding, channels, patch height, patch width) must "
             f"agree in channels; got {tuple(images.shape)} and {tuple(weight.shape)}"
         )
-    if any(pixels % patch or not pixels for pixels, patch in zip(images.shape[2:], weight.shape[2:], strict=True)):
+    sizes = zip(images.shape[2:], weight.shape[2:], strict=True)
+    if any(pixels == 0 or patch == 0 or pixels % patch for pixels, patch in sizes):
         raise UsageError(
             f"images of {images.shape[2]} x {images.shape[3]} pixels do not divide into patches of "
-            f"{weight.shape[2]} x {weight.shape[3]}; resize or pad them"
+            f"{weight.shape[2]} x {weight.shape[3]}; resize or pad them, and give patches a pixel at least"
         )
     if bias is not None and bias.shape != weight.shape[:1]:
         raise UsageError(
