@@ -19,6 +19,7 @@ import logging
 import math
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 
@@ -43,12 +44,12 @@ from vitkernels.runtime.base import PRECISIONS
 from vitkernels.training import checkpoint as ckpt
 from vitkernels.training import command_line, optimizer_state, run_folder, sweep
 from vitkernels.training.evaluation import evaluate
-from vitkernels.training.history import History, NonFiniteLossError, check_finite
+from vitkernels.training.history import History, NonFiniteLossError, check_finite, parameters_without_gradient
 from vitkernels.training.loss import mean_loss
 from vitkernels.training.run_log import NoLog, RunLog
 from vitkernels.training.settings import COMPILE_MODES, check_precision, check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
-from vitkernels.training.stragglers import name_straggler
+from vitkernels.training.stragglers import name_late_host, name_straggler
 from vitkernels.training.summary import log_evaluation, log_window, mfu, report
 from vitkernels.training.timer import StepTimer
 from vitkernels.training.trace import PROFILED_STEPS, start_profiler
@@ -56,6 +57,7 @@ from vitkernels.training.trace import PROFILED_STEPS, start_profiler
 log = logging.getLogger("vitkernels")
 
 SETTLING_STEPS = 4  # after these, all that lives as long as the run has been made
+RECENT_STEPS = 20  # whose mean loss is the one that a run ends with
 
 
 def run(cfg: DictConfig, run_dir: Path, create_runtime=runtimes.create) -> None:
@@ -241,7 +243,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     checkpoints = ckpt.Checkpoints(
         run_dir / "checkpoints", cfg.checkpoints.keep, parallel.checkpoint_group, parallel.writes
     )
-    step, best, result, train_loss, eval_pending = 0, {"top1": -1.0, "step": 0}, {}, None, False
+    step, best, result, eval_pending = 0, {"top1": -1.0, "step": 0}, {}, False
+    recent_losses = deque(maxlen=RECENT_STEPS)
     identifying = {
         "model_name": cfg.model.name,
         "seed": cfg.seed,
@@ -270,7 +273,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         if str(parallel.stream) in streams:  # a process more than there were begins streams of its own
             ckpt.set_rng_state(streams[str(parallel.stream)], runtime)
         step, best, result = state["step"], state["best"], state["result"]
-        train_loss, eval_pending = state["train_loss"], state["eval_pending"]
+        recent_losses.extend(state.get("recent_losses", []))  # checkpoints have not always had them
+        eval_pending = state["eval_pending"]
         if parallel.is_main:  # in a folder of its own too the run has the best checkpoint that it speaks of
             checkpoints.mark_best(path.with_name(ckpt.folder_name(best["step"])))
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
@@ -295,7 +299,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             "scaler": scaler.state_dict(),
             "best": best,
             "result": result,
-            "train_loss": train_loss,
+            "recent_losses": list(recent_losses),
             "eval_pending": eval_due,
             "class_names": data.class_names,
         }
@@ -339,7 +343,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps
     stopping = False
     parameters = [p for p in model.parameters() if p.requires_grad]
-    settled = step + SETTLING_STEPS
+    first_step, settled, untrained, named_host = step, step + SETTLING_STEPS, [], False
     cleanup.callback(gc.unfreeze)
     if eval_pending:  # the run was ended between this step's checkpoint and its evaluation
         evaluate_now(path)
@@ -361,6 +365,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
                         timer.forward_done()
                         scaler.scale(loss / accum).backward()
                     losses.append(loss.detach())
+                if step == first_step:
+                    untrained = parameters_without_gradient(model)
                 scaler.unscale_(optimizer)
                 grad_norm = parallel.clip_gradients(parameters, cfg.trainer.clip_grad, optimizer)
                 scaler.step(optimizer)
@@ -399,7 +405,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
                 run_log.steps(records)
                 name_straggler(parallel, step, window)
                 check_finite(records, samples_of_step, last_good, gradients=not scaler.is_enabled())
-                train_loss = sum(r.loss for r in records) / len(records)
+                named_host = named_host or name_late_host(step, window)
+                recent_losses.extend(r.loss for r in records)
                 log_window(run_log, parallel, epoch, records, window, images_per_step, flops_per_step)
                 # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
                 saved = save() if save_due else None
@@ -419,6 +426,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         sys.exit(EXIT_INTERRUPTED)
     timing = timer.summary()
     mean_ms = timing["step_time_ms"]["mean"]
+    train_loss = sum(recent_losses) / len(recent_losses) if recent_losses else None
     summary = {
         "status": "done",
         "model": cfg.model.name,
@@ -439,6 +447,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         "train_flops_per_step": flops_per_step * parallel.devices,
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "train_loss": train_loss,
+        "parameters_without_gradient": len(untrained),
         "val_top1": result.get("top1"),
         "val_top5": result.get("top5"),
         "val_ema_top1": result.get("ema_top1"),

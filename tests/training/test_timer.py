@@ -12,6 +12,10 @@ class FakeRuntime:
         self.per_step_clock = per_step_clock
         self.now = 0.0
         self.synchronized = 0
+        self.done_up_to = None
+
+    def has_reached(self, stamp):
+        return None if self.done_up_to is None else stamp <= self.done_up_to
 
     def stamp(self):
         return self.now
@@ -70,7 +74,36 @@ def test_nothing_timed_is_null_and_not_zero():
     timer.stop()
     summary = timer.summary()
     assert summary["step_time_ms"] == {"median": None, "p10": None, "p90": None, "mean": None, "n": 0}
-    assert summary["input_wait_ms"] is None
+    assert summary["input_wait_ms"] is None and summary["host_bound"] is None
+
+
+def test_a_device_that_has_run_out_of_work_when_forward_is_launched_was_kept_waiting():
+    device = FakeRuntime()
+    timer = StepTimer(device, warmup_steps=1)
+    timer.start()
+    steps(timer, device, [10])
+    for late in (False, True, True, False):  # the first of a window cannot tell
+        device.done_up_to = device.now - (not late)
+        timer.forward_done()
+        device.now += 10
+        device.done_up_to = device.now
+        timer.forward_done()  # of a second batch of the same step
+        steps(timer, device, [10])
+    assert timer.stop().host_was_late == [True, True, False]
+    assert timer.summary()["host_bound"] == 0.6667
+
+
+def test_a_device_that_waits_for_input_or_that_cannot_be_asked_says_nothing_of_the_host(monkeypatch):
+    for done_up_to, wait_ms in ((1e9, 2.0), (None, 0.0)):
+        device = FakeRuntime()
+        device.done_up_to = done_up_to
+        timer = StepTimer(device, warmup_steps=0)
+        timer.start()
+        for _ in range(3):
+            timer._wait = wait_ms
+            timer.forward_done()
+            steps(timer, device, [10])
+        assert timer.stop().host_was_late == [] and timer.summary()["host_bound"] is None
 
 
 def test_input_wait_is_the_hosts_time_in_next(monkeypatch):

@@ -5,6 +5,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,10 @@ class Runtime:
         """Milliseconds between two stamps; valid once the device is synchronized."""
         return (end - start) * 1e3
 
+    def has_reached(self, stamp) -> bool | None:
+        """Whether the device has done all up to a stamp, without waiting; None where the host does the work itself."""
+        return None
+
     # ---- reading back ----
 
     def read(self, scalars: list[Tensor]) -> list[float]:
@@ -103,8 +108,12 @@ class Runtime:
 
     def peak_memory_bytes(self) -> int | None:
         """Most memory held so far: of the process on the CPU, of tensors on an accelerator. None where unknown."""
-        unit = 1 if sys.platform == "darwin" else 1024
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        try:  # ru_maxrss would be the parent's too: it outlives fork and exec
+            status = Path("/proc/self/status").read_text()
+        except OSError:
+            unit = 1 if sys.platform == "darwin" else 1024
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
     # ---- random state ----
 

@@ -71,6 +71,9 @@ class CudaRuntime(Runtime):
     def elapsed_ms(self, start, end) -> float:
         return start.elapsed_time(end)
 
+    def has_reached(self, stamp) -> bool:
+        return stamp.query()
+
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 

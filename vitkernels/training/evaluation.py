@@ -1,7 +1,5 @@
 """Accuracy on a whole data set, every sample counted once."""
 
-import time
-
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -13,16 +11,17 @@ from vitkernels.parallel import Parallel
 def evaluate(model: nn.Module, loader, parallel: Parallel, kind: str = "eval") -> dict:
     """{"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model in its evaluation mode, over all ranks.
 
-    Rows whose target is negative are padding and count nowhere. images_per_s leaves the first batch out, because it
-    may compile; it is None when there is only one batch.
+    Rows whose target is negative are padding and count nowhere. images_per_s is the model's, without the wait for
+    input; it leaves the first batch out, because it may compile, and is None when there is only one batch.
     kind: what to call its steps, each model's by a name of its own: another model compiles anew.
     """
     runtime = parallel.runtime
     was_training = model.training
     model.eval()
     counts = {"images": [], "top1": [], "top5": [], "loss": []}
-    begin, timed_from = time.perf_counter(), 0
-    for i, (images, targets) in enumerate(parallel.feed(loader.epoch(0))):
+    stamps = []
+    for images, targets in parallel.feed(loader.epoch(0)):
+        begin = runtime.stamp()
         with runtime.autocast():
             logits = model(images).float()
         top5 = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
@@ -32,15 +31,16 @@ def evaluate(model: nn.Module, loader, parallel: Parallel, kind: str = "eval") -
         counts["top5"].append(hits.sum())
         counts["loss"].append(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
         runtime.end_step(images, targets, kind=kind)
-        if i == 0:
+        if not runtime.per_step_clock or not stamps:
             runtime.synchronize()
-            begin, timed_from = time.perf_counter(), 1
+        stamps.append((begin, runtime.stamp()))
+    runtime.synchronize()
+    seconds = sum(runtime.elapsed_ms(begin, end) for begin, end in stamps[1:]) / 1e3
     read = {name: runtime.read(values) for name, values in counts.items()}
-    seconds = time.perf_counter() - begin
     model.train(was_training)
 
     own = {name: sum(values) for name, values in read.items()}
-    totals = parallel.total({**own, "timed": sum(read["images"][timed_from:])})
+    totals = parallel.total({**own, "timed": sum(read["images"][1:])})
     images = totals["images"]
     return {
         "top1": 100 * totals["top1"] / images,

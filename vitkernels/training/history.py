@@ -1,12 +1,15 @@
 """Per-step figures that stay on the device until a log boundary, and the watch for values that are not finite."""
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from vitkernels.parallel import Parallel
+
+log = logging.getLogger(__name__)
 
 
 class NonFiniteLossError(RuntimeError):
@@ -57,6 +60,18 @@ class History:
 
 def _broken(losses: list[float]) -> tuple[int, ...]:
     return tuple(rank for rank, loss in enumerate(losses) if not math.isfinite(loss))
+
+
+def parameters_without_gradient(model: nn.Module) -> list[str]:
+    """Names of those that are to be trained, and to which backward brought no gradient; warns of them."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    if names:
+        log.warning(
+            "backward brings no gradient to %s%s: they are not trained. Either the loss does not depend on them, or an "
+            "attention backend or op has no backward pass",
+            *(", ".join(names[:4]), f" and {len(names) - 4} more" if names[4:] else ""),
+        )
+    return names
 
 
 def check_finite(

@@ -1,4 +1,4 @@
-"""Which of several processes keeps the others waiting."""
+"""Who keeps the others waiting: one of several processes, or the host its GPU."""
 
 import logging
 import socket
@@ -11,6 +11,7 @@ log = logging.getLogger(__name__)
 
 FACTOR, LEAST_MS = 2.0, 5.0  # times the others' median, and at least so many ms more, make a straggler
 LEAST_STEPS = 8  # fewer are no habit
+HOST_BOUND = 0.5  # of the steps
 
 
 def name_straggler(parallel: Parallel, step: int, window: Window) -> None:
@@ -34,3 +35,17 @@ def name_straggler(parallel: Parallel, step: int, window: Window) -> None:
             "which %.1f ms for its input, and the others %.1f ms (median)",
             *(slowest, host, step, ms, wait, others),
         )
+
+
+def name_late_host(step: int, window: Window) -> bool:
+    """Warn of a window in most of whose steps the device waited for the host to launch kernels; whether it did."""
+    late = window.host_was_late
+    if len(late) < LEAST_STEPS or fmean(late) <= HOST_BOUND:
+        return False
+    log.warning(
+        "in %d of %d steps up to step %d the GPU waited for the host, which launches kernels more slowly than they "
+        "run: step times are the host's, and say little of kernels. compile=reduce-overhead (CUDA graphs) or a larger "
+        "data.batch_size mends that",
+        *(sum(late), len(late), step),
+    )
+    return True

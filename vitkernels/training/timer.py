@@ -10,6 +10,8 @@ import numpy as np
 
 from vitkernels.runtime import Runtime
 
+_NO_WAIT_MS = 1.0  # for input: after more of it an idle device says nothing of how fast the host launches
+
 
 @dataclass
 class Window:
@@ -18,6 +20,7 @@ class Window:
     step_ms: list[float] = field(default_factory=list)
     input_wait_ms: list[float] = field(default_factory=list)
     forward_done_ms: list[float] = field(default_factory=list)  # from a step's begin: all that waits for no other rank
+    host_was_late: list[bool] = field(default_factory=list)  # of the steps that can tell, see StepTimer.forward_done
 
 
 class StepTimer:
@@ -36,8 +39,10 @@ class StepTimer:
         self.warmup_left = warmup_steps
         self.step_ms: list[float] = []
         self.input_wait_ms: list[float] = []
+        self.host_was_late: list[bool] = []
         self._stamps: list = []
         self._forwards: list = []
+        self._late: list[bool] = []
         self._waits: list[float] = []
         self._wait = 0.0
 
@@ -45,6 +50,7 @@ class StepTimer:
         """Begin a window. The device must be idle: at the beginning, or after `stop`."""
         self._stamps = [self.runtime.stamp()]
         self._forwards = []
+        self._late = []
         self._waits = []
         self._wait = 0.0
         self._forward = None
@@ -57,15 +63,24 @@ class StepTimer:
         self._wait += (time.perf_counter() - begin) * 1e3
 
     def forward_done(self) -> None:
-        """After a forward pass; of several in a step the last counts."""
-        if self.runtime.per_step_clock:
-            self._forward = self.runtime.stamp()
+        """After a forward pass; of several in a step the last counts.
+
+        Once it is launched, a device that has done the whole step before had nothing to do while the host launched it.
+        (The first step of a window cannot tell: the device was waited for.)
+        """
+        if not self.runtime.per_step_clock:
+            return
+        first_in_step, first_in_window = self._forward is None, len(self._stamps) == 1
+        if first_in_step and not first_in_window and self._wait < _NO_WAIT_MS:
+            late = self.runtime.has_reached(self._stamps[-1])
+            self._late += [] if late is None else [late]
+        self._forward = self.runtime.stamp()
 
     def step_done(self) -> None:
         self._waits.append(self._wait)
         if self._forward is not None:
             self._forwards.append(self._forward)
-        self._wait = 0.0
+        self._wait, self._forward = 0.0, None
         self._stamps.append(self.runtime.stamp())
         if self.warmup_left > 0:
             self.warmup_left -= 1
@@ -83,21 +98,24 @@ class StepTimer:
         else:
             step_ms = [self.runtime.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
             forward_ms = [self.runtime.elapsed_ms(a, b) for a, b in zip(stamps, self._forwards, strict=False)]
-            window = Window(step_ms, self._waits, forward_ms)
+            window = Window(step_ms, self._waits, forward_ms, self._late)
         self.step_ms += window.step_ms
         self.input_wait_ms += window.input_wait_ms
-        self._stamps, self._waits, self._forwards = [], [], []
+        self.host_was_late += window.host_was_late
+        self._stamps, self._waits, self._forwards, self._late = [], [], [], []
         return window
 
     def summary(self) -> dict:
-        """{"step_time_ms": {median, p10, p90, mean, n}, "input_wait_ms": mean}; null where no step was timed."""
+        """{"step_time_ms": {median, p10, p90, mean, n}, "input_wait_ms": mean, "host_bound": 0 to 1, the part of the
+        steps for whose kernels the device waited}; null where no step was timed, or where it cannot be told."""
         n = len(self.step_ms)
         if n == 0:
             nothing = dict.fromkeys(("median", "p10", "p90", "mean"))
-            return {"step_time_ms": {**nothing, "n": 0}, "input_wait_ms": None}
+            return {"step_time_ms": {**nothing, "n": 0}, "input_wait_ms": None, "host_bound": None}
         p10, median, p90 = np.percentile(self.step_ms, [10, 50, 90])
         times = {"median": median, "p10": p10, "p90": p90, "mean": np.mean(self.step_ms)}
         return {
             "step_time_ms": {**{k: round(float(v), 4) for k, v in times.items()}, "n": n},
             "input_wait_ms": round(float(np.mean(self.input_wait_ms)), 4),
+            "host_bound": round(float(np.mean(self.host_was_late)), 4) if self.host_was_late else None,
         }

@@ -1,0 +1,114 @@
+"""What a run says of its speed and its losses: train.py on a device whose clock is the test's."""
+
+import json
+import time
+from statistics import fmean
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_train import SMALL
+
+import train
+from vitkernels import attention
+from vitkernels.parallel import Parallel
+from vitkernels.runtime.base import Runtime
+from vitkernels.training.trace import PROFILED_STEPS
+
+STEP_MS, EVAL_MS, WAIT_MS, PEAK, HELD = 100.0, 50.0, 3.0, 1e10, 5 * 2**20
+STEPS, WARMUP, IMAGES = 14, 2, 128  # 11 to an epoch
+
+
+class Clocked(Runtime):
+    """Each step takes STEP_MS, each batch of an evaluation EVAL_MS, and nothing else any time; inputs come late."""
+
+    peak_flops = PEAK
+    now = 0.0
+
+    def feed(self, batches):
+        for batch in super().feed(batches):
+            time.sleep(WAIT_MS / 1e3)
+            yield batch
+
+    def end_step(self, *tensors, kind="train"):
+        self.now += STEP_MS if kind == "train" else EVAL_MS
+
+    def stamp(self):
+        return self.now
+
+    def elapsed_ms(self, start, end):
+        return end - start
+
+    def peak_memory_bytes(self):
+        return HELD
+
+
+def run(cfg, folder):
+    train.run(cfg, folder, lambda name, precision: Clocked(precision))
+    return json.loads((folder / ("summary.json" if cfg.mode == "train" else "eval.json")).read_text())
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_speed_is_that_of_the_steps_alone(settings, tmp_path, monkeypatch, devices):
+    monkeypatch.setattr(Parallel, "devices", devices)
+    monkeypatch.setattr(Parallel, "local_devices", 1)
+    often = ["checkpoints.every_steps=3", "trainer.eval_every=1", f"data.batch_size={IMAGES}", "attn=sdpa"]
+    summary = run(settings(*SMALL, *often, f"trainer.max_steps={STEPS}"), tmp_path)
+    assert summary["step_time_ms"] == {
+        **dict.fromkeys(("median", "p10", "p90", "mean"), STEP_MS),
+        "n": STEPS - WARMUP,
+    }
+    assert summary["images_per_s"] == IMAGES / STEP_MS * 1e3
+    flops = summary["train_flops_per_step"]
+    assert flops > 2 * 3 * IMAGES * 2 * 12 * 64**2  # more than the linear layers' of one token
+    assert summary["mfu"] == pytest.approx(flops / devices / (STEP_MS / 1e3) / PEAK, abs=1e-5)
+    assert summary["peak_memory_bytes"] == HELD
+    assert WAIT_MS <= summary["input_wait_ms"] < 10 * WAIT_MS
+    board = EventAccumulator(str(tmp_path)).Reload()
+    expected = {"step_ms": STEP_MS, "images_per_s": summary["images_per_s"], "mfu": summary["mfu"]}
+    for name, value in {**{f"time/{k}": v for k, v in expected.items()}, "memory/peak_mib": HELD / 2**20}.items():
+        values = [point.value for point in board.Scalars(name)]
+        assert len(values) > 3 and values == pytest.approx([value] * len(values), rel=1e-3), name
+
+
+def test_flops_are_those_of_all_devices(settings, tmp_path, monkeypatch):
+    cfg = settings(*SMALL, "trainer.max_steps=3", "trainer.eval_every=null", "attn=sdpa")
+    one = run(cfg, tmp_path / "one")["train_flops_per_step"]
+    monkeypatch.setattr(Parallel, "devices", 4)
+    assert run(cfg, tmp_path / "four")["train_flops_per_step"] == one, "of the same images"
+
+
+def test_steps_that_are_traced_are_not_timed(settings, tmp_path):
+    steps = WARMUP + PROFILED_STEPS + 5
+    cfg = settings(*SMALL, "trainer.profile=true", f"trainer.max_steps={steps}", "trainer.eval_every=null", "attn=sdpa")
+    assert run(cfg, tmp_path)["step_time_ms"]["n"] == 5
+
+
+def test_an_evaluation_s_speed_is_the_model_s(settings, tmp_path):
+    run(settings(*SMALL, "trainer.max_steps=3", "attn=sdpa"), tmp_path / "run")
+    weights = f"checkpoint={tmp_path / 'run' / 'checkpoints' / 'best'}"
+    result = run(settings(*SMALL, "mode=eval", f"data.batch_size={IMAGES}", weights), tmp_path / "eval")
+    batches = -(-360 // IMAGES)
+    assert result["images_per_s"] == pytest.approx((360 - IMAGES) / ((batches - 1) * EVAL_MS / 1e3))
+
+
+def test_the_last_loss_is_the_mean_of_as_many_steps_whatever_was_logged_and_resumed(settings, losses, tmp_path):
+    for name, log_every in (("often", 7), ("once", 1000)):
+        more = [f"trainer.log_every={log_every}", "trainer.eval_every=null", "attn=sdpa"]
+        cfg = settings(*SMALL, *more, "trainer.max_steps=23")
+        summary = run(cfg, tmp_path / name)
+        last = list(losses(tmp_path / name).values())[-20:]
+        assert summary["train_loss"] == pytest.approx(fmean(last))
+    begun = settings(*SMALL, "trainer.max_steps=8", "attn=sdpa")
+    run(begun, tmp_path / "longer")
+    longer = settings(*SMALL, "trainer.max_steps=12", "attn=sdpa", "resume=auto")
+    assert run(longer, tmp_path / "longer")["train_loss"] == pytest.approx(fmean(losses(tmp_path / "longer").values()))
+
+
+def test_parameters_that_no_gradient_reaches_are_named(settings, tmp_path, monkeypatch, caplog):
+    backend = type(attention.get("sdpa"))
+    attend = backend._attend
+    monkeypatch.setattr(backend, "_attend", lambda *args, **kwargs: attend(*args, **kwargs).detach())
+    cfg = settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null", "attn=sdpa")
+    assert run(cfg, tmp_path)["parameters_without_gradient"] == 8  # the norm before and qkv, in each of two blocks
+    assert "no gradient to blocks.0.norm1.weight, blocks.0.norm1.bias, blocks.0.attn.qkv.weight" in caplog.text
+    assert "has no backward pass" in caplog.text
