@@ -28,6 +28,7 @@ from vitkernels import runtime as runtimes  # noqa: E402
 from vitkernels.bench import step  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
+MODEL = "vit_b16_256"
 BASELINE = "timm compiled sdpa"
 OURS = "eager", "fused", "best", "best reduce-overhead", "train.py"
 BEST = ("ops=auto", "ops.residual_precision=bf16", "ops.keep_activation=true")
@@ -49,13 +50,13 @@ def train_py(args, settings: tuple[str, ...]) -> step.StepTimes:
     return step.StepTimes(
         f"train.py {' '.join(settings)}",
         times["median"], times["p10"], times["p90"], times["n"],
-        summary["peak_memory_bytes"], 0.0, summary["train_loss"],
+        summary["peak_memory_bytes"], None, summary["train_loss"],
     )  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="vit_b16_256")
+    parser.add_argument("--model", help=f"by default {MODEL}, on a GPU")
     parser.add_argument("--batch", type=int, default=128)
     parser.add_argument("--classes", type=int, default=1024)
     parser.add_argument("--runtime", default="auto")
@@ -69,6 +70,12 @@ def main() -> None:
     args = parser.parse_args()
 
     runtime = runtimes.create(args.runtime)
+    if args.model is None and runtime.device.type == "cpu":
+        parser.error(
+            f"{MODEL} at batch {args.batch} needs a GPU, and here is {runtime.describe()}; "
+            "a small --model can be tried, as in --help"
+        )
+    args.model = args.model or MODEL
     image_size, in_chans = models.input_spec(args.model)
 
     def timm_model(fused: bool):

@@ -49,8 +49,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--shapes", nargs="+", default=[VIT_SHAPES[:1]], type=_shapes, metavar="B,H,N,D", help="or vit, for ViTs' own"
     )
-    names = tpu_attention.CONTENDERS
-    parser.add_argument("--contenders", nargs="+", default=names, choices=names, metavar="NAME", help=", ".join(names))
+    names = tpu_attention.contenders()
+    parser.add_argument(
+        "--contenders", nargs="+", default=tpu_attention.CONTENDERS, choices=names, metavar="NAME",
+        help=f"of {', '.join(names)}; by default the first {len(tpu_attention.CONTENDERS)}",
+    )  # fmt: skip
     passes = tpu_attention.PASSES
     parser.add_argument("--passes", nargs="+", default=passes, choices=passes, metavar="PASS", help=", ".join(passes))
     parser.add_argument("--operations", action="store_true", help="also list each attention program's operations")

@@ -1,11 +1,16 @@
-"""What this machine has: versions of the packages that matter, and the commit of the code that runs."""
+"""What this machine has: versions of the packages that matter, and the state of the code that runs."""
 
+import hashlib
 import platform
 import subprocess
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 PACKAGES = ("torch", "torchvision", "timm", "triton", "torch_xla", "jax", "jaxlib", "libtpu", "hydra-core", "numpy")
+ROOT = Path(__file__).resolve().parents[1]
+_TRAINS = ("vitkernels", "train.py", "data")  # what the step of a run can depend on, beside its settings
+_MEASURES = (*_TRAINS, "conf", "scripts")
 
 
 def versions() -> dict[str, str | None]:
@@ -19,20 +24,45 @@ def versions() -> dict[str, str | None]:
     return found
 
 
+@cache
 def git_commit() -> str | None:
-    """The commit of the checkout this code runs from, with "-dirty" when it was changed; None outside of git."""
-    root = Path(__file__).resolve().parents[1]
+    """The commit of the checkout this code runs from, None outside of git; "commit-dirty.hash" of changed code.
+
+    The hash is another one after each change. All is as it was when this process first asked: it runs what it loaded.
+    """
+    return git_commit_of(ROOT)
+
+
+def git_commit_of(root: Path) -> str | None:
+    """As `git_commit`, as the checkout is now; new files are changes too."""
     if not (root / ".git").exists():
         return None
+    commit = _git(root, "describe", "--always", "--abbrev=12", "--exclude=*")
+    if not commit:
+        return None
+    measures = [name for name in _MEASURES if (root / name).exists()]
+    changed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *measures)
+    return f"{commit}-dirty.{_hash(root, measures)}" if changed else commit
+
+
+def code_hash(root: Path = ROOT) -> str:
+    """Of all code that a run may load, as it lies there now, committed or not."""
+    return _hash(root, _TRAINS if (root / "train.py").exists() else _TRAINS[:1])  # or it was installed without
+
+
+def _git(root: Path, *words: str) -> str | None:
     try:
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
+        said = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return commit.stdout.strip() or None
+    return said.stdout.strip()
+
+
+def _hash(root: Path, names: tuple[str, ...] | list[str]) -> str:
+    """Of the files' names and contents, without what Python and editors leave beside them."""
+    found = [path for name in names for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])]
+    kept = (path for path in found if path.parent.name != "__pycache__" and not path.name.startswith("."))
+    digest = hashlib.sha256()
+    for path in sorted(path for path in kept if path.is_file()):
+        digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()[:8]

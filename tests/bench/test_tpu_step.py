@@ -94,13 +94,20 @@ def test_unknown_names_are_told_before_work():
         tpu_step.compose(("data.batch_size=0",))
 
 
+def test_another_data_set_gets_no_setting_of_the_random_one():
+    assert tpu_step.compose(("model=vit_digits", "data=digits")).data._target_ == "data.digits.build"
+    assert tpu_step.compose(()).data.pool_batches == tpu_step.compose(("data=fake",)).data.pool_batches == 1
+    assert tpu_step.compose(("data.pool_batches=2",)).data.pool_batches == 2
+
+
 @needs_both
 def test_the_step_that_train_py_would_run_on_a_tpu(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import tpu_report as script
 
     monkeypatch.delitem(sys.modules, "tpu_report")
-    settings = ["model=vit_digits", "attn=pallas_flash", "data.batch_size=4", "+model.kwargs.depth=1", "chip=v5e"]
+    settings = ["model=vit_digits", "data=digits", "attn=pallas_flash", "data.batch_size=4", "+model.kwargs.depth=1"]
+    settings += ["chip=v5e"]
     script.main([*settings, "--output", str(tmp_path)])
     assert "ESTIMATE" in capsys.readouterr().out
     report = json.loads((tmp_path / "report.json").read_text())

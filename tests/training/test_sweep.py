@@ -1,12 +1,10 @@
 """Sweeps: where they go, what their table says, and what a command line's mistakes are answered with."""
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 
-from vitkernels.bench import comparison
 from vitkernels.errors import UsageError
 from vitkernels.training import command_line, run_folder, sweep
 from vitkernels.training.signals import EXIT_INTERRUPTED
@@ -50,70 +48,6 @@ def test_a_sweep_for_slurm_without_slurm_is_refused(monkeypatch, tmp_path, capsy
 def test_an_own_folder_is_kept():
     named = sweep.arguments(["train.py", "-m", "attn=native,sdpa", "hydra.sweep.dir=here"])
     assert not any(word.startswith("hydra.sweep.dir=runs") for word in named)
-
-
-def job(folder, num, variant, status="done", reason=None, **summary):
-    path = folder / variant
-    path.mkdir(parents=True)
-    (path / "job.json").write_text(json.dumps({"num": num, "variant": variant, "status": status, "reason": reason}))
-    if summary:
-        times = {"median": summary.pop("median"), "p10": 9.0, "p90": 99.0, "mean": 10.0, "n": 5}
-        defaults = {"images_per_s": 100.0, "mfu": None, "input_wait_ms": 0.5, "peak_memory_bytes": 2**30}
-        content = {"status": "done", "device": "X", "step_time_ms": times, "train_loss": 1.0, **defaults, **summary}
-        (path / "summary.json").write_text(json.dumps(content))
-
-
-def test_the_verdict(tmp_path, capsys):
-    job(tmp_path, 1, "attn=b", median=20.0, mfu=0.5)
-    job(tmp_path, 0, "attn=a", median=40.0)
-    job(tmp_path, 2, "attn=c", status="failed", reason="out of memory")
-    rows = comparison.compare(tmp_path)
-    assert [(r["variant"], r["ratio"]) for r in rows] == [("attn=a", 1.0), ("attn=b", 2.0), ("attn=c", None)]
-    comparison.write(rows, tmp_path)
-    comparison.show(rows, tmp_path)
-    text = (tmp_path / "comparison.md").read_text()
-    assert "| attn=b | 20.00 (9.00, 99.00) | 100.0 | 50.0 | 0.50 | 1024 | 1.0000 | 2.000 |" in text
-    assert "**attn=c** failed: out of memory" in text
-    assert "attn=c failed: out of memory" in capsys.readouterr().out
-    assert json.loads((tmp_path / "comparison.json").read_text()) == rows
-    assert (tmp_path / "comparison.png").stat().st_size > 5000
-
-
-def test_the_verdict_on_evaluations(tmp_path, capsys):
-    for num, (variant, top1) in enumerate({"quant=w8a8": 91.25, "quant=w4a16": 90.0}.items()):
-        job(tmp_path, num, variant)
-        card = {"quant": variant, "top1": top1, "loss": 0.5, "images_per_s": 200.0, "bytes": (8 - num) * 10**6}
-        (tmp_path / variant / "eval.json").write_text(json.dumps(card))
-    rows = comparison.compare(tmp_path)
-    comparison.write(rows, tmp_path)
-    comparison.show(rows, tmp_path)
-    assert [row["val_top1"] for row in rows] == [91.25, 90.0]
-    text = (tmp_path / "comparison.md").read_text()
-    assert text.splitlines()[0] == "| variant | images/s | weights MB | val top-1 % |"
-    assert "| quant=w4a16 | 200.0 | 7.00 | 90.00 |" in text and "ratio" not in text + capsys.readouterr().out
-
-
-def test_an_evaluation_beside_a_run_hides_nothing_of_it(tmp_path):
-    job(tmp_path, 0, "attn=a", median=40.0, val_top1=70.0)
-    (tmp_path / "attn=a/eval.json").write_text(json.dumps({"top1": 60.0, "images_per_s": 1.0, "bytes": 1}))
-    (row,) = comparison.compare(tmp_path)
-    assert (row["ratio"], row["val_top1"], row["images_per_s"]) == (1.0, 70.0, 100.0)
-
-
-def test_a_sweep_in_which_all_failed_still_has_its_table(tmp_path):
-    job(tmp_path, 0, "attn=a", status="failed", reason="killed by SIGSEGV")
-    rows = comparison.compare(tmp_path)
-    comparison.write(rows, tmp_path)
-    assert rows[0]["ratio"] is None and "killed by SIGSEGV" in (tmp_path / "comparison.md").read_text()
-
-
-def test_a_sweep_whose_first_variant_failed_has_no_ratios_but_a_table(tmp_path):
-    job(tmp_path, 0, "attn=a", status="failed", reason="out of memory")
-    job(tmp_path, 1, "attn=b", median=20.0)
-    rows = comparison.compare(tmp_path)
-    comparison.write(rows, tmp_path)
-    assert [row["ratio"] for row in rows] == [None, None]
-    assert (tmp_path / "comparison.png").stat().st_size > 5000
 
 
 def test_a_process_that_was_killed_is_said_to_be(tmp_path):
@@ -231,3 +165,91 @@ def test_an_evaluation_is_done_until_its_settings_or_its_weights_change(tmp_path
     later = (tmp_path / "eval.json").stat().st_mtime + 5
     os.utime(weights, (later, later))
     assert run_folder.find_done(tmp_path, cfg) is None
+
+
+@pytest.fixture
+def done(tmp_path, settings):
+    """A finished job's folder, as run_job and train.py leave it."""
+    folder, cfg = tmp_path / "attn=sdpa", settings("attn=sdpa")
+    run_folder.write_json(folder / "config.json", run_folder.identity(cfg))
+    run_folder.write_json(folder / "summary.json", {"status": "done", "git_commit": "abc"})
+    run_folder.write_json(folder / "job.json", {"status": "done", "circumstances": run_folder.circumstances(cfg)})
+    (folder / "model.safetensors").write_text("of a long training")
+    (folder / "output.log").write_text("said")
+    return folder
+
+
+def is_measured(folder, cfg) -> bool:
+    return sweep._is_measured(folder, cfg, "attn=sdpa", run_folder.circumstances(cfg))
+
+
+def test_a_job_that_is_done_is_not_run_again(done, settings, caplog):
+    caplog.set_level("INFO")
+    assert is_measured(done, settings("attn=sdpa", "resume=auto", "sweep.objective=train_loss"))
+    assert "done before, skipped (at commit abc;" in caplog.text and (done / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["data.num_workers=2", "trainer.log_every=1", "parallel.send=nccl", "checkpoints.every_epochs=2", "sweep.slots=2"],
+)
+def test_a_job_is_measured_again_when_what_may_change_its_step_time_has_changed(changed, done, settings, caplog):
+    """... for which resume=auto would not train it again: it is the same training."""
+    caplog.set_level("INFO")
+    cfg = settings("attn=sdpa", changed)
+    assert run_folder.find_done(done, cfg) == done
+    assert not is_measured(done, cfg)
+    assert f"measured again: {changed.split('=')[0]} is " in caplog.text
+    assert run_folder.find_done(done, cfg) is None  # the job's own process will find nothing done
+
+
+@pytest.mark.parametrize("what", ["code_hash", "versions"])
+def test_an_edited_kernel_is_measured_again_and_the_earlier_run_kept(what, done, settings, monkeypatch):
+    cfg = settings("attn=sdpa")
+    for number in range(2):  # the second in place of the first
+        run_folder.write_json(done / "summary.json", {"status": "done"})
+        (done / "model.safetensors").write_text(f"training {number}")
+        monkeypatch.setattr(run_folder, what, lambda: "another state")
+        assert not is_measured(done, cfg)
+        assert (done / "before/model.safetensors").read_text() == f"training {number}"
+        assert {path.name for path in done.iterdir()} == {"before", "job.json", "output.log"}
+        run_folder.write_json(done / "config.json", run_folder.identity(cfg))
+    run_folder.write_json(done / "summary.json", {"status": "done"})
+    run_folder.write_json(done / "job.json", {"circumstances": run_folder.circumstances(cfg)})
+    assert is_measured(done, cfg)
+
+
+def test_a_job_of_unknown_code_is_measured_again(done, settings):
+    run_folder.write_json(done / "job.json", {"status": "done"})
+    assert not is_measured(done, settings("attn=sdpa"))
+
+
+def test_a_long_training_is_repeated_on_demand_alone(done, settings, monkeypatch, caplog):
+    caplog.set_level("INFO")
+    run_folder.write_json(done / "summary.json", {"status": "done", "git_commit": "abc", "seconds": 3600.0})
+    monkeypatch.setattr(run_folder, "code_hash", lambda: "another state")
+    assert is_measured(done, settings("attn=sdpa"))
+    assert "took too long to be repeated unasked, though code is " in caplog.text
+    assert (done / "model.safetensors").exists()
+    assert not is_measured(done, settings("attn=sdpa", "sweep.rerun=true"))
+
+
+def test_rerun_leaves_nothing_of_the_run_before(done, settings):
+    assert not is_measured(done, settings("attn=sdpa", "sweep.rerun=true"))
+    assert [path.name for path in done.iterdir()] == ["output.log"]
+
+
+def test_an_evaluation_that_is_made_again_moves_nothing_of_the_run_beside_it(done, settings):
+    cfg = settings("mode=eval", f'checkpoint="{done / "model.safetensors"}"')
+    run_folder.write_json(done / "eval.json", {"top1": 90.0, "settings": run_folder.identity(cfg)})
+    assert not is_measured(done, cfg)  # job.json is of the training
+    assert (done / "model.safetensors").exists() and not (done / "before").exists()
+
+
+def test_a_tuned_table_is_one_of_the_circumstances(settings, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = run_folder.circumstances(settings())
+    run_folder.write_json(tmp_path / "cache/vitkernels/measurements.json", {"X": []})
+    assert [text.split(" is ")[0] for text in run_folder.differences(before, run_folder.circumstances(settings()))] == [
+        "tuned"
+    ]

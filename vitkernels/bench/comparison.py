@@ -5,70 +5,117 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from vitkernels.bench.comparison_plot import plot
+from vitkernels.bench.remarks import FEWEST_STEPS, not_comparable, remarks, steps_of
+from vitkernels.bench.repeats import medians, merge, ratio_interval, told_apart
 from vitkernels.training.run_folder import read_json, read_results, write_json
 
-_RATIO = "ratio: median step time of the first variant over this one's; above 1 is faster"
+_RATIO = "ratio: the first variant's time per image over this one's, by median steps; above 1 is faster"
+_INTERVAL = "; in brackets its 95 % confidence interval by the repeats; ~: not told apart from 1; ±: half their range"
+# Of a run's summary, or its evaluation.
+_FIGURES = (
+    "step_time_ms", "images_per_s", "mfu", "input_wait_ms", "peak_memory_bytes", "bytes", "train_loss", "val_top1",
+    "attn", "model", "precision", "quant", "device", "devices", "host_bound", "parameters_without_gradient",
+)  # fmt: skip
 # (heading, function of a row): what the tables show, in order, where any row has it.
 _COLUMNS = (
     ("variant", lambda row: row["variant"]),
     ("step ms (p10, p90)", lambda row: _step(row)),
+    ("repeats' medians", lambda row: _range(row)),
     ("images/s", lambda row: _number(row["images_per_s"], 1)),
     ("MFU %", lambda row: _number(row["mfu"] and 100 * row["mfu"], 1)),
     ("input wait ms", lambda row: _number(row["input_wait_ms"], 2)),
     ("peak memory MiB", lambda row: _number(row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**20, 0)),
     ("weights MB", lambda row: _number(row["bytes"] and row["bytes"] / 1e6, 2)),
-    ("final loss", lambda row: _number(row["train_loss"], 4)),
-    ("val top-1 %", lambda row: _number(row["val_top1"], 2)),
-    ("ratio", lambda row: _number(row["ratio"], 3)),
+    ("final loss", lambda row: _number(row["train_loss"], 4, row.get("train_loss_half_range"))),
+    ("val top-1 %", lambda row: _number(row["val_top1"], 2, row.get("val_top1_half_range"))),
+    ("ratio", lambda row: _ratio(row)),
 )
 
 
 def compare(folder: Path, since: float = 0.0) -> list[dict]:
-    """One row per job in a sweep's folder, in the order they were launched.
+    """One row per variant in a sweep's folder, in the order they were launched; those that failed each have one too.
 
     since: seconds of the epoch; jobs that ended earlier, and so belong to another sweep in the folder, are left out.
 
-    Keys: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n}, images_per_s, mfu
-    (0 to 1), input_wait_ms, peak_memory_bytes, bytes (of the weights, in evaluations), train_loss, val_top1, ratio
-    (median step time of the first variant over this one's: above 1 is faster), folder. What is not known is None.
+    Keys: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n}, images_per_step,
+    images_per_s and mfu (0 to 1) by the median step, input_wait_ms, peak_memory_bytes, bytes (of the weights, in
+    evaluations), train_loss, val_top1, commit, folder and others of a run's summary; repeats (rows of the runs that
+    differ by their seed alone, None of a single one: the figures are then theirs together, as repeats.merge has them);
+    ratio (the first variant's time per image over this one's: above 1 is faster) and ratio_interval (where anything was
+    repeated). What is not known, or would compare what cannot be compared, is None.
     """
     files = [path for path in folder.rglob("job.json") if path.stat().st_mtime >= since]
     jobs = [(job, path.parent) for path in files if (job := read_json(path)) is not None]
     jobs.sort(key=lambda pair: (pair[0]["num"], pair[0]["variant"]))
-    rows = [_row(job, path, folder) for job, path in jobs]
-    first = next((_median(row) for row in rows), None)
+    rows = merge([_row(job, path, folder) for job, path in jobs])
     for row in rows:
-        median = _median(row)
-        row["ratio"] = None if not first or not median else round(first / median, 4)
+        row["ratio"] = ratio = _time_ratio(rows[0], row)
+        row["ratio_interval"] = None if ratio is None or row is rows[0] else ratio_interval(ratio, rows[0], row)
     return rows
 
 
 def _row(job: dict, path: Path, folder: Path) -> dict:
-    done = job["status"] == "done"
-    results = read_results(path) if done else {}
-    times = ("step_time_ms", "images_per_s", "mfu", "input_wait_ms")
-    figures = (*times, "peak_memory_bytes", "bytes", "train_loss", "val_top1")
+    results = read_results(path) if job["status"] == "done" else {}
+    figures = {name: results.get(name) for name in _FIGURES}
+    images, flops = results.get("batch_size"), results.get("train_flops_per_step")
     return {
         "variant": job["variant"],
         "status": job["status"],
         "reason": job.get("reason"),
-        "device": results.get("device"),
-        "attn": results.get("attn"),
-        **{name: results.get(name) for name in figures},
+        "num": job["num"],
+        "overrides": job.get("overrides", [job["variant"]]),
+        **figures,
+        **_by_median(figures, images),
+        "images_per_step": images,
+        "flops_per_image": flops / images if images and flops else None,
+        "commit": results.get("git_commit"),
+        "repeats": None,
         "folder": str(path.relative_to(folder)),
     }
+
+
+def _by_median(figures: dict, images: int | None) -> dict:
+    """Speed and MFU, which a summary has by the mean step: a row is to have one measure, and stalls a remark."""
+    times = figures["step_time_ms"]
+    if not times or not times["median"]:  # of an evaluation they are its own
+        return {}
+    mfu = figures["mfu"] and round(figures["mfu"] * times["mean"] / times["median"], 5)
+    return {"images_per_s": images and round(images / times["median"] * 1e3, 2), "mfu": mfu}
+
+
+def _time_ratio(base: dict, row: dict) -> float | None:
+    times = [one["images_per_step"] and _median(one) and _median(one) / one["images_per_step"] for one in (base, row)]
+    if None in times or not_comparable(base, row) or min(steps_of(base), steps_of(row)) < FEWEST_STEPS:
+        return None
+    return round(times[0] / times[1], 4)
 
 
 def _median(row: dict) -> float | None:
     return (row["step_time_ms"] or {}).get("median")
 
 
-def _timed(rows: list[dict]) -> bool:
-    return any(_median(row) for row in rows)
+def _legend(rows: list[dict]) -> str | None:
+    if not any(medians(row) for row in rows):
+        return None
+    return _RATIO + (_INTERVAL if any(row["ratio_interval"] for row in rows) else "")
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "–" if value is None else f"{value:.{digits}f}"
+def _number(value: float | None, digits: int, half_range: float | None = None) -> str:
+    spread = "" if half_range is None else f" ± {half_range:.{digits}f}"
+    return "–" if value is None else f"{value:.{digits}f}{spread}"
+
+
+def _ratio(row: dict) -> str:
+    if row["ratio"] is None or row["ratio_interval"] is None:
+        return _number(row["ratio"], 3)
+    low, high = row["ratio_interval"]
+    return f"{row['ratio']:.3f} ({low:.3f}, {high:.3f})" + ("" if told_apart(row) else " ~")
+
+
+def _range(row: dict) -> str:
+    found = medians(row) if row["repeats"] else []
+    return f"{min(found):.2f} to {max(found):.2f}" if found else "–"
 
 
 def _step(row: dict) -> str:
@@ -102,10 +149,11 @@ def markdown(rows: list[dict]) -> str:
         *("| " + " | ".join(cell(row) for _, cell in columns) + " |" for row in rows),
         "",
     ]
-    lines += [f"{_RATIO}."] if _timed(rows) else []
+    lines += [f"{legend}."] if (legend := _legend(rows)) else []
     devices = sorted({row["device"] for row in rows if row["device"]})
     lines += [f"device: {', '.join(devices)}"] if devices else []
     lines += [f"- **{row['variant']}** failed: {row['reason']}" for row in rows if row["status"] != "done"]
+    lines += [f"- {remark}" for remark in remarks(rows)]
     return "\n".join(lines) + "\n"
 
 
@@ -124,37 +172,8 @@ def show(rows: list[dict], folder: Path) -> None:
     for row in rows:
         if row["status"] != "done":
             console.print(f"{row['variant']} failed: {row['reason']}", style="red", markup=False)
-    if _timed(rows):
-        console.print(_RATIO, style="dim")
+    if legend := _legend(rows):
+        console.print(legend, style="dim")
+    for remark in remarks(rows):
+        console.print(f"- {remark}", style="dim", markup=False)
     console.print(f"written: {folder}/comparison.{{md,json,png}}", markup=False, style="dim", soft_wrap=True)
-
-
-def plot(rows: list[dict], path: Path) -> None:
-    """A horizontal bar per variant: median step time, whiskers from p10 to p90."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.6 + 0.55 * len(rows)), layout="constrained")
-    axes = figure.add_subplot()
-    widest = max([row["step_time_ms"]["p90"] for row in rows if _median(row)], default=1.0)
-    for y, row in enumerate(rows):
-        median = _median(row)
-        if median is None:
-            failed = row["status"] != "done"
-            reason = f"failed: {row['reason']}" if failed else "no step was timed"
-            axes.text(0.01 * widest, y, reason[:90], va="center", color="tab:red" if failed else "gray", fontsize=9)
-            continue
-        times = row["step_time_ms"]
-        axes.barh(y, median, color="tab:blue" if y else "tab:gray", height=0.62)
-        axes.errorbar(
-            median, y, xerr=[[median - times["p10"]], [times["p90"] - median]], color="black", capsize=4, linewidth=1.2
-        )
-        ratio = "" if row["ratio"] is None else f"  (×{row['ratio']:.2f})"  # none when the first variant failed
-        axes.text(times["p90"] + 0.015 * widest, y, f"{median:.2f} ms{ratio}", va="center", fontsize=10)
-    axes.set_yticks(range(len(rows)), [row["variant"] for row in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlim(0, widest * 1.28)
-    axes.set_xlabel("median step time in ms, whiskers p10 to p90 (shorter is faster)")
-    devices = sorted({row["device"] for row in rows if row["device"]})
-    axes.set_title(", ".join(devices) or "no variant finished", fontsize=11, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)

@@ -1,5 +1,6 @@
 """Bare training steps: what a model costs with nothing around it, for train.py and the peers to be held against."""
 
+import gc
 import itertools
 import json
 import time
@@ -19,7 +20,8 @@ from vitkernels.runtime import Runtime
 
 @dataclass
 class StepTimes:
-    """Percentiles of step times in ms over n steps, peak memory in bytes, and seconds until the first timed step.
+    """Percentiles of step times in ms over n steps, peak memory in bytes, and seconds until the first timed step, where
+    those were measured.
 
     losses: of every step of `learning`, where that was asked for.
     """
@@ -30,7 +32,7 @@ class StepTimes:
     p90: float
     n: int
     peak_memory_bytes: int | None
-    warmup_seconds: float
+    warmup_seconds: float | None
     final_loss: float
     losses: list[float] | None = None
 
@@ -128,6 +130,7 @@ def learning(
 def free(runtime: Runtime) -> None:
     """Forget compiled graphs and cached memory, so that the next variant starts like the first."""
     torch._dynamo.reset()
+    gc.collect()  # what lies in reference cycles would be in the next one's peak memory
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
 
@@ -155,9 +158,7 @@ def run_variants(
         optimizer = (adamw or {}).get(name, "eager")
         try:
             model = make()
-            if start is None:  # kept on the host, so that it is in nobody's peak memory
-                state = getattr(model, "_orig_mod", model).state_dict()
-                start = {key: value.to("cpu", copy=True) for key, value in state.items()}
+            start = start or _on_the_host(model)
             row = bare_loop(name, runtime, model, warmup=warmup, steps=steps, adamw=optimizer, **settings)
             print(f"{name}: {row.median:.2f} ms ({row.p10:.2f}, {row.p90:.2f})", flush=True)
             if learning_steps and name in learns:
@@ -167,6 +168,12 @@ def run_variants(
         del model  # before the next one needs the memory
         if row is not None:
             yield row
+
+
+def _on_the_host(model: nn.Module) -> dict[str, Tensor]:
+    """Its state, where it is in nobody's peak memory."""
+    state = getattr(model, "_orig_mod", model).state_dict()
+    return {key: value.to("cpu", copy=True) for key, value in state.items()}
 
 
 def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:

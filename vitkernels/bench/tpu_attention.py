@@ -3,7 +3,8 @@
 `pallas_flash` and `xla` go from a packed qkv (B, N, 3E) to (B, N, E), so XLA pays the copies between that and its own
 layouts; `xla_apart` is given q, k and v as (B, H, N, D) and returns that: no such copy is counted, as if the layers
 around it wrote and read XLA's layouts at no cost. A module's XLA attention lies between the two. `jax_flash` and
-`jax_splash` are JAX's own kernels, given q, k and v apart as well, in the best of their block sizes (tpu_peers).
+`jax_splash` are JAX's own kernels, given q, k and v apart as well, in the best of their block sizes (tpu_peers). Every
+other attention backend goes from packed qkv as train.py calls it, recorded as torch_xla's graph (tpu_recorded).
 
 Arrays come and go in the layouts that suit the contender best (compile_jax's own_layouts). The pass `with projections`
 is forward and backward of x (B, N, E) through the qkv projection, attention and the output projection: there it gets
@@ -16,6 +17,7 @@ import tempfile
 from functools import partial
 from pathlib import Path
 
+from vitkernels import attention
 from vitkernels.bench import tpu_dump, tpu_peers, tpu_program
 from vitkernels.bench.tpu_chips import CHIPS, Chip
 from vitkernels.bridge.jax_compat import jax
@@ -25,13 +27,21 @@ CONTENDERS = ("pallas_flash", "xla", "xla_apart", "jax_flash", "jax_splash")
 PASSES = ("forward", "forward+backward", "with projections")
 
 
-def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=(), chip="v5e"):
-    """A contender's pass as a JAX function and the shapes of its arrays (bfloat16); the arguments of compile_jax.
+def contenders() -> tuple[str, ...]:
+    """Those of the report, and all that are registered as attention backends."""
+    return (*CONTENDERS, *(name for name in attention.names() if name not in (*CONTENDERS, "auto")))
 
-    Backward returns gradients too.
+
+def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=(), chip="v5e"):
+    """A contender's pass as a JAX function and the shapes of its arrays (bfloat16), the arguments of compile_jax; or as
+    a recorded module, those of compile_hlo. Backward returns gradients too.
 
     blocks: of JAX's kernels, one of tpu_peers.candidates. chip: whose table of blocks pallas_flash reads.
     """
+    if contender not in CONTENDERS:
+        from vitkernels.bench import tpu_recorded
+
+        return tpu_recorded.record(contender, which, batch, heads, tokens, head_dim, chip), {}, True
     width, packed = heads * head_dim, contender in ("pallas_flash", "xla")
     if packed:
         attend = partial(_xla, heads) if contender == "xla" else partial(_pallas_flash, heads, chip)

@@ -72,7 +72,8 @@ class Dump:
 
 def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout: float = 900) -> Dump:
     """Compile what "package.module:function"(*arguments) returns: the arguments of tpu_static.compile_jax (a JAX
-    function, its jax.ShapeDtypeStructs, ...), or of compile_hlo (a serialized module, its aliases).
+    function, its jax.ShapeDtypeStructs, ...), or of compile_hlo (a serialized module, its aliases,
+    ...).
 
     Raises UsageError with the end of the compiler's message where it refuses, or takes more than `timeout` seconds.
     """
@@ -139,7 +140,7 @@ def _write(folder: Path, chip: str, build: str, arguments: list) -> None:
     module, function = build.split(":")
     built = getattr(importlib.import_module(module), function)(*arguments)
     if isinstance(built[0], bytes):
-        executable = tpu_static.compile_hlo(built[0], chip, built[1])
+        executable = tpu_static.compile_hlo(built[0], chip, *built[1:])
     else:
         executable = tpu_static.compile_jax(*built, chip=chip).runtime_executable()
     analysis = executable.get_compiled_memory_stats()

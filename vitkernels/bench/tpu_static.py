@@ -52,16 +52,17 @@ def compile_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
     return jax.jit(function, in_shardings=edges, out_shardings=edges).trace(*placed).lower().compile()
 
 
-def compile_hlo(module: bytes, chip: str = "v5e", aliases: dict[int, int] | None = None):
+def compile_hlo(module: bytes, chip: str = "v5e", aliases: dict[int, int] | None = None, own_layouts: bool = False):
     """A serialized HLO module (a torch_xla graph's, or the bridge's) compiled for the chip: an executable.
 
     aliases: {parameter: output} that share memory, as a training step's weights do with the updated ones.
+    own_layouts: as in compile_jax, of a module without aliases.
     """
     from jax._src.lib import _jax, xla_client
 
     target = device(chip)
     text = _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(module))
-    text = _with_aliases(text, aliases or {})
+    text = _with_own_layouts(text) if own_layouts else _with_aliases(text, aliases or {})
     return target.client.compile(text.encode(), _jax.DeviceList((target,)), xla_client.CompileOptions())
 
 
@@ -76,3 +77,15 @@ def _with_aliases(text: str, aliases: dict[int, int]) -> str:
         return f"{found[0]} {{tf.aliasing_output = {output} : i32}}"
 
     return head + main + re.sub(r"%arg(\d+): tensor<[^>]*>", marked, arguments) + end + body
+
+
+def _with_own_layouts(text: str) -> str:
+    """The MLIR module with its main function's arguments and results marked, as jax.jit marks Layout.AUTO."""
+    head, main, rest = text.partition("@main(")
+    signature, end, body = rest.partition(" {\n")
+    arguments, to, results = signature.partition(" -> ")
+    results = results if results.startswith("(") else f"({results})"
+    marked = re.sub(
+        r"tensor<[^>]*>", lambda found: f'{found[0]} {{mhlo.layout_mode = "auto"}}', arguments + to + results
+    )
+    return head + main + marked + end + body

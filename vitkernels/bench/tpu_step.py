@@ -20,7 +20,8 @@ from vitkernels.runtime.xla import XlaRuntime
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the report leaves out of a run, unless told otherwise: evaluation and files take no part in a step.
-DEFAULTS = ("data=fake", "data.pool_batches=1", "trainer.eval_every=null", "checkpoints.every_epochs=null")
+DEFAULTS = ("data=fake", "trainer.eval_every=null", "checkpoints.every_epochs=null")
+_OF_FAKE = "data.pool_batches=1"  # which no other data set has
 
 
 class Recorded(Exception):
@@ -42,7 +43,7 @@ class RecordingRuntime(XlaRuntime):
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches:
-            yield tuple(_placeholder(x) for x in batch)
+            yield tuple(placeholder(x) for x in batch)
 
     def end_step(self, images: Tensor, targets: Tensor, kind: str = "train") -> None:
         import torch_xla
@@ -50,7 +51,7 @@ class RecordingRuntime(XlaRuntime):
         xla = torch_xla._XLAC
         if not self._given:
             for tensor in _live():
-                empty = _placeholder(tensor)
+                empty = placeholder(tensor)
                 self._given[tensor] = xla._xla_get_tensor_id(empty)
                 tensor.data = empty  # torch_xla's own replacement would leave the updates that are pending on it
             return
@@ -68,7 +69,8 @@ def _live() -> list[Tensor]:
     return list({id(x): x for x in found}.values())
 
 
-def _placeholder(like: Tensor) -> Tensor:
+def placeholder(like: Tensor) -> Tensor:
+    """A tensor on torch_xla's device of that shape and dtype, without values."""
     from torch_xla.core import xla_builder
 
     return xla_builder.create_placeholder_tensor(tuple(like.shape), like.dtype)
@@ -85,9 +87,11 @@ def compose(overrides: tuple[str, ...]):
     from vitkernels.training.settings import check_settings
 
     folder = str(ROOT / "conf")
+    data = [word for word in (*DEFAULTS, *overrides) if word.startswith("data=")][-1]
+    defaults = [*DEFAULTS, _OF_FAKE] if data == "data=fake" else DEFAULTS
     try:
         with initialize_config_dir(folder, version_base="1.3"):
-            cfg = hydra_compose("config", overrides=[*DEFAULTS, *overrides, "runtime=xla", "mode=train"])
+            cfg = hydra_compose("config", overrides=[*defaults, *overrides, "runtime=xla", "mode=train"])
     except (HydraException, OmegaConfBaseException) as error:
         raise UsageError(command_line.explain(error, folder)) from error
     check_settings(cfg)

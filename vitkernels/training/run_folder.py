@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import hashlib
 import itertools
 import json
 import logging
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
+from vitkernels.environment import code_hash, versions
 from vitkernels.errors import UsageError
+from vitkernels.ops import measurements
 from vitkernels.training import checkpoint as ckpt
 
 log = logging.getLogger(__name__)
@@ -51,6 +54,19 @@ def identity(cfg: DictConfig) -> dict:
     return {key: value for key, value in plain.items() if key not in _NOT_IDENTITY}
 
 
+def circumstances(cfg: DictConfig) -> dict:
+    """All that can change a run's figures, step times included, as plain values: settings, code, packages.
+
+    Of `sweep` the jobs at once, which share the machine.
+    """
+    settings = OmegaConf.to_container(cfg, resolve=True)
+    settings = {key: value for key, value in settings.items() if key != "resume"}
+    settings["sweep"] = {"slots": settings["sweep"]["slots"]}
+    table = measurements.user_table()  # what `auto` goes by
+    tuned = hashlib.sha256(table.read_bytes()).hexdigest()[:8] if table.is_file() else None
+    return json.loads(json.dumps({**settings, "code": code_hash(), "versions": versions(), "tuned": tuned}))
+
+
 def _settings_of(folder: Path) -> dict:
     """The identity of the run in the folder; empty when there is none."""
     return read_json(folder / "config.json") or {}
@@ -61,11 +77,14 @@ def is_done(folder: Path) -> bool:
 
 
 def find_done(folder: Path, cfg: DictConfig) -> Path | None:
-    """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it."""
+    """The folder of this very run when it is finished: `folder`, or the newest run of this configuration beside it.
+
+    Its losses are this run's; its step times need not be: `circumstances`.
+    """
     if cfg.mode == "eval":
         return folder if _is_evaluated(folder / "eval.json", cfg) else None
     newest = [folder] if is_taken(folder) else _same_runs_beside(folder, cfg)
-    if newest and is_done(newest[0]) and not _differences(_settings_of(newest[0]), identity(cfg), _WITHOUT_EFFECT):
+    if newest and is_done(newest[0]) and not differences(_settings_of(newest[0]), identity(cfg), _WITHOUT_EFFECT):
         return newest[0]
     return None
 
@@ -77,7 +96,7 @@ def _is_evaluated(file: Path, cfg: DictConfig) -> bool:
         return False
     weights = Path(cfg.checkpoint)
     changed = max(weights.lstat().st_mtime, weights.stat().st_mtime)  # checkpoints/best is a link
-    same = not _differences(evaluated.get("settings", {}), identity(cfg), _WITHOUT_EFFECT)
+    same = not differences(evaluated.get("settings", {}), identity(cfg), _WITHOUT_EFFECT)
     return same and changed < file.stat().st_mtime
 
 
@@ -141,7 +160,7 @@ def _refuse_to_overwrite(folder: Path, cfg: DictConfig) -> None:
         )
     before, now = _settings_of(folder), identity(cfg)
     finished = is_done(folder) and _length(before) == _length(now)
-    changed = _differences(before, now, _WITHOUT_EFFECT if finished else _MAY_CHANGE)
+    changed = differences(before, now, _WITHOUT_EFFECT if finished else _MAY_CHANGE)
     if changed and finished:
         elsewhere += "; in a sweep, sweep.rerun=true makes its runs anew"
         raise UsageError(
@@ -198,7 +217,7 @@ def is_taken(folder: Path) -> bool:
     return logged or is_done(folder) or any((folder / "checkpoints").glob("step_*"))
 
 
-def _differences(before: dict, now: dict, may_change: tuple[str, ...], prefix: str = "") -> list[str]:
+def differences(before: dict, now: dict, may_change: tuple[str, ...] = (), prefix: str = "") -> list[str]:
     """The settings that differ and may not, as sentences."""
     found = []
     for key in sorted({*before, *now}):
@@ -206,7 +225,7 @@ def _differences(before: dict, now: dict, may_change: tuple[str, ...], prefix: s
         if a == b or name in may_change:
             continue
         if isinstance(a, dict) and isinstance(b, dict):
-            found += _differences(a, b, may_change, f"{name}.")
+            found += differences(a, b, may_change, f"{name}.")
         else:
             found.append(f"{name} is {a!r} there and {b!r} here")
     return found

@@ -21,13 +21,22 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from vitkernels.bench import comparison
-from vitkernels.environment import git_commit
 from vitkernels.errors import UsageError
 from vitkernels.training import job_slots
-from vitkernels.training.run_folder import find_done, is_done, read_json, read_results, write_json
+from vitkernels.training.run_folder import (
+    circumstances,
+    differences,
+    find_done,
+    is_done,
+    read_json,
+    read_results,
+    write_json,
+)
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
+
+_TOO_LONG_TO_REPEAT = 900  # seconds: what ran for longer is a training, and not a measurement of step times
 
 
 def arguments(argv: list[str]) -> list[str]:
@@ -71,21 +80,20 @@ def run_job(config: DictConfig) -> float | list[float] | None:
     """Run one job of a sweep as `python train.py <its overrides>`; returns what a sweeper may optimise.
 
     A failure is logged at once and noted in the job's folder for the verdict table; it never raises, so that the
-    sweep goes on. A job that is already done with the same configuration is skipped. One that is preempted goes back
-    into the launcher's queue, where the launcher has one (submitit), and resumes when its turn comes.
+    sweep goes on. A job that is already done with the same configuration is skipped, unless it was short and something
+    has changed since that its step times may depend on, such as a kernel's code. One that is preempted goes back into
+    the launcher's queue, where the launcher has one (submitit), and resumes when its turn comes.
     """
     job_slots.check(config.sweep.slots)
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     variant = hydra.job.override_dirname or "default"
-    job = {"num": hydra.job.num, "variant": variant, "overrides": list(hydra.overrides.task)}
-    if not config.sweep.rerun and find_done(folder, config):
-        log.info("%s: done before, skipped (%s; sweep.rerun=true runs it again)", variant, _measured_with(folder))
+    now = circumstances(config)
+    job = {"num": hydra.job.num, "variant": variant, "overrides": list(hydra.overrides.task), "circumstances": now}
+    if _is_measured(folder, config, variant, now):
         write_json(folder / "job.json", {**job, "status": "done"})
         return _objective(folder, config)
-    if config.sweep.rerun:
-        _clear(folder)
-    elif not is_done(folder):
+    if not is_done(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # an earlier failure's reason is not this one's
     # What stays if nobody is left to write anything else.
     write_json(folder / "job.json", {**job, "status": "failed", "reason": "it has not ended: killed, or still running"})
@@ -123,10 +131,25 @@ def _back_into_the_queue(variant: str, stopped: signal.Signals | None) -> None:
         signal.raise_signal(preemption)  # submitit's handler, which ends this process
 
 
-def _measured_with(folder: Path) -> str:
-    """With which code the figures in the folder were made, beside the code that is here now."""
-    then, now = read_results(folder).get("git_commit"), git_commit()
-    return f"measured at commit {then}" + ("" if then == now else f", and this is {now}")
+def _is_measured(folder: Path, config: DictConfig, variant: str, now: dict) -> bool:
+    """Whether the folder has this job's results as they would be `now`; what else it has of it makes room."""
+    if config.sweep.rerun:
+        _clear(folder)
+    if find_done(folder, config) is None:
+        return False
+    then = (read_json(folder / "job.json") or {}).get("circumstances")
+    changed = ["nothing says with which code"] if then is None else differences(then, now)
+    results = read_results(folder)
+    took_long = (results.get("seconds") or 0) > _TOO_LONG_TO_REPEAT
+    if not changed or took_long:
+        but = f"; took too long to be repeated unasked, though {'; '.join(changed)}" if changed else ""
+        again = "sweep.rerun=true runs it again"
+        log.info("%s: done before, skipped (at commit %s%s; %s)", variant, results.get("git_commit"), but, again)
+        return True
+    log.info("%s: done before, but measured again: %s", variant, "; ".join(changed))
+    if config.mode == "train":  # an evaluation replaces its figures, and may be beside the run that it is of
+        _set_aside(folder)
+    return False
 
 
 def _objective(folder: Path, config: DictConfig) -> float | list[float] | None:
@@ -140,10 +163,24 @@ def _objective(folder: Path, config: DictConfig) -> float | list[float] | None:
 
 def _clear(folder: Path) -> None:
     """Remove an earlier attempt's results, but not Hydra's files of this one."""
-    for path in folder.iterdir():
-        if path.name == ".hydra" or path.suffix == ".log":
-            continue
+    for path in _results_in(folder):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _set_aside(folder: Path) -> None:
+    """Move an earlier attempt's results into `before`, in place of what lies there: they may be a long training's."""
+    before = folder / "before"
+    shutil.rmtree(before, ignore_errors=True)
+    results = [path for path in _results_in(folder) if path.name != "job.json"]  # by which a sweep's table knows jobs
+    before.mkdir()
+    for path in results:
+        path.rename(before / path.name)
+    log.info("its results so far are in %s", before)
+
+
+def _results_in(folder: Path) -> list[Path]:
+    """All but Hydra's files, the logs and the lock."""
+    return [p for p in folder.iterdir() if p.name not in (".hydra", ".lock") and p.suffix != ".log"]
 
 
 def _run_in_own_process(
