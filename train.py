@@ -175,15 +175,15 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             scheme = Scheme(q.weight_bits, q.activation_bits, q.block_size, q.symmetric, q.get("fp8", False))
             quantized = copy.deepcopy(model)
             quantize_(quantized, scheme, lambda name, _: not name.endswith(skip), backend=cfg.quant.backend)
+    ops = {op: cfg.ops[op] for op in models.MODEL_OPS}
     for module in filter(None, (model, quantized, ema and ema.module)):
-        ops = {op: cfg.ops[op] for op in models.MODEL_OPS}
         models.set_ops(module, ops, PRECISIONS.get(cfg.ops.residual_precision), cfg.ops.keep_activation)
     loss_of = mean_loss(cfg.ops.cross_entropy, cfg.trainer.label_smoothing)
     net = parallel.wrap(model, compiled, compile_mode)  # the same parameters; `model` keeps timm's names
     ema_net = None if ema is None else parallel.wrap(ema.module, compiled, compile_mode)
     size = f"{facts.parameters / 1e6:.1f} M parameters"
     in_8_bits = "" if cfg.quant.name == "none" else f", quant {cfg.quant.name}"
-    log.info("model: %s, %s, attention %s, ops %s%s", cfg.model.name, size, attn, cfg.ops.name, in_8_bits)
+    log.info("model: %s, %s, attention %s, ops %s%s", cfg.model.name, size, attn, models.ops_in_words(ops), in_8_bits)
 
     if cfg.mode == "eval":
         runtime.synchronize()  # what quantizing left to do is not evaluation

@@ -222,6 +222,26 @@ def test_triton_rounds_as_torch_does(M, C, dtype, device):
         torch.testing.assert_close(found[2].cpu(), expected[2], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
+def test_rounding_reads_any_layout(dtype, device):
+    """Kernels and what they hand on count rows from contiguous memory."""
+    from vitkernels.quant.rowwise import quantize_columns, quantize_gelu, quantize_rows
+
+    turned = torch.randn(64, 48, device=device).T
+    apart = torch.randn(48, 64, 2, device=device)[..., 0]
+    ways = (
+        lambda x: quantize_rows(x, dtype),
+        lambda x: quantize_gelu(x, None, dtype),
+        lambda x: quantize_gelu(turned.contiguous(), x, dtype),
+        lambda x: quantize_columns(x, None, None, dtype, False),
+    )
+    for x in (turned, apart, torch.randn(64, device=device).expand(48, 64)):
+        for way in ways:
+            for found, wanted in zip(way(x), way(x.contiguous()), strict=True):
+                assert torch.equal(found.float(), wanted.float()) and found.stride() == wanted.stride()
+
+
 def test_settings_keep_training_and_evaluation_apart(settings):
     from vitkernels.training.settings import check_settings
 

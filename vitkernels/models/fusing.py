@@ -44,7 +44,8 @@ def set_ops(
     keep_activation: mlp's option: a faster backward pass for one more hidden tensor in memory per block.
 
     Attention stays what it is: timm's own goes on as the backend that calculates the same, sdpa (native where timm's
-    fused_attn is off); `set_attention` gives it another.
+    fused_attn is off); `set_attention` gives it another. Forward hooks run for whole blocks and for qkv and proj, but
+    not for the modules inside a block whose parameters fused operations read, such as norm1, attn and mlp.fc1.
 
     Returns the model. Raises UsageError where a named backend's op does not fit the model's architecture; with "auto"
     that op stays timm's, and the log says why. Call it before the parameters are moved into a compiled model.

@@ -83,7 +83,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, dout_MN):
         x_rows, x_scale, w_columns, w_column_scale = ctx.saved_tensors
         dtype, x_dtype, weight_dtype = ctx.dtypes
-        dout = Tokens(*quantize_rows(dout_MN.contiguous(), dtype))
+        dout = Tokens(*quantize_rows(dout_MN, dtype))
         dx = None
         if ctx.needs_input_grad[0]:
             dx = product_of_rows(dout.rows_MC, w_columns, dout.scale_M, w_column_scale, None, x_dtype)
@@ -110,7 +110,7 @@ class _Mlp(torch.autograd.Function):
     def backward(ctx, dout_MN):
         x_rows, x_scale, hidden_MH, active_rows, active_scale, *weights = ctx.saved_tensors
         w1_columns, w1_scale, w2_columns, w2_scale = weights
-        dout = Tokens(*quantize_rows(dout_MN.contiguous(), ctx.dtype))
+        dout = Tokens(*quantize_rows(dout_MN, ctx.dtype))
         dw2, dbias2 = _weight_gradients(dout, Tokens(active_rows, active_scale), ctx.bias2, ctx.weight_dtype)
         dactive_MH = product_of_rows(dout.rows_MC, w2_columns, dout.scale_M, w2_scale, None, hidden_MH.dtype)
         dhidden = Tokens(*quantize_gelu(hidden_MH, dactive_MH, ctx.dtype))

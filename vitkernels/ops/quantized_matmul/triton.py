@@ -89,5 +89,5 @@ def _has_fp8(device: int) -> bool:
 def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor:
     x, x_scale = x_MK, None
     if activation_bits == 8 and torch.compiler.is_compiling():  # apart, so that the compiler may fuse the rounding
-        x, x_scale = rowwise.quantize_rows(x_MK.contiguous(), _token_dtype(w))
+        x, x_scale = rowwise.quantize_rows(x_MK, _token_dtype(w))
     return _quantized_matmul(x, x_scale, w, scale, zero_point, bias, block_size, activation_bits, x_MK.dtype)

@@ -29,7 +29,8 @@ def padded(rows: int) -> int:
 
 
 def quantize_rows(x_MC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows to 8 bits: q (M, C) and its scales (M,). x is contiguous."""
+    """Rows to 8 bits: q (M, C) and its scales (M,)."""
+    x_MC = x_MC.contiguous()
     if torch.compiler.is_compiling() and x_MC.shape[1] <= _COMPILED_WIDTH:
         # The compiler rounds x in the pass that makes it.
         return _quantized(x_MC.float(), dtype, 1)
@@ -46,6 +47,7 @@ def _quantize_rows(x_MC, dtype):
 @operator("quantize_gelu(Tensor x, Tensor? gradient, ScalarType dtype) -> (Tensor, Tensor)")
 def quantize_gelu(x_MC, gradient_MC, dtype):
     """As quantize_rows, of gelu(x), or with a gradient of gradient · gelu'(x): read and rounded in one pass."""
+    x_MC, gradient_MC = x_MC.contiguous(), None if gradient_MC is None else gradient_MC.contiguous()
     if x_MC.device.type == "cuda":
         return rowwise_triton.quantize_rows(x_MC, gradient_MC, dtype, True)
     x = x_MC.float()
@@ -71,6 +73,7 @@ def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums):
 
     x may be 8-bit itself, its scales the factor. Factors come both or not at all.
     """
+    x_MC = x_MC.contiguous()
     if x_MC.device.type == "cuda":
         return rowwise_triton.quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums)
     value = x_MC.float()
