@@ -275,6 +275,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         step, best, result = state["step"], state["best"], state["result"]
         recent_losses.extend(state.get("recent_losses", []))  # checkpoints have not always had them
         eval_pending = state["eval_pending"]
+        begin -= state.get("seconds", 0)
         if parallel.is_main:  # in a folder of its own too the run has the best checkpoint that it speaks of
             checkpoints.mark_best(path.with_name(ckpt.folder_name(best["step"])))
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
@@ -300,6 +301,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             "best": best,
             "result": result,
             "recent_losses": list(recent_losses),
+            "seconds": time.time() - begin,
             "eval_pending": eval_due,
             "class_names": data.class_names,
         }
@@ -337,7 +339,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     cleanup.callback(stop.release)
     profiler = start_profiler(run_dir, cfg.trainer.warmup_steps, total_steps - step) if cfg.trainer.profile else None
     profiled = 0 if profiler is None else PROFILED_STEPS
-    timer = StepTimer(runtime, cfg.trainer.warmup_steps + profiled)
+    # fp16's scaler asks the device at each step of an optimizer that cannot itself leave out one that overflowed.
+    waits = scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False)
+    timer = StepTimer(runtime, cfg.trainer.warmup_steps + profiled, waits)
     history = History(parallel)
     flops_per_step = facts.train_flops_per_image * images_per_step / parallel.devices  # of each device
     saves = cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps

@@ -55,11 +55,16 @@ def test_the_hash_of_the_code_is_of_what_a_run_can_load(checkout):
     (checkout / "vitkernels/__pycache__").mkdir()
     (checkout / "vitkernels/__pycache__/kernel.pyc").write_text("compiled")
     (checkout / "vitkernels/.kernel.py.swp").write_text("an editor's")
+    (checkout / "vitkernels/kernel.py~").write_text("an editor's")
+    (checkout / "vitkernels/.ipynb_checkpoints").mkdir()
+    (checkout / "vitkernels/.ipynb_checkpoints/kernel.py").write_text("an editor's")
     (checkout / "README.md").write_text("no code")
+    (checkout / "data/imagenet").mkdir(parents=True)
+    (checkout / "data/imagenet/an_image.jpg").write_text("no code")
     assert environment.code_hash(checkout) == before
     hashes = {before}
-    for name in ("vitkernels/kernel.py", "train.py", "vitkernels/table.json"):
+    for name in ("vitkernels/kernel.py", "train.py", "data/folder.py", "vitkernels/table.json"):
         (checkout / name).write_text("2")
         hashes.add(environment.code_hash(checkout))
     (checkout / "vitkernels/table.json").rename(checkout / "vitkernels/other.json")
-    assert len(hashes | {environment.code_hash(checkout)}) == 5
+    assert len(hashes | {environment.code_hash(checkout)}) == 6

@@ -435,10 +435,14 @@ def test_a_sweep_survives_its_failures_and_ends_with_a_verdict(tmp_path):
     table = (tmp_path / "comparison.md").read_text()
     assert "| optim.lr=0.01 |" in table and "failed: loss is" in table
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    summary = (tmp_path / "optim.lr=0.01" / "summary.json").read_bytes()
+    # As if it had been a long training by other code: it is kept, and stays known as that code's.
+    done, by = tmp_path / "optim.lr=0.01", {}
+    for name, change in (("summary.json", {"seconds": 3600.0}), ("job.json", {"circumstances": {"code": "earlier"}})):
+        by[name] = json.loads((done / name).read_text()) | change
+        (done / name).write_text(json.dumps(by[name]))
     output = finish(start(*sweep), code=1)
     assert output.count("done before, skipped") == 1 and "optim.lr=1e+30 failed: loss is" in output
-    assert (tmp_path / "optim.lr=0.01" / "summary.json").read_bytes() == summary
+    assert {name: json.loads((done / name).read_text()) for name in by} == by
 
 
 def test_a_sweep_that_is_told_to_stop_stops(tmp_path):

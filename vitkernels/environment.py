@@ -9,7 +9,8 @@ from pathlib import Path
 
 PACKAGES = ("torch", "torchvision", "timm", "triton", "torch_xla", "jax", "jaxlib", "libtpu", "hydra-core", "numpy")
 ROOT = Path(__file__).resolve().parents[1]
-_TRAINS = ("vitkernels", "train.py", "data")  # what the step of a run can depend on, beside its settings
+# What the step of a run can depend on, beside its settings; images may lie below data/.
+_TRAINS = ("vitkernels", "train.py", "data/*.py")
 _MEASURES = (*_TRAINS, "conf", "scripts")
 
 
@@ -40,9 +41,8 @@ def git_commit_of(root: Path) -> str | None:
     commit = _git(root, "describe", "--always", "--abbrev=12", "--exclude=*")
     if not commit:
         return None
-    measures = [name for name in _MEASURES if (root / name).exists()]
-    changed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *measures)
-    return f"{commit}-dirty.{_hash(root, measures)}" if changed else commit
+    changed = _git(root, "status", "--porcelain", "--untracked-files=all", "--", *_MEASURES)
+    return f"{commit}-dirty.{_hash(root, _MEASURES)}" if changed else commit
 
 
 def code_hash(root: Path = ROOT) -> str:
@@ -58,11 +58,12 @@ def _git(root: Path, *words: str) -> str | None:
     return said.stdout.strip()
 
 
-def _hash(root: Path, names: tuple[str, ...] | list[str]) -> str:
+def _hash(root: Path, patterns: tuple[str, ...]) -> str:
     """Of the files' names and contents, without what Python and editors leave beside them."""
-    found = [path for name in names for path in ((root / name).rglob("*") if (root / name).is_dir() else [root / name])]
-    kept = (path for path in found if path.parent.name != "__pycache__" and not path.name.startswith("."))
+    named = (path for pattern in patterns for path in root.glob(pattern))
+    found = (path for name in named for path in (name.rglob("*") if name.is_dir() else [name]))
     digest = hashlib.sha256()
-    for path in sorted(path for path in kept if path.is_file()):
-        digest.update(f"{path.relative_to(root)}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    for path, name in sorted((path, path.relative_to(root)) for path in found if path.is_file()):
+        if not name.name.endswith("~") and not any(part.startswith((".", "__pycache__")) for part in name.parts):
+            digest.update(f"{name}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()[:8]

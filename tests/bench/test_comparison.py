@@ -1,12 +1,16 @@
 """The verdict on a sweep: what its table says, and what it must not let a reader believe."""
 
 import json
+import math
+from statistics import geometric_mean
 
 import pytest
+from pytest import approx
 
 from vitkernels.bench import comparison
 from vitkernels.bench.comparison_plot import figure
 from vitkernels.bench.remarks import remarks
+from vitkernels.bench.repeats import ratio_interval
 
 
 def job(folder, num, variant, status="done", reason=None, **summary):
@@ -14,6 +18,8 @@ def job(folder, num, variant, status="done", reason=None, **summary):
     path = folder / variant
     path.mkdir(parents=True)
     card = {"num": num, "variant": variant, "overrides": [*variant.split(","), "data=fake"]}
+    if "code" in summary:
+        card["circumstances"] = {"code": summary.pop("code")}
     (path / "job.json").write_text(json.dumps({**card, "status": status, "reason": reason}))
     if summary:
         median = summary.pop("median")
@@ -138,38 +144,36 @@ def test_repeats_are_one_row_that_says_how_far_chance_reaches(tmp_path):
         job(tmp_path, num, f"attn={attn},seed={seed}", median=times[attn][seed], val_top1=90.0 + seed, mfu=0.5)
     rows = comparison.compare(tmp_path)
     assert [row["variant"] for row in rows] == ["attn=a ×3", "attn=b ×3", "attn=c ×3"]
-    assert [row["step_time_ms"]["median"] for row in rows] == [40.0, 39.8, 20.0]
-    assert [row["ratio"] for row in rows] == [1.0, 1.005, 2.0]
+    means = [geometric_mean(times[attn]) for attn in "abc"]  # in the middle of the interval, on a logarithmic scale
+    assert [row["step_time_ms"]["median"] for row in rows] == approx(means)
+    assert [row["ratio"] for row in rows] == approx([means[0] / one for one in means], abs=1e-4)
     low, high = rows[1]["ratio_interval"]
     assert low < 1 < high and rows[0]["ratio_interval"] is None
     assert 1.9 < rows[2]["ratio_interval"][0] < 2 < rows[2]["ratio_interval"][1] < 2.1
     table = comparison.markdown(rows)
     assert (
-        f"| 39.20 to 40.60 | 251.3 | 50.0 | 0.50 | 1024 | 1.0000 ± 0.0000 | 91.00 ± 1.00 | 1.005 ({low:.3f}, " in table
+        f"| 39.20 to 40.60 | 250.9 | 49.9 | 0.50 | 1024 | 1.0000 ± 0.0000 | 91.00 ± 1.00 | 1.008 ({low:.3f}, " in table
     )
     assert ") ~ |" in table.splitlines()[3] and "~" not in table.splitlines()[4]
     assert "~: not told apart" in table
     assert remarks(rows) == []  # they took turns
     (axes,) = figure(rows).axes
-    assert [bar.get_width() for bar in axes.patches] == [40.0, 39.8, 20.0]
+    assert [bar.get_width() for bar in axes.patches] == [row["step_time_ms"]["median"] for row in rows]
     assert [list(dots.get_xdata()) for dots in axes.lines if dots.get_marker() == "o"] == [
         list(times[a]) for a in "abc"
     ]
-    assert [text.get_text()[-9:] for text in axes.texts] == ["  (×1.00)", "(×1.00 ~)", "  (×2.00)"]
+    assert [text.get_text()[-9:] for text in axes.texts] == ["  (×1.00)", "(×1.01 ~)", "  (×2.01)"]
 
 
 def test_the_interval_is_students(tmp_path):
     """Two and two runs: t is 4.30 for two degrees of freedom, and the logarithms of each pair lie 0.02 apart."""
-    from math import exp, sqrt
-
-    from vitkernels.bench.repeats import ratio_interval
 
     def row(*medians):
         return {"repeats": [{"repeats": None, "step_time_ms": {"median": median}} for median in medians]}
 
-    half = 4.30 * sqrt((4 * 0.01**2) / 2 * (1 / 2 + 1 / 2))
-    low, high = ratio_interval(1.0, row(exp(0.99), exp(1.01)), row(exp(1.99), exp(2.01)))
-    assert (low, high) == (pytest.approx(exp(-half), abs=1e-4), pytest.approx(exp(half), abs=1e-4))
+    half = 4.30 * math.sqrt((4 * 0.01**2) / 2 * (1 / 2 + 1 / 2))
+    low, high = ratio_interval(1.0, row(math.exp(0.99), math.exp(1.01)), row(math.exp(1.99), math.exp(2.01)))
+    assert (low, high) == (approx(math.exp(-half), abs=1e-4), approx(math.exp(half), abs=1e-4))
     assert ratio_interval(1.0, row(2.0), row(3.0)) is None
 
 
@@ -193,11 +197,32 @@ def test_a_repeat_that_failed_or_ran_elsewhere_is_a_row_of_its_own(tmp_path):
     rows = comparison.compare(tmp_path)
     assert [(row["variant"], row["reason"]) for row in rows] == [
         ("seed ×2", None),
+        ("seed=4", None),
         ("seed=2", "out of memory"),
         ("seed=3", "killed"),
-        ("seed=4", None),
     ]
-    assert len(rows[0]["repeats"]) == 2 and rows[3]["ratio"] is None
+    assert len(rows[0]["repeats"]) == 2 and rows[1]["ratio"] is None
+
+
+def test_a_first_run_that_failed_leaves_its_repeats_as_what_is_compared_with(tmp_path):
+    job(tmp_path, 0, "seed=0,attn=a", status="failed", reason="killed")
+    for num, (seed, attn) in enumerate(((0, "b"), (1, "a"), (1, "b"), (2, "a")), start=1):
+        job(tmp_path, num, f"seed={seed},attn={attn}", median=40.0 if attn == "a" else 20.0)
+    rows = comparison.compare(tmp_path)
+    found = [(row["variant"], row["ratio"]) for row in rows]
+    assert found == [("attn=a ×2", 1.0), ("seed=0,attn=a", None), ("attn=b ×2", 2.0)]
+
+
+def test_a_repeat_without_timed_steps_takes_nothing_from_the_others(tmp_path):
+    """As of a run that was resumed shortly before its end."""
+    for num, attn in enumerate("ab"):
+        job(tmp_path, num, f"++seed=0,attn={attn}", median=None, mean=40.0, steps=0)
+        for seed in (1, 2):
+            job(tmp_path, 2 * seed + num, f"++seed={seed},attn={attn}", median=40.0, mfu=0.5)
+    rows = comparison.compare(tmp_path)
+    assert [(row["variant"], row["ratio"]) for row in rows] == [("attn=a ×3", 1.0), ("attn=b ×3", 1.0)]
+    assert [(row["images_per_s"], row["mfu"]) for row in rows] == [(approx(250.0), approx(0.5))] * 2
+    assert remarks(rows)[0] == "++seed=0,attn=a, ++seed=0,attn=b: no step was timed"
 
 
 def test_rows_of_few_steps_are_told(tmp_path):
@@ -232,6 +257,13 @@ def test_the_code_that_was_measured_is_named_where_it_is_not_one_commit(tmp_path
     rows = comparison.compare(tmp_path)
     assert remarks(rows)[0] == "not the same code: attn=a at commit abc; attn=b at commit abc-dirty.1f2e"
     assert remarks(rows[1:]) == ["measured with uncommitted changes: abc-dirty.1f2e"]
+
+
+def test_a_commit_that_changes_no_code_makes_no_other_row(tmp_path):
+    for seed, commit in enumerate(("abc", "def")):
+        job(tmp_path, seed, f"seed={seed}", median=40.0, git_commit=commit, code="1f2e")
+    (row,) = comparison.compare(tmp_path)
+    assert row["variant"] == "seed ×2" and remarks([row]) == []
 
 
 def test_what_else_a_row_would_hide_is_told(tmp_path):

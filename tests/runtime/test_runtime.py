@@ -1,6 +1,7 @@
 """Runtimes: what can be asked for, what is known of the chip, and the guard against recompilation."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,6 +89,19 @@ def test_cpu_reads_scalars_and_feeds_batches():
     assert cpu.read([]) == []
     assert list(cpu.feed([(1, 2), (3, 4)])) == [(1, 2), (3, 4)]
     assert cpu.peak_memory_bytes() > 1e6
+
+
+@pytest.mark.parametrize("status", ["VmSize:\t   9000 kB\nVmRSS:\t    5000 kB\n", None])
+def test_peak_memory_where_the_system_does_not_keep_it(status, monkeypatch):
+    """As in gVisor, and where there is no /proc."""
+
+    def read_text(path):
+        if status is None:
+            raise FileNotFoundError(path)
+        return status
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert runtime.create("cpu").peak_memory_bytes() > 1e6
 
 
 @pytest.mark.gpu

@@ -243,7 +243,10 @@ def test_an_evaluation_that_is_made_again_moves_nothing_of_the_run_beside_it(don
     cfg = settings("mode=eval", f'checkpoint="{done / "model.safetensors"}"')
     run_folder.write_json(done / "eval.json", {"top1": 90.0, "settings": run_folder.identity(cfg)})
     assert not is_measured(done, cfg)  # job.json is of the training
-    assert (done / "model.safetensors").exists() and not (done / "before").exists()
+    assert (done / "model.safetensors").exists()
+    # Should it fail now, nothing is done.
+    assert [path.name for path in (done / "before").iterdir()] == ["eval.json"]
+    assert run_folder.find_done(done, cfg) is None
 
 
 def test_a_tuned_table_is_one_of_the_circumstances(settings, monkeypatch, tmp_path):

@@ -93,11 +93,11 @@ def test_a_device_that_has_run_out_of_work_when_forward_is_launched_was_kept_wai
     assert timer.summary()["host_bound"] == 0.6667
 
 
-def test_a_device_that_waits_for_input_or_that_cannot_be_asked_says_nothing_of_the_host(monkeypatch):
-    for done_up_to, wait_ms in ((1e9, 2.0), (None, 0.0)):
+def test_a_device_that_waits_for_input_or_is_waited_for_or_cannot_be_asked_says_nothing_of_the_host():
+    for done_up_to, wait_ms, steps_wait in ((1e9, 2.0, False), (None, 0.0, False), (1e9, 0.0, True)):
         device = FakeRuntime()
         device.done_up_to = done_up_to
-        timer = StepTimer(device, warmup_steps=0)
+        timer = StepTimer(device, 0, steps_wait)
         timer.start()
         for _ in range(3):
             timer._wait = wait_ms

@@ -99,7 +99,7 @@ def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
             "segment_ids must be integers of shape (batch, tokens), for self-attention; "
             f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for q {tuple(q.shape)} and {M} keys"
         )
-    if type(is_causal) is not bool:  # each kernel would take something else for true
+    if type(is_causal) not in (bool, torch.SymBool):  # each kernel would take something else for true
         raise UsageError(f"is_causal must be True or False, got {is_causal!r}")
     if not 0.0 <= dropout_p < 1.0:
         raise UsageError(f"dropout_p must lie in [0, 1), got {dropout_p}")
@@ -192,7 +192,7 @@ class AttentionBackend:
 
         if bias is not None or mask is not None or segment_ids is not None or not runs_at_once(tensors):
             return found()
-        call = self, is_causal, dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
+        call = self, is_causal, type(is_causal), dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
         runner = _runners.get(call)
         if runner is None:
             runner = _runners[call] = found()

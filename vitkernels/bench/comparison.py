@@ -11,7 +11,8 @@ from vitkernels.bench.repeats import medians, merge, ratio_interval, told_apart
 from vitkernels.training.run_folder import read_json, read_results, write_json
 
 _RATIO = "ratio: the first variant's time per image over this one's, by median steps; above 1 is faster"
-_INTERVAL = "; in brackets its 95 % confidence interval by the repeats; ~: not told apart from 1; ±: half their range"
+_INTERVAL = "; in brackets its 95 % confidence interval by the repeats; ~: not told apart from 1"
+_REPEATS = "; ×: so many repeats, of whose step times it is the geometric mean, and ± half the range of the rest"
 # Of a run's summary, or its evaluation.
 _FIGURES = (
     "step_time_ms", "images_per_s", "mfu", "input_wait_ms", "peak_memory_bytes", "bytes", "train_loss", "val_top1",
@@ -70,6 +71,7 @@ def _row(job: dict, path: Path, folder: Path) -> dict:
         "images_per_step": images,
         "flops_per_image": flops / images if images and flops else None,
         "commit": results.get("git_commit"),
+        "code": job.get("circumstances", {}).get("code", results.get("git_commit")),
         "repeats": None,
         "folder": str(path.relative_to(folder)),
     }
@@ -98,7 +100,8 @@ def _median(row: dict) -> float | None:
 def _legend(rows: list[dict]) -> str | None:
     if not any(medians(row) for row in rows):
         return None
-    return _RATIO + (_INTERVAL if any(row["ratio_interval"] for row in rows) else "")
+    said = _RATIO + (_INTERVAL if any(row["ratio_interval"] for row in rows) else "")
+    return said + (_REPEATS if any(row["repeats"] for row in rows) else "")
 
 
 def _number(value: float | None, digits: int, half_range: float | None = None) -> str:

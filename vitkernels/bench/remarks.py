@@ -1,11 +1,11 @@
 """What a reader of the verdict must know beside its figures: sentences for below the table."""
 
 from vitkernels.bench.repeats import medians, runs
+from vitkernels.training.stragglers import HOST_BOUND
 
 FEWEST_STEPS = 5  # for a ratio
 _FEW_STEPS = 20
 _STALLING = 1.05  # mean step over the median
-_HOST_BOUND = 0.5  # of the steps
 # What two rows must share for a ratio of their times to be one of their kernels: (key of a row, what it is called).
 _COMPARABLE = (
     ("model", "the model"),
@@ -29,7 +29,7 @@ def _own(row: dict) -> list[str]:
     said = []
     if row["mfu"] is not None and row["quant"] in ("fp8", "int8"):
         said.append(f"MFU is of {row['precision']}'s peak; the chip's for 8-bit products is higher")
-    if (row["host_bound"] or 0) > _HOST_BOUND:
+    if (row["host_bound"] or 0) > HOST_BOUND:
         share = f"{100 * row['host_bound']:.0f} %"
         said.append(f"in {share} of the steps the device waited for the host to launch it: the time is the host's too")
     if row["parameters_without_gradient"]:
@@ -57,18 +57,19 @@ def _said(key: str, value) -> str:
 
 
 def steps_of(row: dict) -> int | None:
-    """How many steps the row's shortest run was timed over; None where it has no steps."""
+    """How many steps the row's shortest run was timed over, of those that were timed; None where none was."""
     counts = [run["step_time_ms"]["n"] for run in runs(row) if run["step_time_ms"]]
-    return min(counts, default=None)
+    return min(filter(None, counts), default=None)
 
 
 def _few_steps(rows: list[dict]) -> list[str]:
     enough = max(_FEW_STEPS, (steps_of(rows[0]) or 0) / 2) if rows else 0
     by_count: dict[int, list[str]] = {}
     for run in (run for row in rows for run in runs(row)):
-        if 0 < (steps_of(run) or 0) < enough:  # where no step was timed the table says so
+        if (steps_of(run) or enough) < enough:
             by_count.setdefault(steps_of(run), []).append(run["variant"])
-    said = []
+    untimed = [run["variant"] for row in rows for run in row["repeats"] or [] if not medians(run)]
+    said = [f"{', '.join(untimed)}: no step was timed"] if untimed else []  # of a whole row the table says so
     for count, names in sorted(by_count.items()):
         too_few = ", too few for a ratio" if count < FEWEST_STEPS else ""
         said.append(f"{', '.join(names)}: timed over {count} step{'s' * (count > 1)}{too_few}")
@@ -87,15 +88,16 @@ def _stalls(rows: list[dict]) -> list[str]:
 
 
 def _code(rows: list[dict]) -> list[str]:
-    """Which code the rows are of, unless it is one commit of all of them."""
-    by_commit: dict[str, list[str]] = {}
+    """Which code the rows are of, unless it is one of all of them, and committed."""
+    by_code: dict[str, list[dict]] = {}
     for row in rows:
         if row["commit"]:
-            by_commit.setdefault(row["commit"], []).append(row["variant"])
-    if len(by_commit) > 1:
-        states = [f"{', '.join(names)} at commit {commit}" for commit, names in by_commit.items()]
+            by_code.setdefault(row["code"], []).append(row)
+    if len(by_code) > 1:
+        states = [f"{', '.join(r['variant'] for r in same)} at commit {same[0]['commit']}" for same in by_code.values()]
         return [f"not the same code: {'; '.join(states)}"]
-    return [f"measured with uncommitted changes: {commit}" for commit in by_commit if "-dirty" in commit]
+    commits = dict.fromkeys(row["commit"] for same in by_code.values() for row in same)
+    return [f"measured with uncommitted changes: {commit}" for commit in commits if "-dirty" in commit]
 
 
 def _repeats(rows: list[dict]) -> list[str]:

@@ -2,12 +2,12 @@
 
 import math
 import re
-from statistics import mean, median
+from statistics import geometric_mean, mean, median
 
 # Student's t, two-sided at 95 %, for 1, 2, ... degrees of freedom; the last for all more, where it is a little wide.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 # What must be the same for runs to repeat each other, beside the words of the command line.
-_SAME = ("status", "device", "devices", "precision", "commit")
+_SAME = ("device", "devices", "precision", "code")
 
 
 def runs(row: dict) -> list[dict]:
@@ -16,19 +16,22 @@ def runs(row: dict) -> list[dict]:
 
 
 def merge(rows: list[dict]) -> list[dict]:
-    """One row for each variant, where its first run stood; failed runs keep rows of their own."""
-    groups: dict[tuple, list[dict]] = {}
+    """One row for each variant, where its first run stood; below it failed runs, which keep rows of their own."""
+    variants: dict[tuple, dict[tuple, list[dict]]] = {}
     for row in rows:
-        alone = (row["num"],) if row["status"] != "done" else ()
-        words = tuple(word for word in row["overrides"] if not word.startswith("seed="))
-        groups.setdefault((words, alone, *(row[name] for name in _SAME)), []).append(row)
-    return [_merged(group) if len(group) > 1 else group[0] for group in groups.values()]
+        words = tuple(word for word in row["overrides"] if not word.lstrip("+").startswith("seed="))
+        failure = None if row["status"] == "done" else row["num"]
+        variants.setdefault(words, {}).setdefault((failure, *(row[name] for name in _SAME)), []).append(row)
+    groups = [
+        group for of in variants.values() for group in sorted(of.values(), key=lambda g: g[0]["status"] != "done")
+    ]
+    return [_merged(group) if len(group) > 1 else group[0] for group in groups]
 
 
 def _merged(rows: list[dict]) -> dict:
-    """Step times are medians of the repeats' own, losses and accuracies means with half of their range."""
-    first = rows[0]
-    row = {**first, "variant": f"{_without_seed(first['variant'])} ×{len(rows)}", "repeats": rows}
+    """Step times are geometric means of the repeats' own, for a ratio's interval is by their logarithms; losses and
+    accuracies are means with half of their range."""
+    row = {**rows[0], "variant": f"{_without_seed(rows[0]['variant'])} ×{len(rows)}", "repeats": rows}
     for name in ("images_per_s", "input_wait_ms", "host_bound", "mfu"):
         row[name] = _of(rows, name, median)
     for name in ("peak_memory_bytes", "bytes", "parameters_without_gradient"):
@@ -36,13 +39,16 @@ def _merged(rows: list[dict]) -> dict:
     for name in ("train_loss", "val_top1"):
         row[name] = _of(rows, name, mean)
         row[f"{name}_half_range"] = _of(rows, name, lambda values: (max(values) - min(values)) / 2)
-    times = [run["step_time_ms"] for run in rows if run["step_time_ms"] and run["step_time_ms"]["n"]]
-    if times:
-        row["step_time_ms"] = {name: median(t[name] for t in times) for name in ("median", "p10", "p90", "mean")}
+    timed = [run for run in rows if medians(run)]
+    if timed:
+        times = [run["step_time_ms"] for run in timed]
+        row["step_time_ms"] = {
+            name: geometric_mean(t[name] for t in times) for name in ("median", "p10", "p90", "mean")
+        }
         row["step_time_ms"]["n"] = sum(t["n"] for t in times)
-        # Of two runs the median of the speeds is not the speed of the median.
+        # The speed of that step, of which a mean of the speeds would be another measure.
         for name in ("images_per_s", "mfu"):
-            row[name] = first[name] and first[name] * medians(first)[0] / row["step_time_ms"]["median"]
+            row[name] = timed[0][name] and timed[0][name] * medians(timed[0])[0] / row["step_time_ms"]["median"]
     return row
 
 
@@ -52,7 +58,7 @@ def _of(rows: list[dict], name: str, of) -> float | None:
 
 
 def _without_seed(variant: str) -> str:
-    return re.sub(r"(^|,)seed=[^,]*", "", variant).strip(",") or "seed"
+    return re.sub(r"(^|,)\+*seed=[^,]*", "", variant).strip(",") or "seed"
 
 
 def medians(row: dict) -> list[float]:

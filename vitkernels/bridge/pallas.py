@@ -131,7 +131,6 @@ def pallas_op(
     @torch.compiler.allow_in_graph
     def run(*tensors, device, **static):
         target = devices.check_tensors(kernel.name, tensors, device)
-        refuse_other_derivatives(kernel.name, tensors)
         call = Call(tuple(sorted((name, _number(value)) for name, value in static.items())))
         if output_shape_dtype_fn is not None:
             _check_declared(kernel, call, tensors, output_shape_dtype_fn(*tensors))
@@ -139,6 +138,7 @@ def pallas_op(
         return flat[0] if kernel.trace(call, tensors).single else tuple(flat)
 
     def op(*tensors: Tensor, device: torch.device | str | None = None, **static):
+        refuse_other_derivatives(kernel.name, tensors)  # here, where Dynamo sees what the answer hangs on
         return run(*tensors, device=device, **static)
 
     op.__name__ = op.__qualname__ = kernel.name

@@ -1,6 +1,7 @@
 """What the training loop asks of a device. One subclass per kind of device."""
 
 import contextlib
+import re
 import resource
 import sys
 import time
@@ -108,12 +109,14 @@ class Runtime:
 
     def peak_memory_bytes(self) -> int | None:
         """Most memory held so far: of the process on the CPU, of tensors on an accelerator. None where unknown."""
-        try:  # ru_maxrss would be the parent's too: it outlives fork and exec
-            status = Path("/proc/self/status").read_text()
-        except OSError:
-            unit = 1 if sys.platform == "darwin" else 1024
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        try:
+            (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+            return int(kib) * 1024
+        except (
+            OSError,
+            ValueError,
+        ):  # no Linux, or a sandbox's. The next may be the parent's: it outlives fork and exec
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     # ---- random state ----
 

@@ -91,7 +91,8 @@ def run_job(config: DictConfig) -> float | list[float] | None:
     now = circumstances(config)
     job = {"num": hydra.job.num, "variant": variant, "overrides": list(hydra.overrides.task), "circumstances": now}
     if _is_measured(folder, config, variant, now):
-        write_json(folder / "job.json", {**job, "status": "done"})
+        then = (read_json(folder / "job.json") or {}).get("circumstances", now)  # what its figures are of
+        write_json(folder / "job.json", {**job, "circumstances": then, "status": "done"})
         return _objective(folder, config)
     if not is_done(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # an earlier failure's reason is not this one's
@@ -147,8 +148,8 @@ def _is_measured(folder: Path, config: DictConfig, variant: str, now: dict) -> b
         log.info("%s: done before, skipped (at commit %s%s; %s)", variant, results.get("git_commit"), but, again)
         return True
     log.info("%s: done before, but measured again: %s", variant, "; ".join(changed))
-    if config.mode == "train":  # an evaluation replaces its figures, and may be beside the run that it is of
-        _set_aside(folder)
+    # An evaluation may lie beside the run that it is of.
+    _set_aside(folder, _results_in(folder) if config.mode == "train" else [folder / "eval.json"])
     return False
 
 
@@ -167,14 +168,15 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: Path, results: list[Path]) -> None:
     """Move an earlier attempt's results into `before`, in place of what lies there: they may be a long training's."""
     before = folder / "before"
-    shutil.rmtree(before, ignore_errors=True)
-    results = [path for path in _results_in(folder) if path.name != "job.json"]  # by which a sweep's table knows jobs
+    if before.exists():
+        shutil.rmtree(before)
     before.mkdir()
     for path in results:
-        path.rename(before / path.name)
+        if path not in (before, folder / "job.json"):  # by which a sweep's table knows jobs
+            path.rename(before / path.name)
     log.info("its results so far are in %s", before)
 
 

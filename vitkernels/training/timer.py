@@ -30,12 +30,15 @@ class StepTimer:
     or for input count. Where only windows can be seen (XLA), each step of a window gets the window's mean.
     Between `stop` and `start` nothing counts: evaluation, checkpoints and logging stay outside.
 
+    steps_wait: whether each step ends when the device has done it, which tells nothing of how fast the host launches.
+
     Usage: start(); per step: `with waiting(): batch = next(...)`, forward, forward_done(), ..., step_done(); at log
     boundaries stop(), start().
     """
 
-    def __init__(self, runtime: Runtime, warmup_steps: int):
+    def __init__(self, runtime: Runtime, warmup_steps: int, steps_wait: bool = False):
         self.runtime = runtime
+        self.steps_wait = steps_wait
         self.warmup_left = warmup_steps
         self.step_ms: list[float] = []
         self.input_wait_ms: list[float] = []
@@ -71,7 +74,7 @@ class StepTimer:
         if not self.runtime.per_step_clock:
             return
         first_in_step, first_in_window = self._forward is None, len(self._stamps) == 1
-        if first_in_step and not first_in_window and self._wait < _NO_WAIT_MS:
+        if first_in_step and not first_in_window and not self.steps_wait and self._wait < _NO_WAIT_MS:
             late = self.runtime.has_reached(self._stamps[-1])
             self._late += [] if late is None else [late]
         self._forward = self.runtime.stamp()
