@@ -112,6 +112,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
     data_args = OmegaConf.to_container(cfg.data, resolve=True)
     data_args["batch_size"] *= parallel.local_devices
+    learned_from = {} if cfg.checkpoint is None else parallel.load(run_folder.learned_from, Path(cfg.checkpoint))
+    preprocessing = learned_from.get("preprocessing") or models.preprocessing(cfg.model.name)
+    data_args |= {key: value for key, value in preprocessing.items() if data_args.get(key, "") is None}
     build_data = get_method(data_args.pop("_target_"))  # called here and not by Hydra, which would wrap its errors
     data = build_data(
         image_size=image_size,
@@ -125,7 +128,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     sizes = "" if data.train is None else f"{data.train.num_samples} images to train, "
     sizes += f"{data.val.num_samples} to evaluate"
     parallel.expect_same("the data sets", (sizes, data.num_classes), "every host needs the same files")
-    log.info("data: %s, %d classes, %d px", sizes, data.num_classes, image_size)
+    prepared = "".join(f", {key} {value}" for key, value in (data.preprocessing or {}).items())
+    log.info("data: %s, %d classes, %d px%s", sizes, data.num_classes, image_size, prepared)
 
     # ------------------------------------------------------------------ model
     def build(backend, pretrained=None):
@@ -155,9 +159,10 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         weights = parallel.load(models.read_state_dict, cfg.checkpoint)
         if cfg.mode == "eval":
             parallel.on_main(run_folder.refuse_other_classes, Path(cfg.checkpoint), data.class_names)
+            parallel.on_main(run_folder.name_other_preprocessing, Path(cfg.checkpoint), data.preprocessing)
         else:
-            learned = parallel.load(run_folder.class_names_of, Path(cfg.checkpoint))
-            weights = models.fitted(weights, model, new_classes=learned not in (None, data.class_names))
+            new_classes = learned_from["class_names"] not in (None, data.class_names)
+            weights = models.fitted(weights, model, new_classes)
         models.load_weights(model, weights, cfg.checkpoint)
     # Before the model moves: it makes a torch.Generator on the model's device, and XLA devices have none.
     ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay and cfg.mode == "train" else None
@@ -223,10 +228,11 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     optimizer = with_kernel(optimizer, cfg.ops.adamw)
     optimizer_state.check(optimizer, cfg.optim.opt)
     parallel.prepare(optimizer)
-    asked, most = round(cfg.schedule.warmup_epochs * steps_per_epoch), total_steps // 10
-    if asked > most:
-        log.info("schedule.warmup_epochs: a tenth of the run, %d steps, and not %d", most, asked)
-    warmup_steps = min(asked, most)
+    asked, cap = round(cfg.schedule.warmup_epochs * steps_per_epoch), cfg.schedule.warmup_cap
+    warmup_steps = asked if cap is None else min(asked, int(cap * total_steps))
+    log.info("%d steps of %d images, %s, lr %g", total_steps, images_per_step, cfg.optim.opt, cfg.optim.lr)
+    if warmup_steps < asked:
+        log.info("warm-up: %d steps, schedule.warmup_cap=%g of the run, and not %d", warmup_steps, cap, asked)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=cfg.schedule.sched,
@@ -259,6 +265,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         state = parallel.load(ckpt.load_state, path)
         run_folder.refuse_other_run(path, state, identifying, total_steps)
         parallel.on_main(run_folder.refuse_other_classes, path, data.class_names)
+        parallel.on_main(run_folder.name_other_preprocessing, path, data.preprocessing)
         if state["step"] == total_steps and parallel.on_main(run_folder.take_summary_back, run_dir, cfg, total_steps):
             log.info("this run is done: %s", run_dir / "summary.json")
             return
@@ -280,7 +287,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             checkpoints.mark_best(path.with_name(ckpt.folder_name(best["step"])))
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
-    parallel.on_main(run_folder.begin, run_dir, cfg, path is not None, data.class_names)
+    learned = {"class_names": data.class_names, "preprocessing": data.preprocessing}
+    parallel.on_main(partial(run_folder.begin, **learned), run_dir, cfg, path is not None)
     run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending) if parallel.is_main else NoLog()
     cleanup.callback(run_log.close)
     card = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
@@ -303,7 +311,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             "recent_losses": list(recent_losses),
             "seconds": time.time() - begin,
             "eval_pending": eval_due,
-            "class_names": data.class_names,
+            **learned,
         }
         return checkpoints.save(tensors, state, step)
 

@@ -11,6 +11,7 @@ from data.checks import check_number, check_range
 from vitkernels.errors import UsageError, unknown_name
 
 Transform = Callable[[Image.Image], torch.Tensor]
+CROP_MODES = ("center", "squash", "border")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 
@@ -66,14 +67,18 @@ def train_transform(
 
 
 def eval_transform(
-    image_size: int, *, interpolation: str, mean: Sequence[float], std: Sequence[float], crop_pct: float
+    image_size: int, *, interpolation: str, mean: Sequence[float], std: Sequence[float], crop_pct: float, crop_mode: str
 ) -> Transform:
-    """Resize the shorter side to image_size / crop_pct, then crop the centre."""
+    """Resize to image_size / crop_pct, of the side or sides that crop_mode says, then crop the centre."""
+    if crop_mode not in CROP_MODES:
+        raise unknown_name("data.crop_mode", str(crop_mode), CROP_MODES)
     check_number("crop_pct", crop_pct)
     if not 0 < crop_pct <= 1:
         raise UsageError(f"data.crop_pct={crop_pct}: expected a share above 0 and up to 1")
     interpolation = "bicubic" if interpolation == "random" else interpolation
-    return create_transform(image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct)
+    return create_transform(
+        image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct, crop_mode=crop_mode
+    )
 
 
 def _augment_ops(transform) -> Iterator[AugmentOp]:

@@ -23,6 +23,15 @@ from vitkernels.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+# The usual ones of models for ImageNet.
+PREPROCESSING = {
+    "mean": list(IMAGENET_DEFAULT_MEAN),
+    "std": list(IMAGENET_DEFAULT_STD),
+    "interpolation": "bicubic",
+    "crop_pct": 0.9,
+    "crop_mode": "center",
+}
+
 
 class FolderImages:
     """The images of one split as data.loader.Samples."""
@@ -90,10 +99,11 @@ def build(
     train: bool = True,
     shard: Shard = WHOLE,
     root: str | None = None,
-    mean: Sequence[float] = IMAGENET_DEFAULT_MEAN,
-    std: Sequence[float] = IMAGENET_DEFAULT_STD,
-    interpolation: str = "bicubic",
-    crop_pct: float = 0.9,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    interpolation: str | None = None,
+    crop_pct: float | None = None,
+    crop_mode: str | None = None,
     scale: Sequence[float] = (0.08, 1.0),
     ratio: Sequence[float] = (3 / 4, 4 / 3),
     hflip: float = 0.5,
@@ -110,27 +120,27 @@ def build(
     """Images float32 (batch_size, 3, image_size, image_size); the classes are the folders' names in sorted order.
 
     train=False leaves out the training set: train/ need not exist. shard: the rows of each batch that
-    this process loads. conf/data/imagefolder.yaml explains the other
-    arguments. Raises UsageError, before any image is decoded, for a folder or values that cannot work.
+    this process loads. conf/data/imagefolder.yaml explains the other arguments; those of PREPROCESSING that are None
+    have the values there. Raises UsageError, before any image is decoded, for a folder or values that cannot work.
     """
     if in_chans != 3:
         raise UsageError(
             f"in_chans={in_chans}: imagefolder decodes its images to RGB, so the model needs in_chans=3: "
             "another model=, or model.in_chans=3"
         )
+    given = {"mean": mean, "std": std, "interpolation": interpolation, "crop_pct": crop_pct, "crop_mode": crop_mode}
+    prepared = PREPROCESSING | {name: shown(value) for name, value in given.items() if value is not None}
+    mean, std = prepared["mean"], prepared["std"]
     if not (is_numbers(mean, 3) and is_numbers(std, 3) and min(std) > 0):
         raise UsageError(
-            f"data.mean={shown(mean)}, data.std={shown(std)}: expected three values each, red, green, blue, "
-            "those of std above 0"
+            f"data.mean={mean}, data.std={std}: expected three values each, red, green, blue, those of std above 0"
         )
     check_number("check_images", check_images, whole=True, null=True)
     check_number("max_bad_share", max_bad_share, 0, 1)
     transforms = {
         "train": train_transform(
             image_size,
-            interpolation=interpolation,
-            mean=mean,
-            std=std,
+            **{name: prepared[name] for name in ("mean", "std", "interpolation")},
             scale=scale,
             ratio=ratio,
             hflip=hflip,
@@ -140,7 +150,7 @@ def build(
             re_mode=re_mode,
             re_count=re_count,
         ),
-        "val": eval_transform(image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct),
+        "val": eval_transform(image_size, **prepared),
     }
     folders = scan_splits(root, ["train", "val"] if train else ["val"])
     classes = folders["val"].classes
@@ -160,4 +170,4 @@ def build(
             max_bad_share=max_bad_share,
             log=log,
         )
-    return Data(train=loaders.get("train"), val=loaders["val"], num_classes=len(classes), class_names=classes)
+    return Data(loaders.get("train"), loaders["val"], len(classes), class_names=classes, preprocessing=prepared)

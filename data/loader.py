@@ -60,12 +60,16 @@ class Loader(Protocol):
 
 @dataclass(frozen=True)
 class Data:
-    """The loaders of a data set; train is None where only evaluation was asked for."""
+    """The loaders of a data set; train is None where only evaluation was asked for.
+
+    preprocessing: how images were prepared, under the keys of vitkernels.models.preprocessing, where that is a choice.
+    """
 
     train: Loader | None
     val: Loader
     num_classes: int
     class_names: list[str] | None = None
+    preprocessing: dict | None = None
 
 
 class BadImagesError(RuntimeError):

@@ -257,7 +257,8 @@ def test_posterize_is_pillows(mode):
     [
         ({"in_chans": 1}, "in_chans=1.*needs in_chans=3"),
         ({"mean": [0.5]}, r"data\.mean=\[0\.5\].*three values"),
-        ({"mean": None}, r"data\.mean=None.*three values"),
+        ({"mean": "grey"}, r"data\.mean=grey.*three values"),
+        ({"crop_mode": "centre"}, r"unknown data\.crop_mode 'centre'.*Did you mean 'center'"),
         ({"std": [0.2, 0, 0.2]}, r"data\.std=\[0\.2, 0, 0\.2\].*above 0"),
         ({"scale": [0.5]}, r"data\.scale=\[0\.5\]: expected \[least, greatest\]"),
         ({"ratio": "wide"}, r"data\.ratio=wide"),

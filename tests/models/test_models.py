@@ -2,12 +2,15 @@
 
 import copy
 import pickle
+from argparse import Namespace
+from collections import OrderedDict
 
 import pytest
 import timm
 import torch
 from timm.layers import Attention
 from timm.models.vision_transformer import VisionTransformer
+from timm.utils import CheckpointSaver, ModelEmaV3
 
 from vitkernels import attention, models
 from vitkernels.errors import UsageError
@@ -201,6 +204,25 @@ def test_weights_files(tmp_path):
         models.load_weights(other, model.state_dict(), "x")
 
 
+def test_what_timm_saved_while_it_trained_is_read_its_ema_first(tmp_path, caplog):
+    model, average = tiny(), tiny()
+    (tmp_path / "recovery").mkdir()
+    saver = CheckpointSaver(
+        torch.nn.Sequential(OrderedDict(module=model)),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        args=Namespace(model="vit", lr=0.1),
+        model_ema=ModelEmaV3(average),
+        checkpoint_dir=str(tmp_path),
+    )
+    saver.unwrap_fn = lambda wrapped: wrapped
+    saver.save_checkpoint(epoch=0, metric=50.0)
+    with caplog.at_level("INFO", "vitkernels"):
+        weights = models.read_state_dict(tmp_path / "last.pth.tar")
+    assert "the EMA (state_dict_ema)" in caplog.text
+    assert weights.keys() == model.state_dict().keys()  # without the wrapper's prefix
+    assert torch.equal(weights["blocks.0.attn.qkv.weight"], average.blocks[0].attn.qkv.weight)
+
+
 def tiny(**kwargs):
     sizes = {"img_size": 16, "embed_dim": 48, "depth": 1, "num_heads": 3, **kwargs}
     return models.create_model("vit_tiny_patch16_224", "native", **{"patch_size": 8, "num_classes": 3, **sizes})
@@ -227,6 +249,14 @@ def test_a_head_of_as_many_other_classes_begins_anew_and_one_of_the_same_stays()
     own = here.head.weight.detach().clone()
     assert torch.equal(models.fitted(weights, here, new_classes=True)["head.weight"], own)
     assert torch.equal(models.fitted(weights, here, new_classes=False)["head.weight"], there.head.weight)
+
+
+def test_weights_without_a_head_go_on_with_a_new_one(caplog):
+    here, headless = tiny(), tiny(num_classes=0)
+    with caplog.at_level("INFO", "vitkernels"):
+        models.load_weights(here, models.fitted(headless.state_dict(), here, new_classes=False), "there")
+    assert "the weights have none" in caplog.text
+    assert torch.equal(here.patch_embed.proj.weight, headless.patch_embed.proj.weight)
 
 
 def test_weights_of_another_width_are_still_another_model_s():

@@ -18,3 +18,10 @@ def test_weights_know_their_classes_and_others_are_refused(tmp_path, settings):
         with pytest.raises(UsageError, match="number 2 is 'c' there and 'none' here"):
             run_folder.refuse_other_classes(weights, ["a", "b"])
     run_folder.refuse_other_classes(tmp_path / "elsewhere" / "timm.safetensors", ["a"])
+
+
+def test_classes_that_timm_would_have_in_another_order_are_named(tmp_path, caplog):
+    run_folder.refuse_other_classes(tmp_path / "timm.safetensors", ["1", "2", "10"])
+    assert not caplog.text
+    run_folder.refuse_other_classes(tmp_path / "timm.safetensors", ["1", "10", "2"])
+    assert "its classes have another order" in caplog.text

@@ -2,6 +2,7 @@
 
 import timm
 import torch
+from timm.data import resolve_data_config
 from timm.layers import Attention
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
@@ -25,6 +26,7 @@ __all__ = [
     "inspect_model",
     "load_weights",
     "ops_in_words",
+    "preprocessing",
     "read_state_dict",
     "set_attention",
     "set_ops",
@@ -82,13 +84,31 @@ def input_spec(name: str, img_size: int | None = None, in_chans: int | None = No
     if name in PRESETS:
         size, chans = PRESETS[name]["img_size"], PRESETS[name].get("in_chans", 3)
     else:
-        _check_known(name)
-        try:
-            cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
-        except RuntimeError as error:  # a tag that it does not know
-            raise UsageError(f"model {name!r}: {error}") from error
-        chans, size, _ = cfg.input_size if cfg is not None else (3, 224, 224)
+        chans, size, _ = _pretrained_cfg(name).get("input_size", (3, 224, 224))
     return img_size or size, in_chans or chans
+
+
+def preprocessing(name: str) -> dict:
+    """How timm prepares images for the model of that name and its pretrained weights.
+
+    Keys: mean and std (of red, green and blue in 0..1), interpolation, crop_pct and crop_mode, as
+    timm.data.create_transform takes them. Empty for this package's presets, which have no such weights.
+    """
+    if name in PRESETS:
+        return {}
+    resolved = resolve_data_config(pretrained_cfg=_pretrained_cfg(name))
+    colours = {key: list(resolved[key]) for key in ("mean", "std")}
+    return colours | {key: resolved[key] for key in ("interpolation", "crop_pct", "crop_mode")}
+
+
+def _pretrained_cfg(name: str) -> dict:
+    """What timm knows of the weights of that name; of one without a tag, those that it would load."""
+    _check_known(name)
+    try:
+        cfg = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    except RuntimeError as error:  # a tag that it does not know
+        raise UsageError(f"model {name!r}: {error}") from error
+    return {} if cfg is None else cfg.to_dict()
 
 
 def _check_known(name: str) -> None:

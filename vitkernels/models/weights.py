@@ -1,5 +1,6 @@
 """Weights in and out: timm's parameter names everywhere, so files travel between backends and plain timm."""
 
+import argparse
 import logging
 import math
 from pathlib import Path
@@ -8,17 +9,23 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from timm.layers import resample_abs_pos_embed
+from timm.models import clean_state_dict
 from torch import nn
 
 from vitkernels.errors import UsageError
 
 log = logging.getLogger("vitkernels")
 
+# Under what names training programs keep weights in their checkpoints, timm's among them; averages are the better ones.
+_EMA_KEYS = ("ema", "state_dict_ema", "model_ema")
+_KEYS = (*_EMA_KEYS, "state_dict", "model")
+
 
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
-    """The state dict in a .safetensors file, a plain torch file, or a training checkpoint (its EMA where it has one).
+    """The state dict in a .safetensors file, a torch file, or a training checkpoint (its EMA where it has one).
 
-    A training checkpoint is a folder, made by any number of processes.
+    A training checkpoint is a folder of ours, made by any number of processes, or a file of timm's. The prefixes of
+    torch's wrappers (module., _orig_mod.) are taken off names.
 
     Torch files are read with weights_only: nothing in them is executed. Raises UsageError when the file is missing,
     truncated or holds something else.
@@ -30,20 +37,21 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
         raise UsageError(f"no weights at {path}: no such file; give a run's checkpoints/best, or a file of weights")
     try:
         if path.suffix == ".safetensors":
-            return load_file(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
+            return clean_state_dict(load_file(path))
+        with torch.serialization.safe_globals([argparse.Namespace]):  # timm notes its arguments
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise UsageError(f"{path} cannot be read as weights: {error}") from error
     except Exception as error:  # pickle errors have no common base, and give advice on how to be unsafe
         expected = "it is no .safetensors file, nor a state dict that torch.save wrote"
         raise UsageError(f"{path} cannot be read as weights: {expected} ({type(error).__name__})") from error
-    for key in ("ema", "model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
-            break
+    key = next((k for k in _KEYS if isinstance(content, dict) and isinstance(content.get(k), dict)), None)
+    if key is not None:
+        log.info("weights: %s (%s) of %s", "the EMA" if key in _EMA_KEYS else "the model", key, path)
+        content = content[key]
     if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
         raise UsageError(f"{path} holds no state dict; expected parameter names mapped to tensors")
-    return content
+    return clean_state_dict(content)
 
 
 def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
@@ -58,8 +66,8 @@ def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
 def fitted(state_dict: dict[str, torch.Tensor], model: nn.Module, new_classes: bool) -> dict[str, torch.Tensor]:
     """The state dict, to go on from with other images or classes: what `load_weights` takes. The log says what changed.
 
-    Position embeddings for another number of patches are resampled, by timm. A head of other classes, of which
-    `new_classes` tells where their number does not, is the model's own instead.
+    Position embeddings for another number of patches are resampled, by timm. A head that is not there, or of other
+    classes, of which `new_classes` tells where their number does not, is the model's own instead.
     """
     own, fits = model.state_dict(), dict(state_dict)
     positions, there = own.get("pos_embed"), state_dict.get("pos_embed")
@@ -68,10 +76,13 @@ def fitted(state_dict: dict[str, torch.Tensor], model: nn.Module, new_classes: b
         if math.isqrt(there.shape[1] - prefix) ** 2 == there.shape[1] - prefix:  # a square of patches
             fits["pos_embed"] = resample_abs_pos_embed(there, model.patch_embed.grid_size, num_prefix_tokens=prefix)
             log.info("pos_embed is resampled: %d tokens there, %d here", there.shape[1], positions.shape[1])
-    head = [name for name in own if name.partition(".")[0] in ("head", "head_dist") and name in state_dict]
-    shapes = [(tuple(state_dict[name].shape), tuple(own[name].shape)) for name in head]
-    if new_classes or any(a != b and a[1:] == b[1:] for a, b in shapes):
-        fits |= {name: own[name] for name in head}
+    head = {name: own[name] for name in own if name.partition(".")[0] in ("head", "head_dist")}
+    shapes = [(tuple(state_dict[name].shape), tuple(x.shape)) for name, x in head.items() if name in state_dict]
+    if head and not shapes:
+        fits |= head
+        log.info("the head begins anew: the weights have none")
+    elif new_classes or any(a != b and a[1:] == b[1:] for a, b in shapes):
+        fits |= {name: x for name, x in head.items() if name in state_dict}
         log.info("the head begins anew: its classes are others")
     return fits
 

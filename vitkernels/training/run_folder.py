@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
+from timm.utils import natural_key
 
 from vitkernels.environment import code_hash, versions
 from vitkernels.errors import UsageError
@@ -176,8 +177,8 @@ def _length(settings: dict) -> tuple:
     return ("epochs", trainer.get("max_epochs")) if steps is None else ("steps", steps)
 
 
-def begin(folder: Path, cfg: DictConfig, resumed: bool, class_names: list[str] | None = None) -> None:
-    """Note in the folder which run it is from now on, and what its outputs stand for. Nothing was changed before.
+def begin(folder: Path, cfg: DictConfig, resumed: bool, **learned) -> None:
+    """Note in the folder which run it is from now on, and what `learned_from` is to tell. Nothing was changed before.
 
     The summary of a finished run that is made longer is set aside: it is not about that length.
     Raises UsageError where such a run would have to begin anew.
@@ -193,8 +194,9 @@ def begin(folder: Path, cfg: DictConfig, resumed: bool, class_names: list[str] |
             "hydra.run.dir=FOLDER puts this run elsewhere"
         )
     write_json(folder / "config.json", identity(cfg))
-    if class_names is not None:
-        write_json(folder / "class_names.json", class_names)
+    for name, content in learned.items():
+        if content is not None:
+            write_json(folder / f"{name}.json", content)
 
 
 def take_summary_back(folder: Path, cfg: DictConfig, steps: int) -> bool:
@@ -268,16 +270,23 @@ def _asked_for(asked: Path, own: ckpt.Checkpoints) -> Path:
     return path
 
 
-def class_names_of(weights: Path) -> list[str] | None:
-    """The classes that a run's checkpoint, or its exported weights, tell apart, in order; None: not known."""
+def learned_from(weights: Path) -> dict:
+    """What a run's checkpoint, or its exported weights, learned from; an entry is None where it is not known.
+
+    class_names: what the outputs stand for, in order. preprocessing: how images were prepared (models.preprocessing).
+    """
+    names = ("class_names", "preprocessing")
     if weights.is_dir():
-        return (read_json(weights / "state.json") or {}).get("class_names")
-    return read_json(weights.parent / "class_names.json")
+        state = read_json(weights / "state.json") or {}
+        return {name: state.get(name) for name in names}
+    return {name: read_json(weights.parent / f"{name}.json") for name in names}
 
 
 def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
     """Raise UsageError where weights of a run have learned other classes than these."""
-    theirs = class_names_of(weights)
+    theirs = learned_from(weights)["class_names"]
+    if theirs is None and ours is not None and sorted(ours, key=natural_key) != ours:
+        log.warning("if timm trained %s, its classes have another order: it has 2 before 10, and no capitals", weights)
     if theirs is None or ours is None or theirs == ours:
         return
     pairs = itertools.zip_longest(theirs, ours, fillvalue="none")
@@ -286,6 +295,14 @@ def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
         f"{weights} has learned other classes than the data set has: number {number} is {there!r} there and {here!r} "
         "here. Give the data set that it was trained on, or train on from it: checkpoint=PATH begins a head anew"
     )
+
+
+def name_other_preprocessing(weights: Path, ours: dict | None) -> None:
+    """Warn where weights of a run have learned from images that were prepared otherwise."""
+    theirs = learned_from(weights)["preprocessing"]
+    if theirs is not None and ours is not None and theirs != ours:
+        for difference in differences(theirs, ours, prefix="data."):
+            log.warning("%s learned from images that were prepared otherwise: %s", weights, difference)
 
 
 def _same_runs_beside(folder: Path, cfg: DictConfig) -> list[Path]:

@@ -32,6 +32,7 @@ _NUMBERS = {
     "optim.weight_decay": (float, 0, None, False),
     "optim.layer_decay": (float, 0, 1, True),
     "schedule.warmup_epochs": (float, 0, None, False),
+    "schedule.warmup_cap": (float, 0, 1, True),
     "schedule.warmup_lr": (float, 0, None, False),
     "schedule.min_lr": (float, 0, None, False),
 }

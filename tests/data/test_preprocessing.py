@@ -1,0 +1,63 @@
+"""Images are prepared as the model's weights want them: by what timm knows of them, or as they were trained here."""
+
+import json
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.data import create_transform, resolve_data_config
+
+import train
+from data import imagefolder
+from vitkernels import models
+
+# ImageNet's means; 0.5; CLIP's, both sides squashed; another interpolation.
+NAMES = ["deit_small_patch16_224", "vit_base_patch16_224", "vit_base_patch16_clip_384.openai_ft_in12k_in1k"]
+NAMES += ["vit_base_patch16_224_miil.in21k"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_evaluation_sees_the_images_that_timm_would_show_it(name, make_root):
+    root, (size, _) = make_root(size=(300, 200)), models.input_spec(name)
+    data = imagefolder.build(
+        root=str(root), image_size=size, in_chans=3, seed=0, batch_size=3, train=False, **models.preprocessing(name)
+    )
+    cfg = timm.get_pretrained_cfg(name).to_dict()
+    transform = create_transform(**resolve_data_config(pretrained_cfg=cfg), is_training=False)
+    images, _ = next(data.val.epoch(0))
+    for image, path in zip(images, data.val.describe([0, 1, 2]), strict=True):
+        assert torch.equal(image, transform(Image.open(path)))
+
+
+def test_they_are_not_all_the_same():
+    assert len({json.dumps(models.preprocessing(name)) for name in NAMES}) == len(NAMES)
+    assert models.preprocessing("vit_b16_256") == {}
+
+
+SMALL = ["runtime=cpu", "attn=sdpa", "data=imagefolder", "data.batch_size=4", "data.num_workers=0", "model.img_size=32"]
+SMALL += ["model.name=vit_tiny_patch16_224", "+model.kwargs.embed_dim=48", "+model.kwargs.depth=1"]
+
+
+def test_a_run_evaluates_as_it_trained_and_says_where_it_is_told_otherwise(make_root, settings, tmp_path, caplog):
+    caplog.set_level("INFO", "vitkernels")
+    cfg = [*SMALL, f"data.root={make_root()}"]
+    ours = ["data.mean=[0.1,0.2,0.3]", "data.crop_pct=1.0", "trainer.max_steps=3"]
+    train.run(settings(*cfg, *ours), tmp_path / "run")
+    trained = json.loads((tmp_path / "run/preprocessing.json").read_text())
+    timms = models.preprocessing("vit_tiny_patch16_224")
+    assert trained == timms | {"mean": [0.1, 0.2, 0.3], "crop_pct": 1.0} and timms["std"] == [0.5] * 3
+    logged = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    (loss,) = [entry["val_loss"] for entry in logged if "val_loss" in entry]
+    for number, weights in enumerate(("checkpoints/best", "model.safetensors")):
+        evaluation = [*cfg, "mode=eval", f"checkpoint={tmp_path / 'run' / weights}"]
+        train.run(settings(*evaluation), tmp_path / f"as trained {number}")
+        found = json.loads((tmp_path / f"as trained {number}/eval.json").read_text())
+        assert found["loss"] == pytest.approx(loss, rel=1e-6) and "prepared otherwise" not in caplog.text
+        train.run(settings(*evaluation, "data.mean=[0.5,0.5,0.5]"), tmp_path / f"otherwise {number}")
+        assert json.loads((tmp_path / f"otherwise {number}/eval.json").read_text())["loss"] != found["loss"]
+        assert "prepared otherwise: data.mean is [0.1, 0.2, 0.3] there and [0.5, 0.5, 0.5] here" in caplog.text
+        caplog.clear()
+    # Who trains on from these weights does it on such images too.
+    train.run(settings(*cfg, f"checkpoint={tmp_path / 'run/checkpoints/best'}", "trainer.max_steps=1"), tmp_path / "on")
+    assert json.loads((tmp_path / "on/preprocessing.json").read_text()) == trained
