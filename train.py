@@ -475,7 +475,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         if weights is not None:
             exported, file = parallel.full_state_dict(weights), run_dir / f"{name}.safetensors"
             try:
-                parallel.on_main(ckpt.export_safetensors, exported, file)
+                parallel.on_main(ckpt.export_safetensors, exported, file, learned)
             except OSError as error:
                 mend = "resume=auto goes on from there once it can be written"
                 raise UsageError(f"the weights cannot be written to {file}: {error}. {last_good()} {mend}") from error

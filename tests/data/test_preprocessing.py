@@ -49,8 +49,9 @@ def test_a_run_evaluates_as_it_trained_and_says_where_it_is_told_otherwise(make_
     assert trained == timms | {"mean": [0.1, 0.2, 0.3], "crop_pct": 1.0} and timms["std"] == [0.5] * 3
     logged = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     (loss,) = [entry["val_loss"] for entry in logged if "val_loss" in entry]
-    for number, weights in enumerate(("checkpoints/best", "model.safetensors")):
-        evaluation = [*cfg, "mode=eval", f"checkpoint={tmp_path / 'run' / weights}"]
+    (tmp_path / "run/model.safetensors").rename(tmp_path / "elsewhere.safetensors")
+    for number, weights in enumerate(("run/checkpoints/best", "elsewhere.safetensors")):
+        evaluation = [*cfg, "mode=eval", f"checkpoint={tmp_path / weights}"]
         train.run(settings(*evaluation), tmp_path / f"as trained {number}")
         found = json.loads((tmp_path / f"as trained {number}/eval.json").read_text())
         assert found["loss"] == pytest.approx(loss, rel=1e-6) and "prepared otherwise" not in caplog.text

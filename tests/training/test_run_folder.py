@@ -1,15 +1,18 @@
 """What a run's folder says of itself."""
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from vitkernels.errors import UsageError
 from vitkernels.training import run_folder
+from vitkernels.training.checkpoint import export_safetensors
 
 
 def test_weights_know_their_classes_and_others_are_refused(tmp_path, settings):
     checkpoint = tmp_path / "checkpoints" / "step_00000008"
     run_folder.write_json(checkpoint / "state.json", {"class_names": ["a", "b", "c"]})
-    run_folder.begin(tmp_path, settings(), resumed=False, class_names=["a", "b", "c"])
+    export_safetensors({"x": torch.zeros(1)}, tmp_path / "model.safetensors", {"class_names": ["a", "b", "c"]})
     for weights in (checkpoint, tmp_path / "model.safetensors"):
         run_folder.refuse_other_classes(weights, ["a", "b", "c"])
         run_folder.refuse_other_classes(weights, None)
@@ -17,7 +20,10 @@ def test_weights_know_their_classes_and_others_are_refused(tmp_path, settings):
             run_folder.refuse_other_classes(weights, ["0c", "a", "b"])
         with pytest.raises(UsageError, match="number 2 is 'c' there and 'none' here"):
             run_folder.refuse_other_classes(weights, ["a", "b"])
-    run_folder.refuse_other_classes(tmp_path / "elsewhere" / "timm.safetensors", ["a"])
+    save_file({"x": torch.zeros(1)}, tmp_path / "timm.safetensors", {"format": "pt"})
+    torch.save({"x": torch.zeros(1)}, tmp_path / "timm.pt")
+    for weights in ("timm.safetensors", "timm.pt", "nothing.safetensors"):
+        run_folder.refuse_other_classes(tmp_path / weights, ["a"])
 
 
 def test_classes_that_timm_would_have_in_another_order_are_named(tmp_path, caplog):

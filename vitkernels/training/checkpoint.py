@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -261,10 +262,20 @@ def write_atomically(path: Path, write) -> None:
     _sync_folder(path.parent)  # the rename itself must survive a power cut
 
 
-def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path) -> None:
-    """Weights under timm's names as safetensors, replaced in one piece."""
-    content = serialize({name: t.detach().cpu().contiguous() for name, t in state_dict.items()})
+def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path, notes: dict) -> None:
+    """Weights under timm's names as safetensors, replaced in one piece; and what `notes_in` is to find there."""
+    metadata = {name: json.dumps(note) for name, note in notes.items()}
+    content = serialize({name: t.detach().cpu().contiguous() for name, t in state_dict.items()}, metadata)
     write_atomically(path, lambda file: file.write(content))
+
+
+def notes_in(path: Path) -> dict:
+    """The notes of an exported file of weights; empty where it is none of ours."""
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: json.loads(note) for name, note in (file.metadata() or {}).items()}
+    except (OSError, SafetensorError, ValueError):  # torch.save's, or another program's metadata
+        return {}
 
 
 def _unfinished(path: Path) -> Path:

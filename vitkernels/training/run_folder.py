@@ -275,11 +275,8 @@ def learned_from(weights: Path) -> dict:
 
     class_names: what the outputs stand for, in order. preprocessing: how images were prepared (models.preprocessing).
     """
-    names = ("class_names", "preprocessing")
-    if weights.is_dir():
-        state = read_json(weights / "state.json") or {}
-        return {name: state.get(name) for name in names}
-    return {name: read_json(weights.parent / f"{name}.json") for name in names}
+    notes = read_json(weights / "state.json") or {} if weights.is_dir() else ckpt.notes_in(weights)
+    return {name: notes.get(name) for name in ("class_names", "preprocessing")}
 
 
 def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
