@@ -112,6 +112,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
     data_args = OmegaConf.to_container(cfg.data, resolve=True)
     data_args["batch_size"] *= parallel.local_devices
+    # How images are prepared, where the data set leaves it open: as for the weights' training, else as timm does.
     learned_from = {} if cfg.checkpoint is None else parallel.load(run_folder.learned_from, Path(cfg.checkpoint))
     preprocessing = learned_from.get("preprocessing") or models.preprocessing(cfg.model.name)
     data_args |= {key: value for key, value in preprocessing.items() if data_args.get(key, "") is None}
@@ -199,7 +200,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             result = evaluate(quantized_net, data.val, parallel, "quantized eval") | before
             result["bytes"] = size_in_bytes(quantized)
         card = {"checkpoint": cfg.checkpoint, "model": cfg.model.name, "attn": attn, "quant": cfg.quant.name}
-        card |= result | {"git_commit": git_commit(), "settings": run_folder.identity(cfg)}
+        card |= {"git_commit": git_commit(), "settings": run_folder.identity(cfg), "preprocessing": data.preprocessing}
+        card |= result
         parallel.on_main(run_folder.write_json, run_dir / "eval.json", card)
         log_evaluation(result)
         return
