@@ -158,6 +158,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     model = build(backend, pretrained=cfg.model.pretrained or None)
     if cfg.checkpoint is not None:
         weights = parallel.load(models.read_state_dict, cfg.checkpoint)
+        parallel.on_main(run_folder.name_order_of_timm, Path(cfg.checkpoint), data.class_names)
         if cfg.mode == "eval":
             parallel.on_main(run_folder.refuse_other_classes, Path(cfg.checkpoint), data.class_names)
             parallel.on_main(run_folder.name_other_preprocessing, Path(cfg.checkpoint), data.preprocessing)
@@ -289,7 +290,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             checkpoints.mark_best(path.with_name(ckpt.folder_name(best["step"])))
         log.info("resumed from %s at step %d of %d", path, step, total_steps)
     scheduler.step_update(step)
-    learned = {"class_names": data.class_names, "preprocessing": data.preprocessing}
+    of_timm = data.preprocessing and {"input_size": [in_chans, image_size, image_size], **data.preprocessing}
+    learned = {"class_names": data.class_names, "preprocessing": of_timm}
     parallel.on_main(partial(run_folder.begin, **learned), run_dir, cfg, path is not None)
     run_log = RunLog(run_dir, total_steps, step, evaluates_first=eval_pending) if parallel.is_main else NoLog()
     cleanup.callback(run_log.close)

@@ -77,9 +77,8 @@ class FolderImages:
 def read_rgb(path: str) -> tuple[Image.Image, list[str]]:
     """Decode a file of any colour mode to 8-bit RGB; also what Pillow warned about. Raises what the decoder raises."""
     with warnings.catch_warnings(record=True) as caught, open(path, "rb") as file:
-        warnings.simplefilter("ignore")  # of other code, such as a file that some other thread left open
-        warnings.simplefilter("always", UserWarning)
-        warnings.simplefilter("always", RuntimeWarning)
+        warnings.simplefilter("ignore")  # of other code: what another thread warns of comes here too
+        warnings.filterwarnings("always", module=r"PIL\.")
         image = Image.open(file)
         if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, which leaves most such images white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))

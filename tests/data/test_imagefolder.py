@@ -162,6 +162,14 @@ def test_warnings_of_pillow_go_to_the_log_once(num_workers, make_root, caplog):
     assert str(root / "val" / "c" / "palette.png") in messages[0] and "transparency" in messages[0].lower()
 
 
+def test_warnings_of_others_are_not_the_image_s(make_root, monkeypatch):
+    """What another thread warns of meanwhile, say while it writes a checkpoint, is recorded here too."""
+    path = str(make_root(val=1) / "val" / "a" / "0.jpg")
+    real = Image.open
+    monkeypatch.setattr(imagefolder.Image, "open", lambda file: warnings.warn("of another", stacklevel=1) or real(file))
+    assert imagefolder.read_rgb(path)[1] == []
+
+
 def png_without_its_end() -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (36, 36, 3), dtype=np.uint8)).save(buffer, "png")

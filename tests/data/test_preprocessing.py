@@ -6,7 +6,9 @@ import pytest
 import timm
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from timm.data import create_transform, resolve_data_config
+from torchvision.datasets import ImageFolder
 
 import train
 from data import imagefolder
@@ -39,16 +41,28 @@ SMALL = ["runtime=cpu", "attn=sdpa", "data=imagefolder", "data.batch_size=4", "d
 SMALL += ["model.name=vit_tiny_patch16_224", "+model.kwargs.embed_dim=48", "+model.kwargs.depth=1"]
 
 
+def loss_in_timm(folder):
+    """Of the run's weights and images, without us."""
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, embed_dim=48, depth=1)
+    model.load_state_dict(load_file(folder / "run/model.safetensors"))
+    transform = create_transform(**json.loads((folder / "run/preprocessing.json").read_text()))
+    data = ImageFolder(folder / "images/val", transform)
+    images, targets = zip(*data, strict=True)
+    with torch.no_grad():
+        return torch.nn.functional.cross_entropy(model.eval()(torch.stack(images)), torch.tensor(targets)).item()
+
+
 def test_a_run_evaluates_as_it_trained_and_says_where_it_is_told_otherwise(make_root, settings, tmp_path, caplog):
     caplog.set_level("INFO", "vitkernels")
     cfg = [*SMALL, f"data.root={make_root()}"]
     ours = ["data.mean=[0.1,0.2,0.3]", "data.crop_pct=1.0", "trainer.max_steps=3"]
     train.run(settings(*cfg, *ours), tmp_path / "run")
     trained = json.loads((tmp_path / "run/preprocessing.json").read_text())
-    timms = models.preprocessing("vit_tiny_patch16_224")
+    timms = models.preprocessing("vit_tiny_patch16_224") | {"input_size": [3, 32, 32]}
     assert trained == timms | {"mean": [0.1, 0.2, 0.3], "crop_pct": 1.0} and timms["std"] == [0.5] * 3
     logged = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     (loss,) = [entry["val_loss"] for entry in logged if "val_loss" in entry]
+    assert loss == pytest.approx(loss_in_timm(tmp_path), rel=1e-5)
     (tmp_path / "run/model.safetensors").rename(tmp_path / "elsewhere.safetensors")
     for number, weights in enumerate(("run/checkpoints/best", "elsewhere.safetensors")):
         evaluation = [*cfg, "mode=eval", f"checkpoint={tmp_path / weights}"]

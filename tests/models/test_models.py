@@ -243,6 +243,11 @@ def test_weights_go_on_with_other_classes_and_other_images(caplog):
     torch.testing.assert_close(here.pos_embed[0, 1:], one_for_all_patches.expand(16, -1))
 
 
+def test_weights_of_another_image_size_are_told_as_that():
+    with pytest.raises(UsageError, match=r"pos_embed \(1, 17, 48\), the model has \(1, 5, 48\); .*model\.img_size"):
+        models.load_weights(tiny(), tiny(img_size=32).state_dict(), "there")
+
+
 def test_a_head_of_as_many_other_classes_begins_anew_and_one_of_the_same_stays():
     there, here = tiny(), tiny()
     weights = there.state_dict()
@@ -261,7 +266,7 @@ def test_weights_without_a_head_go_on_with_a_new_one(caplog):
 
 def test_weights_of_another_width_are_still_another_model_s():
     there, here = tiny(), tiny(embed_dim=24)
-    with pytest.raises(UsageError, match="belongs to another model"):
+    with pytest.raises(UsageError, match=r"belongs to another model: of another shape: \S*(?!.*model\.img_size)"):
         models.load_weights(here, models.fitted(there.state_dict(), here, new_classes=False), "there")
 
 

@@ -27,7 +27,10 @@ def test_weights_know_their_classes_and_others_are_refused(tmp_path, settings):
 
 
 def test_classes_that_timm_would_have_in_another_order_are_named(tmp_path, caplog):
-    run_folder.refuse_other_classes(tmp_path / "timm.safetensors", ["1", "2", "10"])
+    for same in (["1", "2", "10"], ["01", "02", "10"], None):
+        run_folder.name_order_of_timm(tmp_path / "timm.safetensors", same)
+    export_safetensors({"x": torch.zeros(1)}, tmp_path / "ours.safetensors", {"class_names": ["1", "10", "2"]})
+    run_folder.name_order_of_timm(tmp_path / "ours.safetensors", ["1", "10", "2"])
     assert not caplog.text
-    run_folder.refuse_other_classes(tmp_path / "timm.safetensors", ["1", "10", "2"])
-    assert "its classes have another order" in caplog.text
+    run_folder.name_order_of_timm(tmp_path / "timm.safetensors", ["1", "10", "2"])
+    assert "its class number 1 is '2' and here it is '10'" in caplog.text

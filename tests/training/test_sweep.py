@@ -28,6 +28,12 @@ def test_the_same_sweep_gets_the_same_folder_and_jobs_are_named_by_what_varies()
     assert sweep.arguments([*argv, "seed=1"])[-1] != named[6]
 
 
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_the_flag_may_stand_anywhere(flag):
+    first, last = sweep.arguments(["train.py", "-m", "a=1,2"]), sweep.arguments(["train.py", "a=1,2", flag])
+    assert first == last and first[:3] == ["train.py", "-m", "a=1,2"]
+
+
 def test_jobs_of_a_sweeper_that_brings_its_own_parameters_are_named_by_them():
     named = sweep.arguments(["train.py", "-m", "hydra/sweeper=optuna_lr_and_tiles", "attn=triton_flash"])
     assert "hydra.job.config.override_dirname.exclude_keys=[hydra/sweeper,attn]" in named
@@ -43,6 +49,21 @@ def test_a_sweep_for_slurm_without_slurm_is_refused(monkeypatch, tmp_path, capsy
     assert capsys.readouterr().out.startswith("error: hydra/launcher=slurm needs Slurm's srun")
     (tmp_path / "srun").touch(0o755)
     assert sweep.arguments(argv)[:4] == argv
+
+
+@pytest.mark.parametrize(("words", "setting"), [([], "hydra.run.dir"), (["-m", "seed=0,1"], "hydra.sweep.dir")])
+def test_a_folder_that_cannot_be_made_is_told_in_one_line(words, setting, monkeypatch, capsys):
+    def main():  # Hydra makes the folder before it calls ours
+        raise OSError(30, "Read-only file system", "/mnt/runs")
+
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    monkeypatch.setattr(command_line.hydra, "main", lambda **_: lambda job: main)
+    assert command_line.run(main, CONF) == 2
+    (said,) = capsys.readouterr().out.splitlines()
+    assert said.startswith(
+        "error: the folder of the results cannot be written: [Errno 30] Read-only file system: '/mnt"
+    )
+    assert said.endswith(f"{setting}=FOLDER is another")
 
 
 def test_an_own_folder_is_kept():

@@ -98,7 +98,7 @@ def _median(row: dict) -> float | None:
 
 
 def _legend(rows: list[dict]) -> str | None:
-    if not any(medians(row) for row in rows):
+    if not any(row["ratio"] for row in rows):
         return None
     said = _RATIO + (_INTERVAL if any(row["ratio_interval"] for row in rows) else "")
     return said + (_REPEATS if any(row["repeats"] for row in rows) else "")

@@ -107,5 +107,7 @@ def load_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], source: 
         if names
     ]
     if complaints:
-        raise UsageError(f"{source} belongs to another model. {'; '.join(complaints)}")
+        if own.keys() == state_dict.keys() and all(name.startswith("pos_embed ") for name in misshapen):
+            complaints.append("they were trained on images of another size, model.img_size")
+        raise UsageError(f"{source} belongs to another model: {'; '.join(complaints)}")
     model.load_state_dict(state_dict)

@@ -53,9 +53,13 @@ def run(main: Callable[[], None], config_dir: str) -> int:
         print(f"error: {explain(error, config_dir)}", flush=True)
         return 2
     except Exception as error:
-        if not sweep.conclude(error):
+        if sweep.conclude(error):
+            return 1
+        if not isinstance(error, OSError):
             raise
-        return 1
+        setting = "hydra.sweep.dir" if sweeps else "hydra.run.dir"  # Hydra's: what a run does ends in its own messages
+        print(f"error: the folder of the results cannot be written: {error}; {setting}=FOLDER is another", flush=True)
+        return 2
     except KeyboardInterrupt:
         continues = "the same command continues" if sweeps else "resume=auto goes on from the newest checkpoint, if any"
         print(f"interrupted; {continues}", flush=True)

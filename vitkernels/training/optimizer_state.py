@@ -20,9 +20,9 @@ def check(optimizer: torch.optim.Optimizer, name: str) -> None:
     What it keeps is there only after a step; found at the first checkpoint, all until then would be lost.
     """
     mend = "most other optimizers of timm's can be trained and saved, e.g. optim.opt=adamw"
-    if getattr(optimizer, "is_second_order", False):
-        raise UsageError(f"optim.opt={name} needs second derivatives, which are not computed here; {mend}")
     inner = getattr(optimizer, "_base_optimizer", optimizer)  # of Lookahead: it has the state
+    if getattr(inner, "is_second_order", False):
+        raise UsageError(f"optim.opt={name} needs second derivatives, which are not computed here; {mend}")
     checked = False  # a hook that removed itself would disturb those after it
 
     def check_once(*_) -> None:

@@ -282,8 +282,6 @@ def learned_from(weights: Path) -> dict:
 def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
     """Raise UsageError where weights of a run have learned other classes than these."""
     theirs = learned_from(weights)["class_names"]
-    if theirs is None and ours is not None and sorted(ours, key=natural_key) != ours:
-        log.warning("if timm trained %s, its classes have another order: it has 2 before 10, and no capitals", weights)
     if theirs is None or ours is None or theirs == ours:
         return
     pairs = itertools.zip_longest(theirs, ours, fillvalue="none")
@@ -294,11 +292,23 @@ def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
     )
 
 
+def name_order_of_timm(weights: Path, ours: list[str] | None) -> None:
+    """Warn where weights that are no run's may have learned these classes in another order."""
+    in_order = sorted(ours or [], key=natural_key)
+    if learned_from(weights)["class_names"] is None and in_order != (ours or []):
+        number = next(i for i, pair in enumerate(zip(in_order, ours, strict=True)) if pair[0] != pair[1])
+        log.warning(
+            "if timm trained %s on these folders, its class number %d is %r and here it is %r: timm has 2 before 10, "
+            "and a beside A. Folders of one case with leading zeros (02, 10) have the same order in both",
+            *(weights, number, in_order[number], ours[number]),
+        )
+
+
 def name_other_preprocessing(weights: Path, ours: dict | None) -> None:
     """Warn where weights of a run have learned from images that were prepared otherwise."""
     theirs = learned_from(weights)["preprocessing"]
-    if theirs is not None and ours is not None and theirs != ours:
-        for difference in differences(theirs, ours, prefix="data."):
+    if theirs is not None and ours is not None:
+        for difference in differences({name: theirs.get(name) for name in ours}, ours, prefix="data."):
             log.warning("%s learned from images that were prepared otherwise: %s", weights, difference)
 
 

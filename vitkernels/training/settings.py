@@ -30,7 +30,7 @@ _NUMBERS = {
     "model.drop_path_rate": (float, 0, 1, True),
     "optim.lr": (float, 0, None, False),
     "optim.weight_decay": (float, 0, None, False),
-    "optim.layer_decay": (float, 0, 1, True),
+    "optim.layer_decay": (float, 1e-6, 1, True),
     "schedule.warmup_epochs": (float, 0, None, False),
     "schedule.warmup_cap": (float, 0, 1, True),
     "schedule.warmup_lr": (float, 0, None, False),

@@ -69,7 +69,8 @@ def arguments(argv: list[str]) -> list[str]:
         digest = hashlib.sha256("\0".join(deciding).encode()).hexdigest()[:8]
         name = "-".join([*(key.replace("/", ".") for key in swept), digest])
         added.append(f"hydra.sweep.dir=runs/sweeps/{name}")
-    return [*argv, *added]
+    # Hydra reads no settings on both sides of -m.
+    return [argv[0], "-m", *(word for word in argv[1:] if word not in ("-m", "--multirun")), *added]
 
 
 def is_sweep_job() -> bool:

@@ -23,6 +23,7 @@ def start_profiler(run_dir: Path, warmup_steps: int, steps_left: int):
         return None
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=warmup_steps, warmup=2, active=PROFILED_STEPS - 3, repeat=1),
+        acc_events=True,  # of one cycle; without it torch 2.11 warns that it would forget earlier ones
         on_trace_ready=torch.profiler.tensorboard_trace_handler(str(run_dir / "profile")),
     )
     profiler.start()
