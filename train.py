@@ -113,8 +113,8 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     data_args = OmegaConf.to_container(cfg.data, resolve=True)
     data_args["batch_size"] *= parallel.local_devices
     # How images are prepared, where the data set leaves it open: as for the weights' training, else as timm does.
-    learned_from = {} if cfg.checkpoint is None else parallel.load(run_folder.learned_from, Path(cfg.checkpoint))
-    preprocessing = learned_from.get("preprocessing") or models.preprocessing(cfg.model.name)
+    there = {} if cfg.checkpoint is None else parallel.load(run_folder.learned_from, Path(cfg.checkpoint))
+    preprocessing = there.get("preprocessing") or models.preprocessing(cfg.model.name)
     data_args |= {key: value for key, value in preprocessing.items() if data_args.get(key, "") is None}
     build_data = get_method(data_args.pop("_target_"))  # called here and not by Hydra, which would wrap its errors
     data = build_data(
@@ -158,13 +158,15 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
     model = build(backend, pretrained=cfg.model.pretrained or None)
     if cfg.checkpoint is not None:
         weights = parallel.load(models.read_state_dict, cfg.checkpoint)
-        parallel.on_main(run_folder.name_order_of_timm, Path(cfg.checkpoint), data.class_names)
+        if there["class_names"] is None:
+            outputs = len(weights.get("head.weight", ()))
+            parallel.on_main(run_folder.name_order_of_timm, cfg.checkpoint, outputs, data.class_names)
         if cfg.mode == "eval":
-            parallel.on_main(run_folder.refuse_other_classes, Path(cfg.checkpoint), data.class_names)
-            parallel.on_main(run_folder.name_other_preprocessing, Path(cfg.checkpoint), data.preprocessing)
+            run_folder.refuse_other_classes(cfg.checkpoint, there["class_names"], data.class_names)
+            preprocessings = there["preprocessing"], data.preprocessing
+            parallel.on_main(run_folder.name_other_preprocessing, cfg.checkpoint, *preprocessings)
         else:
-            new_classes = learned_from["class_names"] not in (None, data.class_names)
-            weights = models.fitted(weights, model, new_classes)
+            weights = models.fitted(weights, model, there["class_names"] not in (None, data.class_names))
         models.load_weights(model, weights, cfg.checkpoint)
     # Before the model moves: it makes a torch.Generator on the model's device, and XLA devices have none.
     ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if cfg.ema.decay and cfg.mode == "train" else None
@@ -267,8 +269,9 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         load_tensors = partial(parallel.load, ckpt.load_tensors)
         state = parallel.load(ckpt.load_state, path)
         run_folder.refuse_other_run(path, state, identifying, total_steps)
-        parallel.on_main(run_folder.refuse_other_classes, path, data.class_names)
-        parallel.on_main(run_folder.name_other_preprocessing, path, data.preprocessing)
+        there = parallel.load(run_folder.learned_from, path)
+        run_folder.refuse_other_classes(path, there["class_names"], data.class_names)
+        parallel.on_main(run_folder.name_other_preprocessing, path, there["preprocessing"], data.preprocessing)
         if state["step"] == total_steps and parallel.on_main(run_folder.take_summary_back, run_dir, cfg, total_steps):
             log.info("this run is done: %s", run_dir / "summary.json")
             return

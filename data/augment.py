@@ -75,7 +75,6 @@ def eval_transform(
     check_number("crop_pct", crop_pct)
     if not 0 < crop_pct <= 1:
         raise UsageError(f"data.crop_pct={crop_pct}: expected a share above 0 and up to 1")
-    interpolation = "bicubic" if interpolation == "random" else interpolation
     return create_transform(
         image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct, crop_mode=crop_mode
     )

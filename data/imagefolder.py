@@ -136,6 +136,7 @@ def build(
         )
     check_number("check_images", check_images, whole=True, null=True)
     check_number("max_bad_share", max_bad_share, 0, 1)
+    of_evaluation = prepared | ({"interpolation": "bicubic"} if prepared["interpolation"] == "random" else {})
     transforms = {
         "train": train_transform(
             image_size,
@@ -149,7 +150,7 @@ def build(
             re_mode=re_mode,
             re_count=re_count,
         ),
-        "val": eval_transform(image_size, **prepared),
+        "val": eval_transform(image_size, **of_evaluation),
     }
     folders = scan_splits(root, ["train", "val"] if train else ["val"])
     classes = folders["val"].classes
@@ -169,4 +170,4 @@ def build(
             max_bad_share=max_bad_share,
             log=log,
         )
-    return Data(loaders.get("train"), loaders["val"], len(classes), class_names=classes, preprocessing=prepared)
+    return Data(loaders.get("train"), loaders["val"], len(classes), class_names=classes, preprocessing=of_evaluation)

@@ -62,7 +62,8 @@ class Loader(Protocol):
 class Data:
     """The loaders of a data set; train is None where only evaluation was asked for.
 
-    preprocessing: how images were prepared, under the keys of vitkernels.models.preprocessing, where that is a choice.
+    preprocessing: how images are prepared for evaluation, where that is a choice, as vitkernels.models.preprocessing
+    has it.
     """
 
     train: Loader | None

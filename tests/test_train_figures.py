@@ -3,7 +3,9 @@
 import json
 import time
 from functools import partial
+from itertools import chain, repeat
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -121,3 +123,20 @@ def test_parameters_that_no_gradient_reaches_are_named(settings, tmp_path, monke
     assert run(cfg, tmp_path)["parameters_without_gradient"] == 8  # the norm before and qkv, in each of two blocks
     assert "no gradient to blocks.0.norm1.weight, blocks.0.norm1.bias, blocks.0.attn.qkv.weight" in caplog.text
     assert "has no backward pass" in caplog.text
+
+
+@pytest.mark.parametrize(("cap", "steps"), [("0.1", 1), ("0.5", 5), ("null", 9)])
+def test_warm_up_takes_at_most_its_share_of_the_run(cap, steps, settings, tmp_path):
+    short = [*SMALL, "trainer.max_steps=10", "trainer.eval_every=null", "checkpoints.every_epochs=null", "attn=sdpa"]
+    run(settings(*short, "schedule.warmup_epochs=0.1", f"schedule.warmup_cap={cap}"), tmp_path)  # 9 of 89 steps
+    rates = [json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rates[1] == pytest.approx(1e-6 + (1e-3 - 1e-6) / steps, rel=0.03)  # after one step the cosine has begun
+
+
+def test_the_seconds_of_a_run_are_those_of_all_its_processes(settings, tmp_path, monkeypatch):
+    for begin, end, steps in ((1000.0, 1500.0, 4), (9000.0, 9007.0, 8)):
+        clock = chain([begin], repeat(end))
+        monkeypatch.setattr(train, "time", SimpleNamespace(time=lambda clock=clock: next(clock)))
+        cfg = settings(*SMALL, f"trainer.max_steps={steps}", "trainer.eval_every=null", "attn=sdpa", "resume=auto")
+        summary = run(cfg, tmp_path)
+    assert summary["seconds"] == 507.0

@@ -259,6 +259,19 @@ def test_the_code_that_was_measured_is_named_where_it_is_not_one_commit(tmp_path
     assert remarks(rows[1:]) == ["measured with uncommitted changes: abc-dirty.1f2e"]
 
 
+def test_of_a_row_whose_code_is_unknown_the_commit_counts(tmp_path):
+    job(tmp_path, 0, "attn=a", median=40.0)
+    job(tmp_path, 1, "attn=b", median=40.0, code="1f2e")
+    assert not any("not the same code" in remark for remark in remarks(comparison.compare(tmp_path)))
+
+
+def test_evaluations_repeated_by_seed_have_no_steps_to_miss(tmp_path):
+    for seed in range(2):
+        job(tmp_path, seed, f"seed={seed}")
+        (tmp_path / f"seed={seed}/eval.json").write_text(json.dumps({"top1": 90.0, "images_per_s": 1.0}))
+    assert not any("timed" in remark for remark in remarks(comparison.compare(tmp_path)))
+
+
 def test_a_commit_that_changes_no_code_makes_no_other_row(tmp_path):
     for seed, commit in enumerate(("abc", "def")):
         job(tmp_path, seed, f"seed={seed}", median=40.0, git_commit=commit, code="1f2e")

@@ -55,7 +55,7 @@ def loss_in_timm(folder):
 def test_a_run_evaluates_as_it_trained_and_says_where_it_is_told_otherwise(make_root, settings, tmp_path, caplog):
     caplog.set_level("INFO", "vitkernels")
     cfg = [*SMALL, f"data.root={make_root()}"]
-    ours = ["data.mean=[0.1,0.2,0.3]", "data.crop_pct=1.0", "trainer.max_steps=3"]
+    ours = ["data.mean=[0.1,0.2,0.3]", "data.crop_pct=1.0", "data.interpolation=random", "trainer.max_steps=3"]
     train.run(settings(*cfg, *ours), tmp_path / "run")
     trained = json.loads((tmp_path / "run/preprocessing.json").read_text())
     timms = models.preprocessing("vit_tiny_patch16_224") | {"input_size": [3, 32, 32]}
@@ -69,6 +69,7 @@ def test_a_run_evaluates_as_it_trained_and_says_where_it_is_told_otherwise(make_
         train.run(settings(*evaluation), tmp_path / f"as trained {number}")
         found = json.loads((tmp_path / f"as trained {number}/eval.json").read_text())
         assert found["loss"] == pytest.approx(loss, rel=1e-6) and "prepared otherwise" not in caplog.text
+        assert found["preprocessing"]["mean"] == [0.1, 0.2, 0.3]
         train.run(settings(*evaluation, "data.mean=[0.5,0.5,0.5]"), tmp_path / f"otherwise {number}")
         assert json.loads((tmp_path / f"otherwise {number}/eval.json").read_text())["loss"] != found["loss"]
         assert "prepared otherwise: data.mean is [0.1, 0.2, 0.3] there and [0.5, 0.5, 0.5] here" in caplog.text

@@ -22,16 +22,16 @@ def test_the_same_sweep_gets_the_same_folder_and_jobs_are_named_by_what_varies()
     argv = ["train.py", "-m", "attn=native,sdpa", "data=fake", "trainer.max_steps=40"]
     named = sweep.arguments(argv)
     assert named == sweep.arguments(argv)
-    assert named[:5] == argv
-    assert named[5] == "hydra.job.config.override_dirname.exclude_keys=[data,trainer.max_steps]"
-    assert named[6].startswith("hydra.sweep.dir=runs/sweeps/attn-")
-    assert sweep.arguments([*argv, "seed=1"])[-1] != named[6]
+    assert named[:2] + named[4:] == argv
+    assert named[2] == "hydra.job.config.override_dirname.exclude_keys=[data,trainer.max_steps]"
+    assert named[3].startswith("hydra.sweep.dir=runs/sweeps/attn-")
+    assert sweep.arguments([*argv, "seed=1"])[3] != named[3]
 
 
 @pytest.mark.parametrize("flag", ["-m", "--multirun"])
 def test_the_flag_may_stand_anywhere(flag):
     first, last = sweep.arguments(["train.py", "-m", "a=1,2"]), sweep.arguments(["train.py", "a=1,2", flag])
-    assert first == last and first[:3] == ["train.py", "-m", "a=1,2"]
+    assert first == last and first[1] == "-m" and first[-1] == "a=1,2"
 
 
 def test_jobs_of_a_sweeper_that_brings_its_own_parameters_are_named_by_them():
@@ -48,7 +48,7 @@ def test_a_sweep_for_slurm_without_slurm_is_refused(monkeypatch, tmp_path, capsy
     assert command_line.run(None, CONF) == 2
     assert capsys.readouterr().out.startswith("error: hydra/launcher=slurm needs Slurm's srun")
     (tmp_path / "srun").touch(0o755)
-    assert sweep.arguments(argv)[:4] == argv
+    assert set(argv) < set(sweep.arguments(argv))
 
 
 @pytest.mark.parametrize(("words", "setting"), [([], "hydra.run.dir"), (["-m", "seed=0,1"], "hydra.sweep.dir")])
@@ -265,9 +265,8 @@ def test_an_evaluation_that_is_made_again_moves_nothing_of_the_run_beside_it(don
     run_folder.write_json(done / "eval.json", {"top1": 90.0, "settings": run_folder.identity(cfg)})
     assert not is_measured(done, cfg)  # job.json is of the training
     assert (done / "model.safetensors").exists()
-    # Should it fail now, nothing is done.
-    assert [path.name for path in (done / "before").iterdir()] == ["eval.json"]
-    assert run_folder.find_done(done, cfg) is None
+    assert not (done / "before").exists()
+    assert run_folder.find_done(done, cfg) is None  # should it fail now
 
 
 def test_a_tuned_table_is_one_of_the_circumstances(settings, monkeypatch, tmp_path):

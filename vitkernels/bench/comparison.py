@@ -71,7 +71,7 @@ def _row(job: dict, path: Path, folder: Path) -> dict:
         "images_per_step": images,
         "flops_per_image": flops / images if images and flops else None,
         "commit": results.get("git_commit"),
-        "code": job.get("circumstances", {}).get("code", results.get("git_commit")),
+        "code": (job.get("circumstances") or {}).get("code") or results.get("git_commit"),
         "repeats": None,
         "folder": str(path.relative_to(folder)),
     }

@@ -68,7 +68,7 @@ def _few_steps(rows: list[dict]) -> list[str]:
     for run in (run for row in rows for run in runs(row)):
         if (steps_of(run) or enough) < enough:
             by_count.setdefault(steps_of(run), []).append(run["variant"])
-    untimed = [run["variant"] for row in rows for run in row["repeats"] or [] if not medians(run)]
+    untimed = [run["variant"] for row in rows if medians(row) for run in runs(row) if not medians(run)]
     said = [f"{', '.join(untimed)}: no step was timed"] if untimed else []  # of a whole row the table says so
     for count, names in sorted(by_count.items()):
         too_few = ", too few for a ratio" if count < FEWEST_STEPS else ""
@@ -93,10 +93,10 @@ def _code(rows: list[dict]) -> list[str]:
     for row in rows:
         if row["commit"]:
             by_code.setdefault(row["code"], []).append(row)
-    if len(by_code) > 1:
+    commits = dict.fromkeys(row["commit"] for same in by_code.values() for row in same)
+    if len(by_code) > 1 and len(commits) > 1:
         states = [f"{', '.join(r['variant'] for r in same)} at commit {same[0]['commit']}" for same in by_code.values()]
         return [f"not the same code: {'; '.join(states)}"]
-    commits = dict.fromkeys(row["commit"] for same in by_code.values() for row in same)
     return [f"measured with uncommitted changes: {commit}" for commit in commits if "-dirty" in commit]
 
 

@@ -25,7 +25,7 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     """The state dict in a .safetensors file, a torch file, or a training checkpoint (its EMA where it has one).
 
     A training checkpoint is a folder of ours, made by any number of processes, or a file of timm's. The prefixes of
-    torch's wrappers (module., _orig_mod.) are taken off names.
+    torch's wrappers (module., _orig_mod.) are taken off names, by timm.
 
     Torch files are read with weights_only: nothing in them is executed. Raises UsageError when the file is missing,
     truncated or holds something else.
@@ -49,7 +49,9 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
     if key is not None:
         log.info("weights: %s (%s) of %s", "the EMA" if key in _EMA_KEYS else "the model", key, path)
         content = content[key]
-    if not isinstance(content, dict) or not all(isinstance(v, torch.Tensor) for v in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items()
+    ):
         raise UsageError(f"{path} holds no state dict; expected parameter names mapped to tensors")
     return clean_state_dict(content)
 

@@ -17,6 +17,7 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -269,13 +270,14 @@ def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path, notes: d
     write_atomically(path, lambda file: file.write(content))
 
 
-def notes_in(path: Path) -> dict:
-    """The notes of an exported file of weights; empty where it is none of ours."""
+def notes_in(path: Path, names: Iterable[str]) -> dict:
+    """Those of the notes of these names that an exported file of weights has."""
     try:
         with safe_open(path, "pt") as file:
-            return {name: json.loads(note) for name, note in (file.metadata() or {}).items()}
-    except (OSError, SafetensorError, ValueError):  # torch.save's, or another program's metadata
+            metadata = file.metadata() or {}
+    except (OSError, SafetensorError):  # torch.save's
         return {}
+    return {name: json.loads(metadata[name]) for name in names if name in metadata}
 
 
 def _unfinished(path: Path) -> Path:

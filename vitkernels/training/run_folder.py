@@ -70,7 +70,13 @@ def circumstances(cfg: DictConfig) -> dict:
 
 def _settings_of(folder: Path) -> dict:
     """The identity of the run in the folder; empty when there is none."""
-    return read_json(folder / "config.json") or {}
+    settings = read_json(folder / "config.json") or {}
+    # What was always so, until it could be set.
+    if "schedule" in settings:
+        settings["schedule"].setdefault("warmup_cap", 0.1)
+    if "crop_pct" in settings.get("data", {}):
+        settings["data"].setdefault("crop_mode", "center")
+    return settings
 
 
 def is_done(folder: Path) -> bool:
@@ -270,18 +276,31 @@ def _asked_for(asked: Path, own: ckpt.Checkpoints) -> Path:
     return path
 
 
+_LEARNED = ("class_names", "preprocessing")
+
+
 def learned_from(weights: Path) -> dict:
     """What a run's checkpoint, or its exported weights, learned from; an entry is None where it is not known.
 
     class_names: what the outputs stand for, in order. preprocessing: how images were prepared (models.preprocessing).
     """
-    notes = read_json(weights / "state.json") or {} if weights.is_dir() else ckpt.notes_in(weights)
-    return {name: notes.get(name) for name in ("class_names", "preprocessing")}
+    if weights.is_dir():
+        notes, run = read_json(weights / "state.json") or {}, weights.resolve().parents[1]
+    else:
+        notes, run = ckpt.notes_in(weights, _LEARNED), weights.parent
+    return {**_learned_in(run), **{name: notes[name] for name in _LEARNED if name in notes}}
 
 
-def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
+def _learned_in(run: Path) -> dict:
+    """What the folder says of a run whose weights do not say it themselves, as they have not always done."""
+    data = _settings_of(run).get("data", {})
+    prepared = {name: data.get(name) for name in ("mean", "std", "interpolation", "crop_pct", "crop_mode")}
+    known = prepared if None not in prepared.values() else None
+    return {"class_names": read_json(run / "class_names.json"), "preprocessing": known}
+
+
+def refuse_other_classes(weights: str | Path, theirs: list[str] | None, ours: list[str] | None) -> None:
     """Raise UsageError where weights of a run have learned other classes than these."""
-    theirs = learned_from(weights)["class_names"]
     if theirs is None or ours is None or theirs == ours:
         return
     pairs = itertools.zip_longest(theirs, ours, fillvalue="none")
@@ -292,10 +311,10 @@ def refuse_other_classes(weights: Path, ours: list[str] | None) -> None:
     )
 
 
-def name_order_of_timm(weights: Path, ours: list[str] | None) -> None:
-    """Warn where weights that are no run's may have learned these classes in another order."""
+def name_order_of_timm(weights: str | Path, outputs: int, ours: list[str] | None) -> None:
+    """Warn where weights that are no run's may have learned these classes, as many as outputs, in another order."""
     in_order = sorted(ours or [], key=natural_key)
-    if learned_from(weights)["class_names"] is None and in_order != (ours or []):
+    if outputs == len(in_order) and in_order != (ours or []):
         number = next(i for i, pair in enumerate(zip(in_order, ours, strict=True)) if pair[0] != pair[1])
         log.warning(
             "if timm trained %s on these folders, its class number %d is %r and here it is %r: timm has 2 before 10, "
@@ -304,9 +323,8 @@ def name_order_of_timm(weights: Path, ours: list[str] | None) -> None:
         )
 
 
-def name_other_preprocessing(weights: Path, ours: dict | None) -> None:
+def name_other_preprocessing(weights: str | Path, theirs: dict | None, ours: dict | None) -> None:
     """Warn where weights of a run have learned from images that were prepared otherwise."""
-    theirs = learned_from(weights)["preprocessing"]
     if theirs is not None and ours is not None:
         for difference in differences({name: theirs.get(name) for name in ours}, ours, prefix="data."):
             log.warning("%s learned from images that were prepared otherwise: %s", weights, difference)

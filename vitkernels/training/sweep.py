@@ -69,8 +69,8 @@ def arguments(argv: list[str]) -> list[str]:
         digest = hashlib.sha256("\0".join(deciding).encode()).hexdigest()[:8]
         name = "-".join([*(key.replace("/", ".") for key in swept), digest])
         added.append(f"hydra.sweep.dir=runs/sweeps/{name}")
-    # Hydra reads no settings on both sides of -m.
-    return [argv[0], "-m", *(word for word in argv[1:] if word not in ("-m", "--multirun")), *added]
+    # Hydra reads no settings on both sides of -m, or of another option.
+    return [argv[0], "-m", *added, *(word for word in argv[1:] if word not in ("-m", "--multirun"))]
 
 
 def is_sweep_job() -> bool:
@@ -92,7 +92,7 @@ def run_job(config: DictConfig) -> float | list[float] | None:
     now = circumstances(config)
     job = {"num": hydra.job.num, "variant": variant, "overrides": list(hydra.overrides.task), "circumstances": now}
     if _is_measured(folder, config, variant, now):
-        then = (read_json(folder / "job.json") or {}).get("circumstances", now)  # what its figures are of
+        then = (read_json(folder / "job.json") or {}).get("circumstances")  # what its figures are of, if it is known
         write_json(folder / "job.json", {**job, "circumstances": then, "status": "done"})
         return _objective(folder, config)
     if not is_done(folder):
@@ -149,8 +149,10 @@ def _is_measured(folder: Path, config: DictConfig, variant: str, now: dict) -> b
         log.info("%s: done before, skipped (at commit %s%s; %s)", variant, results.get("git_commit"), but, again)
         return True
     log.info("%s: done before, but measured again: %s", variant, "; ".join(changed))
-    # An evaluation may lie beside the run that it is of.
-    _set_aside(folder, _results_in(folder) if config.mode == "train" else [folder / "eval.json"])
+    if config.mode == "train":
+        _set_aside(folder)
+    else:  # which may lie beside the run that it is of
+        (folder / "eval.json").unlink()
     return False
 
 
@@ -169,15 +171,15 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _set_aside(folder: Path, results: list[Path]) -> None:
+def _set_aside(folder: Path) -> None:
     """Move an earlier attempt's results into `before`, in place of what lies there: they may be a long training's."""
     before = folder / "before"
     if before.exists():
         shutil.rmtree(before)
+    results = [path for path in _results_in(folder) if path.name != "job.json"]  # by which a sweep's table knows jobs
     before.mkdir()
     for path in results:
-        if path not in (before, folder / "job.json"):  # by which a sweep's table knows jobs
-            path.rename(before / path.name)
+        path.rename(before / path.name)
     log.info("its results so far are in %s", before)
 
 
