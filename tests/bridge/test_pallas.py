@@ -71,6 +71,8 @@ def test_matmul_says_what_does_not_fit():
 def test_vmap_of_torch():
     xs, ys = torch.randn(3, 8, 128), torch.randn(8, 128)
     torch.testing.assert_close(torch.func.vmap(add_vectors, in_dims=(0, None))(xs, ys), xs + ys, rtol=0, atol=0)
+    inner = torch.func.vmap(add_vectors, in_dims=(1, None))  # what is mapped has no row-major memory
+    torch.testing.assert_close(inner(xs.transpose(0, 1).contiguous(), ys), xs + ys, rtol=0, atol=0)
     twice = torch.func.vmap(torch.func.vmap(matmul, in_dims=(0, None)), in_dims=(1, 0))
     a, b = torch.randn(3, 2, 16, 32), torch.randn(2, 32, 8)
     torch.testing.assert_close(twice(a, b), torch.einsum("ijmk,jkn->jimn", a, b), **F32)

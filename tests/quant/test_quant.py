@@ -105,6 +105,11 @@ def test_a_bfloat16_model_is_one_again_when_it_is_swapped_back():
     assert model(torch.arange(7)).dtype == torch.bfloat16
 
 
+def test_blocks_without_a_size_are_those_of_the_command_line(settings):
+    assert Scheme.named("w4a8_block_asym") == Scheme.named("w4a8_block32_asym")
+    assert settings("quant=w4a8_block").quant.block_size == Scheme.named("w4a8_block").block_size
+
+
 def test_refusals():
     with pytest.raises(ValueError, match=r"unknown scheme 'w2a16'.*w4a16_block32_asym"):
         quantize_(Tied(), "w2a16")

@@ -94,7 +94,8 @@ def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
         if mask.dtype != torch.bool:
             raise UsageError(f"mask must be boolean (True keeps), got {mask.dtype}; an additive mask goes to bias=")
         _check_broadcast("mask", mask, (B, H, N, M))
-    if segment_ids is not None and (segment_ids.dtype.is_floating_point or segment_ids.shape != (B, N) or N != M):
+    not_whole = segment_ids is not None and (segment_ids.dtype.is_floating_point or segment_ids.dtype.is_complex)
+    if segment_ids is not None and (not_whole or segment_ids.shape != (B, N) or N != M):
         raise UsageError(
             "segment_ids must be integers of shape (batch, tokens), for self-attention; "
             f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for q {tuple(q.shape)} and {M} keys"

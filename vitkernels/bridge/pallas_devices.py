@@ -48,7 +48,8 @@ def check_tensors(name: str, tensors: tuple, device: torch.device | str | None) 
         raise UsageError(f"{name}: runs on cpu, cuda and xla tensors, not on {target}; move them with .to('cpu')")
     for i, t in enumerate(tensors):
         _check_dtype(name, i, t.dtype)
-        if target.type in ("cpu", "cuda") and not t.is_contiguous():
+        mapped = torch._C._functorch.is_functorch_wrapped_tensor(t)  # by vmap, which moves its axis and then copies
+        if target.type in ("cpu", "cuda") and not t.is_contiguous() and not mapped:
             raise UsageError(
                 f"{name}: argument {i}, {tuple(t.shape)}, has strides {t.stride()}; kernels take row-major memory and "
                 "the bridge copies nothing: pass .contiguous()"

@@ -12,7 +12,7 @@ from torch import Tensor
 from vitkernels.errors import UsageError
 from vitkernels.ops.quantized_matmul import pack_int4
 
-_NAME = re.compile(r"w(8|4)a(16|8)(?:_block(\d+))?(_asym)?(_fp8)?")
+_NAME = re.compile(r"w(8|4)a(16|8)(_block\d*)?(_asym)?(_fp8)?")
 _LEAST = 1e-12  # the least range of a group of weights: its scale divides
 _LARGEST_FP8 = 448.0
 
@@ -45,15 +45,17 @@ class Scheme:
 
     @classmethod
     def named(cls, name: str) -> "Scheme":
-        """w8a8_fp8; or w8a16, w4a16, w8a8 or w4a8, then `_block<size>` and `_asym` if wanted (w4a16_block32_asym)."""
+        """w8a8_fp8; or w8a16, w4a16, w8a8 or w4a8, then `_block<size>` (32 without a number, as conf/quant has it) and
+        `_asym` where wanted: w4a16_block32_asym."""
         match = _NAME.fullmatch(name)
         if match is None:
             raise UsageError(
                 f"unknown scheme {name!r}; one is w8a8_fp8, or w8a16, w4a16, w8a8 or w4a8, then _block<size> and _asym "
                 "where wanted, such as w4a16_block32_asym"
             )
-        weight_bits, activation_bits, block_size, asym, fp8 = match.groups()
-        return cls(int(weight_bits), int(activation_bits), int(block_size or -1), asym is None, fp8 is not None)
+        weight_bits, activation_bits, block, asym, fp8 = match.groups()
+        block_size = -1 if block is None else int(block.removeprefix("_block") or 32)
+        return cls(int(weight_bits), int(activation_bits), block_size, asym is None, fp8 is not None)
 
     @property
     def name(self) -> str:

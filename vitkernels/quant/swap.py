@@ -19,12 +19,12 @@ def quantize_(
 ) -> nn.Module:
     """Swap every nn.Linear and nn.Embedding for its quantized form, in place; returns the model.
 
-    scheme: a Scheme or its name: w8a16, w4a16, w8a8 or w4a8, then `_block<size>` and `_asym` where wanted; w8a8_fp8.
+    scheme: a Scheme or its name, as Scheme.named takes it: "w8a8", "w4a16_block", "w8a8_fp8".
     filter: called with a layer's name and itself; where it says no, the layer stays. By default all are quantized.
     backend: quantized_matmul's.
 
-    The model must be on a real device. A layer used in two places stays one. For a checkpoint written after this, make
-    the model, `quantize_` it the same way, and load_state_dict.
+    The model must be on a real device, and is then called under torch.no_grad(). A layer used in two places stays one.
+    For a checkpoint written after this, make the model, `quantize_` it the same way, and load_state_dict.
 
     Raises UsageError before anything is swapped: for an unknown scheme, a block size that does not divide a layer's in
     features (the layers are named), when nothing is left to quantize, or for a model that trains in 8 bits.

@@ -49,7 +49,7 @@ def mlp(
         approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
         keep_activation: keep GELU's result, and its slope instead of what it was given: as much memory again per
             layer, for a backward pass that has no GELU to calculate and writes a tensor of that size less.
-        backend: "auto" or a name; they are linear_gelu's.
+        backend: "auto" or a name. `linear_gelu` says what passes, triton and pallas_hopper are.
 
     Returns:
         (..., O) in autocast's dtype where autocast is on, else in x's.
