@@ -67,11 +67,23 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
     ids=str,
 )
 def test_values_and_gradients(device, name, shape, extras, x_dtype, branch_dtype):
+    check(device, name, shape, extras, x_dtype, branch_dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", BACKENDS.names())
+@pytest.mark.parametrize("shape, eps", [((2, 5, 96), 1e-2), ((6, 67, 24), 1e-6)], ids=["eps", "many rows"])
+def test_another_eps_and_many_rows(device, name, shape, eps):
+    check(device, name, shape, (*NAMES, "sample_scale_B"), torch.float32, torch.float32, eps=eps)
+
+
+def check(device, name, shape, extras, x_dtype, branch_dtype, **settings):
     torch.manual_seed(hash((shape, len(extras))) % 2**31)
     tensors = make(device, shape, x_dtype, branch_dtype, extras)
     d_total, d_normed = (torch.randn(shape, device=device).to(x_dtype) for _ in range(2))
-    got = outputs_and_gradients(partial(layer_norm_residual, backend=name), tensors, d_total, d_normed)
-    want = outputs_and_gradients(exact, {k: v.double() for k, v in tensors.items()}, d_total, d_normed)
+    wide = {k: v.double() for k, v in tensors.items()}
+    got = outputs_and_gradients(partial(layer_norm_residual, backend=name, **settings), tensors, d_total, d_normed)
+    want = outputs_and_gradients(partial(exact, **settings), wide, d_total, d_normed)
     for what, tensor in want.items():
         # The norm of a sum that was rounded to the stream's dtype carries that rounding.
         dtype = torch.bfloat16 if torch.bfloat16 in (got[what].dtype, x_dtype) else torch.float32
@@ -107,6 +119,24 @@ def test_only_one_output_used(name):
         exact(**wide)[index].square().sum().backward()
         for key in ("x", "branch", *NAMES):
             assert error(leaves[key].grad, wide[key].grad) < TOLERANCE[torch.float32], (index, key)
+
+
+@pytest.mark.parametrize("name", BACKENDS.names())
+@pytest.mark.parametrize("wanted", [("weight_C", "bias_C"), ("branch",), *((k,) for k in NAMES)], ids="+".join)
+def test_some_gradients_alone(name, wanted):
+    """As where the layers below are frozen, and x with them."""
+    torch.manual_seed(0)
+    tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, (*NAMES, "sample_scale_B"))
+    d_normed = torch.randn(2, 5, 96)
+
+    def gradients(call, tensors):
+        leaves = {k: v.clone().requires_grad_(k in wanted) for k, v in tensors.items()}
+        return torch.autograd.grad(call(**leaves)[1], [leaves[k] for k in wanted], d_normed.to(leaves["x"]))
+
+    got = gradients(partial(layer_norm_residual, backend=name), tensors)
+    want = gradients(exact, {k: v.double() for k, v in tensors.items()})
+    for what, ours, theirs in zip(wanted, got, want, strict=True):
+        assert error(ours, theirs) < TOLERANCE[torch.float32], what
 
 
 @pytest.mark.parametrize("name", BACKENDS.names())
