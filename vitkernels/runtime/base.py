@@ -112,10 +112,8 @@ class Runtime:
         try:
             (kib,) = re.findall(r"^VmHWM:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
             return int(kib) * 1024
-        except (
-            OSError,
-            ValueError,
-        ):  # no Linux, or a sandbox's. The next may be the parent's: it outlives fork and exec
+        except (OSError, ValueError):  # no Linux, or a sandbox's
+            # May be the parent's: it outlives fork and exec.
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     # ---- random state ----

@@ -285,7 +285,7 @@ def learned_from(weights: Path) -> dict:
     class_names: what the outputs stand for, in order. preprocessing: how images were prepared (models.preprocessing).
     """
     if weights.is_dir():
-        notes, run = read_json(weights / "state.json") or {}, weights.resolve().parents[1]
+        notes, run = read_json(weights / "state.json") or {}, weights.resolve().parent.parent
     else:
         notes, run = ckpt.notes_in(weights, _LEARNED), weights.parent
     return {**_learned_in(run), **{name: notes[name] for name in _LEARNED if name in notes}}
