@@ -162,9 +162,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
             outputs = len(weights.get("head.weight", ()))
             parallel.on_main(run_folder.name_order_of_timm, cfg.checkpoint, outputs, data.class_names)
         if cfg.mode == "eval":
-            run_folder.refuse_other_classes(cfg.checkpoint, there["class_names"], data.class_names)
-            preprocessings = there["preprocessing"], data.preprocessing
-            parallel.on_main(run_folder.name_other_preprocessing, cfg.checkpoint, *preprocessings)
+            parallel.on_main(run_folder.check_data, cfg.checkpoint, there, data.class_names, data.preprocessing)
         else:
             weights = models.fitted(weights, model, there["class_names"] not in (None, data.class_names))
         models.load_weights(model, weights, cfg.checkpoint)
@@ -270,8 +268,7 @@ def train_or_evaluate(cfg: DictConfig, run_dir: Path, parallel: Parallel, cleanu
         state = parallel.load(ckpt.load_state, path)
         run_folder.refuse_other_run(path, state, identifying, total_steps)
         there = parallel.load(run_folder.learned_from, path)
-        run_folder.refuse_other_classes(path, there["class_names"], data.class_names)
-        parallel.on_main(run_folder.name_other_preprocessing, path, there["preprocessing"], data.preprocessing)
+        parallel.on_main(run_folder.check_data, path, there, data.class_names, data.preprocessing)
         if state["step"] == total_steps and parallel.on_main(run_folder.take_summary_back, run_dir, cfg, total_steps):
             log.info("this run is done: %s", run_dir / "summary.json")
             return

@@ -1,5 +1,6 @@
 """The one conformance suite: every backend against a float64 reference, on every layout, length and extra."""
 
+import re
 from contextlib import contextmanager
 
 import pytest
@@ -329,7 +330,10 @@ def test_other_derivatives_are_right_or_refused(name, device, way):
     taken(name, x, x, x)
     try:
         found = of(attention.get(name), x)
-    except (UsageError, RuntimeError):  # PyTorch's own refusals, as of SDPA's kernels, are RuntimeErrors
+    except UsageError:
+        return
+    except RuntimeError as refusal:  # PyTorch's own, as of SDPA's kernels, or of one marked once_differentiable
+        assert re.search("derivative|differentia|forward (mode )?AD|functorch|not require grad", str(refusal))
         return
     assert found is not None and error(found, of(reference, x.double())) < 10 * TOLERANCE[torch.float32]  # summed twice
 

@@ -43,10 +43,10 @@ def test_of_other_weights_nothing_is_known(tmp_path):
 
 def test_other_classes_are_refused():
     for ours, theirs in ((["a"], ["a"]), (["a"], None), (None, ["a"])):
-        run_folder.refuse_other_classes("weights", theirs, ours)
+        run_folder.check_data("weights", {"class_names": theirs, "preprocessing": None}, ours, PREPARED)
     for ours, difference in ((["0c", "a", "b"], "0 is 'a' there and '0c'"), (["a", "b"], "2 is 'c' there and 'none'")):
         with pytest.raises(UsageError, match=f"weights has learned other classes .* number {difference} here"):
-            run_folder.refuse_other_classes("weights", ["a", "b", "c"], ours)
+            run_folder.check_data("weights", {"class_names": ["a", "b", "c"], "preprocessing": PREPARED}, ours, None)
 
 
 def test_classes_that_timm_would_have_in_another_order_are_named(caplog):

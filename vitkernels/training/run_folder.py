@@ -299,16 +299,22 @@ def _learned_in(run: Path) -> dict:
     return {"class_names": read_json(run / "class_names.json"), "preprocessing": known}
 
 
-def refuse_other_classes(weights: str | Path, theirs: list[str] | None, ours: list[str] | None) -> None:
-    """Raise UsageError where weights of a run have learned other classes than these."""
-    if theirs is None or ours is None or theirs == ours:
-        return
-    pairs = itertools.zip_longest(theirs, ours, fillvalue="none")
-    number, (there, here) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
-    raise UsageError(
-        f"{weights} has learned other classes than the data set has: number {number} is {there!r} there and {here!r} "
-        "here. Give the data set that it was trained on, or train on from it: checkpoint=PATH begins a head anew"
-    )
+def check_data(weights: str | Path, theirs: dict, class_names: list[str] | None, preprocessing: dict | None) -> None:
+    """Raise UsageError where weights that learned from `theirs` know other classes, and warn of otherwise prepared
+    images."""
+    known, prepared = theirs["class_names"], theirs["preprocessing"]
+    if None not in (known, class_names) and known != class_names:
+        pairs = itertools.zip_longest(known, class_names, fillvalue="none")
+        number, (there, here) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+        raise UsageError(
+            f"{weights} has learned other classes than the data set has: number {number} is {there!r} there and "
+            f"{here!r} here. Give the data set that it was trained on, or train on from it: checkpoint=PATH begins a "
+            "head anew"
+        )
+    if None not in (prepared, preprocessing):
+        there = {name: prepared.get(name) for name in preprocessing}
+        for difference in differences(there, preprocessing, prefix="data."):
+            log.warning("%s learned from images that were prepared otherwise: %s", weights, difference)
 
 
 def name_order_of_timm(weights: str | Path, outputs: int, ours: list[str] | None) -> None:
@@ -321,13 +327,6 @@ def name_order_of_timm(weights: str | Path, outputs: int, ours: list[str] | None
             "and a beside A. Folders of one case with leading zeros (02, 10) have the same order in both",
             *(weights, number, in_order[number], ours[number]),
         )
-
-
-def name_other_preprocessing(weights: str | Path, theirs: dict | None, ours: dict | None) -> None:
-    """Warn where weights of a run have learned from images that were prepared otherwise."""
-    if theirs is not None and ours is not None:
-        for difference in differences({name: theirs.get(name) for name in ours}, ours, prefix="data."):
-            log.warning("%s learned from images that were prepared otherwise: %s", weights, difference)
 
 
 def _same_runs_beside(folder: Path, cfg: DictConfig) -> list[Path]:
