@@ -31,27 +31,30 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import ModelEmaV3, random_seed
 
-from data.loader import BadImagesError, Shard, WorkerDiedError
 from vitkernels import attention, models
 from vitkernels import parallel as parallels
 from vitkernels import runtime as runtimes
-from vitkernels.environment import git_commit, versions
+from vitkernels.checkpoint import checkpoints as ckpt
+from vitkernels.checkpoint import optimizer_state
+from vitkernels.cli import command_line
+from vitkernels.config.checks import COMPILE_MODES, check_precision, check_settings
+from vitkernels.data.loader import BadImagesError, Shard, WorkerDiedError
 from vitkernels.errors import UsageError
 from vitkernels.optim import with_kernel
 from vitkernels.parallel import Parallel
+from vitkernels.provenance import git_commit, versions
 from vitkernels.quant import Scheme, quantize_, size_in_bytes, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
-from vitkernels.training import checkpoint as ckpt
-from vitkernels.training import command_line, optimizer_state, run_folder, sweep
-from vitkernels.training.evaluation import evaluate
+from vitkernels.sweep import job
+from vitkernels.training import run_dir as run_folder
+from vitkernels.training.evaluate import evaluate
 from vitkernels.training.history import History, NonFiniteLossError, check_finite, parameters_without_gradient
 from vitkernels.training.loss import mean_loss
 from vitkernels.training.run_log import NoLog, RunLog
-from vitkernels.training.settings import COMPILE_MODES, check_precision, check_settings
 from vitkernels.training.signals import EXIT_INTERRUPTED, StopRequest
+from vitkernels.training.step_timer import StepTimer
 from vitkernels.training.stragglers import name_late_host, name_straggler
 from vitkernels.training.summary import log_evaluation, log_window, mfu, report
-from vitkernels.training.timer import StepTimer
 from vitkernels.training.trace import PROFILED_STEPS, start_profiler
 
 log = logging.getLogger("vitkernels")
@@ -501,8 +504,8 @@ def due(every: int | None, count: int, complete: bool = True, at_the_end: bool =
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(cfg: DictConfig) -> float | None:
-    if sweep.is_sweep_job():
-        return sweep.run_job(cfg)
+    if job.is_sweep_job():
+        return job.run_job(cfg)
     try:
         run(cfg, Path(HydraConfig.get().runtime.output_dir))
     except (UsageError, NonFiniteLossError, BadImagesError, WorkerDiedError) as error:

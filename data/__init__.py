@@ -1,1 +1,1 @@
-"""Input pipelines: each data set is one module with `build(...) -> data.loader.Data`, from plain typed arguments."""
+"""The data sets by the names that configurations give them; the code is in vitkernels.data."""

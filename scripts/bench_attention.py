@@ -18,7 +18,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.bench import attention as bench  # noqa: E402
+from vitkernels.benchmarks import attention as bench  # noqa: E402
 
 
 def main() -> None:

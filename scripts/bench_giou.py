@@ -21,8 +21,9 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would tak
 
 import torch  # noqa: E402
 
-from vitkernels.bench import giou, tpu_static  # noqa: E402
-from vitkernels.bench.attention import Timing  # noqa: E402
+from vitkernels.benchmarks import giou  # noqa: E402
+from vitkernels.benchmarks.attention import Timing  # noqa: E402
+from vitkernels.tpu_estimate import compiler  # noqa: E402
 
 _NOT_TORCH = ("jax.jit", "pallas")  # cannot be captured in torch's CUDA graphs
 
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--estimate", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available())
     parser.add_argument("--results", type=Path, metavar="FILE", help="append the rows to this file, as JSON")
     options = parser.parse_args(arguments)
-    if options.estimate and (reason := tpu_static.unavailable()) is not None:
+    if options.estimate and (reason := compiler.unavailable()) is not None:
         parser.error(f"{reason}; or leave the estimates out: --no-estimate")
     for images, boxes in options.shapes:
         for dtype in options.dtypes:

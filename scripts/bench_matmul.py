@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.bench import matmul  # noqa: E402
+from vitkernels.benchmarks import matmul  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
 

@@ -20,8 +20,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.bench import paged_attention as bench  # noqa: E402
-from vitkernels.bench.attention import Timing  # noqa: E402
+from vitkernels.benchmarks import paged_attention as bench  # noqa: E402
+from vitkernels.benchmarks.attention import Timing  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
 
@@ -85,7 +85,7 @@ def _print(case: bench.Case, row: dict, floor_ms: float) -> None:
 
 def estimate(options) -> None:
     """The table of a TPU v5e, from what libtpu scheduled; blocks of 512 tokens."""
-    from vitkernels.bench import tpu_paged_attention as tpu
+    from vitkernels.tpu_estimate import paged_attention as tpu
 
     print("ESTIMATED for TPU v5e from libtpu's schedules; no TPU was used; bfloat16, blocks of 512 tokens")
     print("| case | contender | ESTIMATE ms | compute ms | HBM ms | operations not timed |\n|---|---|---|---|---|---|")

@@ -20,7 +20,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.bench.attention import Timing  # noqa: E402
+from vitkernels.benchmarks.attention import Timing  # noqa: E402
 from vitkernels.quant import QuantizedLinear  # noqa: E402
 
 SIZES = ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))  # in, out features: qkv, proj, fc1, fc2

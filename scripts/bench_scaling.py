@@ -97,7 +97,7 @@ def _as_started_for(job: int, world: int):
 
 
 def row(engine: str, alone: bool, summary: dict, args) -> dict:
-    from vitkernels.environment import git_commit, versions
+    from vitkernels.provenance import git_commit, versions
 
     return {
         "model": args.model, "attn": args.attn, "parallel": engine, "devices": summary["devices"], "alone": alone,

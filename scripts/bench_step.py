@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 
 from vitkernels import models  # noqa: E402
 from vitkernels import runtime as runtimes  # noqa: E402
-from vitkernels.bench import step  # noqa: E402
+from vitkernels.benchmarks import step  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
 MODEL = "vit_b16_256"

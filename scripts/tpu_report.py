@@ -26,8 +26,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.bench import tpu_attention, tpu_chips, tpu_report, tpu_static, tpu_validation  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
+from vitkernels.tpu_estimate import attention as tpu_attention  # noqa: E402
+from vitkernels.tpu_estimate import chips, compiler, report  # noqa: E402
+from vitkernels.tpu_estimate import validate as tpu_validation  # noqa: E402
 
 # (B, H, N, D): ViT-B at 256 and 224 pixels, ViT-L at 384 and 512, and the head sizes of SoViT-400m, ViT-H and ViT-g.
 VIT_SHAPES = (
@@ -66,8 +68,8 @@ def main(arguments: list[str] | None = None) -> None:
     wanted = [text.removeprefix("chip=") for text in options.settings if text.startswith("chip=")]
     overrides = [text for text in options.settings if not text.startswith("chip=")]
     try:
-        chip = tpu_chips.chip(wanted[-1] if wanted else "v5e")
-        if (reason := tpu_static.unavailable()) is not None:
+        chip = chips.chip(wanted[-1] if wanted else "v5e")
+        if (reason := compiler.unavailable()) is not None:
             raise UsageError(reason)
         if options.validate:
             validate()
@@ -82,67 +84,67 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(2)
 
 
-def report_step(options, overrides: list[str], chip: tpu_chips.Chip) -> None:
+def report_step(options, overrides: list[str], chip: chips.Chip) -> None:
     """Each backend's whole step, side by side."""
     from vitkernels import attention
-    from vitkernels.bench import tpu_step, tpu_step_report
+    from vitkernels.tpu_estimate import record_step, step_report
 
     for name in options.compare or ():
         attention.get(name)  # an unknown name is told before anything is compiled
     variants = {name: [*overrides, f"attn={name}"] for name in options.compare or ()}
     if not variants:
-        variants = {tpu_step.compose(tuple(overrides)).attn.name: overrides}
-    cfg = tpu_step.compose(tuple(next(iter(variants.values()))))
-    batch, flops = cfg.data.batch_size * cfg.trainer.accum_steps, tpu_step.model_flops(cfg)
+        variants = {record_step.compose(tuple(overrides)).attn.name: overrides}
+    cfg = record_step.compose(tuple(next(iter(variants.values()))))
+    batch, flops = cfg.data.batch_size * cfg.trainer.accum_steps, record_step.model_flops(cfg)
     steps, kernels = {}, {}
     for name, settings in variants.items():
         print(f"compiling the step with attn={name} for {chip.name} ...", flush=True)
         try:
-            program = tpu_step_report.estimate(settings, chip)
+            program = step_report.estimate(settings, chip)
         except UsageError as error:
             steps[name] = {"error": str(error)}
             continue
-        steps[name] = tpu_step_report.step(program, batch, flops)
-        kernels[name] = tpu_step_report.kernels(program)
-        print(f"\nESTIMATES for TPU {chip.name}, attn={name}\n\n{tpu_step_report.kernel_table(kernels[name])}\n")
-        print(tpu_step_report.untimed(steps[name]), flush=True)
+        steps[name] = step_report.step(program, batch, flops)
+        kernels[name] = step_report.kernels(program)
+        print(f"\nESTIMATES for TPU {chip.name}, attn={name}\n\n{step_report.kernel_table(kernels[name])}\n")
+        print(step_report.untimed(steps[name]), flush=True)
     title = f"{cfg.model.name}, batch {batch}, training step on TPU {chip.name}: ESTIMATES"
-    print(f"\n{title}\n\n{tpu_step_report.step_table(steps, chip)}\n\n{tpu_report.validation(chip)}")
+    print(f"\n{title}\n\n{step_report.step_table(steps, chip)}\n\n{report.validation(chip)}")
     options.output.mkdir(parents=True, exist_ok=True)
-    document = tpu_report.document([], chip) | {"settings": overrides, "steps": steps, "kernels": kernels}
+    document = report.document([], chip) | {"settings": overrides, "steps": steps, "kernels": kernels}
     (options.output / "report.json").write_text(json.dumps(document, indent=1) + "\n")
-    tpu_step_report.picture(steps, title, chip, options.output / "report.png")
+    step_report.picture(steps, title, chip, options.output / "report.png")
     print(f"\nwritten: {options.output / 'report.json'}, {options.output / 'report.png'}")
     if all("error" in row for row in steps.values()):
         raise UsageError("no step compiled; the reasons stand in the table")
 
 
-def report_attention(options, chip: tpu_chips.Chip) -> None:
+def report_attention(options, chip: chips.Chip) -> None:
     """Attention alone, contender by contender."""
     rows = []
     for shape in itertools.chain.from_iterable(options.shapes):
         found = []
         for which, name in itertools.product(options.passes, options.contenders):
-            found.append(tpu_report.row(name, which, shape, chip))
+            found.append(report.row(name, which, shape, chip))
             if options.results is not None:
-                tpu_report.append(found[-1], options.results)
-        print(f"\nESTIMATES for TPU {chip.name}, (B, H, N, D) = {shape}, bfloat16\n\n{tpu_report.table(found)}")
-        print(f"\n{tpu_report.against_the_best(found)}", flush=True)
+                report.append(found[-1], options.results)
+        print(f"\nESTIMATES for TPU {chip.name}, (B, H, N, D) = {shape}, bfloat16\n\n{report.table(found)}")
+        print(f"\n{report.against_the_best(found)}", flush=True)
         if options.operations:
             for row in found:
-                print(f"\n{row['contender']}, {row['pass']}\n\n{tpu_report.operations_table(row)}", flush=True)
+                print(f"\n{row['contender']}, {row['pass']}\n\n{report.operations_table(row)}", flush=True)
         rows += found
-    print(f"\n{tpu_report.validation(chip)}")
+    print(f"\n{report.validation(chip)}")
     if options.json is not None:
-        options.json.write_text(json.dumps(tpu_report.document(rows, chip), indent=1) + "\n")
+        options.json.write_text(json.dumps(report.document(rows, chip), indent=1) + "\n")
 
 
-def tune(options, chip: tpu_chips.Chip) -> None:
+def tune(options, chip: chips.Chip) -> None:
     """pallas_flash's blocks for each shape: searched, told, and written where they are clearly better."""
-    from vitkernels.attention import pallas_flash_blocks
-    from vitkernels.bench import tpu_tune
+    from vitkernels.attention.pallas_flash.tpu import blocks
+    from vitkernels.tpu_estimate import tune as tpu_tune
 
-    table = options.table or pallas_flash_blocks.TABLE
+    table = options.table or blocks.TABLE
     if not os.access(table if table.exists() else table.parent, os.W_OK):
         raise UsageError(f"{table} cannot be written, where the result of a long search would go: --table FILE")
     for shape in itertools.chain.from_iterable(options.shapes):
@@ -156,12 +158,12 @@ def tune(options, chip: tpu_chips.Chip) -> None:
             print(f"{what}: ESTIMATED ms {times}; {plan}", flush=True)
         entry = found.entry(problem, chip.name)
         if found.plan == found.rule:
-            pallas_flash_blocks.remove(entry, table)
+            blocks.remove(entry, table)
             print("nothing is 10 % better than the rule, which answers: no entry")
         else:
-            pallas_flash_blocks.write(entry, table)
+            blocks.write(entry, table)
             print(f"written: {table}")
-    print(f"\n{tpu_report.validation(chip)}")
+    print(f"\n{report.validation(chip)}")
 
 
 def validate() -> None:

@@ -9,10 +9,10 @@ from hydra.utils import get_method
 from omegaconf import OmegaConf
 
 from vitkernels import attention, runtime
+from vitkernels.config.checks import check_settings
 from vitkernels.models import PRESETS, create_model, input_spec, inspect_model
 from vitkernels.runtime.cuda import CudaRuntime
 from vitkernels.runtime.xla import XlaRuntime
-from vitkernels.training.settings import check_settings
 
 CONF = Path(__file__).resolve().parents[1] / "conf"
 FILES = sorted(p.relative_to(CONF).with_suffix("") for p in CONF.rglob("*.yaml") if p.parent != CONF)

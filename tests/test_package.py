@@ -3,7 +3,8 @@
 import subprocess
 import sys
 
-from vitkernels import attention, doctor, runtime
+from vitkernels import attention, runtime
+from vitkernels.cli import doctor
 
 
 def test_importing_pulls_in_no_kernel_language():

@@ -1,18 +1,30 @@
-"""Errors that a user can mend: the command line prints their message alone, without a stack trace."""
+"""Errors that a user can fix: the command line prints their message alone, without a traceback."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UsageError(ValueError):
-    """What was asked cannot be done as asked; the message names the value, the choices and the mend."""
+    """A request that cannot be carried out as stated; the message names the value, the choices and the fix.
 
-    on_every_rank = True  # processes that train together all come to it
+    Args:
+        message: the sentence to show. Its wording may change between versions.
+        code: a stable dotted name of the failure, such as "attention.shape", for programs and tests to match.
+        fields: the values that the failure is about, by name; stable as the code is.
+    """
+
+    on_every_rank = True  # all processes of a distributed run raise it together
+
+    def __init__(self, message: str = "", *, code: str = "usage", **fields):
+        super().__init__(message)
+        self.code = code
+        self.fields = fields
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UsageError:
-    """The error for a name that is not in a table, with the table and the nearest names in its message."""
+    """Return the error for a name that is not among `choices`; the message lists them and suggests the nearest."""
     choices = sorted(choices)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return UsageError(f"unknown {kind} {name!r}; known: {', '.join(choices)}.{hint}")
+    message = f"unknown {kind} {name!r}; known: {', '.join(choices)}.{hint}"
+    return UsageError(message, code="unknown_name", kind=kind, name=name, choices=choices, near=near)

@@ -5,8 +5,9 @@ import sys
 import pytest
 import torch
 
-from vitkernels import attention, doctor
+from vitkernels import attention
 from vitkernels.attention import Problem, auto, contract
+from vitkernels.cli import doctor
 from vitkernels.errors import UsageError
 
 BROKEN = "broken_test"  # not the README's example: a backend of that name is somebody's own

@@ -10,7 +10,8 @@ import torch
 pytest.importorskip("jax")
 
 from vitkernels import attention
-from vitkernels.attention import pallas_flash, pallas_flash_blocks, pallas_flash_jax
+from vitkernels.attention import pallas_flash
+from vitkernels.attention.pallas_flash.tpu import attend, blocks
 from vitkernels.bridge import pallas_op
 from vitkernels.errors import UsageError
 
@@ -127,7 +128,7 @@ def test_infinite_bias_masks(form, monkeypatch):
 
 def test_long_form_over_several_blocks(monkeypatch):
     only("long", monkeypatch)
-    monkeypatch.setattr(pallas_flash_blocks, "_LONG_SCORES", 2 * 128 * 128)
+    monkeypatch.setattr(blocks, "_LONG_SCORES", 2 * 128 * 128)
     check(N=130, M=200, bias=torch.randn(1, 2, 130, 200))
     check(N=200, packed=True, is_causal=True, segment_ids=torch.arange(200)[None] // 70)
     check(B=2, N=150, bias=torch.randn(1, 1, 150, 1))
@@ -135,8 +136,8 @@ def test_long_form_over_several_blocks(monkeypatch):
 
 def only(form: str, monkeypatch) -> None:
     """Send every problem to one form, with a torch op of this test's own: ops keep their traces."""
-    monkeypatch.setattr(pallas_flash_blocks, "takes_whole_rows", lambda problem: form == "short")
-    op = pallas_op(pallas_flash_jax.attend, vjp=pallas_flash_jax.attend_vjp, name=f"pallas_flash_{form}")
+    monkeypatch.setattr(blocks, "takes_whole_rows", lambda problem: form == "short")
+    op = pallas_op(attend.attend, vjp=attend.attend_vjp, name=f"pallas_flash_{form}")
     monkeypatch.setattr(pallas_flash, "_flash", op)
 
 

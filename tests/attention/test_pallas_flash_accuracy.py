@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from vitkernels.attention import pallas_flash_jax
-from vitkernels.bench import tpu_peers
+from vitkernels.attention.pallas_flash.tpu import attend as pallas_flash_jax
 from vitkernels.bridge.jax_compat import interpreted
+from vitkernels.tpu_estimate import peers
 
 LENGTHS = (1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096)
 D = 64
@@ -46,8 +46,8 @@ def pallas_flash(q, k, v, do):
 
 
 def jax_flash(q, k, v, do):
-    blocks = tpu_peers.candidates("jax_flash", 1, q.shape[2])[-1]
-    out, vjp = jax.vjp(partial(tpu_peers.attend, "jax_flash", blocks), q, k, v)
+    blocks = peers.candidates("jax_flash", 1, q.shape[2])[-1]
+    out, vjp = jax.vjp(partial(peers.attend, "jax_flash", blocks), q, k, v)
     return out, *vjp(do)
 
 

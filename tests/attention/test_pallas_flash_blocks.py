@@ -11,9 +11,8 @@ pytest.importorskip("jax")
 import jax
 
 from vitkernels import attention
-from vitkernels.attention import pallas_flash_blocks as blocks
-from vitkernels.attention import pallas_flash_jax
-from vitkernels.attention.pallas_flash_parts import Problem
+from vitkernels.attention.pallas_flash.tpu import attend, blocks
+from vitkernels.attention.pallas_flash.tpu.tiles import Problem
 from vitkernels.bridge import lazy_target, pallas_op
 from vitkernels.errors import UsageError
 
@@ -69,14 +68,14 @@ def test_a_changed_entry_changes_the_kernels_and_not_the_result(table, passes):
 
     def outputs():  # of a new function each time: JAX keeps traces
         shape = jax.ShapeDtypeStruct((1, 200, 768), "bfloat16")
-        return jax.eval_shape(lambda qkv: pallas_flash_jax.attend(qkv, **static), shape)
+        return jax.eval_shape(lambda qkv: attend.attend(qkv, **static), shape)
 
     table()
     assert outputs().shape == (1, 200, 256)
     table(ENTRY)
     _, log_sum_exps = outputs()
     assert log_sum_exps.shape == (1, 2, 1, 2, 200), "two groups of two heads"
-    op = pallas_op(pallas_flash_jax.attend, vjp=pallas_flash_jax.attend_vjp, name=f"tabled_{passes}")
+    op = pallas_op(attend.attend, vjp=attend.attend_vjp, name=f"tabled_{passes}")
     exact = qkv.double().unflatten(2, (3, 4, 64)).requires_grad_()
     expected = attention.get("native").qkvpacked(exact)
     ours = qkv.requires_grad_()

@@ -18,9 +18,10 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vitkernels.attention import pallas_flash_jax, pallas_flash_long, pallas_flash_short
-from vitkernels.attention.pallas_flash_blocks import Blocks
-from vitkernels.attention.pallas_flash_parts import Problem
+from vitkernels.attention.pallas_flash.tpu import attend as pallas_flash_jax
+from vitkernels.attention.pallas_flash.tpu import long, short
+from vitkernels.attention.pallas_flash.tpu.blocks import Blocks
+from vitkernels.attention.pallas_flash.tpu.tiles import Problem
 from vitkernels.bridge.jax_compat import interpreted
 
 # float32: a few hundred products of rounded inputs, 6e-8 each, and the softmax between two products.
@@ -70,8 +71,8 @@ def close(found, expected, tolerance=TOLERANCE):
 @pytest.mark.parametrize(
     ("kernels", "shape", "blocks"),
     [
-        (pallas_flash_short, (2, 2, 37, 64), Blocks(2, 256, 128)),  # two images: one's copies overlap the other's work
-        (pallas_flash_long, (1, 16, 300, 8), Blocks(16, 256, 256)),  # two blocks of queries by two of keys
+        (short, (2, 2, 37, 64), Blocks(2, 256, 128)),  # two images: one's copies overlap the other's work
+        (long, (1, 16, 300, 8), Blocks(16, 256, 256)),  # two blocks of queries by two of keys
     ],
     ids=["short", "long"],
 )
@@ -84,7 +85,7 @@ def test_no_races_and_nothing_uninitialised(kernels, shape, blocks):
         found = kernels.forward(problem, blocks, (q, k, v), None, None, None)
         outputs = jax.block_until_ready(found if isinstance(found, (list, tuple)) else (found,))
         assert not races_found()
-        residuals = outputs if kernels is pallas_flash_long else ()
+        residuals = outputs if kernels is long else ()
         gradients, _ = kernels.backward(problem, blocks, (q, k, v), *residuals, do, None, None, None, False)
         jax.block_until_ready(gradients)
     assert not races_found()

@@ -47,9 +47,9 @@ CASES = [
 def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, rooms, blocks):
     import jax.numpy as jnp
 
-    from vitkernels.attention.pallas_flash_hopper_backward import Backward
-    from vitkernels.attention.pallas_flash_hopper_forward import Forward
-    from vitkernels.attention.pallas_flash_hopper_schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.backward import Backward
+    from vitkernels.attention.pallas_flash.hopper.forward import Forward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
     H = heads
     qkv, do = torch.randn(1, N, 3, H, D).to(dtype), torch.randn(1, N, H, D).to(dtype)
@@ -76,7 +76,7 @@ def test_short_forward_interpreted():
     """Five heads in two thread blocks, so that both rooms are used again; little in the last tiles."""
     import jax.numpy as jnp
 
-    from vitkernels.attention.pallas_flash_hopper_short_forward import ShortForward
+    from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
 
     class TwoBlocks(ShortForward):
         blocks = 2
@@ -102,7 +102,7 @@ def test_short_backward_interpreted(shift):
     """
     import jax.numpy as jnp
 
-    from vitkernels.attention.pallas_flash_hopper_short_backward import ShortBackward
+    from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
 
     class OneBlock(ShortBackward):
         blocks = 1
@@ -131,7 +131,7 @@ def test_short_backward_interpreted(shift):
 @pytest.mark.parametrize("N, D", [(197, 64), (256, 40), (577, 88), (4096, 128), (1024, 40)])
 def test_lowers_for_the_gpu(N, D):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
-    from vitkernels.attention.pallas_flash_hopper import Call, fits_short_backward
+    from vitkernels.attention.pallas_flash.hopper.operators import Call, fits_short_backward
 
     call = Call(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
     kernels = [call.forward, call.dq, call.dkdv]

@@ -12,11 +12,11 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from vitkernels.attention import pallas_flash_blocks, pallas_flash_jax
-from vitkernels.attention.pallas_flash_parts import Problem
-from vitkernels.bench import tpu_static
+from vitkernels.attention.pallas_flash.tpu import attend, blocks
+from vitkernels.attention.pallas_flash.tpu.tiles import Problem
+from vitkernels.tpu_estimate import compiler
 
-pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 
 
 def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, chip="v5e", is_causal=False, **extras):
@@ -28,17 +28,17 @@ def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, 
     inputs = (*arrays, *[shape(size, dtypes[name]) for name, size in extras.items()])
     static = {"heads": H, "scale": D**-0.5, "is_causal": is_causal, "extras": tuple(extras)}
     static["bias_gradient"] = "bias" in extras
-    forward = functools.partial(pallas_flash_jax.attend, **static)
+    forward = functools.partial(attend.attend, **static)
     outputs = tuple(jax.tree.leaves(jax.eval_shape(forward, *inputs)))
     n = len(inputs)
 
     def backward(*all_arrays):
         primals, rest = all_arrays[:n], all_arrays[n:]
-        gradients = pallas_flash_jax.attend_vjp(primals, rest[:-1], rest[-1:], **static)
+        gradients = attend.attend_vjp(primals, rest[:-1], rest[-1:], **static)
         return [g for g in gradients if g is not None]
 
-    tpu_static.compile_jax(forward, inputs, chip=chip)
-    tpu_static.compile_jax(backward, (*inputs, *outputs, outputs[0]), chip=chip)
+    compiler.compile_jax(forward, inputs, chip=chip)
+    compiler.compile_jax(backward, (*inputs, *outputs, outputs[0]), chip=chip)
 
 
 @pytest.mark.parametrize("N", [1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096])
@@ -78,7 +78,7 @@ def test_cross_attention(N, M):
 def test_extras(N, form):
     extras = {"bias": (1, 2, N, N), "mask": (2, 1, 1, N), "segments": True}
     problem = Problem(2, 2, 64, N, N, 0.125, is_causal=True, dtype="bfloat16", **extras)
-    assert pallas_flash_blocks.rule(problem).form == form
+    assert blocks.rule(problem).form == form
     compile_both(N, H=2, bias=(1, 2, N, N), mask=(2, 1, 1, N), segment_ids=(2, N), is_causal=True)
 
 

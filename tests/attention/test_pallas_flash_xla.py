@@ -55,7 +55,7 @@ def test_the_graph_a_tpu_would_run_compiles():
     code = """
     import torch, torch_xla
     import torch_xla.core.xla_builder as xla_builder
-    from vitkernels.attention import pallas_flash_jax
+    from vitkernels.attention.pallas_flash.tpu import attend as pallas_flash_jax
     from vitkernels.bench import tpu_static
     from vitkernels.bridge.pallas_devices import Trace
     from functools import partial

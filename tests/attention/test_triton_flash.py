@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from vitkernels import attention
 from vitkernels.attention import Problem
-from vitkernels.attention.triton_flash_launch import readable, split, tail
+from vitkernels.attention.triton_flash.launch import readable, split, tail
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLASH = attention.get("triton_flash")
@@ -65,12 +65,12 @@ def test_operators_keep_their_promises(device):
 @pytest.mark.parametrize("packed", [True, False])
 def test_tiles_can_be_chosen(device, packed, monkeypatch):
     """Each pass runs with the sizes that were asked for, and gives what any other tiles give."""
-    from vitkernels.attention import triton_flash_launch, triton_flash_op
+    from vitkernels.attention.triton_flash import launch, operators
 
-    run, seen = triton_flash_launch._run, []
-    monkeypatch.setattr(triton_flash_launch, "_run", lambda *args: seen.append(args[5]) or run(*args))
+    run, seen = launch._run, []
+    monkeypatch.setattr(launch, "_run", lambda *args: seen.append(args[5]) or run(*args))
     for seen_before in ("_forwards", "_backwards"):
-        monkeypatch.setattr(triton_flash_op, seen_before, {})
+        monkeypatch.setattr(operators, seen_before, {})
     chosen = FLASH.configured(tiles={"forward": "32x16", "dq": None, "dkdv": "16x32"})
     qkv = torch.randn(1, 40, 3, 1, 32, device=device, requires_grad=True)
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import torch
 
-from vitkernels.bench import tpu_static
 from vitkernels.bridge.examples import quickstart
 from vitkernels.bridge.pallas_devices import Trace
 from vitkernels.errors import UsageError
+from vitkernels.tpu_estimate import compiler
 
-pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 
 
 def shapes(*sizes, dtype=jnp.bfloat16):
@@ -28,36 +28,36 @@ def shapes(*sizes, dtype=jnp.bfloat16):
     [((8,), jnp.float32), ((1024,), jnp.bfloat16), ((8, 128), jnp.int32), ((197, 768), jnp.bfloat16)],
 )
 def test_add_vectors(size, dtype):
-    tpu_static.compile_jax(quickstart.add_vectors_jax, shapes(size, size, dtype=dtype))
+    compiler.compile_jax(quickstart.add_vectors_jax, shapes(size, size, dtype=dtype))
 
 
 @pytest.mark.parametrize("length", [1, 8, 300])
 def test_iota(length):
     trace = Trace.of("iota", functools.partial(quickstart.iota_jax, length=length), ())
-    tpu_static.compile_hlo(trace.hlo("tpu"))
+    compiler.compile_hlo(trace.hlo("tpu"))
 
 
 @pytest.mark.parametrize("activation", quickstart.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_matmul(activation, dtype):
     product = functools.partial(quickstart.matmul_jax, activation=activation)
-    tpu_static.compile_jax(product, shapes((512, 768), (768, 256), dtype=dtype))
+    compiler.compile_jax(product, shapes((512, 768), (768, 256), dtype=dtype))
 
 
 def test_vmap():
-    tpu_static.compile_jax(jax.vmap(quickstart.matmul_jax), shapes((4, 256, 256), (4, 256, 256)))
+    compiler.compile_jax(jax.vmap(quickstart.matmul_jax), shapes((4, 256, 256), (4, 256, 256)))
 
 
 @pytest.mark.parametrize("chip", ["v5p", "v6e"])
 def test_other_chips(chip):
-    tpu_static.compile_jax(quickstart.matmul_jax, shapes((512, 512), (512, 512)), chip=chip)
+    compiler.compile_jax(quickstart.matmul_jax, shapes((512, 512), (512, 512)), chip=chip)
 
 
 def test_the_adopted_op_compiles_as_lowered():
     trace = Trace.of("add", quickstart.add_vectors_jax, (((8, 128), torch.float32),) * 2)
-    tpu_static.compile_hlo(trace.hlo("tpu"))
+    compiler.compile_hlo(trace.hlo("tpu"))
 
 
 def test_unknown_chip():
     with pytest.raises(UsageError, match="known: v5e"):
-        tpu_static.device("v9")
+        compiler.device("v9")

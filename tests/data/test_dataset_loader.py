@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import IGNORE, BadImagesError, DatasetLoader, Problem, WorkerDiedError
+from vitkernels.data.loader import IGNORE, BadImagesError, DatasetLoader, Problem, WorkerDiedError
 from vitkernels.errors import UsageError
 
 sizes = given(

@@ -5,7 +5,7 @@ import pytest
 import torch
 from sklearn.datasets import load_digits
 
-from data import digits
+from vitkernels.data import digits
 from vitkernels.errors import UsageError
 
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import fake
+from vitkernels.data import fake
 from vitkernels.errors import UsageError
 
 

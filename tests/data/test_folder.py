@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from data import imagefolder
+from vitkernels.data import imagefolder
 from vitkernels.errors import UsageError
 
 
@@ -125,7 +125,7 @@ def test_unreadable_headers_are_counted(make_root, caplog):
 
 @pytest.mark.parametrize(("check_images", "checked"), [(None, 21), (20_000, 21), (4, 4), (0, 0)])
 def test_the_log_says_how_many_headers_were_read(check_images, checked, make_root, caplog):
-    caplog.set_level(logging.INFO, logger="data.imagefolder")
+    caplog.set_level(logging.INFO, logger="vitkernels.data.imagefolder")
     root = make_root(train=7)
     build(root, check_images=check_images)
     assert f"{root / 'train'}: checked the headers of {checked} of 21 images" in caplog.messages

@@ -10,9 +10,9 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from data import imagefolder
-from data.augment import _posterize, train_transform
-from data.loader import BadImagesError
+from vitkernels.data import imagefolder
+from vitkernels.data.augment import _posterize, train_transform
+from vitkernels.data.loader import BadImagesError
 from vitkernels.errors import UsageError
 
 SIDE = 24
@@ -194,7 +194,7 @@ def test_corrupt_images_become_padding(num_workers, make_root, caplog):
     assert "truncated" in loader.bad_images[bad["a/0.jpg"]]
     assert loader.bad_images[bad["a/1.png"]] == loader.bad_images[bad["c/2.jpg"]]
     assert "32 bits" in loader.bad_images[bad["c/3.png"]]
-    logged = [record.getMessage() for record in caplog.records if record.name == "data.imagefolder"]
+    logged = [record.getMessage() for record in caplog.records if record.name == "vitkernels.data.imagefolder"]
     assert len(logged) == len(caplog.records) == 5
     assert all(sum(path in message for message in logged) == 1 for path in bad.values())
 

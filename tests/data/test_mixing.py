@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from data.mixing import MODES, Mixing, build_mixing
+from vitkernels.data.mixing import MODES, Mixing, build_mixing
 from vitkernels.errors import UsageError
 
 B, K, SIDE = 8, 10, 16

@@ -11,8 +11,8 @@ from timm.data import create_transform, resolve_data_config
 from torchvision.datasets import ImageFolder
 
 import train
-from data import imagefolder
 from vitkernels import models
+from vitkernels.data import imagefolder
 
 # ImageNet's means; 0.5; CLIP's, both sides squashed; another interpolation.
 NAMES = ["deit_small_patch16_224", "vit_base_patch16_224", "vit_base_patch16_clip_384.openai_ft_in12k_in1k"]

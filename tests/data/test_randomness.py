@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.randomness import Stream, generator, seeded_globals
+from vitkernels.data.randomness import Stream, generator, seeded_globals
 
 keys = st.lists(st.integers(0, 2**40), min_size=1, max_size=3)
 

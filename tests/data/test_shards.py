@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dataset_loader import Numbers
 
-from data import digits, fake
-from data.loader import IGNORE, DatasetLoader, Shard
+from vitkernels.data import digits, fake
+from vitkernels.data.loader import IGNORE, DatasetLoader, Shard
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
-from data import digits
+from vitkernels.data import digits
 
 KILLED = """
 import os, signal
 import numpy as np
-from data.digits import Digits
-from data.loader import DatasetLoader
+from vitkernels.data.digits import Digits
+from vitkernels.data.loader import DatasetLoader
 
 samples = Digits(np.arange(8), np.zeros((8, 64)), np.zeros(8), image_size=8, in_chans=1, seed=0, affine=None)
 loader = DatasetLoader(samples, batch_size=2, seed=0, training=True, num_workers=2)

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torchvision
 
-from vitkernels.bench import tpu_static
 from vitkernels.errors import UsageError
 from vitkernels.ops import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
 from vitkernels.ops.generalized_box_iou import BACKENDS
+from vitkernels.tpu_estimate import compiler
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_GPU = pytest.param("triton", "cuda", marks=pytest.mark.gpu)
@@ -218,7 +218,7 @@ def test_unknown_reduction():
             function()
 
 
-@pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+@pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 @pytest.mark.parametrize("shape, dtype", [((40, 256), "float32"), ((40, 300), "bfloat16"), ((3, 37), "float32")])
 def test_compiles_for_v5e(shape, dtype):
     """Forward and backward by libtpu's own compiler; no TPU is needed."""
@@ -228,5 +228,5 @@ def test_compiles_for_v5e(shape, dtype):
 
     boxes = [jax.ShapeDtypeStruct((*shape, 4), dtype)] * 2
     grad = jax.ShapeDtypeStruct(shape, "float32")
-    tpu_static.compile_jax(partial(giou, eps=1e-7), boxes)
-    tpu_static.compile_jax(lambda p, t, g: giou_vjp((p, t), (), (g,), eps=None), [*boxes, grad])
+    compiler.compile_jax(partial(giou, eps=1e-7), boxes)
+    compiler.compile_jax(lambda p, t, g: giou_vjp((p, t), (), (g,), eps=None), [*boxes, grad])

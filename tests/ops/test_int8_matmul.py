@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 
-from vitkernels.bench import tpu_static
 from vitkernels.errors import UsageError
 from vitkernels.ops import int8_matmul
 from vitkernels.ops.int8_matmul import BACKENDS, LARGEST_K
+from vitkernels.tpu_estimate import compiler
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ON_GPU = pytest.param("triton", "cuda", marks=pytest.mark.gpu)
@@ -229,7 +229,7 @@ def test_what_a_descriptor_can_describe_is_not_copied():
     )
 
 
-@pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+@pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("size", [(1, 1, 1), (300, 500, 1), (1, 128, 200), (130, 300, 70)], ids=str)
@@ -238,7 +238,7 @@ def test_compiles_for_v5e(size, transposed, dtype):
     compile_for_v5e(dtype, size, transposed)
 
 
-@pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+@pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 @pytest.mark.parametrize("dtype, transposed", [("int8", True), ("bfloat16", False)])
 def test_whole_blocks_and_edges_compile_for_v5e(dtype, transposed):
     compile_for_v5e(dtype, (1100, 3100, 2100), transposed)
@@ -251,7 +251,7 @@ def compile_for_v5e(dtype, size, transposed):
 
     M, K, N = size
     shapes = [jax.ShapeDtypeStruct(s, dtype) for s in ((M, K), (N, K) if transposed else (K, N))]
-    tpu_static.compile_jax(partial(matmul, transposed=transposed), shapes)
+    compiler.compile_jax(partial(matmul, transposed=transposed), shapes)
 
 
 def test_bfloat16_kernel_clears_what_lies_past_the_edge():

@@ -5,7 +5,7 @@ import torch
 
 from vitkernels import ops
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import backends_of
+from vitkernels.registry.op import backends_of
 
 # Boxes past the end of a block divide by zero, and NumPy, which Triton's interpreter calculates with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")

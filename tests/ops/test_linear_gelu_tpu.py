@@ -9,10 +9,10 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from vitkernels.bench import tpu_static
 from vitkernels.ops.linear_gelu import pallas_tpu_kernel as kernel
+from vitkernels.tpu_estimate import compiler
 
-pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 
 
 @pytest.mark.parametrize(
@@ -26,4 +26,4 @@ pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str
 )
 def test_compiles(M, K, N, dtype, tanh):
     shapes = [jax.ShapeDtypeStruct(*x) for x in (((M, K), dtype), ((N, K), dtype), ((N,), jnp.float32))]
-    tpu_static.compile_jax(functools.partial(kernel.linear_gelu, tanh=tanh), shapes)
+    compiler.compile_jax(functools.partial(kernel.linear_gelu, tanh=tanh), shapes)

@@ -17,11 +17,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention_kernel as jax_kernels
 from test_paged_attention import error, exact, make
 
-from vitkernels.bench import tpu_static
 from vitkernels.ops import paged_attention
 from vitkernels.ops.paged_attention import pallas_tpu_kernel
+from vitkernels.tpu_estimate import compiler
 
-needs_libtpu = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+needs_libtpu = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 
 
 def compile_kernel(
@@ -33,7 +33,7 @@ def compile_kernel(
         pallas_tpu_kernel.attend, pages_per_compute_block=block, megacore_mode=megacore_mode, soft_cap=soft_cap
     )
     tables = shape((B,), jnp.int32), shape((B, T), jnp.int32)
-    tpu_static.compile_jax(attend, (shape((B, K * G, D), dtype), cache, cache, *tables), chip=chip)
+    compiler.compile_jax(attend, (shape((B, K * G, D), dtype), cache, cache, *tables), chip=chip)
 
 
 @needs_libtpu

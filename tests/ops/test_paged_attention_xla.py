@@ -75,9 +75,9 @@ def compiles_in_a_tpus_graph(head_dim: int):
     import torch_xla
     import torch_xla.core.xla_builder as xla_builder
 
-    from vitkernels.bench import tpu_static
     from vitkernels.bridge.pallas_devices import Trace
     from vitkernels.ops.paged_attention import pallas_tpu_kernel
+    from vitkernels.tpu_estimate import compiler
 
     B, K, P, S, T, D = 4, 2, 32, 16, 8, head_dim
     attend = partial(pallas_tpu_kernel.attend, pages_per_compute_block=4, megacore_mode=None, soft_cap=None)
@@ -96,7 +96,7 @@ def compiles_in_a_tpus_graph(head_dim: int):
     out = torch.nn.Linear(K * D, 64, **like)(out.flatten(1))
     graph = torch_xla._XLAC._get_xla_tensors_hlo_proto([out])
     assert b"tpu_custom_call" in graph
-    assert tpu_static.compile_hlo(graph).get_compiled_memory_stats().output_size_in_bytes > 0
+    assert compiler.compile_hlo(graph).get_compiled_memory_stats().output_size_in_bytes > 0
 
 
 CHECKS = {

@@ -9,10 +9,10 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from vitkernels.bench import tpu_static
 from vitkernels.ops.quantized_matmul.pallas_tpu_kernel import quantized_matmul
+from vitkernels.tpu_estimate import compiler
 
-pytestmark = pytest.mark.skipif(tpu_static.unavailable() is not None, reason=str(tpu_static.unavailable()))
+pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 
 
 @pytest.mark.parametrize("activation_bits", [16, 8])
@@ -30,4 +30,4 @@ def test_schemes(M, K, N, block_size, asymmetric, bits, activation_bits):
     arrays = [shape((M, K), jnp.bfloat16), w, scale, *[scale] * asymmetric, shape((N,), jnp.float32)]
     static = {"block_size": block_size, "weight_bits": bits, "activation_bits": activation_bits}
     function = functools.partial(quantized_matmul, has_zero=asymmetric, has_bias=True, **static)
-    tpu_static.compile_jax(function, arrays)
+    compiler.compile_jax(function, arrays)

@@ -19,8 +19,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 # For the server, which does not look where this process does.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-PRELOADED = ["train", "vitkernels.parallel.processes", "data.digits", "sklearn.model_selection", "sklearn.datasets"]
-PRELOADED += ["settled"]
+PRELOADED = ["train", "vitkernels.parallel.processes", "vitkernels.data.digits", "sklearn.model_selection"]
+PRELOADED += ["sklearn.datasets", "settled"]
 
 SMALL = ["runtime=cpu", "attn=sdpa", "+model.kwargs.embed_dim=32", "+model.kwargs.num_heads=2", "+model.kwargs.depth=2"]
 SMALL += ["schedule=constant", "schedule.warmup_epochs=0", "trainer.log_every=2", "trainer.warmup_steps=0"]

@@ -138,7 +138,7 @@ threading.Thread(target=fill, daemon=True).start()
 
 BROKEN = """
 import torch
-from data.digits import Digits
+from vitkernels.data.digits import Digits
 load = Digits.load
 def broken(self, ids, epoch):
     images, targets, problems = load(self, ids, epoch)
@@ -160,7 +160,7 @@ def test_a_nan_on_one_rank_is_named_with_its_samples(tmp_path):
 
 SLOW = """
 import time
-from data.digits import Digits
+from vitkernels.data.digits import Digits
 load = Digits.load
 Digits.load = lambda self, ids, epoch: (time.sleep(0.3), load(self, ids, epoch))[1]
 """
@@ -175,8 +175,8 @@ def test_a_straggler_is_named(tmp_path):
 
 KILL_A_WORKER = """
 import multiprocessing, os, pathlib, signal, threading, time
-import data.loader
-data.loader._process_context = lambda: multiprocessing.get_context("forkserver")  # imports what it needs, not timm
+from vitkernels.data import loader
+loader._process_context = lambda: multiprocessing.get_context("forkserver")  # imports what it needs, not timm
 def kill():
     log = pathlib.Path({log!r})
     while not (log.exists() and log.stat().st_size):  # steps are done
@@ -186,9 +186,9 @@ def kill():
 threading.Thread(target=kill, daemon=True).start()
 """
 NO_WORKER = """
-import data.loader
-of = data.loader._dataloader
-data.loader._dataloader = lambda batches, keys, workers, pin: of(batches, keys, 0, pin)
+from vitkernels.data import loader
+of = loader._dataloader
+loader._dataloader = lambda batches, keys, workers, pin: of(batches, keys, 0, pin)
 """
 
 

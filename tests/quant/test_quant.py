@@ -195,8 +195,8 @@ def test_compiles_whole():
 @pytest.mark.parametrize(("M", "C"), [(48, 40), (37, 64), (1, 130)])
 def test_triton_rounds_as_torch_does(M, C, dtype, device):
     pytest.importorskip("triton")
-    from vitkernels.quant import rowwise
-    from vitkernels.quant.rowwise import triton as kernels
+    from vitkernels.ops import rowwise_quantization
+    from vitkernels.ops.rowwise_quantization import triton as kernels
 
     if (device, dtype) == ("cpu", torch.float8_e4m3fn):
         pytest.skip("Triton's interpreter rounds to fp8 without a carry into the exponent; runs where a GPU is")
@@ -206,7 +206,9 @@ def test_triton_rounds_as_torch_does(M, C, dtype, device):
     on_device = lambda *tensors: [None if t is None else t.to(device) for t in tensors]  # noqa: E731
     bits = lambda q: q.cpu().view(torch.int8)  # noqa: E731
     for gelu, grad in ((False, None), (True, None), (True, gradient)):
-        q, scale = rowwise.quantize_gelu(x, grad, dtype) if gelu else rowwise.quantize_rows(x, dtype)
+        q, scale = (
+            rowwise_quantization.quantize_gelu(x, grad, dtype) if gelu else rowwise_quantization.quantize_rows(x, dtype)
+        )
         found, found_scale = kernels.quantize_rows(*on_device(x, grad), dtype, gelu)
         torch.testing.assert_close(found_scale.cpu(), scale, rtol=1e-6, atol=0)
         # gelu's polynomial is within 1e-7, and a reciprocal's last digit may differ: a value that close to a half may
@@ -214,13 +216,13 @@ def test_triton_rounds_as_torch_does(M, C, dtype, device):
         assert (bits(found) != bits(q)).float().mean() < 2e-3
         assert (found.cpu().float() - q.float()).abs().max() <= (1 if dtype == torch.int8 else 32)
         turned, sums = kernels.transpose_rows(found, found_scale, True)
-        assert turned.shape == (C, rowwise.padded(M)) and not bits(turned)[:, M:].any()
+        assert turned.shape == (C, rowwise_quantization.padded(M)) and not bits(turned)[:, M:].any()
         assert torch.equal(bits(turned)[:, :M].T, bits(found))
         exact = (found.double() * found_scale.double()[:, None]).sum(0)
         torch.testing.assert_close(sums.double(), exact, rtol=1e-5, atol=1e-5)
     factor, other = torch.rand(M), torch.rand(M)
     for given, factors, wanted in ((x, (None, None), False), (q, (factor, other), True)):
-        expected = rowwise.quantize_columns(given, *factors, dtype, wanted)
+        expected = rowwise_quantization.quantize_columns(given, *factors, dtype, wanted)
         found = kernels.quantize_columns(*on_device(given, *factors), dtype, wanted)
         assert (bits(found[0]) != bits(expected[0])).float().mean() < 2e-3 and found[0].shape == expected[0].shape
         torch.testing.assert_close(found[1].cpu(), expected[1])
@@ -231,7 +233,7 @@ def test_triton_rounds_as_torch_does(M, C, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=["int8", "fp8"])
 def test_rounding_reads_any_layout(dtype, device):
     """Kernels and what they hand on count rows from contiguous memory."""
-    from vitkernels.quant.rowwise import quantize_columns, quantize_gelu, quantize_rows
+    from vitkernels.ops.rowwise_quantization import quantize_columns, quantize_gelu, quantize_rows
 
     turned = torch.randn(64, 48, device=device).T
     apart = torch.randn(48, 64, 2, device=device)[..., 0]
@@ -248,7 +250,7 @@ def test_rounding_reads_any_layout(dtype, device):
 
 
 def test_settings_keep_training_and_evaluation_apart(settings):
-    from vitkernels.training.settings import check_settings
+    from vitkernels.config.checks import check_settings
 
     check_settings(settings("quant=int8"))
     check_settings(settings("quant=w4a8_block", "mode=eval", "checkpoint=somewhere"))

@@ -1,4 +1,4 @@
-"""scripts/bench_step.py, but for the measuring, which is vitkernels.bench.step's."""
+"""scripts/bench_step.py, but for the measuring, which is vitkernels.benchmarks.step's."""
 
 import argparse
 import json

@@ -1,7 +1,7 @@
 """A host that launches kernels too slowly is named. (Slow processes: tests/parallel/test_processes.py.)"""
 
+from vitkernels.training.step_timer import Window
 from vitkernels.training.stragglers import LEAST_STEPS, name_late_host
-from vitkernels.training.timer import Window
 
 
 def test_a_host_that_is_mostly_late_is_named(caplog):

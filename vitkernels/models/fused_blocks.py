@@ -16,8 +16,8 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitkernels.adopted import Adopted
 from vitkernels.models.attention_layer import BackendAttention
+from vitkernels.module_swap import Adopted
 from vitkernels.ops import layer_norm_residual, linear, mlp
 
 

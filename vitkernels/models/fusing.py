@@ -9,7 +9,6 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vitkernels import attention
-from vitkernels.adopted import Adopted
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.models.attention_layer import BackendAttention, attention_layer
 from vitkernels.models.fused_blocks import (
@@ -20,8 +19,9 @@ from vitkernels.models.fused_blocks import (
     mlp_unfusable,
     unfusable,
 )
+from vitkernels.module_swap import Adopted
 from vitkernels.ops import layer_norm_residual, linear, mlp, patch_embed
-from vitkernels.ops.backends import backends_of, place_of
+from vitkernels.registry.op import backends_of, place_of
 
 log = logging.getLogger("vitkernels")
 

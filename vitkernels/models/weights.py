@@ -57,12 +57,12 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
 
 
 def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    from vitkernels.training import checkpoint  # which imports torch.distributed: only where it is needed
+    from vitkernels.checkpoint import checkpoints  # which imports torch.distributed: only where it is needed
 
-    checkpoint.load_state(folder)
-    averages = checkpoint.load_tensors(folder, "ema")
+    checkpoints.load_state(folder)
+    averages = checkpoints.load_tensors(folder, "ema")
     log.info("weights: %s of %s", "the EMA" if averages else "the model", folder)
-    return averages or checkpoint.load_tensors(folder, "model")
+    return averages or checkpoints.load_tensors(folder, "model")
 
 
 def fitted(state_dict: dict[str, torch.Tensor], model: nn.Module, new_classes: bool) -> dict[str, torch.Tensor]:

@@ -108,11 +108,11 @@ def _spmd(name: str, runtime: Runtime, world: int, lost_after: float) -> Paralle
         if devices > 1:
             raise UsageError(f"parallel=none is for one device, and here are {devices}: parallel=ddp or fsdp")
         return Parallel(runtime)
-    from vitkernels.parallel import pod, spmd
+    from vitkernels.parallel import tpu_multihost, tpu_spmd
 
     if host is not None:
-        return {"ddp": pod.PodData, "fsdp": pod.PodFsdp}[name](runtime, host, lost_after)
-    return {"ddp": spmd.SpmdData, "fsdp": spmd.SpmdFsdp}[name](runtime)
+        return {"ddp": tpu_multihost.PodData, "fsdp": tpu_multihost.PodFsdp}[name](runtime, host, lost_after)
+    return {"ddp": tpu_spmd.SpmdData, "fsdp": tpu_spmd.SpmdFsdp}[name](runtime)
 
 
 def _place(runtime: str) -> tuple[int, int]:

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from vitkernels.errors import UsageError
-from vitkernels.parallel import copied, exchange, host_memory
+from vitkernels.parallel import copy_engine, host_all_reduce, host_memory
 from vitkernels.parallel.base import Parallel
+from vitkernels.parallel.heartbeat import Watch
 from vitkernels.parallel.host_memory import HostRows
-from vitkernels.parallel.parts import ELEMENTWISE, part_of, parts_of, step_on_dtensors, step_on_parts
-from vitkernels.parallel.watch import Watch
-from vitkernels.parallel.whole import WholeGradients, stay_whole
+from vitkernels.parallel.local_shards import ELEMENTWISE, part_of, parts_of, step_on_dtensors, step_on_parts
+from vitkernels.parallel.replicated_params import WholeGradients, stay_whole
 from vitkernels.runtime import Runtime
 from vitkernels.runtime.base import PRECISIONS
 
@@ -175,7 +175,7 @@ class Ddp(Processes):
         self._no_copies = None  # or why not
         self._said = None
         if self._may_copy:
-            self._no_copies = copied.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
+            self._no_copies = copy_engine.unsupported(device, dist_environment()[1], PRECISIONS[reduce])
             self._refuse_copies(self._no_copies)
         super().__init__(runtime, lost_after, False if send == "copy" else overlap, reduce)
         with self._leaving_on_errors():
@@ -221,10 +221,10 @@ class Ddp(Processes):
     def _copies(self, model: nn.Module, compiled: bool, mode: str | None) -> bool:
         """Whether this model's gradients go by the copy engines; the log says why not."""
         options = _options(compiled, mode)
-        reason = self._no_copies or copied.unfit(model, options, self.copies_beside)
+        reason = self._no_copies or copy_engine.unfit(model, options, self.copies_beside)
         self._refuse_copies(reason)
         if self.send == "auto":
-            reason = reason or copied.not_measured_faster(
+            reason = reason or copy_engine.not_measured_faster(
                 model, self.world, options, self.copies_beside, self.accum_steps, self.device
             )
             reason = self._first(reason)  # GPUs can have different memories
@@ -241,12 +241,12 @@ class Ddp(Processes):
             by_rank, orders = zip(*self.gather((dtypes, order)), strict=True)
             dtypes = [max(of_one, key=lambda dtype: dtype.itemsize) for of_one in zip(*by_rank, strict=True)]
             sizes = [shape.numel() for shape in shapes]
-            groups = exchange.grouped(sizes, dtypes, first_small, orders[0])
-            length, flags = exchange.row_bytes(sizes, dtypes), exchange.number_of_flags(groups)
+            groups = host_all_reduce.grouped(sizes, dtypes, first_small, orders[0])
+            length, flags = host_all_reduce.row_bytes(sizes, dtypes), host_all_reduce.number_of_flags(groups)
             made, failure = None, None
             try:
                 host = HostRows(length, flags, self.rank, self.device, self.gather)
-                made = exchange.Exchange(shapes, dtypes, groups, host)
+                made = host_all_reduce.Exchange(shapes, dtypes, groups, host)
             except (OSError, RuntimeError) as error:
                 failure = str(error).splitlines()[0]
             if failure := self._first(failure):
@@ -256,7 +256,7 @@ class Ddp(Processes):
                 )
             return made
 
-        return copied.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
+        return copy_engine.CopiedGradients(model, connect, self.copies_beside, _options(compiled, mode))
 
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
@@ -321,7 +321,7 @@ class Fsdp(Processes):
             "reshard_after_forward": self.reshard,
             "ignored_params": None if whole is None else set(whole),
         }
-        if copied.has_cuda_graphs(_options(compiled, mode)):
+        if copy_engine.has_cuda_graphs(_options(compiled, mode)):
             raise UsageError(
                 f"compile={mode} is for other engines than fsdp: with its CUDA graphs a step of fsdp took 4.5 times as "
                 "long as without; compile=true, compile=max-autotune-no-cudagraphs, or parallel=ddp"

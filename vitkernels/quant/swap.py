@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from vitkernels.adopted import kind_of
 from vitkernels.errors import UsageError
+from vitkernels.module_swap import kind_of
 from vitkernels.quant.modules import QuantizedEmbedding, QuantizedLinear
 from vitkernels.quant.schemes import Scheme
 from vitkernels.quant.training import check_is_float

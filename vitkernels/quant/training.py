@@ -21,12 +21,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from vitkernels.adopted import Adopted, kind_of
 from vitkernels.autocast import dtype_of
 from vitkernels.bridge.operator import differentiable_once
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.quant.products import product_of_rows
-from vitkernels.quant.rowwise import quantize_columns, quantize_gelu, quantize_rows, transpose_rows
+from vitkernels.module_swap import Adopted, kind_of
+from vitkernels.ops.rowwise_quantization import quantize_columns, quantize_gelu, quantize_rows, transpose_rows
+from vitkernels.ops.scaled_products import product_of_rows
 
 DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _MULTIPLE = 16  # of features: what 8-bit matrix units want of rows

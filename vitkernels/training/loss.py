@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitkernels.ops import cross_entropy
-from vitkernels.ops.backends import backends_of
+from vitkernels.registry.op import backends_of
 
 
 def mean_loss(backend: str, label_smoothing: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
-from vitkernels.training.checkpoint import write_atomically
+from vitkernels.checkpoint.checkpoints import write_atomically
 from vitkernels.training.history import StepRecord
 
 log = logging.getLogger("vitkernels")

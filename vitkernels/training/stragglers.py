@@ -5,7 +5,7 @@ import socket
 from statistics import fmean, median
 
 from vitkernels.parallel import Parallel
-from vitkernels.training.timer import Window
+from vitkernels.training.step_timer import Window
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime
 from vitkernels.training.history import StepRecord
 from vitkernels.training.run_log import RunLog
-from vitkernels.training.timer import Window
+from vitkernels.training.step_timer import Window
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import Backends
+from vitkernels.registry.op import Backends
 
 BACKENDS = Backends(
     op="cross_entropy",

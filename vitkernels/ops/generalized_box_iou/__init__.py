@@ -9,7 +9,7 @@ Shape suffixes: B images, N boxes of each, 4 = x1, y1, x2, y2.
 from torch import Tensor, nn
 
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import Backends
+from vitkernels.registry.op import Backends
 
 BACKENDS = Backends(
     op="generalized_box_iou",

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import Backends
+from vitkernels.registry.op import Backends
 
 # (-128)² · 131071 is the largest sum that int32 holds whatever the operands are.
 LARGEST_K = 131071

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vitkernels.autocast import dtype_of
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import Backends
+from vitkernels.registry.op import Backends
 
 BACKENDS = Backends(
     op="layer_norm_residual",

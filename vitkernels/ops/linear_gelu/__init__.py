@@ -7,8 +7,8 @@ from torch import Tensor
 
 from vitkernels.autocast import cast
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import Backends
 from vitkernels.ops.linear import check_linear
+from vitkernels.registry.op import Backends
 
 BACKENDS = Backends(
     op="linear_gelu",

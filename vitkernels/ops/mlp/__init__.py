@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from vitkernels.autocast import cast
-from vitkernels.ops.backends import Backends
 from vitkernels.ops.linear import check_linear
 from vitkernels.ops.linear_gelu import check_gelu
+from vitkernels.registry.op import Backends
 
 BACKENDS = Backends(
     op="mlp",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import Backends
+from vitkernels.registry.op import Backends
 
 BACKENDS = Backends(
     op="paged_attention",

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.ops.backends import Backends
 from vitkernels.ops.quantized_matmul.packing import pack_int4, unpack_int4
+from vitkernels.registry.op import Backends
 
 __all__ = ["BACKENDS", "pack_int4", "quantized_matmul", "unpack_int4"]
 

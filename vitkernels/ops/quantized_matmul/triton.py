@@ -1,6 +1,6 @@
 """The Triton backend, for NVIDIA GPUs and, interpreted, for any CPU: tokens are rounded in one pass, where they are,
 and a second kernel unpacks, multiplies, scales and adds the bias. Of many tokens products are made by the engine that
-measured fastest, which is not always Triton (vitkernels.ops.int8_matmul.scaled, vitkernels.quant.products).
+measured fastest, which is not always Triton (vitkernels.ops.int8_matmul.scaled, vitkernels.ops.scaled_products).
 """
 
 import torch
@@ -8,14 +8,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import calculable, operator
+from vitkernels.ops import rowwise_quantization
 from vitkernels.ops.int8_matmul import scaled
 from vitkernels.ops.int8_matmul.triton_product import product as eight_bit_product
 from vitkernels.ops.quantized_matmul.packing import unpack_int4
 from vitkernels.ops.quantized_matmul.reference import dequantize
 from vitkernels.ops.quantized_matmul.triton_product import product
-from vitkernels.quant import rowwise
-from vitkernels.quant.products import product_of_rows
-from vitkernels.quant.rowwise import triton as rowwise_triton
+from vitkernels.ops.rowwise_quantization import triton as rowwise_triton
+from vitkernels.ops.scaled_products import product_of_rows
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MANY_TOKENS = 512
@@ -89,5 +89,5 @@ def _has_fp8(device: int) -> bool:
 def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor:
     x, x_scale = x_MK, None
     if activation_bits == 8 and torch.compiler.is_compiling():  # apart, so that the compiler may fuse the rounding
-        x, x_scale = rowwise.quantize_rows(x_MK, _token_dtype(w))
+        x, x_scale = rowwise_quantization.quantize_rows(x_MK, _token_dtype(w))
     return _quantized_matmul(x, x_scale, w, scale, zero_point, bias, block_size, activation_bits, x_MK.dtype)

@@ -1,0 +1,288 @@
+"""The verdict on a sweep: what its table says, and what it must not let a reader believe."""
+
+import json
+import math
+from statistics import geometric_mean
+
+import pytest
+from pytest import approx
+
+from vitkernels.sweep import verdict
+from vitkernels.sweep.caveats import remarks
+from vitkernels.sweep.plot import figure
+from vitkernels.sweep.statistics import ratio_interval
+
+
+def job(folder, num, variant, status="done", reason=None, **summary):
+    """A finished job as a sweep leaves it: 10 images a step, `steps` of them timed, `median` ms each."""
+    path = folder / variant
+    path.mkdir(parents=True)
+    card = {"num": num, "variant": variant, "overrides": [*variant.split(","), "data=fake"]}
+    if "code" in summary:
+        card["circumstances"] = {"code": summary.pop("code")}
+    (path / "job.json").write_text(json.dumps({**card, "status": status, "reason": reason}))
+    if summary:
+        median = summary.pop("median")
+        times = {"median": median, "p10": 9.0, "p90": 99.0, "mean": summary.pop("mean", median)}
+        times["n"] = summary.pop("steps", 190)
+        defaults = {"mfu": None, "input_wait_ms": 0.5, "peak_memory_bytes": 2**30, "batch_size": 10, "model": "vit"}
+        defaults |= {"device": "X", "devices": 1, "precision": "bf16", "quant": "none", "git_commit": "abc"}
+        defaults |= {"train_flops_per_step": 1e9 * summary.get("batch_size", 10), "train_loss": 1.0}
+        content = {"status": "done", "step_time_ms": times, "images_per_s": 1e4 / times["mean"]}
+        (path / "summary.json").write_text(json.dumps({**content, **defaults, **summary}))
+
+
+def test_the_verdict(tmp_path, capsys):
+    job(tmp_path, 1, "attn=b", median=20.0, mfu=0.5)
+    job(tmp_path, 0, "attn=a", median=40.0)
+    job(tmp_path, 2, "attn=c", status="failed", reason="out of memory")
+    rows = verdict.compare(tmp_path)
+    assert [(r["variant"], r["ratio"]) for r in rows] == [("attn=a", 1.0), ("attn=b", 2.0), ("attn=c", None)]
+    verdict.write(rows, tmp_path)
+    verdict.show(rows, tmp_path)
+    text = (tmp_path / "comparison.md").read_text()
+    assert "| attn=b | 20.00 (9.00, 99.00) | 500.0 | 50.0 | 0.50 | 1024 | 1.0000 | 2.000 |" in text
+    assert "**attn=c** failed: out of memory" in text
+    assert "attn=c failed: out of memory" in capsys.readouterr().out
+    assert json.loads((tmp_path / "comparison.json").read_text()) == rows
+    assert (tmp_path / "comparison.png").stat().st_size > 5000
+
+
+def test_the_verdict_on_evaluations(tmp_path, capsys):
+    for num, (variant, top1) in enumerate({"quant=w8a8": 91.25, "quant=w4a16": 90.0}.items()):
+        job(tmp_path, num, variant)
+        card = {
+            "quant": variant,
+            "model": f"of {variant}",
+            "top1": top1,
+            "loss": 0.5,
+            "images_per_s": 200.0,
+            "bytes": (8 - num) * 10**6,
+        }
+        (tmp_path / variant / "eval.json").write_text(json.dumps(card))
+    rows = verdict.compare(tmp_path)
+    verdict.write(rows, tmp_path)
+    verdict.show(rows, tmp_path)
+    assert [row["val_top1"] for row in rows] == [91.25, 90.0]
+    text = (tmp_path / "comparison.md").read_text()
+    assert text.splitlines()[0] == "| variant | images/s | weights MB | val top-1 % |"
+    assert "| quant=w4a16 | 200.0 | 7.00 | 90.00 |" in text and "ratio" not in text + capsys.readouterr().out
+
+
+def test_an_evaluation_beside_a_run_hides_nothing_of_it(tmp_path):
+    job(tmp_path, 0, "attn=a", median=40.0, val_top1=70.0)
+    (tmp_path / "attn=a/eval.json").write_text(json.dumps({"top1": 60.0, "images_per_s": 1.0, "bytes": 1}))
+    (row,) = verdict.compare(tmp_path)
+    assert (row["ratio"], row["val_top1"], row["images_per_s"]) == (1.0, 70.0, 250.0)
+
+
+def test_a_sweep_in_which_all_failed_still_has_its_table(tmp_path):
+    job(tmp_path, 0, "attn=a", status="failed", reason="killed by SIGSEGV")
+    rows = verdict.compare(tmp_path)
+    verdict.write(rows, tmp_path)
+    assert rows[0]["ratio"] is None and "killed by SIGSEGV" in (tmp_path / "comparison.md").read_text()
+
+
+def test_a_sweep_whose_first_variant_failed_has_no_ratios_but_a_table(tmp_path):
+    job(tmp_path, 0, "attn=a", status="failed", reason="out of memory")
+    job(tmp_path, 1, "attn=b", median=20.0)
+    rows = verdict.compare(tmp_path)
+    verdict.write(rows, tmp_path)
+    assert [row["ratio"] for row in rows] == [None, None]
+    assert (tmp_path / "comparison.png").stat().st_size > 5000
+
+
+def test_nothing_but_that_each_ran_once_is_said_of_a_plain_sweep(tmp_path):
+    for num, variant in enumerate(("attn=a", "attn=b")):
+        job(tmp_path, num, variant, median=40.0)
+    rows = verdict.compare(tmp_path)
+    (remark,) = remarks(rows)
+    assert remark.startswith("each variant ran once") and "seed=0,1,2" in remark
+    assert f"- {remark}\n" in verdict.markdown(rows) and "repeats' medians" not in verdict.markdown(rows)
+    assert remarks(rows[:1]) == [] and remarks([]) == []
+
+
+def test_ratios_are_by_image_where_steps_differ(tmp_path):
+    job(tmp_path, 0, "data.batch_size=32", median=40.0, batch_size=32)
+    job(tmp_path, 1, "data.batch_size=8", median=16.0, batch_size=8)
+    rows = verdict.compare(tmp_path)
+    assert [row["images_per_s"] for row in rows] == [800.0, 500.0]
+    assert rows[1]["ratio"] == 0.625  # a step is shorter, an image takes longer
+    assert "time per image" in verdict.markdown(rows)
+    (axes,) = figure(rows).axes
+    assert [bar.get_width() for bar in axes.patches] == [1250.0, 2000.0] and "per image in µs" in axes.get_xlabel()
+
+
+@pytest.mark.parametrize(
+    ("differs", "said"),
+    [
+        ({"model": "vit_l"}, "the model is vit_l here and vit in a=1"),
+        ({"train_flops_per_step": 2e10}, "the model's work on an image is 2 GFLOP here and 1 GFLOP in a=1"),
+        ({"device": "Y"}, "the device is Y here and X in a=1"),
+        ({"devices": 2}, "the number of devices is 2 here and 1 in a=1"),
+        ({"precision": "fp32"}, "the precision is fp32 here and bf16 in a=1"),
+    ],
+)
+def test_what_cannot_be_compared_has_no_ratio(tmp_path, differs, said):
+    job(tmp_path, 0, "a=1", median=40.0)
+    job(tmp_path, 1, "a=2", median=20.0, **differs)
+    job(tmp_path, 2, "a=3", median=20.0)
+    rows = verdict.compare(tmp_path)
+    assert [row["ratio"] for row in rows] == [1.0, None, 2.0]
+    assert f"a=2: no ratio, for {said}" in remarks(rows)
+
+
+def test_work_on_an_image_is_the_same_up_to_rounding(tmp_path):
+    job(tmp_path, 0, "a=1", median=40.0, train_flops_per_step=1e10 / 3)
+    job(tmp_path, 1, "a=2", median=20.0, batch_size=7, train_flops_per_step=7e9 / 3 + 1e-6)
+    assert verdict.compare(tmp_path)[1]["ratio"] == 1.4
+
+
+def test_repeats_are_one_row_that_says_how_far_chance_reaches(tmp_path):
+    times = {"a": (40.0, 39.6, 41.0), "b": (39.8, 40.6, 39.2), "c": (20.0, 20.2, 19.9)}
+    for num, (seed, attn) in enumerate((seed, attn) for seed in range(3) for attn in times):
+        job(tmp_path, num, f"attn={attn},seed={seed}", median=times[attn][seed], val_top1=90.0 + seed, mfu=0.5)
+    rows = verdict.compare(tmp_path)
+    assert [row["variant"] for row in rows] == ["attn=a ×3", "attn=b ×3", "attn=c ×3"]
+    means = [geometric_mean(times[attn]) for attn in "abc"]  # in the middle of the interval, on a logarithmic scale
+    assert [row["step_time_ms"]["median"] for row in rows] == approx(means)
+    assert [row["ratio"] for row in rows] == approx([means[0] / one for one in means], abs=1e-4)
+    low, high = rows[1]["ratio_interval"]
+    assert low < 1 < high and rows[0]["ratio_interval"] is None
+    assert 1.9 < rows[2]["ratio_interval"][0] < 2 < rows[2]["ratio_interval"][1] < 2.1
+    table = verdict.markdown(rows)
+    assert (
+        f"| 39.20 to 40.60 | 250.9 | 49.9 | 0.50 | 1024 | 1.0000 ± 0.0000 | 91.00 ± 1.00 | 1.008 ({low:.3f}, " in table
+    )
+    assert ") ~ |" in table.splitlines()[3] and "~" not in table.splitlines()[4]
+    assert "~: not told apart" in table
+    assert remarks(rows) == []  # they took turns
+    (axes,) = figure(rows).axes
+    assert [bar.get_width() for bar in axes.patches] == [row["step_time_ms"]["median"] for row in rows]
+    assert [list(dots.get_xdata()) for dots in axes.lines if dots.get_marker() == "o"] == [
+        list(times[a]) for a in "abc"
+    ]
+    assert [text.get_text()[-9:] for text in axes.texts] == ["  (×1.00)", "(×1.01 ~)", "  (×2.01)"]
+
+
+def test_the_interval_is_students(tmp_path):
+    """Two and two runs: t is 4.30 for two degrees of freedom, and the logarithms of each pair lie 0.02 apart."""
+
+    def row(*medians):
+        return {"repeats": [{"repeats": None, "step_time_ms": {"median": median}} for median in medians]}
+
+    half = 4.30 * math.sqrt((4 * 0.01**2) / 2 * (1 / 2 + 1 / 2))
+    low, high = ratio_interval(1.0, row(math.exp(0.99), math.exp(1.01)), row(math.exp(1.99), math.exp(2.01)))
+    assert (low, high) == (approx(math.exp(-half), abs=1e-4), approx(math.exp(half), abs=1e-4))
+    assert ratio_interval(1.0, row(2.0), row(3.0)) is None
+
+
+def test_repeats_that_did_not_take_turns_are_told(tmp_path):
+    for num, (attn, seed) in enumerate((attn, seed) for attn in "ab" for seed in range(2)):
+        job(tmp_path, num, f"attn={attn},seed={seed}", median=40.0 + num)
+    rows = verdict.compare(tmp_path)
+    (remark,) = remarks(rows)
+    assert "launched one after another" in remark
+    assert rows[0]["images_per_s"] == pytest.approx(10 / rows[0]["step_time_ms"]["median"] * 1e3)
+    verdict.write(rows, tmp_path)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == rows
+
+
+def test_a_repeat_that_failed_or_ran_elsewhere_is_a_row_of_its_own(tmp_path):
+    job(tmp_path, 0, "seed=0", median=40.0)
+    job(tmp_path, 1, "seed=1", median=41.0)
+    job(tmp_path, 2, "seed=2", status="failed", reason="out of memory")
+    job(tmp_path, 3, "seed=3", status="failed", reason="killed")
+    job(tmp_path, 4, "seed=4", median=20.0, device="Y")
+    rows = verdict.compare(tmp_path)
+    assert [(row["variant"], row["reason"]) for row in rows] == [
+        ("seed ×2", None),
+        ("seed=4", None),
+        ("seed=2", "out of memory"),
+        ("seed=3", "killed"),
+    ]
+    assert len(rows[0]["repeats"]) == 2 and rows[1]["ratio"] is None
+
+
+def test_a_first_run_that_failed_leaves_its_repeats_as_what_is_compared_with(tmp_path):
+    job(tmp_path, 0, "seed=0,attn=a", status="failed", reason="killed")
+    for num, (seed, attn) in enumerate(((0, "b"), (1, "a"), (1, "b"), (2, "a")), start=1):
+        job(tmp_path, num, f"seed={seed},attn={attn}", median=40.0 if attn == "a" else 20.0)
+    rows = verdict.compare(tmp_path)
+    found = [(row["variant"], row["ratio"]) for row in rows]
+    assert found == [("attn=a ×2", 1.0), ("seed=0,attn=a", None), ("attn=b ×2", 2.0)]
+
+
+def test_a_repeat_without_timed_steps_takes_nothing_from_the_others(tmp_path):
+    """As of a run that was resumed shortly before its end."""
+    for num, attn in enumerate("ab"):
+        job(tmp_path, num, f"++seed=0,attn={attn}", median=None, mean=40.0, steps=0)
+        for seed in (1, 2):
+            job(tmp_path, 2 * seed + num, f"++seed={seed},attn={attn}", median=40.0, mfu=0.5)
+    rows = verdict.compare(tmp_path)
+    assert [(row["variant"], row["ratio"]) for row in rows] == [("attn=a ×3", 1.0), ("attn=b ×3", 1.0)]
+    assert [(row["images_per_s"], row["mfu"]) for row in rows] == [(approx(250.0), approx(0.5))] * 2
+    assert remarks(rows)[0] == "++seed=0,attn=a, ++seed=0,attn=b: no step was timed"
+
+
+def test_rows_of_few_steps_are_told(tmp_path):
+    steps = {"a": 100, "b": 49, "c": 50, "d": 1, "e": 0}
+    for num, (attn, n) in enumerate(steps.items()):
+        job(tmp_path, num, f"attn={attn}", median=40.0 if n else None, steps=n, mean=40.0)
+    rows = verdict.compare(tmp_path)
+    assert [row["ratio"] for row in rows] == [1.0, 1.0, 1.0, None, None]
+    assert remarks(rows)[:-1] == ["attn=d: timed over 1 step, too few for a ratio", "attn=b: timed over 49 steps"]
+
+
+def test_below_twenty_steps_all_rows_are_told(tmp_path):
+    for num, n in enumerate((19, 19, 20)):
+        job(tmp_path, num, f"attn={num}", median=40.0, steps=n)
+    assert remarks(verdict.compare(tmp_path))[0] == "attn=0, attn=1: timed over 19 steps"
+
+
+def test_one_row_has_one_measure_and_stalls_are_told(tmp_path):
+    job(tmp_path, 0, "attn=a", median=100.0, mean=104.0, mfu=0.5)
+    job(tmp_path, 1, "attn=b", median=72.0, mean=104.4, mfu=0.5)
+    rows = verdict.compare(tmp_path)
+    first, second = rows
+    assert second["images_per_s"] / first["images_per_s"] == pytest.approx(second["ratio"], rel=1e-3)
+    assert (first["images_per_s"], first["mfu"]) == (100.0, 0.52)
+    assert remarks(rows)[0].startswith("attn=b: mean step 104.4 ms, 45 % above the median: it stalls now and then")
+    assert not any(remark.startswith("attn=a") for remark in remarks(rows))
+
+
+def test_the_code_that_was_measured_is_named_where_it_is_not_one_commit(tmp_path):
+    job(tmp_path, 0, "attn=a", median=40.0)
+    job(tmp_path, 1, "attn=b", median=40.0, git_commit="abc-dirty.1f2e")
+    rows = verdict.compare(tmp_path)
+    assert remarks(rows)[0] == "not the same code: attn=a at commit abc; attn=b at commit abc-dirty.1f2e"
+    assert remarks(rows[1:]) == ["measured with uncommitted changes: abc-dirty.1f2e"]
+
+
+def test_of_a_row_whose_code_is_unknown_the_commit_counts(tmp_path):
+    job(tmp_path, 0, "attn=a", median=40.0)
+    job(tmp_path, 1, "attn=b", median=40.0, code="1f2e")
+    assert not any("not the same code" in remark for remark in remarks(verdict.compare(tmp_path)))
+
+
+def test_evaluations_repeated_by_seed_have_no_steps_to_miss(tmp_path):
+    for seed in range(2):
+        job(tmp_path, seed, f"seed={seed}")
+        (tmp_path / f"seed={seed}/eval.json").write_text(json.dumps({"top1": 90.0, "images_per_s": 1.0}))
+    assert not any("timed" in remark for remark in remarks(verdict.compare(tmp_path)))
+
+
+def test_a_commit_that_changes_no_code_makes_no_other_row(tmp_path):
+    for seed, commit in enumerate(("abc", "def")):
+        job(tmp_path, seed, f"seed={seed}", median=40.0, git_commit=commit, code="1f2e")
+    (row,) = verdict.compare(tmp_path)
+    assert row["variant"] == "seed ×2" and remarks([row]) == []
+
+
+def test_what_else_a_row_would_hide_is_told(tmp_path):
+    job(tmp_path, 0, "quant=none", median=40.0, mfu=0.5)
+    job(tmp_path, 1, "quant=fp8", median=40.0, mfu=0.5, quant="fp8", host_bound=0.75, parameters_without_gradient=2)
+    said = remarks(verdict.compare(tmp_path))
+    assert "quant=fp8: MFU is of bf16's peak; the chip's for 8-bit products is higher" in said
+    assert any(remark.startswith("quant=fp8: in 75 % of the steps the device waited for the host") for remark in said)
+    assert "quant=fp8: 2 parameters got no gradient" in said and not any(r.startswith("quant=none") for r in said)

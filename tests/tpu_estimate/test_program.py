@@ -1,0 +1,144 @@
+"""Estimates of whole programs: small ones by hand, and real ones from libtpu's compiler (no TPU is used)."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("jax")
+
+from vitkernels.errors import UsageError
+from vitkernels.tpu_estimate import compiler, dump, report, validate
+from vitkernels.tpu_estimate import program as tpu_program
+
+needs_libtpu = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
+
+MODULE = """HloModule test, is_scheduled=true
+
+ENTRY %main (x: f32[1024,1024]) -> f32[1024,1024] {
+  %x = f32[1024,1024]{1,0:T(8,128)} parameter(0)
+  %copy-start = (f32[1024,1024]{1,0:T(8,128)S(1)}, f32[1024,1024]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%x)
+  %fusion.1 = f32[1024,1024]{1,0:T(8,128)} fusion(%x), kind=kLoop, metadata={op_name="jit(f)/add"}
+  %fusion.2 = f32[8]{0} fusion(%x), kind=kLoop, backend_config={"window_config":{"estimated_cycles":"1500000"}}
+  %copy-done = f32[1024,1024]{1,0:T(8,128)S(1)} copy-done(%copy-start)
+  ROOT %bitcast = f32[1024,1024]{1,0:T(8,128)} bitcast(%copy-done)
+}
+"""
+
+
+def written(folder: Path, bundles: int) -> dump.Dump:
+    """A dump of MODULE whose fusion.1 has so many bundles."""
+    (folder / "compiled_module.hlo").write_text(MODULE)
+    (folder / "compiled_memory.json").write_text(json.dumps({"argument": 4}))
+    text = f"   0   :  {{}}\n  {hex(bundles - 1)}   :  {{}}\n"
+    (folder / "1-fusion.1-07-packed-bundles-post-ra.txt").write_text(text)
+    (folder / "1-fusion.1-06-schedule-analysis_packed-bundles-post-ra.txt").write_text("not this one")
+    (folder / "1-fusion.1-05-post-ra.txt").write_text("#allocation0 [shape = 'u8[16]{0}', space=vmem, size = 0x10, x]")
+    return dump.Dump(folder)
+
+
+def test_an_early_copy_hides_behind_what_runs_meanwhile(tmp_path):
+    program = tpu_program.estimate(written(tmp_path, bundles=1500))
+    names = [operation.name for operation in program.operations]
+    assert names == ["fusion.1", "fusion.2", "copy-done"]
+    first, second, wait = program.operations
+    assert (first.estimate_ms, first.vmem, first.source) == (pytest.approx(1e-3), 16, "jit(f)/add")
+    assert second.estimate_ms == pytest.approx(1.0)  # no schedule: XLA's own estimate, and it says so
+    assert program.untimed == ["fusion.2"]
+    assert program.prefetched == 4 * 2**20
+    assert wait.estimate_ms == pytest.approx(4 * 2**20 / 819e9 * 1e3 - 1e-3)
+    assert program.estimate_ms == pytest.approx(1.0 + 4 * 2**20 / 819e9 * 1e3)
+
+
+def test_a_copy_that_had_time_costs_nothing(tmp_path):
+    program = tpu_program.estimate(written(tmp_path, bundles=15000))
+    assert program.operations[-1].estimate_ms == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("f32[3,577]{1,0:T(8,128)}", 8 * 640 * 4),
+        ("bf16[2,577,64]{1,2,0:T(8,128)(2,1)S(1)}", 2 * 640 * 64 * 2),
+        ("pred[16]{0}", 16),
+        ("u32[]{:S(2)}", 4),
+        ("f8e4m3fn[10]{0:T(1024)}", 10),
+    ],
+)
+def test_bytes_of_arrays_count_their_padding(text, size):
+    assert tpu_program.array_bytes(text) == size
+
+
+def refused():
+    raise ValueError("no such kernel")
+
+
+def endless():
+    time.sleep(60)
+
+
+@needs_libtpu
+@pytest.mark.parametrize("which", [0, 8, 13], ids=["XLA's matmul", "Pallas matmul", "JAX's flash attention"])
+def test_published_timings_are_estimated_as_recorded(which):
+    case = validate.CASES[which]
+    assert validate.again(case) == pytest.approx(case.recorded_ms, rel=0.01)
+    assert case.ratio == pytest.approx(1, abs=0.1)
+
+
+@needs_libtpu
+def test_a_refusal_is_told(tmp_path):
+    with pytest.raises(UsageError, match="no such kernel"):
+        dump.compile_in(tmp_path, f"{__name__}:refused")
+    with pytest.raises(UsageError, match="not compiled within"):
+        dump.compile_in(tmp_path, f"{__name__}:endless", timeout=0.2)
+
+
+@needs_libtpu
+def test_a_killed_compiler_is_replaced(tmp_path):
+    dump._server().kill()
+    dump._server().wait()
+    with pytest.raises(UsageError, match="no such kernel"):
+        dump.compile_in(tmp_path, f"{__name__}:refused")
+
+
+@needs_libtpu
+def test_the_report_sets_attention_side_by_side(tmp_path, capsys, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
+    import tpu_report as script
+
+    monkeypatch.delitem(sys.modules, "tpu_report")
+    arguments = ["--shapes", "2,4,256,64", "--contenders", "pallas_flash", "xla", "--passes", "forward", "--operations"]
+    script.main([*arguments, "--json", str(tmp_path / "report.json")])
+    printed = capsys.readouterr().out
+    assert "ESTIMATE" in printed and "published ms" in printed and "pallas_flash" in printed
+    written = json.loads((tmp_path / "report.json").read_text())
+    assert written["label"] == "ESTIMATE" and len(written["validation"]) > 10
+    ours, xla = written["rows"]
+    (kernel,) = ours["operations"]
+    assert ours["untimed"] == xla["untimed"] == []
+    assert kernel["kind"] == "tpu_custom_call" and kernel["not_interpreted"] == []
+    # Read and written once: a packed qkv in, one third of it out.
+    assert (kernel["read_bytes"], kernel["written_bytes"]) == (2 * 256 * 768 * 2, 2 * 256 * 256 * 2)
+    assert ours["hbm_size_bytes"] == kernel["read_bytes"] + kernel["written_bytes"]
+    assert max(kernel["estimate_compute_ms"], kernel["estimate_memory_ms"]) <= kernel["estimate_ms"] < 0.02
+    assert 0.1 < kernel["busy"]["MXU"] < 1
+    assert xla["estimate_ms"] > 0
+
+
+def test_a_row_that_failed_keeps_its_place_in_the_table():
+    rows = [{"pass": "forward", "contender": "pallas_flash", "error": "x does not compile for v5e:\nout of VMEM"}]
+    assert report.table(rows).splitlines()[-1] == "| forward | pallas_flash | out of VMEM |"
+
+
+def test_the_best_of_the_others_is_named():
+    times = {"forward": (1.0, 3.0, 2.0), "backward": (2.0, 5.0, None)}
+    rows = [
+        {"pass": which, "contender": name} | ({"error": "no"} if ms is None else {"estimate_ms": ms})
+        for which, found in times.items()
+        for name, ms in zip(("ours", "a", "b"), found, strict=True)
+    ]
+    told = report.against_the_best(rows)
+    assert told.endswith("ours against the best of the others: forward 2.00 × (b), backward 2.50 × (a)")
+    assert report.against_the_best(rows[:1]).endswith("there is none")

@@ -1,0 +1,119 @@
+"""The clock: what counts as a step, and what stays outside."""
+
+import pytest
+
+from vitkernels.training.step_timer import StepTimer
+
+
+class FakeRuntime:
+    """A device whose stream of work takes as long as the test says; stamps are read off at once."""
+
+    def __init__(self, per_step_clock=True):
+        self.per_step_clock = per_step_clock
+        self.now = 0.0
+        self.synchronized = 0
+        self.done_up_to = None
+
+    def has_reached(self, stamp):
+        return None if self.done_up_to is None else stamp <= self.done_up_to
+
+    def stamp(self):
+        return self.now
+
+    def elapsed_ms(self, start, end):
+        return end - start
+
+    def synchronize(self):
+        self.synchronized += 1
+
+
+def steps(timer, device, durations):
+    for duration in durations:
+        device.now += duration
+        timer.step_done()
+
+
+def test_warm_up_and_pauses_do_not_count():
+    device = FakeRuntime()
+    timer = StepTimer(device, warmup_steps=2)
+    timer.start()
+    steps(timer, device, [1000, 500, 10, 20])
+    assert timer.stop().step_ms == [10, 20]
+    device.now += 9999  # evaluation
+    timer.start()
+    steps(timer, device, [30])
+    assert timer.stop().step_ms == [30]
+    assert timer.summary()["step_time_ms"] == {"median": 20.0, "p10": 12.0, "p90": 28.0, "mean": 20.0, "n": 3}
+
+
+def test_the_device_is_waited_for_at_window_edges_only():
+    device = FakeRuntime()
+    timer = StepTimer(device, warmup_steps=1)
+    timer.start()
+    steps(timer, device, [1] * 50)
+    assert device.synchronized == 0
+    timer.stop()
+    assert device.synchronized == 1
+
+
+def test_where_steps_cannot_be_seen_a_window_gives_its_mean():
+    device = FakeRuntime(per_step_clock=False)
+    timer = StepTimer(device, warmup_steps=1)
+    timer.start()
+    steps(timer, device, [100])
+    assert device.synchronized == 1  # nothing of the warm-up is left in the first window
+    steps(timer, device, [1, 1, 1])
+    device.now += 27  # the device finishes what the host queued
+    assert timer.stop().step_ms == [10, 10, 10]
+
+
+def test_nothing_timed_is_null_and_not_zero():
+    timer = StepTimer(FakeRuntime(), warmup_steps=5)
+    timer.start()
+    steps(timer, timer.runtime, [1, 2])
+    timer.stop()
+    summary = timer.summary()
+    assert summary["step_time_ms"] == {"median": None, "p10": None, "p90": None, "mean": None, "n": 0}
+    assert summary["input_wait_ms"] is None and summary["host_bound"] is None
+
+
+def test_a_device_that_has_run_out_of_work_when_forward_is_launched_was_kept_waiting():
+    device = FakeRuntime()
+    timer = StepTimer(device, warmup_steps=1)
+    timer.start()
+    steps(timer, device, [10])
+    for late in (False, True, True, False):  # the first of a window cannot tell
+        device.done_up_to = device.now - (not late)
+        timer.forward_done()
+        device.now += 10
+        device.done_up_to = device.now
+        timer.forward_done()  # of a second batch of the same step
+        steps(timer, device, [10])
+    assert timer.stop().host_was_late == [True, True, False]
+    assert timer.summary()["host_bound"] == 0.6667
+
+
+def test_a_device_that_waits_for_input_or_is_waited_for_or_cannot_be_asked_says_nothing_of_the_host():
+    for done_up_to, wait_ms, steps_wait in ((1e9, 2.0, False), (None, 0.0, False), (1e9, 0.0, True)):
+        device = FakeRuntime()
+        device.done_up_to = done_up_to
+        timer = StepTimer(device, 0, steps_wait)
+        timer.start()
+        for _ in range(3):
+            timer._wait = wait_ms
+            timer.forward_done()
+            steps(timer, device, [10])
+        assert timer.stop().host_was_late == [] and timer.summary()["host_bound"] is None
+
+
+def test_input_wait_is_the_hosts_time_in_next(monkeypatch):
+    clock = iter([0.0, 0.25])
+    monkeypatch.setattr("time.perf_counter", lambda: next(clock))
+    device = FakeRuntime()
+    timer = StepTimer(device, warmup_steps=0)
+    timer.start()
+    with timer.waiting():
+        pass
+    steps(timer, device, [400])
+    window = timer.stop()
+    assert window.input_wait_ms == [pytest.approx(250.0)] and window.step_ms == [400]

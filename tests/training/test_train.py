@@ -1,0 +1,498 @@
+"""train.py end to end: golden losses per backend, interruptions, resuming, evaluation, sweeps, errors."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from vitkernels import attention
+from vitkernels.checkpoint import checkpoints as ckpt
+from vitkernels.errors import UsageError
+from vitkernels.training.history import NonFiniteLossError
+from vitkernels.training.signals import EXIT_INTERRUPTED
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = json.loads((ROOT / "tests/golden/losses.json").read_text())
+
+# A model that takes a few milliseconds a step, and has all that could go wrong: drop path, EMA, soft targets, workers.
+SMALL = ["runtime=cpu", "data.batch_size=16", "+model.kwargs.embed_dim=64", "+model.kwargs.num_heads=2"]
+SMALL += ["+model.kwargs.depth=2", "trainer.log_every=4", "trainer.warmup_steps=2"]
+RICH = [*SMALL, "model.drop_path_rate=0.2", "ema.decay=0.9", "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"]
+RICH += ["trainer.accum_steps=2", "data.batch_size=32", "trainer.label_smoothing=0.1"]
+
+
+def command(*overrides):
+    return [sys.executable, str(ROOT / "train.py"), *overrides]
+
+
+def start(*overrides, **environment):
+    return subprocess.Popen(
+        command(*overrides),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+
+
+def finish(process, code=0):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == code, output
+    return output
+
+
+@pytest.mark.parametrize("attn", [name for name in attention.names() if name != "auto"])
+def test_golden_losses(attn, settings, losses, tmp_path):
+    """Five steps with each backend give the stored losses of the reference.
+
+    Each backend sums in its own order: about 1e-7 per product, which five AdamW steps amplify to about 1e-5.
+    """
+    cfg = settings(*SMALL, f"attn={attn}", "trainer.max_steps=5", "trainer.eval_every=null")
+    reason = attention.get(attn).unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    train.run(cfg, tmp_path)
+    assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
+
+
+def test_golden_losses_with_fused_ops(settings, losses, tmp_path):
+    """Every op by the project's own kernels, interpreted: the same losses, within the same tolerance."""
+    pytest.importorskip("triton", reason="no Triton on this platform")
+    train.run(settings(*SMALL, "attn=native", "ops=fused", "trainer.max_steps=5", "trainer.eval_every=null"), tmp_path)
+    assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
+
+
+def test_a_run_leaves_what_it_promises(settings, losses, tmp_path):
+    train.run(settings(*SMALL, "attn=native", "trainer.max_steps=12"), tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    expected = {
+        "attn": "native",
+        "ops": "eager",
+        "runtime": "cpu",
+        "steps": 12,
+        "seed": 0,
+        "mfu": None,
+        "status": "done",
+    }
+    assert {key: summary[key] for key in expected} == expected
+    assert summary["step_time_ms"]["n"] == 10 and summary["step_time_ms"]["median"] > 0
+    assert summary["images_per_s"] == pytest.approx(16e3 / summary["step_time_ms"]["mean"], rel=1e-3)
+    for key in (
+        "device",
+        "versions",
+        "input_wait_ms",
+        "peak_memory_bytes",
+        "train_loss",
+        "val_top1",
+        "val_top5",
+        "epochs",
+    ):
+        assert summary[key] is not None, key
+    assert list(losses(tmp_path)) == list(range(1, 13))
+    names = {path.name.split(".")[0] for path in tmp_path.iterdir()}
+    assert {"checkpoints", "summary", "metrics", "model", "events", "config"} <= names
+    scalars = read_board(tmp_path)
+    for tag in ("train/loss", "train/lr", "train/grad_norm", "time/step_ms", "time/images_per_s", "time/input_wait_ms"):
+        assert tag in scalars, tag
+    assert {"val/top1", "val/top5"} <= set(scalars)
+
+    # What was written can be evaluated, and by plain timm.
+    for weights in ("model.safetensors", "checkpoints/best"):
+        cfg = settings(*SMALL, "attn=sdpa", "mode=eval", f"checkpoint={tmp_path / weights}")
+        train.run(cfg, tmp_path / "eval")
+        result = json.loads((tmp_path / "eval" / "eval.json").read_text())
+        assert result["top1"] == pytest.approx(summary["val_top1"]) and result["images"] == 360
+
+    # A second run does not overwrite it; the same run resumed has nothing to do.
+    with pytest.raises(UsageError, match="already holds a run"):
+        train.run(settings(*SMALL, "attn=native", "trainer.max_steps=12"), tmp_path)
+    train.run(settings(*SMALL, "attn=native", "trainer.max_steps=12", "resume=auto"), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def read_board(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(folder))
+    board.Reload()
+    return board.Tags()["scalars"]
+
+
+LENGTH = ["trainer.max_epochs=2", "trainer.eval_every=1", "checkpoints.every_steps=3"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """The losses of a run that nobody disturbed, in a process of its own."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    finish(start(*RICH, *LENGTH, f"hydra.run.dir={folder}"))
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return lines, json.loads((folder / "summary.json").read_text())
+
+
+def wait_until(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if process.poll() is not None:
+            return False
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.0005)
+    return True
+
+
+def logged_steps(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"loss"') if path.exists() else 0
+
+
+def test_killed_in_mid_epoch_and_in_a_checkpoint_write_then_resumed(uninterrupted, tmp_path):
+    """SIGKILL twice, resume=auto: bit for bit the losses and evaluations of the run that was never killed."""
+    overrides = [*RICH, *LENGTH, "resume=auto", f"hydra.run.dir={tmp_path}"]
+    process = start(*overrides)
+    assert wait_until(lambda: logged_steps(tmp_path) >= 8, process)
+    process.kill()
+    process.communicate()
+    process = start(*overrides)
+    assert wait_until(lambda: logged_steps(tmp_path) >= 25, process)
+    assert wait_until(lambda: list((tmp_path / "checkpoints").glob("*.tmp")), process)
+    process.kill()
+    process.communicate()
+    output = finish(start(*overrides))
+    assert "resumed from" in output
+    lines, summary = uninterrupted
+    assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == lines
+    resumed = json.loads((tmp_path / "summary.json").read_text())
+    for key in ("val_top1", "val_ema_top1", "best", "steps"):
+        assert resumed[key] == summary[key], key
+
+
+def test_sigterm_writes_a_checkpoint_and_says_so(uninterrupted, settings, losses, tmp_path):
+    """... and resume=auto from another folder beside it finds the unfinished run, past a truncated checkpoint."""
+    folder = tmp_path / "2026-01-01_00-00-00"
+    process = start(*RICH, *LENGTH, f"hydra.run.dir={folder}")
+    assert wait_until(lambda: logged_steps(folder) >= 13, process)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, EXIT_INTERRUPTED)
+    assert "stopped by SIGTERM" in output and "resume=auto" in output
+    stopped_at = max(losses(folder))
+    checkpoints = sorted((folder / "checkpoints").glob("step_*"))
+    assert checkpoints[-1].name == f"step_{stopped_at:08d}"
+    weights = checkpoints[-1] / "rank_00000.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+
+    train.run(settings(*RICH, *LENGTH, "resume=auto"), tmp_path / "2026-01-01_00-00-59")
+    resumed = losses(tmp_path / "2026-01-01_00-00-59")
+    expected = {line["step"]: line["loss"] for line in uninterrupted[0] if "loss" in line}
+    assert min(resumed) == int(checkpoints[-2].name.split("_")[1]) + 1
+    # Another process has other threads' states, but the arithmetic is the same.
+    assert resumed == {step: loss for step, loss in expected.items() if step in resumed}
+    assert max(resumed) == max(expected)
+
+
+def test_a_checkpoint_of_another_run_is_refused(settings, tmp_path):
+    train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path / "a")
+    for override, message in (("+model.kwargs.mlp_ratio=2", "another model"), ("seed=1", "seed is 0 there and 1 here")):
+        with pytest.raises(UsageError, match=message):
+            train.run(settings(*SMALL, override, f"resume={tmp_path / 'a'}"), tmp_path / override)
+    with pytest.raises(UsageError, match="no such file"):
+        train.run(settings(*SMALL, f"resume={tmp_path / 'nothing'}"), tmp_path / "c")
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(settings, tmp_path):
+    cfg = settings(*SMALL, "optim=sgd", "optim.lr=1e30", "schedule=constant", "trainer.clip_grad=null")
+    with pytest.raises(NonFiniteLossError, match=r"loss is .*at step \d+: lr .* samples digits\["):
+        train.run(cfg, tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
+
+
+def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
+    """... as after a kill between the last checkpoint and the summary; optimizer arguments travel as plain values."""
+    cfg = settings(*SMALL, "trainer.max_steps=4", "+optim.kwargs.betas=[0.9,0.95]", "resume=auto")
+    first, later = tmp_path / "2026-01-01_00-00-00", tmp_path / "2026-01-02_00-00-00"
+    train.run(cfg, first)
+    summary = json.loads((first / "summary.json").read_text())
+    metrics = (first / "metrics.jsonl").read_text()
+    (first / "summary.json").unlink()
+    train.run(cfg, first)
+    again = json.loads((first / "summary.json").read_text())
+    for key in ("train_loss", "val_top1", "val_top5", "best", "steps", "status"):
+        assert again[key] == summary[key] is not None, key
+    assert (first / "metrics.jsonl").read_text() == metrics
+    # The same command at another time finds it done; other settings in its folder are refused, by name.
+    train.run(cfg, later)
+    assert not (later / "metrics.jsonl").exists()
+    with pytest.raises(UsageError, match=r"optim.lr is 0.001 there and 0.5 here"):
+        train.run(settings(*SMALL, "trainer.max_steps=4", "resume=auto", "optim.lr=0.5"), first)
+    assert json.loads((first / "summary.json").read_text()) == again
+    # Going back in the same folder would overwrite; a longer run goes on.
+    longer = ["trainer.max_steps=6", "+optim.kwargs.betas=[0.9,0.95]", "checkpoints.keep=5"]
+    train.run(settings(*SMALL, *longer, "resume=auto"), first)
+    assert list(losses(first)) == [1, 2, 3, 4, 5, 6]
+    older = first / "checkpoints" / "step_00000004"
+    shutil.copytree(older, tmp_path / "other" / "checkpoints" / older.name)
+    for asked in (older, tmp_path / "other"):
+        with pytest.raises(UsageError, match="newer than"):
+            train.run(settings(*SMALL, *longer, f"resume={asked}"), first)
+
+
+def test_too_few_steps_for_a_trace_are_timed_instead(settings, caplog, tmp_path):
+    train.run(settings(*SMALL, "trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.profile=true"), tmp_path)
+    assert "no trace, it takes 10 steps" in caplog.text and not (tmp_path / "profile").exists()
+    assert json.loads((tmp_path / "summary.json").read_text())["step_time_ms"]["n"] == 4
+
+
+def test_a_run_that_is_made_longer_is_done_only_then(settings, losses, monkeypatch, tmp_path):
+    at = lambda steps, *more: settings(*SMALL, f"trainer.max_steps={steps}", "resume=auto", *more)  # noqa: E731
+    summary = lambda: json.loads((tmp_path / "summary.json").read_text())  # noqa: E731
+    train.run(at(4), tmp_path)
+    short = summary()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "check_finite", lambda *_, **__: pytest.fail("an error on the way"))
+        with pytest.raises(BaseException, match="an error on the way"):
+            train.run(at(8), tmp_path)
+    # At its first length it was done, and is so without any training; the longer one goes on.
+    train.run(at(4), tmp_path)
+    assert summary() == short
+    train.run(at(8), tmp_path)
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8] and summary()["steps"] == 8
+
+    # What is refused changes nothing, and there is nothing left to train.
+    long = summary()
+    for refused, message in (
+        (at(6), "is at step 8, and 6 are asked for"),
+        (at(16, "trainer.accum_steps=1000"), "accum_steps=1000 needs"),
+        (at(8, "compile=true"), "finished with other settings: compile is 'auto' there and True here"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            train.run(refused, tmp_path)
+        assert summary() == long
+    train.run(at(8), tmp_path)
+    train.run(at(8, "trainer.log_every=3"), tmp_path)
+    assert summary() == long
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_anew(settings, tmp_path):
+    at = lambda steps: settings(*SMALL, f"trainer.max_steps={steps}", "resume=auto", "checkpoints.every_epochs=null")  # noqa: E731
+    train.run(at(2), tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    with pytest.raises(UsageError, match="without checkpoints, which cannot be made longer"):
+        train.run(at(4), tmp_path)
+    train.run(at(2), tmp_path)
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+
+
+def test_the_best_is_one_that_could_be_kept(settings, monkeypatch, tmp_path):
+    """The disk is full when the best weights are saved."""
+    results = iter([50.0, 60.0, 55.0])
+    card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"top1": next(results), **card})
+    write = ckpt._Writer.write_data
+
+    def full(writer, *args):
+        if writer.state["step"] == 4:
+            raise OSError(28, "No space left on device")
+        return write(writer, *args)
+
+    monkeypatch.setattr(ckpt._Writer, "write_data", full)
+    train.run(settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=6"), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["best"] == {"top1": 55.0, "step": 6}
+    assert ckpt.load_state(tmp_path / "checkpoints" / "best")["step"] == 6
+
+
+@pytest.mark.parametrize(("top1", "best"), [([50.0, 40.0, 40.0], 2), ([50.0, 60.0, 60.0], 4)])
+def test_a_run_that_goes_on_in_another_folder_has_its_best_there(settings, monkeypatch, tmp_path, top1, best):
+    """It was killed between its last checkpoint and the evaluation; the best is the one of before, or that one."""
+    results = iter(top1)
+    card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
+    monkeypatch.setattr(train, "evaluate", lambda *_: {"top1": next(results), **card})
+    cfg = settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=4", "resume=auto")
+    first, later = tmp_path / "2026-01-01_00-00-00", tmp_path / "2026-01-02_00-00-00"
+    train.run(cfg, first)
+    (first / "summary.json").unlink()
+    train.run(cfg, later)
+    assert json.loads((later / "summary.json").read_text())["best"] == {"top1": max(top1), "step": best}
+    assert ckpt.load_state(later / "checkpoints" / "best")["step"] == best
+
+
+HOLD = """
+import pathlib, sys, time
+from vitkernels.training.run_dir import held
+with held(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(300)
+"""
+
+
+def test_a_folder_in_use_is_left_alone_until_its_process_is_gone(settings, tmp_path):
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    cfg = settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null", "resume=auto")
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match=rf"another process \({holder.pid} on .*hydra.run.dir=FOLDER"):
+            train.run(cfg, tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    finally:
+        holder.kill()
+        holder.communicate()
+    train.run(cfg, tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_failed_attempt_does_not_block_its_folder(settings, tmp_path):
+    with pytest.raises(UsageError, match="unknown model"):
+        train.run(settings(*SMALL, "model.name=nosuch"), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+    train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_gradient_that_is_not_finite_is_not_saved(settings, monkeypatch, tmp_path):
+    """A broken backward kernel: the loss is still finite when the weights are not."""
+    norm = torch.nn.utils.get_total_norm
+    calls = []
+
+    def broken(gradients):
+        calls.append(1)
+        if len(calls) == 4:
+            gradients[0].fill_(float("nan"))
+        return norm(gradients)
+
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", broken)
+    cfg = settings(*SMALL, "checkpoints.every_steps=1", "checkpoints.keep=9")
+    with pytest.raises(NonFiniteLossError, match=r"gradient norm nan at step 4: .*step_00000003\."):
+        train.run(cfg, tmp_path)
+    assert max(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == "step_00000003"
+
+
+GROUPS = [f"{g}={p.stem}" for g in ("optim", "schedule", "ops", "attn") for p in (ROOT / "conf" / g).glob("*.yaml")]
+
+
+@pytest.mark.parametrize("option", [*GROUPS, "data=fake", "data=digits", "runtime=auto", "optim.opt=lamb"])
+def test_each_option_trains(option, settings, tmp_path):
+    if option.startswith("attn=") and (reason := attention.get(option[5:]).unavailable()):
+        pytest.skip(reason)
+    train.run(settings(*SMALL, option, "data.batch_size=4", "trainer.max_steps=1", "trainer.eval_every=null"), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["runtime=cpu", "optim.opt=adamww"], "optim.opt=adamww"),
+        (["model.name=vit_base_patch16_223"], "unknown model"),
+        (["runtime=cpu", "trainer.accum_steps=1000"], "accum_steps=1000"),
+        (["checkpoint=nowhere.pt"], "no such file"),
+        (["model.name=resnet50"], "cannot take an attention backend"),
+    ],
+)
+def test_what_cannot_be_done_is_said(settings, tmp_path, overrides, message):
+    with pytest.raises(UsageError, match=message):
+        train.run(settings(*overrides), tmp_path)
+
+
+def test_the_command_line_answers_a_wrong_name_in_one_line(tmp_path):
+    output = finish(start("attn=nosuch", f"hydra.run.dir={tmp_path}"), code=2)
+    assert output.startswith("error: unknown attn 'nosuch'; known: auto, ") and "attn=NAME" in output
+    assert len(output.splitlines()) == 1
+
+
+def test_xla_trains_on_any_machine(losses, tmp_path):
+    """torch_xla with PJRT_DEVICE=CPU gives the losses of the CPU, one compiled graph for all steps after the first."""
+    from vitkernels.runtime import xla
+
+    if xla.unavailable():
+        pytest.skip(xla.unavailable())
+    run = [*SMALL, "runtime=xla", "runtime.precision=fp32", "attn=native", "trainer.max_steps=5", "trainer.log_every=2"]
+    run += ["ema.decay=0.9"]
+    output = finish(start(*run, f"hydra.run.dir={tmp_path}", PJRT_DEVICE="CPU"))
+    assert "XLA compiled the" not in output  # train, eval or EMA eval step again
+    # XLA fuses and reorders sums: the golden losses to a few 1e-6, with room for other CPUs.
+    assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["device"] == "XLA:CPU" and summary["step_time_ms"]["n"] == 3
+    assert summary["val_top1"] is not None and summary["val_ema_top1"] is not None
+
+
+def test_a_sweep_survives_its_failures_and_ends_with_a_verdict(tmp_path):
+    """One variant diverges; the table has it as failed, and the same command again runs only that one."""
+    sweep = ["-m", *SMALL, "attn=native", "optim=sgd", "schedule=constant", "trainer.clip_grad=null", "data=fake"]
+    sweep += ["data.num_classes=10", "trainer.max_steps=12", "trainer.eval_every=null", "optim.lr=0.01,1e30"]
+    sweep += [f"hydra.sweep.dir={tmp_path}"]
+    output = finish(start(*sweep), code=1)
+    good, bad = json.loads((tmp_path / "comparison.json").read_text())
+    assert (good["variant"], good["status"], good["ratio"]) == ("optim.lr=0.01", "done", 1.0)
+    assert bad["status"] == "failed" and "loss is" in bad["reason"]
+    assert output.index("optim.lr=1e+30 failed: loss is") < output.index("Verdict")
+    table = (tmp_path / "comparison.md").read_text()
+    assert "| optim.lr=0.01 |" in table and "failed: loss is" in table
+    assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
+    # As if it had been a long training by other code: it is kept, and stays known as that code's.
+    done, by = tmp_path / "optim.lr=0.01", {}
+    for name, change in (("summary.json", {"seconds": 3600.0}), ("job.json", {"circumstances": {"code": "earlier"}})):
+        by[name] = json.loads((done / name).read_text()) | change
+        (done / name).write_text(json.dumps(by[name]))
+    output = finish(start(*sweep), code=1)
+    assert output.count("done before, skipped") == 1 and "optim.lr=1e+30 failed: loss is" in output
+    assert {name: json.loads((done / name).read_text()) for name in by} == by
+
+
+def test_a_sweep_that_is_told_to_stop_stops(tmp_path):
+    process = start("-m", *SMALL, "trainer.max_steps=1000,1001", f"hydra.sweep.dir={tmp_path}")
+    folder = tmp_path / "trainer.max_steps=1000"
+    assert wait_until(lambda: logged_steps(folder) >= 4, process)
+    process.send_signal(signal.SIGTERM)
+    output = finish(process, EXIT_INTERRUPTED)
+    assert "the same command continues the sweep" in output
+    assert list((folder / "checkpoints").glob("step_*"))
+    assert not (tmp_path / "trainer.max_steps=1001").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("attn", [name for name in attention.names() if name != "auto"])
+def test_cuda_trains_with_each_backend(attn, settings, losses, tmp_path):
+    problem = attention.Problem(16, 2, 16, 16, 32, torch.bfloat16, "cuda")
+    reason = attention.get(attn).unsupported(problem)
+    if reason is not None:
+        pytest.skip(reason)
+    cfg = settings(*SMALL, "runtime=cuda", f"attn={attn}", "trainer.max_steps=5", "trainer.eval_every=null")
+    train.run(cfg, tmp_path)
+    # bf16 products: three digits.
+    assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
+def test_the_cuda_loop_waits_for_the_device_at_log_boundaries_only(settings, monkeypatch, tmp_path):
+    """Between two boundaries any operation that would make the host wait is an error."""
+    from vitkernels.training.step_timer import StepTimer
+
+    start, stop = StepTimer.start, StepTimer.stop
+    seen = []
+
+    def strict_start(timer):
+        start(timer)
+        if timer.warmup_left == 0:
+            torch.cuda.set_sync_debug_mode("error")
+            seen.append("window")
+
+    def lenient_stop(timer):
+        torch.cuda.set_sync_debug_mode("default")
+        return stop(timer)
+
+    monkeypatch.setattr(StepTimer, "start", strict_start)
+    monkeypatch.setattr(StepTimer, "stop", lenient_stop)
+    cfg = settings(*RICH, "runtime=cuda", "attn=sdpa", "trainer.max_steps=20", "trainer.eval_every=null")
+    try:
+        train.run(cfg, tmp_path)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert len(seen) > 2

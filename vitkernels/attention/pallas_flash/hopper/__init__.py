@@ -1,0 +1,1 @@
+"""Flash attention for NVIDIA Hopper in Pallas (Mosaic GPU)."""

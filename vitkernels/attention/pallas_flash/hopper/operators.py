@@ -1,0 +1,243 @@
+"""`pallas_flash` on NVIDIA Hopper: its Mosaic-GPU kernels as PyTorch operations, with gradients and fake outputs.
+
+Imported on CUDA only, because older JAX lacks what the kernels are made of.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
+"""
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from vitkernels.attention.pallas_flash.hopper.backward import Backward
+from vitkernels.attention.pallas_flash.hopper.forward import Forward
+from vitkernels.attention.pallas_flash.hopper.schedule import (
+    MULTIPROCESSORS,
+    Schedule,
+    dkdv_schedule,
+    dq_schedule,
+    fits_short_backward,
+    fits_short_forward,
+    forward_schedule,
+)
+from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
+from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
+from vitkernels.attention.pallas_flash.hopper.tiles import Problem, padded
+from vitkernels.bridge.mosaic_gpu import Kernel
+from vitkernels.bridge.operator import aligned, differentiable_once, operator
+
+
+@dataclass(frozen=True)
+class Call:
+    """All that decides over a call's kernels but the addresses of its tensors. Rows lie as (B, N, heads, D)."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    dtype: torch.dtype
+    is_causal: bool
+    scale: float
+    packed: bool  # q, k and v, and their gradients, are one array of 3 H heads
+    device: torch.device
+
+    def _problem(self, kind: type, schedule: Schedule | None) -> Problem:
+        return kind(
+            batch=self.batch,
+            heads=self.heads,
+            queries=self.queries,
+            keys=self.keys,
+            head_dim=self.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+            scale=self.scale,
+            is_causal=self.is_causal,
+            all_heads=(3 if self.packed else 1) * self.heads,
+            first_heads=(0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0),
+            schedule=schedule,
+            multiprocessors=_multiprocessors(self.device),
+        )
+
+    @cached_property
+    def forward(self) -> Kernel:
+        """(q, k, v, out, lse)"""
+        if fits_short_forward(self.queries, self.keys, self.head_dim, self.is_causal):
+            problem = self._problem(ShortForward, None)
+        else:
+            problem = self._problem(Forward, forward_schedule(self.queries, self.keys, self.head_dim))
+        return Kernel(problem, _inputs(problem))
+
+    @cached_property
+    def short_backward(self) -> Kernel:
+        """(q, k, v, out, do, lse, dq, dk, dv)"""
+        problem = self._problem(ShortBackward, None)
+        do = problem.rows(self.queries, self.heads)
+        return Kernel(problem, (*_inputs(problem), do, do, problem.vector()))
+
+    @cached_property
+    def dq(self) -> Kernel:
+        """(q, k, v, out, do, lse, dq, delta)"""
+        problem = self._problem(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
+        do = problem.rows(self.queries, self.heads)
+        return Kernel(problem.dq, (*_inputs(problem), do, do, problem.vector()))
+
+    @cached_property
+    def dkdv(self) -> Kernel:
+        """(q, k, v, do, lse, delta, dk, dv)"""
+        problem = self._problem(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
+        do = problem.rows(self.queries, self.heads)
+        return Kernel(problem.dkdv, (*_inputs(problem), do, problem.vector(), problem.vector()))
+
+    def vector(self) -> Tensor:
+        return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
+
+    def run_backward(self, q, k, v, out, lse, do, dq, dk, dv) -> None:
+        if fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
+            self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
+            return
+        delta = self.vector()
+        self.dq(q, k, v, out, do, lse, dq, delta)
+        self.dkdv(q, k, v, do, lse, delta, dk, dv)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """132 also where there is no GPU, and kernels are only lowered."""
+    has_gpu = torch.cuda.is_available()
+    return torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else MULTIPROCESSORS
+
+
+call_of = cache(Call)  # and with it, its compiled kernels
+
+
+def _inputs(problem: Problem) -> tuple:
+    return tuple(problem.rows(n, problem.all_heads) for n in (problem.queries, problem.keys, problem.keys))
+
+
+# --- separate q, k, v -------------------------------------------------------------------------------------------------
+
+
+def _rows_of(*tensors_BHND: Tensor) -> list[Tensor]:
+    return [aligned(x.transpose(1, 2)) for x in tensors_BHND]
+
+
+def _call_apart(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Call:
+    B, H, N, D = q.shape
+    return call_of(B, H, N, k.shape[2], D, q.dtype, is_causal, scale, False, q.device)
+
+
+@operator("pallas_flash_hopper(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)")
+def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units, for the backward pass."""
+    call = _call_apart(q, k, is_causal, scale)
+    q, k, v = _rows_of(q, k, v)
+    out, lse = torch.empty_like(q), call.vector()
+    call.forward(q, k, v, out, lse)
+    return out.transpose(1, 2), lse
+
+
+@attend.register_fake
+def _(q, k, v, is_causal, scale):
+    B, H, N, _ = q.shape
+    return _rows_like(q), q.new_empty(B, H, padded(N), dtype=torch.float32)
+
+
+def _rows_like(x_BHND: Tensor) -> Tensor:
+    B, H, N, D = x_BHND.shape
+    return x_BHND.new_empty(B, N, H, D).transpose(1, 2)
+
+
+@operator(
+    "pallas_flash_hopper_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+)
+def attend_backward(
+    do: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv."""
+    call = _call_apart(q, k, is_causal, scale)
+    do, out, q, k, v = _rows_of(do, out, q, k, v)
+    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+    call.run_backward(q, k, v, out, lse, do, dq, dk, dv)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+@attend_backward.register_fake
+def _(do, out, lse, q, k, v, is_causal, scale):
+    return _rows_like(q), _rows_like(k), _rows_like(v)
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("pallas_flash")
+def _differentiate(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 5
+    return *attend_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+
+
+attend.register_autograd(_differentiate, setup_context=_save)
+
+
+# --- packed qkv -------------------------------------------------------------------------------------------------------
+
+
+def _call_packed(qkv: Tensor, is_causal: bool, scale: float) -> Call:
+    B, N, _, H, D = qkv.shape
+    return call_of(B, H, N, N, D, qkv.dtype, is_causal, scale, True, qkv.device)
+
+
+@operator("pallas_flash_hopper_packed(Tensor qkv, bool is_causal, float scale) -> (Tensor, Tensor)")
+def attend_packed(qkv: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
+    B, N, _, H, D = qkv.shape
+    call = _call_packed(qkv, is_causal, scale)
+    qkv = aligned(qkv)
+    out, lse = qkv.new_empty(B, N, H * D), call.vector()
+    call.forward(qkv, qkv, qkv, out, lse)
+    return out, lse
+
+
+@attend_packed.register_fake
+def _(qkv, is_causal, scale):
+    B, N, _, H, D = qkv.shape
+    return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, padded(N), dtype=torch.float32)
+
+
+@operator(
+    "pallas_flash_hopper_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, bool is_causal, float scale)"
+    " -> Tensor"
+)
+def attend_packed_backward(do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, is_causal: bool, scale: float) -> Tensor:
+    """dqkv (B, N, 3, H, D): dq, dk and dv are written into one array."""
+    call = _call_packed(qkv, is_causal, scale)
+    qkv, do = aligned(qkv), aligned(do)
+    dqkv = torch.empty_like(qkv)
+    call.run_backward(qkv, qkv, qkv, out, lse, do, dqkv, dqkv, dqkv)
+    return dqkv
+
+
+@attend_packed_backward.register_fake
+def _(do, out, lse, qkv, is_causal, scale):
+    return qkv.new_empty(qkv.shape)
+
+
+def _save_packed(ctx, inputs, output):
+    qkv, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*output, qkv)
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("pallas_flash")
+def _differentiate_packed(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 3
+    return attend_packed_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+
+
+attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packed)

@@ -1,0 +1,1 @@
+"""Flash attention for TPU in Pallas; interpreted on the CPU."""

@@ -1,0 +1,73 @@
+"""pallas_flash as JAX functions of arrays: which kernel a problem gets, forward and backward."""
+
+import jax.numpy as jnp
+
+from vitkernels.attention.pallas_flash.tpu import blocks, long, short
+from vitkernels.attention.pallas_flash.tpu.tiles import LANES, Problem
+
+FORMS = {"short": short, "long": long}
+
+
+def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: str | None) -> Problem:
+    """The problem that these arrays pose; `extras` by name."""
+    q, k = arrays[0], arrays[-1]
+    width = q.shape[2] // 3 if len(arrays) == 1 else q.shape[2]
+    return Problem(
+        batch=q.shape[0],
+        heads=heads,
+        head_dim=width // heads,
+        q_tokens=q.shape[1],
+        kv_tokens=k.shape[1],
+        scale=scale,
+        is_causal=is_causal,
+        dtype=q.dtype.name,
+        bias=tuple(extras["bias"].shape) if "bias" in extras else None,
+        mask=tuple(extras["mask"].shape) if "mask" in extras else None,
+        segments="segment_ids" in extras,
+        chip=chip,
+    )
+
+
+def _split(arrays: tuple, extras: tuple[str, ...]):
+    """(q, k, v or packed), and the extras by name. Thirds that do not begin at a lane tile are taken apart."""
+    n = len(arrays) - len(extras)
+    main, named = arrays[:n], dict(zip(extras, arrays[n:], strict=True))
+    if len(main) == 1 and (main[0].shape[2] // 3) % LANES:
+        main = tuple(jnp.split(main[0], 3, axis=2))
+    return main, named
+
+
+def attend(
+    *arrays,
+    heads: int,
+    scale: float,
+    is_causal: bool,
+    extras: tuple[str, ...],
+    bias_gradient: bool,
+    chip: str | None = None,
+):
+    """Attention on token-major arrays: qkv (B, N, 3E), or q (B, N, E), k and v (B, M, E), then `extras` by name.
+
+    bias: (B or 1, H or 1, N or 1, M or 1); mask: the same, boolean; segment_ids: int32 (B, N). chip: the TPU whose
+    entries of the table of blocks count; None for none.
+    Returns (B, N, E); from the online form also the log-sum-exps that its backward pass needs.
+    """
+    main, named = _split(arrays, extras)
+    problem = describe(main, named, heads, scale, is_causal, chip)
+    plan = blocks.plan(problem)
+    given = (named.get("bias"), named.get("mask"), named.get("segment_ids"))
+    return FORMS[plan.form].forward(problem, plan.forward, main, *given)
+
+
+def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras, bias_gradient, chip=None):
+    """Gradients of `attend` for each of its arrays; None for those that have none."""
+    main, named = _split(primals, extras)
+    problem = describe(main, named, heads, scale, is_causal, chip)
+    plan = blocks.plan(problem)
+    saved = (*outputs, cotangents[0]) if plan.form == "long" else cotangents[:1]
+    given = (named.get("bias"), named.get("mask"), named.get("segment_ids"), bias_gradient)
+    gradients, dbias = FORMS[plan.form].backward(problem, plan.backward, main, *saved, *given)
+    if len(main) == 3 and len(primals) - len(extras) == 1:
+        gradients = [jnp.concatenate(gradients, axis=2)]
+    found = {"bias": None if dbias is None else dbias.astype(named["bias"].dtype)}
+    return (*gradients, *[found.get(name) for name in extras])

@@ -1,0 +1,244 @@
+"""The flash-attention kernels as PyTorch operations: opaque to torch.compile, with gradients and fake outputs.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from vitkernels.attention.triton_flash.launch import Call, asked_for, backward, bias_gradient, forward
+from vitkernels.bridge.operator import Remembered, aligned, calculable, differentiable_once, operator
+
+
+def _parts(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q_BHND, k_BHND, v_BHND = packed_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+    return q_BHND, k_BHND, v_BHND
+
+
+def _rows_like(x_BHND: Tensor) -> Tensor:
+    """A new (B, H, N, D) that lies in memory as (B, N, H, D), what a projection reads and writes."""
+    B, H, N, D = x_BHND.shape
+    return x_BHND.new_empty(B, N, H, D).transpose(1, 2)
+
+
+# --- separate q, k, v -------------------------------------------------------------------------------------------------
+
+
+@operator(
+    "triton_flash(Tensor q, Tensor k, Tensor v, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles)"
+    " -> (Tensor, Tensor)"
+)
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    tiles: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units, for the backward pass."""
+    call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    out_BHND = _rows_like(call.q)
+    lse_BHN = q.new_empty(q.shape[:3], dtype=torch.float32)
+    forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
+    return out_BHND.to(q.dtype), lse_BHN
+
+
+@attend.register_fake
+def _(q, k, v, bias, mask, segment_ids, is_causal, scale, tiles):
+    return _rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@operator(
+    "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
+)
+def attend_backward(
+    do: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    needs_dbias: bool,
+    tiles: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dbias; dbias is empty when it is not needed."""
+    call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    out, do = calculable(out), calculable(do)
+    grads = [_rows_like(x) for x in (call.q, call.k, call.v)]
+    delta, _ = backward(call, out, lse, do, *grads, tiles)
+    dbias = _dbias(call, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
+    return *(x.to(q.dtype) for x in grads), dbias
+
+
+@attend_backward.register_fake
+def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles):
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
+    return _rows_like(q), _rows_like(k), _rows_like(v), dbias
+
+
+def _dbias(call: Call, bias: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> Tensor:
+    return bias_gradient(call, tuple(bias.shape), lse, do, delta).to(bias.dtype)
+
+
+def _save(ctx, inputs, output):
+    *tensors, is_causal, scale, tiles = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.is_causal, ctx.scale, ctx.tiles = is_causal, scale, tiles
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("triton_flash")
+def _differentiate(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 9
+    out, lse, q, k, v, *extras = ctx.saved_tensors
+    needs_dbias = ctx.needs_input_grad[3]
+    dq, dk, dv, dbias = attend_backward(
+        do, out, lse, q, k, v, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles
+    )
+    return dq, dk, dv, dbias if needs_dbias else None, None, None, None, None, None
+
+
+attend.register_autograd(_differentiate, setup_context=_save)
+
+
+# --- packed qkv -------------------------------------------------------------------------------------------------------
+# To make views of q, k and v and look at each takes longer than a launch. So a plain call of a layout that was seen
+# before launches at addresses.
+
+_forwards, _backwards = Remembered(), Remembered()  # the layout of a plain call -> its launches
+
+
+def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, tiles: Sequence[int]) -> tuple | None:
+    """All that decides over the launches of a plain call on the current GPU; None for any other call."""
+    if bias is not None or mask is not None or segment_ids is not None or not qkv.is_cuda or not qkv.numel():
+        return None
+    device = qkv.get_device()
+    if device != torch.cuda.current_device():
+        return None
+    return qkv.shape, qkv.stride(), qkv.dtype, device, qkv.data_ptr() % 16, is_causal, scale, tuple(tiles)
+
+
+def _remember(seen: Remembered, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
+    of_copies = tuple(x.data_ptr() for x in (call.q, call.k, call.v)) != _addresses(qkv)
+    if layout is not None and not of_copies and None not in launches:  # None: interpreted
+        seen[layout] = launches
+
+
+def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
+    q, step = qkv_BN3HD.data_ptr(), qkv_BN3HD.stride(2) * qkv_BN3HD.element_size()
+    return q, q + step, q + 2 * step
+
+
+@operator(
+    "triton_flash_packed(Tensor qkv, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles)"
+    " -> (Tensor, Tensor)"
+)
+def attend_packed(
+    qkv: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    tiles: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
+    B, N, _, H, D = qkv.shape
+    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
+    given = calculable(qkv)
+    out_BNE, lse_BHN = given.new_empty(B, N, H * D), given.new_empty(B, H, N, dtype=torch.float32)
+    launches = _forwards.get(layout)
+    if launches is not None:
+        launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
+        return out_BNE, lse_BHN
+    call = Call.of(*_parts(given), calculable(bias), mask, segment_ids, is_causal, scale)
+    launch = forward(call, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, asked_for(call, tiles, 0))
+    _remember(_forwards, layout, call, qkv, [launch])
+    return out_BNE.to(qkv.dtype), lse_BHN
+
+
+@attend_packed.register_fake
+def _(qkv, bias, mask, segment_ids, is_causal, scale, tiles):
+    B, N, _, H, D = qkv.shape
+    return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, N, dtype=torch.float32)
+
+
+@operator(
+    "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles)"
+    " -> (Tensor, Tensor)"
+)
+def attend_packed_backward(
+    do: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    needs_dbias: bool,
+    tiles: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
+    B, N, _, H, D = qkv.shape
+    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
+    do, out, lse = aligned(do), aligned(out), aligned(lse)
+    launches = _backwards.get(layout)
+    if launches is not None:
+        dqkv = qkv.new_empty(qkv.shape)
+        _backward_again(launches, do, out, lse, qkv, dqkv)
+        return dqkv, qkv.new_empty(0)
+    call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
+    out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
+    dqkv = call.q.new_empty(qkv.shape)
+    delta, launches = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
+    _remember(_backwards, layout, call, qkv, launches)
+    dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
+    return dqkv.to(qkv.dtype), dbias
+
+
+def _backward_again(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dqkv: Tensor) -> None:
+    delta_BHN = torch.empty_like(lse)
+    q, k, v = _addresses(qkv)
+    dq, dk, dv = _addresses(dqkv)
+    do, statistics = do.data_ptr(), (lse.data_ptr(), delta_BHN.data_ptr(), None, None, None)
+    launch_dq, launch_dkdv = launches
+    launch_dq(q, k, v, out.data_ptr(), do, dq, *statistics)
+    launch_dkdv(q, k, v, do, dk, dv, *statistics)
+
+
+@attend_packed_backward.register_fake
+def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles):
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
+    return qkv.new_empty(qkv.shape), dbias
+
+
+@differentiable_once("triton_flash")
+def _differentiate_packed(ctx, do, _dlse):
+    if do is None:
+        return (None,) * 7
+    out, lse, qkv, *extras = ctx.saved_tensors
+    needs_dbias = ctx.needs_input_grad[1]
+    dqkv, dbias = attend_packed_backward(do, out, lse, qkv, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles)
+    return dqkv, dbias if needs_dbias else None, None, None, None, None, None
+
+
+attend_packed.register_autograd(_differentiate_packed, setup_context=_save)

@@ -1,1 +1,0 @@
-"""Measurement: comparison tables and plots, and the harnesses behind scripts/bench_*.py."""

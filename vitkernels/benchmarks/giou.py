@@ -1,0 +1,209 @@
+"""Generalized IoU of (images, boxes, 4) pairs: plain torch, torch.compile, jitted JAX, Pallas and Triton.
+
+Measured where the contenders run: on an NVIDIA GPU, else on the CPU (where Pallas and Triton would be interpreted, and
+are left out). XLA's fusion and the Pallas kernel are estimated for TPU v5e from the schedules that libtpu writes.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from vitkernels.ops import generalized_box_iou
+from vitkernels.tpu_estimate import dump as tpu_dump
+from vitkernels.tpu_estimate import program as tpu_program
+
+
+def draw(images: int, boxes: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Random boxes within a picture of 256 × 256, at least one wide and high."""
+
+    def one() -> Tensor:
+        corner = torch.rand(images, boxes, 2, device=device) * 255
+        size = 1 + torch.rand(images, boxes, 2, device=device) * (255 - corner)
+        return torch.cat((corner, corner + size), dim=-1).to(dtype)
+
+    return one(), one()
+
+
+def moved_bytes(images: int, boxes: int, itemsize: int, which: str) -> int:
+    """The fewest bytes that a pass moves: boxes read once, scores (float32) or gradients of both written once."""
+    count = images * boxes
+    forward = count * (2 * 4 * itemsize + 4)
+    return forward if which == "forward" else forward + count * (4 * 4 * itemsize + 4)
+
+
+def left_out(preds: Tensor) -> dict[str, str]:
+    """The contenders that cannot be measured where these boxes lie, and why."""
+    try:
+        backend = _jax().default_backend()
+    except ImportError:
+        return dict.fromkeys(("jax.jit", "pallas"), "jax is not installed")
+    if not preds.is_cuda:
+        return {}
+    if backend != "gpu":
+        return dict.fromkeys(("jax.jit", "pallas"), f"jax has no GPU here, but {backend}: pip install 'jax[cuda13]'")
+    count = preds.shape[:-1].numel()
+    return {"pallas": f"{count} boxes are no multiple of {_PALLAS_BLOCK}"} if count % _PALLAS_BLOCK else {}
+
+
+def contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
+    """Forward calls, each of which may return before the device is done; without those `left_out`."""
+    missing = left_out(preds)
+    reference = partial(generalized_box_iou, backend="reference")
+    compiled = torch.compile(reference, dynamic=False)
+    found = {"torch": lambda: reference(preds, targets), "torch.compile": lambda: compiled(preds, targets)}
+    if "jax.jit" not in missing:
+        jax_preds, jax_targets = _as_jax(preds), _as_jax(targets)
+        jitted = _jax().jit(xla_giou)
+        found["jax.jit"] = lambda: jitted(jax_preds, jax_targets)
+    if preds.is_cuda:
+        if "pallas" not in missing:
+            found["pallas"] = lambda: pallas_on_gpu(jax_preds, jax_targets)
+        found["triton"] = lambda: generalized_box_iou(preds, targets, backend="triton")
+        found["torch.compile again"] = found["torch.compile"]
+    return found
+
+
+def training_contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
+    """Forward and backward, to the gradients of both; those that autograd can drive."""
+    preds, targets = preds.detach().requires_grad_(), targets.detach().requires_grad_()
+    grad = torch.rand(preds.shape[:-1], device=preds.device)
+
+    def both(function):
+        return torch.autograd.grad(function(preds, targets), (preds, targets), grad)
+
+    reference = partial(generalized_box_iou, backend="reference")
+    compiled = torch.compile(reference, dynamic=False)
+    found = {"torch": partial(both, reference), "torch.compile": partial(both, compiled)}
+    if preds.is_cuda:
+        found["triton"] = partial(both, partial(generalized_box_iou, backend="triton"))
+    return found
+
+
+def per_call_ms(function: Callable[[], object], repeats: int = 7, seconds: float = 0.05) -> float:
+    """Milliseconds of a call among many issued one after another, the host's part included: median of `repeats`."""
+
+    def run(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = function()
+        _wait(result)
+        return (time.perf_counter() - start) / calls
+
+    run(3)
+    calls = max(1, min(1000, int(seconds / max(run(3), 1e-6))))
+    return statistics.median(run(calls) for _ in range(repeats)) * 1e3
+
+
+def _wait(result) -> None:
+    if hasattr(result, "block_until_ready"):
+        result.block_until_ready()
+    elif torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+# --- JAX --------------------------------------------------------------------------------------------------------------
+
+
+def _jax():
+    import jax
+
+    return jax
+
+
+def _as_jax(x: Tensor):
+    """A copy, so that JAX may choose its own layout."""
+    import numpy as np
+
+    array = _jax().numpy.asarray(np.asarray(x.float().cpu()))
+    return array.astype(str(x.dtype).removeprefix("torch."))
+
+
+def xla_giou(preds, targets):
+    """Plain JAX for XLA to fuse."""
+    jnp = _jax().numpy
+    (px1, py1, px2, py2), (tx1, ty1, tx2, ty2) = (
+        [x[..., corner].astype(jnp.float32) for corner in range(4)] for x in (preds, targets)
+    )
+    width = jnp.maximum(jnp.minimum(px2, tx2) - jnp.maximum(px1, tx1), 0)
+    height = jnp.maximum(jnp.minimum(py2, ty2) - jnp.maximum(py1, ty1), 0)
+    hull_width = jnp.maximum(jnp.maximum(px2, tx2) - jnp.minimum(px1, tx1), 0)
+    hull_height = jnp.maximum(jnp.maximum(py2, ty2) - jnp.minimum(py1, ty1), 0)
+    intersection, hull = width * height, hull_width * hull_height
+    union = (px2 - px1) * (py2 - py1) + (tx2 - tx1) * (ty2 - ty1) - intersection
+    return intersection / union - (hull - union) / hull
+
+
+_PALLAS_BLOCK = 1024
+
+
+def pallas_on_gpu(preds, targets, block: int = _PALLAS_BLOCK):
+    """The simplest Pallas kernel for a GPU (Pallas lowers it to Triton): blocks of boxes, whole ones only."""
+    return _pallas_on_gpu()(preds, targets, block)
+
+
+@cache
+def _pallas_on_gpu():
+    jax = _jax()
+    from jax.experimental import pallas as pl
+
+    def kernel(preds_ref, targets_ref, out_ref):
+        boxes = [[ref[:, corner] for corner in range(4)] for ref in (preds_ref, targets_ref)]
+        out_ref[...] = xla_giou(*(_Corners(corners) for corners in boxes))
+
+    def run(preds, targets, block):
+        images, boxes, _ = preds.shape
+        count = images * boxes
+        if count % block:
+            raise ValueError(f"{count} boxes are no multiple of {block}")
+        spec = pl.BlockSpec((block, 4), lambda i: (i, 0))
+        out = pl.pallas_call(
+            kernel,
+            grid=(count // block,),
+            in_specs=[spec, spec],
+            out_specs=pl.BlockSpec((block,), lambda i: (i,)),
+            out_shape=jax.ShapeDtypeStruct((count,), "float32"),
+        )(preds.reshape(count, 4), targets.reshape(count, 4))
+        return out.reshape(images, boxes)
+
+    return jax.jit(run, static_argnums=2)
+
+
+class _Corners(tuple):
+    """Four arrays that answer to boxes[..., corner]."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index[-1])
+
+
+# --- estimates for TPU ------------------------------------------------------------------------------------------------
+
+ESTIMATED = ("xla", "pallas")
+
+
+def build(contender: str, which: str, dtype: str, images: int, boxes: int):
+    """A contender's pass as a JAX function, and the shapes of its arrays."""
+    from vitkernels.ops.generalized_box_iou import pallas_tpu_kernel as ours
+
+    jax = _jax()
+    arrays = [jax.ShapeDtypeStruct((images, boxes, 4), dtype)] * 2
+    forward = xla_giou if contender == "xla" else partial(ours.giou, eps=None)
+    if which == "forward":
+        return forward, arrays
+    arrays = [*arrays, jax.ShapeDtypeStruct((images, boxes), "float32")]
+    if contender == "xla":
+        return (lambda preds, targets, grad: jax.vjp(xla_giou, preds, targets)[1](grad)), arrays
+    return (lambda preds, targets, grad: ours.giou_vjp((preds, targets), (), (grad,), eps=None)), arrays
+
+
+def estimate_ms(contender: str, which: str, dtype: str, images: int, boxes: int) -> tuple[float, list[str]]:
+    """Milliseconds on a TPU v5e by its compiler's schedule, and the operations that the estimate lacks."""
+    with tempfile.TemporaryDirectory(prefix="vitkernels_giou_") as folder:
+        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, which, dtype, images, boxes)
+        program = tpu_program.estimate(dump)
+    return program.estimate_ms, program.untimed

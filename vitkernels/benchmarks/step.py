@@ -1,0 +1,218 @@
+"""Bare training steps: what a model costs with nothing around it, for train.py and the peers to be held against."""
+
+import gc
+import itertools
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitkernels.optim import with_kernel
+from vitkernels.provenance import git_commit, versions
+from vitkernels.runtime import Runtime
+
+
+@dataclass
+class StepTimes:
+    """Percentiles of step times in ms over n steps, peak memory in bytes, and seconds until the first timed step, where
+    those were measured.
+
+    losses: of every step of `learning`, where that was asked for.
+    """
+
+    variant: str
+    median: float
+    p10: float
+    p90: float
+    n: int
+    peak_memory_bytes: int | None
+    warmup_seconds: float | None
+    final_loss: float
+    losses: list[float] | None = None
+
+
+def bare_loop(
+    variant: str,
+    runtime: Runtime,
+    model: nn.Module,
+    *,
+    image_size: int,
+    batch_size: int,
+    num_classes: int,
+    in_chans: int = 3,
+    warmup: int = 20,
+    steps: int = 80,
+    lr: float = 1e-3,
+    adamw: str = "eager",
+) -> StepTimes:
+    """Forward, cross-entropy, backward and AdamW on one random batch that stays on the device; each step timed.
+
+    model: on the runtime's device, compiled or not. A step lasts from the end of the one before it to its own end.
+    adamw: the setting ops.adamw, "eager" for torch's.
+    """
+    torch.manual_seed(0)
+    optimizer = _optimizer(runtime, model, lr, adamw)
+    images = torch.randn(batch_size, in_chans, image_size, image_size, device=runtime.device)
+    targets = torch.randint(0, num_classes, (batch_size,), device=runtime.device)
+
+    def step() -> Tensor:
+        return _trained(runtime, model, optimizer, images, targets)
+
+    begin = time.perf_counter()
+    if runtime.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(runtime.device)
+    for _ in range(warmup):
+        step()
+    runtime.synchronize()
+    warmup_seconds = time.perf_counter() - begin
+    stamps = [runtime.stamp()]
+    for _ in range(steps):
+        loss = step()
+        stamps.append(runtime.stamp())
+    runtime.synchronize()
+    times = [runtime.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
+    p10, median, p90 = (round(float(t), 4) for t in np.percentile(times, [10, 50, 90]))
+    memory = runtime.peak_memory_bytes()
+    return StepTimes(variant, median, p10, p90, steps, memory, round(warmup_seconds, 1), float(loss.detach()))
+
+
+def _optimizer(runtime: Runtime, model: nn.Module, lr: float, adamw: str) -> torch.optim.Optimizer:
+    options = {"lr": lr, "weight_decay": 0.05, **runtime.optimizer_kwargs("adamw")}
+    return with_kernel(torch.optim.AdamW(model.parameters(), **options), adamw)
+
+
+def _trained(runtime: Runtime, model: nn.Module, optimizer, images: Tensor, targets: Tensor) -> Tensor:
+    """One step; its loss."""
+    with runtime.autocast():
+        logits = model(images)
+    loss = F.cross_entropy(logits.float(), targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    runtime.end_step(images, targets)
+    return loss
+
+
+def learning(
+    runtime: Runtime, model: nn.Module, start: dict[str, Tensor], *,
+    image_size: int, batch_size: int, num_classes: int, in_chans: int = 3, steps: int = 200, lr: float = 1e-4,
+    adamw: str = "eager",
+) -> list[float]:  # fmt: skip
+    """Losses of training from `start` (a state dict, loaded into the model) on images that can be learned.
+
+    Each class, 256 at most, is one random picture of 16 x 16 pixels, enlarged, and each image its class under noise
+    that is drawn anew: nothing is learned by heart, where the least rounding decides how fast. AdamW, 20 steps of
+    warm-up. The same arguments give the same images on the same device.
+    """
+    getattr(model, "_orig_mod", model).load_state_dict(start)
+    optimizer = _optimizer(runtime, model, lr, adamw)
+    random = torch.Generator(device=runtime.device).manual_seed(0)
+    classes = min(num_classes, 256)
+    pictures = torch.randn(classes, in_chans, 16, 16, device=runtime.device, generator=random)
+    losses = []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = lr * min(1, (step + 1) / 20)
+        targets = torch.randint(classes, (batch_size,), device=runtime.device, generator=random)
+        images = F.interpolate(pictures[targets], size=(image_size, image_size))
+        images += 1.5 * torch.randn(images.shape, device=runtime.device, generator=random)
+        loss = _trained(runtime, model, optimizer, images, targets)
+        losses.append(loss.detach().clone())  # a CUDA graph's next replay writes over its results
+    return torch.stack(losses).tolist()
+
+
+def free(runtime: Runtime) -> None:
+    """Forget compiled graphs and cached memory, so that the next variant starts like the first."""
+    torch._dynamo.reset()
+    gc.collect()  # what lies in reference cycles would be in the next one's peak memory
+    if runtime.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def run_variants(
+    build: dict[str, Callable[[], nn.Module]],
+    runtime: Runtime,
+    learns: Collection[str] = (),
+    learning_steps: int = 0,
+    adamw: Mapping[str, str] | None = None,
+    *,
+    warmup: int,
+    steps: int,
+    **settings,
+) -> Iterator[StepTimes]:
+    """Each variant's bare loop in turn; one that fails is reported and does not stop the others.
+
+    learns: variants that also train `learning_steps` steps of `learning`, all from the first one's initial weights.
+    adamw: variant -> the setting ops.adamw, where it is not "eager".
+    """
+    start = None
+    for name, make in build.items():
+        free(runtime)
+        row = model = None
+        optimizer = (adamw or {}).get(name, "eager")
+        try:
+            model = make()
+            start = start or _on_the_host(model)
+            row = bare_loop(name, runtime, model, warmup=warmup, steps=steps, adamw=optimizer, **settings)
+            print(f"{name}: {row.median:.2f} ms ({row.p10:.2f}, {row.p90:.2f})", flush=True)
+            if learning_steps and name in learns:
+                row.losses = learning(runtime, model, start, steps=learning_steps, adamw=optimizer, **settings)
+        except (RuntimeError, ValueError) as error:
+            print(f"{name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        del model  # before the next one needs the memory
+        if row is not None:
+            yield row
+
+
+def _on_the_host(model: nn.Module) -> dict[str, Tensor]:
+    """Its state, where it is in nobody's peak memory."""
+    state = getattr(model, "_orig_mod", model).state_dict()
+    return {key: value.to("cpu", copy=True) for key, value in state.items()}
+
+
+def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
+    """Markdown; ratio is the row's median over the baseline's, so below 1 is faster."""
+    base = next((row.median for row in rows if row.variant == baseline), None)
+    lines = [f"| variant | step ms (p10, p90) | images/s | peak GiB | of {baseline} |", "|---|---|---|---|---|"]
+    for row in rows:
+        memory = "–" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f}"
+        ratio = "–" if base is None else f"{row.median / base:.3f}"
+        times = f"{row.median:.2f} ({row.p10:.2f}, {row.p90:.2f})"
+        lines.append(f"| {row.variant} | {times} | {batch_size / row.median * 1e3:.0f} | {memory} | {ratio} |")
+    return "\n".join(lines)
+
+
+def losses_table(rows: list[StepTimes], baseline: str, window: int = 25) -> str:
+    """Markdown: means of `window` steps' losses, the baseline's as they are, the others' as differences in percent."""
+    rows = [row for row in rows if row.losses]
+    means = {row.variant: torch.tensor(row.losses).split(window) for row in rows}
+    means = {name: [part.mean().item() for part in parts] for name, parts in means.items()}
+    if baseline not in means:
+        return ""
+    ends = [min((i + 1) * window, len(rows[0].losses)) for i in range(len(means[baseline]))]
+    lines = [f"| loss up to step | {' | '.join(map(str, ends))} | all |", "|---" * (len(ends) + 2) + "|"]
+    overall_of = {row.variant: [*means[row.variant], sum(row.losses) / len(row.losses)] for row in rows}
+    reference = overall_of[baseline]
+    for row in rows:
+        overall = overall_of[row.variant]
+        if row.variant == baseline:
+            cells = [f"{x:.4f}" for x in overall]
+        else:
+            cells = [f"{100 * (x / y - 1):+.2f} %" for x, y in zip(overall, reference, strict=True)]
+        lines.append(f"| {row.variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def append_results(path: Path, rows: list[StepTimes], context: dict) -> None:
+    """Append one JSON line per row, with the date, the versions and the commit it was measured with."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    when = {"date": time.strftime("%Y-%m-%d"), "commit": git_commit(), "versions": versions()}
+    with open(path, "a") as file:
+        for row in rows:
+            file.write(json.dumps({**context, **asdict(row), **when}) + "\n")

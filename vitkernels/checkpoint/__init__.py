@@ -1,0 +1,1 @@
+"""Write, find and read checkpoints: model, optimizer and random state."""

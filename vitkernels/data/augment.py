@@ -1,0 +1,95 @@
+"""The transforms of imagefolder, from timm.data.create_transform: PIL image -> float32 (3, S, S), normalised."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from PIL import Image
+from timm.data import create_transform
+from timm.data.auto_augment import AugmentOp
+
+from vitkernels.data.checks import check_number, check_range
+from vitkernels.errors import UsageError, unknown_name
+
+Transform = Callable[[Image.Image], torch.Tensor]
+CROP_MODES = ("center", "squash", "border")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+
+
+def train_transform(
+    image_size: int,
+    *,
+    interpolation: str,
+    mean: Sequence[float],
+    std: Sequence[float],
+    scale: Sequence[float],
+    ratio: Sequence[float],
+    hflip: float,
+    color_jitter: float | None,
+    auto_augment: str | None,
+    re_prob: float,
+    re_mode: str,
+    re_count: int,
+) -> Transform:
+    """Random resized crop, flip, RandAugment or colour jitter, random erasing; it draws from the global generators."""
+    check_range("scale", scale)
+    check_range("ratio", ratio)
+    check_number("hflip", hflip, 0, 1)
+    check_number("re_prob", re_prob, 0, 1)
+    check_number("re_count", re_count, 1, whole=True)
+    if interpolation not in (*INTERPOLATIONS, "random"):
+        raise unknown_name("data.interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
+    try:
+        transform = create_transform(
+            image_size,
+            is_training=True,
+            interpolation=interpolation,
+            mean=mean,
+            std=std,
+            scale=scale,
+            ratio=ratio,
+            hflip=hflip,
+            color_jitter=color_jitter or None,
+            auto_augment=auto_augment,
+            re_prob=re_prob,
+            re_mode=re_mode,
+            re_count=re_count,
+        )
+    except (AssertionError, KeyError, ValueError, TypeError) as error:
+        raise UsageError(
+            f"timm cannot build the augmentation data.auto_augment={auto_augment!r}, data.re_mode={re_mode!r}, "
+            f"data.color_jitter={color_jitter!r} ({error}). Known to work: data.auto_augment=rand-m9-mstd0.5-inc1, "
+            "data.re_mode=const, rand or pixel"
+        ) from error
+    for op in _augment_ops(transform):
+        if op.name.startswith("Posterize"):
+            op.aug_fn = _posterize
+    return transform
+
+
+def eval_transform(
+    image_size: int, *, interpolation: str, mean: Sequence[float], std: Sequence[float], crop_pct: float, crop_mode: str
+) -> Transform:
+    """Resize to image_size / crop_pct, of the side or sides that crop_mode says, then crop the centre."""
+    if crop_mode not in CROP_MODES:
+        raise unknown_name("data.crop_mode", str(crop_mode), CROP_MODES)
+    check_number("crop_pct", crop_pct)
+    if not 0 < crop_pct <= 1:
+        raise UsageError(f"data.crop_pct={crop_pct}: expected a share above 0 and up to 1")
+    return create_transform(
+        image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct, crop_mode=crop_mode
+    )
+
+
+def _augment_ops(transform) -> Iterator[AugmentOp]:
+    """Every AugmentOp inside timm's RandAugment (ops), AutoAugment (policy: lists of them) or AugMix (ops)."""
+    for step in transform.transforms:
+        for ops in (getattr(step, "ops", ()), *getattr(step, "policy", ())):
+            yield from ops
+
+
+def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
+    """timm's posterize goes down to 0 bits, a black image as in the published recipes; newer Pillow refuses that."""
+    if bits >= 8:
+        return image
+    mask = 0xFF & ~(2 ** (8 - bits) - 1)
+    return image.point([value & mask for value in range(256)] * len(image.getbands()))

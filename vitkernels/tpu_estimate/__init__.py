@@ -1,0 +1,1 @@
+"""Estimate TPU step and kernel times without a TPU, from the schedules that libtpu's compiler writes."""
