@@ -3,6 +3,9 @@
 import difflib
 from collections.abc import Iterable
 
+# Exit status of a run that was interrupted after writing a checkpoint and can be resumed (EX_TEMPFAIL of sysexits.h).
+EXIT_INTERRUPTED = 75
+
 
 class UsageError(ValueError):
     """A request that cannot be carried out as stated; the message names the value, the choices and the fix.

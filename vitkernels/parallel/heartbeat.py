@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from vitkernels.training.signals import EXIT_INTERRUPTED
+from vitkernels.errors import EXIT_INTERRUPTED
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,9 @@
 
 import signal
 
-# The run was asked to stop, wrote a checkpoint, and can be continued (EX_TEMPFAIL of sysexits.h: try again).
-EXIT_INTERRUPTED = 75
+from vitkernels.errors import EXIT_INTERRUPTED
+
+__all__ = ["EXIT_INTERRUPTED", "StopRequest"]
 
 
 class StopRequest:
