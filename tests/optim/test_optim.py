@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from expecting import error
 from torch import nn
 
 from vitkernels.errors import UsageError
@@ -213,17 +214,24 @@ def test_gradients_without_a_kernel_are_refused(grad):
         adamw.AdamW([x]).step()
 
 
-def test_where_there_is_no_kernel_the_optimizer_stays_or_it_is_an_error(caplog):
-    adamw_on_cpu, sgd = made(torch.optim.AdamW), torch.optim.SGD([nn.Parameter(torch.ones(3))])
-    for optimizer, reason in ((adamw_on_cpu, "for NVIDIA GPUs"), (sgd, "for optim.opt=adamw, and this is SGD")):
-        assert with_kernel(optimizer, "eager") is optimizer
-        assert not caplog.text
-        with caplog.at_level("INFO", "vitkernels"):
-            assert with_kernel(optimizer, "auto") is optimizer
-        assert reason in caplog.text
-        with pytest.raises(UsageError, match=f"ops.adamw=triton cannot be had: .*{reason}; ops.adamw=auto"):
-            with_kernel(optimizer, "triton")
-        caplog.clear()
+@pytest.mark.parametrize(
+    "optimizer, reason, word",
+    [
+        (made(torch.optim.AdamW), "optim.kernel.device", "NVIDIA"),
+        (torch.optim.SGD([nn.Parameter(torch.ones(3))]), "optim.kernel.class", "SGD"),
+    ],
+    ids=["device", "class"],
+)
+def test_with_kernel__unsupported_falls_back_with_auto_and_raises_with_triton(caplog, optimizer, reason, word):
+    assert with_kernel(optimizer, "eager") is optimizer
+    assert not caplog.text
+    with caplog.at_level("INFO", "vitkernels"):
+        assert with_kernel(optimizer, "auto") is optimizer
+    assert word in caplog.text
+    with error("optim.kernel", kernel="triton") as caught:
+        with_kernel(optimizer, "triton")
+    assert caught.value.__cause__.code == reason
+    assert word in str(caught.value)
 
 
 @pytest.mark.gpu
