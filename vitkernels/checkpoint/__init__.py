@@ -1,1 +1,1 @@
-"""Write, find and read checkpoints: model, optimizer and random state."""
+"""Write, find and load checkpoints: model, optimizer and random state, and weights exported for timm."""

@@ -1,31 +1,28 @@
-"""Checkpoints that are whole or absent: folders of safetensors, written beside training and renamed into place.
+"""Write checkpoints that are complete or absent: folders of safetensors, written during training, then renamed.
 
-    step_00000040/rank_00000.safetensors ...   tensors, or parts of them, by whichever process wrote them
-    step_00000040/state.json                   everything else, and the size and checksum of each file beside it
-    best -> step_00000020                      the best so far, kept however many follow
+    step_00000040/rank_00000.safetensors ...   tensors or shards of them, one file per writing process
+    step_00000040/state.json                   everything else, and the size and checksum of each tensor file
+    best -> step_00000020                      the best so far, never pruned
 
-Written and read by torch.distributed.checkpoint, so that any number of processes reads what any other number wrote.
-Nothing in them is executed: there is no pickle. Several hosts under torchrun need one file system for them; of those of
-a TPU slice the first alone writes and reads.
+torch.distributed.checkpoint writes and reads them, so any number of processes can read what any other number wrote.
+There is no pickle: loading a checkpoint executes nothing. Several hosts under torchrun need a shared file system. On a
+TPU slice, only the first host writes and reads.
 """
 
 import json
 import logging
 import os
-import random
 import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialize
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -35,83 +32,94 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
 from vitkernels.errors import UsageError
+from vitkernels.files import sync_folder, write_synced
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2
 BEST = "best"
 _NAME = re.compile(r"step_(\d{8})")
-# One process needs no process group, and is not to be warned of that at each checkpoint.
+# A single process has no process group; torch would warn of that at each checkpoint.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CheckpointError(UsageError):
-    """Something that is no whole checkpoint of this program."""
+    """A path that does not hold a complete checkpoint of this program."""
 
 
 class Checkpoints:
-    """The checkpoints of one run: `step_*`, the newest `keep` of them, and `best`.
+    """The checkpoints of one run: the newest `keep` folders named `step_*`, and `best`.
 
-    group: the process group of all that write, with a CPU backend, used by nothing else; None for one process.
-    writes: whether this process is one of them.
+    Args:
+        folder: the run's checkpoint folder; it is created when the first checkpoint is written.
+        keep: number of checkpoints to keep, not counting the best.
+        group: a process group of all writing processes with a CPU backend, used for nothing else; None for one process.
+        writes: whether this process writes.
     """
 
     def __init__(self, folder: str | Path, keep: int = 2, group=None, writes: bool = True):
         if keep < 1:
-            raise UsageError(f"checkpoints.keep must be at least 1, got {keep}")
+            raise UsageError(f"checkpoints.keep must be at least 1, got {keep}", code="checkpoint.keep", keep=keep)
         self.folder = Path(folder)
         self.keep = keep
         self.group = group
         self.writes = writes
-        self._writing: tuple[Path, Future] | None = None
+        self._pending: tuple[Path, Future] | None = None
 
     def save(self, tensors: dict[str, torch.Tensor], state: dict, step: int) -> Path:
-        """Begin to write the checkpoint of `step`; what it holds is copied before this returns.
+        """Start writing the checkpoint of `step` in the background and return its path.
 
-        All processes call it, those that do not write too: to copy what lies on all devices takes all.
+        The tensors are copied before this returns. If the process is killed at any moment, earlier checkpoints stay
+        complete. Every process must call it, including those that do not write, because copying sharded tensors takes
+        all of them.
 
-        tensors: by name; each process's own, whole or as a DTensor. state: what JSON can hold, the main process's.
-        A process killed at any moment leaves the earlier checkpoints whole; the newest `keep` up to this step stay.
+        Args:
+            tensors: this process's tensors by name, full or as DTensors.
+            state: JSON-serializable; only the main process's is written.
+            step: number of optimizer steps taken.
         """
         self.wait()
         path = self.folder / folder_name(step)
         tensors = {name: t.detach().cpu() if t.device.type == "xla" else t.detach() for name, t in tensors.items()}
         if not self.writes:
             return path
-        written = dcp.async_save(
+        future = dcp.async_save(
             tensors,
             storage_writer=_Writer(path, {"format": FORMAT, "step": step, **state}, self._prune),
             async_stager=BlockingAsyncStager(),
             process_group=self.group,
             no_dist=self.group is None,
         )
-        self._writing = path, written
+        self._pending = path, future
         return path
 
     def wait(self) -> None:
-        """Until the checkpoint begun last is on the disk.
+        """Wait until the pending checkpoint is on disk.
 
-        A disk that is full or fails is said in the log, and leaves what was there; other errors are raised.
+        If the disk is full or fails, log the error and keep the earlier checkpoints. Other errors are raised.
         """
-        if self._writing is None:
+        if self._pending is None:
             return
-        (path, written), self._writing = self._writing, None
+        (path, future), self._pending = self._pending, None
         try:
-            written.result()
+            future.result()
         except CheckpointException as failure:
-            shutil.rmtree(_unfinished(path), ignore_errors=True)  # all processes have ended their part, and all do this
+            shutil.rmtree(_unfinished(path), ignore_errors=True)  # all processes have finished writing by now
             errors = [error for error, _ in failure.failures.values()]
             if not all(isinstance(error, OSError) for error in errors):
                 raise RuntimeError(f"{path} could not be written: {errors}") from failure
-            reason = f"{errors[0]}; training goes on, earlier checkpoints stay"
-            log.error("no checkpoint at step %d: %s", int(_NAME.fullmatch(path.name)[1]), reason)
+            step = int(_NAME.fullmatch(path.name)[1])
+            log.error("could not write the checkpoint of step %d: %s; training continues", step, errors[0])
 
     def mark_best(self, path: Path) -> bool:
-        """Keep a checkpoint as `best`, once it is written; False if it was not. The main process calls it."""
+        """Make `best` point to a checkpoint once it is written; return False if it could not be written.
+
+        Only the main process calls it.
+        """
         self.wait()
         written = path.is_dir()
         if written:
-            self.folder.mkdir(parents=True, exist_ok=True)  # a run that goes on from another's has none of its own yet
+            self.folder.mkdir(parents=True, exist_ok=True)  # a run resumed from another folder has none yet
             link = self.folder / f"{BEST}.tmp"
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(path, self.folder))
@@ -119,18 +127,18 @@ class Checkpoints:
         return written
 
     def paths(self) -> list[Path]:
-        """The run's checkpoints, newest first."""
+        """Return the run's checkpoint folders, newest first."""
         found = [(int(m[1]), p) for p in self.folder.glob("step_*") if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found, reverse=True)]
 
-    def newest_whole(self) -> Path | None:
-        """The newest checkpoint that can be read; broken ones are named in the log."""
+    def newest_valid(self) -> Path | None:
+        """Return the newest checkpoint that is complete, or None; each broken one is logged."""
         for path in self.paths():
             try:
                 load_state(path)
                 return path
             except CheckpointError as error:
-                log.warning("passed over a broken checkpoint: %s", error)
+                log.warning("skipped a broken checkpoint: %s", error)
         return None
 
     def _prune(self, newest: Path) -> None:
@@ -141,17 +149,17 @@ class Checkpoints:
 
 
 def folder_name(step: int) -> str:
-    """What the checkpoint of that step is called."""
+    """Return the name of the checkpoint folder of a step."""
     return f"step_{step:08d}"
 
 
 class _Writer(StorageWriter):
-    """One safetensors file for each rank in `path`.tmp, then state.json by the coordinator, which renames the folder.
+    """Write one safetensors file per rank into `path`.tmp; the coordinator adds state.json and renames the folder.
 
-    The header of a file says where in the whole tensor each part belongs, as HuggingFaceStorageReader expects it.
+    Each file's header gives the offsets of its shards in the full tensors, as HuggingFaceStorageReader expects.
     """
 
-    def __init__(self, path: Path, state: dict, prune):
+    def __init__(self, path: Path, state: dict, prune: Callable[[Path], None]):
         self.path, self.folder = path, _unfinished(path)
         self.state = state
         self.prune = prune
@@ -168,7 +176,7 @@ class _Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans):
-        """The coordinator's: nothing is written before it."""
+        """Make the folder, on the coordinator, before any process writes."""
         for leftover in self.path.parent.glob("step_*.tmp"):
             shutil.rmtree(leftover)
         self.folder.mkdir(parents=True)
@@ -181,59 +189,73 @@ class _Writer(StorageWriter):
         done.set_result([])
         if tensors:
             content = serialize(tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
-            _write_synced(self.folder / plan.storage_data, lambda file: file.write(content))
+            write_synced(self.folder / plan.storage_data, lambda file: file.write(content))
             record = plan.storage_data, len(content), zlib.crc32(content)
             done = torch.futures.Future()
             done.set_result([WriteResult(item.index, len(content), record) for item in plan.items])
         return done
 
     def finish(self, metadata, results) -> None:
-        """The coordinator's, after all have written: only a folder with its final name is a checkpoint."""
+        """Rename the folder, on the coordinator, after all processes have written: only then is it a checkpoint."""
         files = {name: [size, crc] for result in results for name, size, crc in (one.storage_data for one in result)}
         text = json.dumps({**self.state, "files": files})
-        _write_synced(self.folder / "state.json", lambda file: file.write(text.encode()))
-        _sync_folder(self.folder)
-        if self.path.exists():  # of an earlier attempt, which was not whole or went another way
+        write_synced(self.folder / "state.json", lambda file: file.write(text.encode()))
+        sync_folder(self.folder)
+        if self.path.exists():  # left by an earlier attempt that was incomplete or took another course
             _remove(self.path)
         os.rename(self.folder, self.path)
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
         self.prune(self.path)
 
 
 def load_state(path: str | Path) -> dict:
-    """All of a checkpoint but its tensors.
+    """Return the content of a checkpoint's state.json after checking every file of the checkpoint.
 
-    Raises CheckpointError when it is missing, truncated, damaged, or not a checkpoint of this program.
+    Raises CheckpointError if the checkpoint is missing, truncated, damaged or of another format; the codes are
+    checkpoint.missing, checkpoint.invalid and checkpoint.format.
     """
     path = Path(path)
     if not path.is_dir():
         kind = "not a folder" if path.exists() else "no such file or folder"
-        raise CheckpointError(f"no checkpoint at {path}: {kind}; a run's are in its checkpoints/, the best as best")
+        raise CheckpointError(
+            f"no checkpoint at {path}: {kind}; a run keeps them in checkpoints/, the best one as checkpoints/best",
+            code="checkpoint.missing",
+            path=path,
+        )
     try:
         state = json.loads((path / "state.json").read_text())
         version, files = state["format"], state["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         inside = path / "checkpoints" / "best"
-        mend = f"; this is a run's folder, did you mean {inside}?" if inside.exists() else ""
-        raise CheckpointError(f"{path} is not a whole checkpoint of vitkernels: state.json: {error}{mend}") from error
+        hint = f"; this is a run's folder, did you mean {inside}?" if inside.exists() else ""
+        raise _invalid(path, f"state.json: {error}{hint}") from error
     if version != FORMAT:
-        raise CheckpointError(f"{path} has checkpoint format {version}; this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{path} has checkpoint format {version}; this version reads format {FORMAT}",
+            code="checkpoint.format",
+            path=path,
+            format=version,
+        )
     for name, (size, checksum) in files.items():
         try:
             found = (path / name).stat().st_size, _checksum(path / name)
         except OSError as error:
-            raise CheckpointError(f"{path} is not a whole checkpoint: {error}") from error
+            raise _invalid(path, str(error)) from error
         if found != (size, checksum):
-            what = "wrong checksum" if found[0] == size else f"{found[0]} bytes and not {size}"
-            raise CheckpointError(f"{path} is not a whole checkpoint: {name}: {what}")
+            what = "wrong checksum" if found[0] == size else f"{found[0]} bytes instead of {size}"
+            raise _invalid(path, f"{name}: {what}")
     return state
 
 
-def load_tensors(path: str | Path, kind: str, like: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """The checkpoint's tensors whose names begin with `kind`/, by the rest of their names, on the CPU.
+def _invalid(path: Path, reason: str) -> CheckpointError:
+    message = f"{path} is not a complete checkpoint of vitkernels: {reason}"
+    return CheckpointError(message, code="checkpoint.invalid", path=path, reason=reason)
 
-    like: where this has a DTensor of that name and shape, only the parts that it holds here are read, as such a
-    DTensor.
+
+def load_tensors(path: str | Path, kind: str, like: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
+    """Load the checkpoint's tensors named `kind`/NAME and return them by NAME, on the CPU.
+
+    like: tensors by NAME. If `like` has a DTensor of the same shape, only its local shards are read, into a DTensor.
     """
     reader = HuggingFaceStorageReader(str(path))
     stored: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata
@@ -250,34 +272,9 @@ def load_tensors(path: str | Path, kind: str, like: dict[str, torch.Tensor] | No
     return {name.removeprefix(f"{kind}/"): tensor for name, tensor in found.items()}
 
 
-def named(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors under the names that `load_tensors` finds them by."""
+def prefixed(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors under the names that `load_tensors` looks for."""
     return {f"{kind}/{name}": tensor for name, tensor in tensors.items()}
-
-
-def write_atomically(path: Path, write) -> None:
-    """Call `write(file)` on a temporary file beside `path`, sync it, and rename it over `path`."""
-    temporary = path.with_name(path.name + ".tmp")
-    _write_synced(temporary, write)
-    os.replace(temporary, path)
-    _sync_folder(path.parent)  # the rename itself must survive a power cut
-
-
-def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path, notes: dict) -> None:
-    """Weights under timm's names as safetensors, replaced in one piece; and what `notes_in` is to find there."""
-    metadata = {name: json.dumps(note) for name, note in notes.items()}
-    content = serialize({name: t.detach().cpu().contiguous() for name, t in state_dict.items()}, metadata)
-    write_atomically(path, lambda file: file.write(content))
-
-
-def notes_in(path: Path, names: Iterable[str]) -> dict:
-    """Those of the notes of these names that an exported file of weights has."""
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-    except (OSError, SafetensorError):  # torch.save's
-        return {}
-    return {name: json.loads(metadata[name]) for name in names if name in metadata}
 
 
 def _unfinished(path: Path) -> Path:
@@ -285,30 +282,10 @@ def _unfinished(path: Path) -> Path:
 
 
 def _remove(path: Path) -> None:
-    """Under another name, so that one that is killed meanwhile leaves no checkpoint that is not whole."""
-    going = path.with_name(f"{path.name}.old.tmp")  # what is left of it goes when the next one is written
+    """Rename the folder before deleting it, so that a kill in between leaves no incomplete checkpoint."""
+    going = path.with_name(f"{path.name}.old.tmp")  # the next save removes what is left of it
     os.rename(path, going)
     shutil.rmtree(going)
-
-
-def _write_synced(path: Path, write) -> None:
-    """A file that cannot be written is removed at once: where the disk is full, others need its room."""
-    try:
-        with open(path, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-
-
-def _sync_folder(path: Path) -> None:
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 def _checksum(path: Path) -> int:
@@ -317,33 +294,3 @@ def _checksum(path: Path) -> int:
         while piece := file.read(1 << 24):
             crc = zlib.crc32(piece, crc)
     return crc
-
-
-# ---- random state: every generator that training draws from ----
-
-
-def rng_state(runtime) -> torch.Tensor:
-    """States of Python's, NumPy's, PyTorch's and the device's generators: JSON, as a tensor of bytes."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
-    device = {name: s.tolist() if isinstance(s, torch.Tensor) else s for name, s in runtime.rng_state().items()}
-    state = {
-        "python": random.getstate(),
-        "numpy": (kind, keys.tolist(), position, has_gauss, cached),
-        "torch": torch.get_rng_state().tolist(),
-        "device": device,
-    }
-    return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
-
-
-def set_rng_state(state: torch.Tensor, runtime) -> None:
-    """Restore what `rng_state` returned."""
-    state = json.loads(state.numpy().tobytes())
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    kind, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
-    torch.set_rng_state(torch.tensor(state["torch"], dtype=torch.uint8))
-    device = {
-        name: torch.tensor(s, dtype=torch.uint8) if isinstance(s, list) else s for name, s in state["device"].items()
-    }
-    runtime.set_rng_state(device)

@@ -1,7 +1,7 @@
-"""An optimizer's state under its parameters' names, as tensors and plain values: what a checkpoint can hold.
+"""Convert an optimizer's state to tensors and plain values under its parameters' names, as checkpoints hold it.
 
-Numbers of parameters change with what is frozen and how parameters are grouped; their names do not, nor do they with
-the number of processes that share them.
+The numbers that torch gives to parameters depend on which are frozen, how they are grouped and how many processes shard
+them. Their names do not.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,19 @@ from vitkernels.errors import UsageError
 
 
 def check(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """UsageError, now or in the first step, when `optimizer` (optim.opt=`name`) cannot be trained or saved here.
+    """Raise UsageError if the optimizer called `name` cannot be trained or saved here, now or in its first step.
 
-    What it keeps is there only after a step; found at the first checkpoint, all until then would be lost.
+    Optimizers create their state in the first step. An error at the first checkpoint would lose all steps up to it.
     """
-    mend = "most other optimizers of timm's can be trained and saved, e.g. optim.opt=adamw"
+    fix = "use another of timm's optimizers, such as adamw"
     inner = getattr(optimizer, "_base_optimizer", optimizer)  # of Lookahead: it has the state
     if getattr(inner, "is_second_order", False):
-        raise UsageError(f"optim.opt={name} needs second derivatives, which are not computed here; {mend}")
-    checked = False  # a hook that removed itself would disturb those after it
+        raise UsageError(
+            f"optimizer {name!r} needs second derivatives, which are not computed here; {fix}",
+            code="optimizer.second_order",
+            name=name,
+        )
+    checked = False  # a hook that removes itself would disturb the hooks after it
 
     def check_once(*_) -> None:
         nonlocal checked
@@ -35,17 +39,21 @@ def check(optimizer: torch.optim.Optimizer, name: str) -> None:
                 for entry, value in entries.items():
                     _as_json(value, entry, {})
         except TypeError as error:
-            raise UsageError(f"optim.opt={name} cannot be saved in checkpoints: {error}; {mend}") from error
+            raise UsageError(
+                f"the state of optimizer {name!r} cannot be saved in checkpoints: {error}; {fix}",
+                code="optimizer.not_savable",
+                name=name,
+            ) from error
         checked = True
 
     inner.register_step_post_hook(check_once)
 
 
 def pack(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict]:
-    """(tensors by "parameter/entry", the rest) of an optimizer over the model's parameters.
+    """Return (tensors by "parameter/entry", JSON-serializable rest) of an optimizer over the model's parameters.
 
-    Lists and tuples of tensors are in the rest, with the names of their tensors, "parameter/entry.0" and so on.
-    TypeError: of what neither tensors nor JSON can hold.
+    Lists and tuples of tensors appear in the rest as the names of their tensors, "parameter/entry.0" and so on.
+    Raises TypeError for state that neither tensors nor JSON can hold.
     """
     names = _names(optimizer, model)
     state = optimizer.state_dict()
@@ -69,11 +77,17 @@ def pack(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[dict[str, 
 def load(
     optimizer: torch.optim.Optimizer, model: nn.Module, path: Path, rest: dict, read: Callable = load_tensors
 ) -> None:
-    """Restore what `pack` gave from the checkpoint at `path`; UsageError when parameters were grouped otherwise.
+    """Restore what `pack` returned from the checkpoint at `path`.
 
-    read: called as checkpoint.load_tensors.
-    Of a group only what it counts ("step", Lookahead's "lookahead_step") comes from the checkpoint: weight decay, betas
-    and the like are settings, and stay those that the optimizer was made with.
+    Of a parameter group, only its counters ("step", Lookahead's "lookahead_step") come from the checkpoint. Weight
+    decay, betas and the like are settings: they stay as the optimizer was created with.
+
+    Args:
+        rest: the second value that `pack` returned.
+        read: a function with the signature of `load_tensors`.
+
+    Raises:
+        UsageError: the parameters are grouped differently than in the checkpoint.
     """
     names = _names(optimizer, model)
     numbers = {name: number for number, name in enumerate(names)}
@@ -81,7 +95,7 @@ def load(
         groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in rest["groups"]]
         ours = [group["params"] for group in optimizer.state_dict()["param_groups"]]
         if [group["params"] for group in groups] != ours:
-            raise ValueError("its parameters are grouped otherwise")
+            raise ValueError("its parameters are grouped differently")
         for group, own in zip(groups, optimizer.param_groups, strict=True):
             group |= {k: v for k, v in own.items() if k != "params" and not _is_count(k)}
             # LAMB counts its steps in a tensor.
@@ -89,44 +103,46 @@ def load(
         parameters = dict(model.named_parameters())
         stored = read(path, "optimizer", _Like(parameters))
         values = {name: _from_json(value, stored) for name, value in rest["values"].items()}
-        whole = {entry: _from_json(value, stored) for entry, value in rest.get("rest", {}).items()}
+        other = {entry: _from_json(value, stored) for entry, value in rest.get("rest", {}).items()}
         state: dict[int, dict] = {}
         for name, value in {**stored, **values}.items():
             parameter, _, entry = name.rpartition("/")
             state.setdefault(numbers[parameter], {})[entry] = value
-        optimizer.load_state_dict({"state": state, "param_groups": groups, **whole})
+        optimizer.load_state_dict({"state": state, "param_groups": groups, **other})
     except (ValueError, KeyError) as error:
         raise UsageError(
-            f"the optimizer state in {path} does not fit: {error}. Give the optim.* settings it was made with, "
-            "or start anew from its weights alone with checkpoint=PATH"
+            f"the optimizer state in {path} does not fit this optimizer: {error}. Use the optimizer settings it was "
+            "trained with, or start a new run from its weights alone",
+            code="optimizer.state_mismatch",
+            path=path,
         ) from error
 
 
 class _Like(dict):
-    """An entry of a parameter's state is shared among processes as the parameter is."""
+    """Map an entry of a parameter's state to the parameter: both are sharded alike."""
 
     def get(self, name: str, default=None):
         return super().get(name.rpartition("/")[0], default)
 
 
 def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
-    """The parameters' names in the order by which the optimizer numbers them."""
+    """Return the parameters' names in the order in which the optimizer numbers them."""
     by_id = {id(parameter): name for name, parameter in model.named_parameters()}
     return [by_id[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _is_count(key: str) -> bool:
-    """Whether a group's entry is what it counts; the others are settings."""
+    """Return whether a group's entry is a counter; all others are settings."""
     return key.endswith("step")
 
 
 def _rest(state: dict) -> dict:
-    """What a state dict has for the whole optimizer, such as Kron's generator of random numbers."""
+    """Return the entries of a state dict that belong to no parameter, such as Kron's random generator."""
     return {entry: value for entry, value in state.items() if entry not in ("state", "param_groups")}
 
 
 def _as_json(value, name: str, tensors: dict[str, torch.Tensor]):
-    """`value` as JSON can hold it; the tensors in it are put into `tensors`, under `name` or names that begin so."""
+    """Return `value` as JSON can hold it; tensors in it are moved to `tensors`, under `name` or `name`.INDEX."""
     if isinstance(value, torch.Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -139,7 +155,7 @@ def _as_json(value, name: str, tensors: dict[str, torch.Tensor]):
 
 
 def _from_json(value, tensors: dict[str, torch.Tensor]):
-    """What `_as_json` was given; the tensors in it are taken out of `tensors`."""
+    """Return what `_as_json` was given, taking its tensors out of `tensors`."""
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""The parts of the training loop that are not the model's: clock, checkpoints, logs, signals, sweeps."""
+"""The training loop and its parts: step plan, trainer, evaluation, timing, logging and run folders."""

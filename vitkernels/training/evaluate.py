@@ -1,19 +1,23 @@
-"""Accuracy on a whole data set, every sample counted once."""
+"""Accuracy and loss over an entire data set, each sample counted once."""
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+from vitkernels.data.loader import Loader
 from vitkernels.parallel import Parallel
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader, parallel: Parallel, kind: str = "eval") -> dict:
-    """{"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model in its evaluation mode, over all ranks.
+def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "eval") -> dict:
+    """Return {"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model over the images of all ranks.
 
-    Rows whose target is negative are padding and count nowhere. images_per_s is the model's, without the wait for
-    input; it leaves the first batch out, because it may compile, and is None when there is only one batch.
-    kind: what to call its steps, each model's by a name of its own: another model compiles anew.
+    The model is put into evaluation mode and back. Rows with a negative target are padding and do not count.
+    images_per_s is the model's throughput without input wait. It excludes the first batch, which may compile, and is
+    None if there is only one.
+
+    Args:
+        kind: the name of these steps for the runtime. Each model needs its own, because each compiles separately.
     """
     runtime = parallel.runtime
     was_training = model.training

@@ -1,4 +1,4 @@
-"""The loss of a batch in which rows may be no sample."""
+"""The training loss of a batch that may contain rows without a sample."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,20 +8,23 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitkernels.ops import cross_entropy
-from vitkernels.registry.op import backends_of
+from vitkernels.registry.op import op_of
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
-def mean_loss(backend: str, label_smoothing: float = 0.0) -> Callable[[Tensor, Tensor], Tensor]:
-    """loss(logits, targets): cross-entropy's mean over a batch; a batch without any sample costs 0.
+def build_loss(backend: str = "eager", label_smoothing: float = 0.0) -> Loss:
+    """Return loss(logits, targets), the mean cross-entropy of a batch; 0 for a batch without samples.
 
-    backend: "eager" (torch's), "auto" or one of cross_entropy's; others raise UsageError.
-    label_smoothing: the share of each target that is spread over all classes.
+    Args:
+        backend: "eager" (torch's), "auto", or a backend of vitkernels.ops.cross_entropy; others raise UsageError.
+        label_smoothing: share of each target that is spread evenly over all classes.
 
-    The loss takes logits (B, C), float32, and class numbers (B,) or distributions (B, C). Rows that are no sample have
-    the number -100, or a distribution of zeros, which has no share to spread: a smoothed one would train the model.
+    The loss takes logits (B, C), float32, and class numbers (B,) or class distributions (B, C). Rows without a sample
+    have the class number -100, or a distribution of zeros, which must not be smoothed: it would train the model.
     """
     if backend not in ("eager", "auto"):
-        backends_of(cross_entropy).get(backend)
+        op_of(cross_entropy).get(backend)
     entropy = F.cross_entropy if backend == "eager" else partial(cross_entropy, backend=backend)
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -31,6 +34,6 @@ def mean_loss(backend: str, label_smoothing: float = 0.0) -> Callable[[Tensor, T
                 targets = torch.lerp(targets, even.expand_as(targets), label_smoothing)
             return entropy(logits, targets)
         mean = entropy(logits, targets, label_smoothing=label_smoothing)
-        return torch.where((targets >= 0).any(), mean, 0.0)  # over nothing it is no number
+        return torch.where((targets >= 0).any(), mean, 0.0)  # the mean over no samples is NaN
 
     return loss

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask for a stop between steps, so that a checkpoint can be written first."""
+"""Turn SIGTERM and SIGINT into a request to stop after the current step, so that a checkpoint can be written."""
 
 import signal
 
@@ -8,19 +8,24 @@ __all__ = ["EXIT_INTERRUPTED", "StopRequest"]
 
 
 class StopRequest:
-    """True once a stop was asked for. A second SIGINT stops at once, as usual."""
+    """A flag that SIGTERM and SIGINT set; true once a stop was requested. A second SIGINT stops immediately.
+
+    A context manager: on exit the previous signal handlers are restored.
+    """
 
     def __init__(self):
         self.signal: signal.Signals | None = None
-        self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        self._handlers = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def _ask(self, number: int, frame) -> None:
+    def _request(self, number: int, frame) -> None:
         self.signal = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def release(self) -> None:
-        """Give the signals back to whoever handled them before."""
-        for number, handler in self._before.items():
+    def __enter__(self) -> "StopRequest":
+        return self
+
+    def __exit__(self, *error) -> None:
+        for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
     def __bool__(self) -> bool:

@@ -1,22 +1,23 @@
-"""The figures a run ends with."""
+"""Report figures: one line per log window, the result of an evaluation, and the summary of a complete run."""
 
 import logging
 from pathlib import Path
 
 from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime
-from vitkernels.training.history import StepRecord
-from vitkernels.training.run_log import RunLog
+from vitkernels.training.loggers import MetricLogger
+from vitkernels.training.metrics import StepRecord
+from vitkernels.training.plan import StepPlan
 from vitkernels.training.step_timer import Window
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vitkernels")
 
 
 def mfu(runtime: Runtime, flops: float, ms: float | None) -> float | None:
-    """Model FLOP/s utilisation, 0 to 1: the model's products over what the chip could do; None where unknown.
+    """Return model FLOP/s utilization, 0 to 1, or None if the chip's peak or the time is unknown.
 
-    Model FLOPs are those of the products in forward and backward, recomputation not counted (PaLM, Chowdhery et al.
-    2022, appendix B).
+    Model FLOPs are those of the matrix products in forward and backward, without recomputation (PaLM, Chowdhery et al.
+    2022, arXiv 2204.02311, appendix B).
     """
     if ms is None or runtime.peak_flops is None:
         return None
@@ -24,16 +25,15 @@ def mfu(runtime: Runtime, flops: float, ms: float | None) -> float | None:
 
 
 def log_window(
-    run_log: RunLog,
+    logger: MetricLogger,
     parallel: Parallel,
-    epoch: int,
+    plan: StepPlan,
     records: list[StepRecord],
     window: Window,
-    images: int,
     flops: float,
 ) -> None:
-    """One log boundary: TensorBoard's scalars and a line on the terminal."""
-    last = records[-1]
+    """Log one window: scalars, and a line for the terminal. flops: model FLOPs of a step on one device."""
+    last, epoch = records[-1], plan.epoch_of(records[-1].step)
     loss = sum(r.loss for r in records) / len(records)
     scalars = {"train/loss": loss, "train/lr": last.lr, "train/grad_norm": last.grad_norm, "train/epoch": epoch}
     brief = f"loss {loss:.4f}"
@@ -43,23 +43,24 @@ def log_window(
         wait = sum(window.input_wait_ms) / len(window.input_wait_ms)
         used = mfu(parallel.runtime, flops, ms)
         memory = parallel.runtime.peak_memory_bytes()
+        images_per_s = plan.images_per_step / ms * 1e3
         scalars |= {
             "time/step_ms": ms,
-            "time/images_per_s": images / ms * 1e3,
+            "time/images_per_s": images_per_s,
             "time/input_wait_ms": wait,
             "time/mfu": used,
             "memory/peak_mib": None if memory is None else memory / 2**20,
         }
-        speed = f"  {ms:.1f} ms/step  {images / ms * 1e3:.0f} images/s"
+        speed = f"  {ms:.1f} ms/step  {images_per_s:.0f} images/s"
         brief += speed
         text += f"{speed}  input wait {wait:.1f} ms"
         text += "" if used is None else f"  MFU {100 * used:.1f} %"
-    run_log.scalars(last.step, scalars)
-    run_log.show(last.step, text, brief)
+    logger.scalars(last.step, scalars)
+    logger.window(last.step, text, brief)
 
 
 def log_evaluation(result: dict) -> None:
-    """One line of what `evaluate` gave; of a quantized model, beside what it was before."""
+    """Log what `evaluate` returned; for a quantized model, also the figures before quantization."""
     speed = "" if result["images_per_s"] is None else f", {result['images_per_s']:.1f} images/s"
     log.info("top-1 %.2f %%  top-5 %.2f %%  on %d images%s", result["top1"], result["top5"], result["images"], speed)
     if "top1_before" not in result:
@@ -72,8 +73,8 @@ def log_evaluation(result: dict) -> None:
     )  # fmt: skip
 
 
-def report(summary: dict, folder: Path) -> None:
-    """The summary's main figures as the run's last lines."""
+def log_summary(summary: dict, folder: Path) -> None:
+    """Log a run's main figures as its last lines."""
     times = summary["step_time_ms"]
     if times["n"]:
         used = "unknown for this device" if summary["mfu"] is None else f"{100 * summary['mfu']:.1f} %"
@@ -84,6 +85,6 @@ def report(summary: dict, folder: Path) -> None:
     else:
         log.info("no step was timed: training was no longer than trainer.warmup_steps")
     if summary["val_top1"] is not None:
-        of_ema = "" if summary["val_ema_top1"] is None else f"; of the EMA top-1 {summary['val_ema_top1']:.2f} %"
+        of_ema = "" if summary["val_ema_top1"] is None else f"; EMA top-1 {summary['val_ema_top1']:.2f} %"
         log.info("val top-1 %.2f %%  top-5 %.2f %%%s", summary["val_top1"], summary["val_top5"], of_ema)
     log.info("done in %.0f s: %s", summary["seconds"], folder / "summary.json")

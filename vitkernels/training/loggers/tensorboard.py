@@ -1,0 +1,57 @@
+"""TensorBoard: a point per log window and evaluation, the settings as text, and the HPARAMS tab."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+
+from vitkernels.training.loggers.base import DiskGuard, NullLogger
+
+
+class TensorBoardLogger(NullLogger):
+    """Write event files into the run's folder; points are lost while the disk is full."""
+
+    def __init__(self, folder: Path, guard: DiskGuard, first_step: int = 0):
+        self._folder, self._guard = folder, guard
+        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_step + 1)
+        self._closed = False
+
+    def _write(self, put: Callable[[SummaryWriter], None]) -> None:
+        """Call put(writer), on a new file if the last one could not be written."""
+        if self._writer is None and self._guard.failing:
+            return
+        with self._guard.tolerate():
+            writer, self._writer = self._writer or SummaryWriter(str(self._folder)), None
+            put(writer)
+            self._writer = writer
+
+    def scalars(self, step: int, values: dict[str, float | None]) -> None:
+        def put(writer: SummaryWriter) -> None:
+            for name, value in values.items():
+                if value is not None:
+                    writer.add_scalar(name, value, step)
+
+        self._write(put)
+
+    def text(self, title: str, markdown: str) -> None:
+        self._write(lambda writer: writer.add_text(title, markdown))
+
+    def hparams(self, parameters: dict, results: dict) -> None:
+        results = {f"result/{name}": value for name, value in results.items() if value is not None}
+
+        def put(writer: SummaryWriter) -> None:
+            for summary in hparams(parameters, results):
+                writer.file_writer.add_summary(summary)
+            for name, value in results.items():
+                writer.add_scalar(name, value)
+
+        self._write(put)
+
+    def flush(self) -> None:
+        self._write(SummaryWriter.flush)
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._write(SummaryWriter.close)

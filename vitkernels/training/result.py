@@ -1,0 +1,83 @@
+"""What a complete run leaves: exported weights and summary.json."""
+
+import time
+from pathlib import Path
+
+from vitkernels.checkpoint.export import export_safetensors
+from vitkernels.config import Config
+from vitkernels.errors import UsageError
+from vitkernels.files import write_json
+from vitkernels.provenance import git_commit, versions
+from vitkernels.training.setup import ModelParts, compile_mode
+from vitkernels.training.summary import log_summary, mfu
+from vitkernels.training.trainer import Trainer
+
+
+def finish(cfg: Config, trainer: Trainer, parts: ModelParts, folder: Path) -> dict:
+    """Export the weights, write summary.json and log the run's figures; return the summary."""
+    summary = run_summary(cfg, trainer, parts)
+    export_weights(trainer, folder)
+    parameters = {name: summary[name] for name in ("attn", "ops", "model")}
+    parameters |= {"lr": cfg.optim.lr, "batch_size": summary["batch_size"]}
+    results = {"step_ms": summary["step_time_ms"]["median"], "loss": summary["train_loss"]}
+    trainer.logger.hparams(parameters, results | {"val_top1": summary["val_top1"]})
+    trainer.parallel.on_main(write_json, folder / "summary.json", summary)
+    log_summary(summary, folder)
+    return summary
+
+
+def export_weights(trainer: Trainer, folder: Path) -> None:
+    """Write model.safetensors, and model_ema.safetensors if there is an EMA; all processes must call it."""
+    for name, weights in (("model", trainer.model), ("model_ema", trainer.ema and trainer.ema.module)):
+        if weights is None:
+            continue
+        exported, file = trainer.parallel.full_state_dict(weights), folder / f"{name}.safetensors"
+        try:
+            trainer.parallel.on_main(export_safetensors, exported, file, trainer.notes)
+        except OSError as error:
+            raise UsageError(
+                f"the weights cannot be written to {file}: {error}. {trainer.describe_last_checkpoint()} Make the "
+                "folder writable; resume=auto then continues from there",
+                code="run.export_failed",
+            ) from error
+
+
+def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:
+    """Return the content of a complete run's summary.json."""
+    plan, state, parallel = trainer.plan, trainer.state, trainer.parallel
+    runtime = parallel.runtime
+    timing = trainer.timer.summary()
+    mean_ms = timing["step_time_ms"]["mean"]
+    compiled, mode = compile_mode(cfg, parallel)
+    return {
+        "status": "done",
+        "model": cfg.model.name,
+        "attn": parts.attn,
+        "ops": cfg.ops.name,
+        "quant": cfg.quant.name,
+        "runtime": runtime.name,
+        "precision": runtime.precision,
+        "compile": mode or compiled,
+        "device": runtime.device_name,
+        "parallel": parallel.name,
+        "devices": parallel.devices,
+        "data": cfg.data.target.split(".")[-2],
+        "batch_size": plan.images_per_step,
+        **timing,
+        "images_per_s": None if mean_ms is None else round(plan.images_per_step / mean_ms * 1e3, 2),
+        "mfu": mfu(runtime, trainer.flops_per_step, mean_ms),
+        "train_flops_per_step": trainer.flops_per_step * parallel.devices,
+        "peak_memory_bytes": runtime.peak_memory_bytes(),
+        "train_loss": state.mean_recent_loss,
+        "parameters_without_gradient": len(trainer.parameters_without_gradient or ()),
+        "val_top1": state.last_eval.get("top1"),
+        "val_top5": state.last_eval.get("top5"),
+        "val_ema_top1": state.last_eval.get("ema_top1"),
+        "best": state.best if state.best["step"] else None,
+        "epochs": round(state.step / plan.steps_per_epoch, 4),
+        "steps": state.step,
+        "seed": cfg.seed,
+        "seconds": round(time.time() - trainer.begin, 1),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }

@@ -1,0 +1,68 @@
+"""Start or resume a run in its folder."""
+
+import json
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import yaml
+
+from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
+from vitkernels.config import Config
+from vitkernels.provenance import git_commit, versions
+from vitkernels.training import run_dir, source
+from vitkernels.training.loggers import NullLogger, run_loggers
+from vitkernels.training.trainer import Trainer
+
+log = logging.getLogger("vitkernels")
+
+
+def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: dict | None, begin: float) -> bool:
+    """Load the checkpoint that `resume` asks for, if any, and record the run in its folder.
+
+    Nothing in the folder changes before everything has been checked. Return False if the run turns out to be complete.
+
+    Args:
+        preprocessing: how images are prepared, with `input_size` as timm has it; kept with the weights.
+        begin: time.time() when the process started.
+    """
+    parallel, plan, settings, data = trainer.parallel, trainer.plan, cfg.to_dict(), trainer.data
+    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoints.keep, parallel.checkpoint_group, parallel.writes)
+    identity = {
+        "model_name": cfg.model.name,
+        "seed": cfg.seed,
+        "images_per_step": plan.images_per_step,
+        "steps_per_epoch": plan.steps_per_epoch,
+        "optimizer_name": cfg.optim.opt,
+        "has_ema": trainer.ema is not None,
+    }
+    notes = {"class_names": data.class_names, "preprocessing": preprocessing}
+    trainer.attach(checkpoints, identity, notes, begin)
+    path = parallel.on_main(run_dir.find_checkpoint, folder, settings, checkpoints)
+    if path is not None:
+        state = parallel.load(load_state, path)
+        run_dir.check_same_run(path, state, identity, plan.total_steps)
+        trained_on = parallel.load(source.read_trained_on, path)
+        parallel.on_main(source.check_data, path, trained_on, data.class_names, data.preprocessing)
+        at_end = state["step"] == plan.total_steps
+        if at_end and parallel.on_main(run_dir.restore_summary, folder, settings, plan.total_steps):
+            return False
+        trainer.resume(path)
+    parallel.on_main(partial(run_dir.begin, **notes), folder, settings, path is not None)
+    trainer.logger = _loggers(cfg, trainer, folder)
+    if trainer.state.eval_pending:  # the run was stopped between this step's checkpoint and its evaluation
+        trainer.evaluate(path)
+    return True
+
+
+def _loggers(cfg: Config, trainer: Trainer, folder: Path):
+    """Return the run's loggers, with its settings logged as text; other processes than the main one log nothing."""
+    if not trainer.parallel.is_main:
+        return NullLogger()
+    state = trainer.state
+    logger = run_loggers(folder, trainer.plan.total_steps, state.step, evaluates_first=state.eval_pending)
+    provenance = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
+    settings = yaml.safe_dump(cfg.to_dict(), sort_keys=False)
+    logger.text("run", f"```yaml\n{settings}\n```\n```json\n{json.dumps(provenance, indent=1)}\n```")
+    return logger

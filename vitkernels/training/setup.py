@@ -1,0 +1,293 @@
+"""Build the parts of a run from its configuration: data, model, optimizer and trainer.
+
+The order of construction matters for exact reproducibility and is fixed by `build_model`: the EMA copies the model
+before it moves to the device, the random stream of a rank starts after the weights are drawn, quantization precedes
+the choice of fused ops, and the strategy wraps the model before the optimizer sees its parameters.
+"""
+
+import copy
+import logging
+import pkgutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3, random_seed
+from torch import nn
+
+from vitkernels import attention, models, optim
+from vitkernels.checkpoint import optimizer_state
+from vitkernels.config import COMPILE_MODES, Config
+from vitkernels.data.loader import Data, Shard
+from vitkernels.parallel import Parallel
+from vitkernels.quant import Scheme, quantize_, train_in_8_bits
+from vitkernels.runtime.base import PRECISIONS
+from vitkernels.training import source
+from vitkernels.training.loss import build_loss
+from vitkernels.training.plan import StepPlan
+from vitkernels.training.source import TrainedOn
+from vitkernels.training.trainer import Trainer
+
+log = logging.getLogger("vitkernels")
+
+
+@dataclass(frozen=True)
+class ModelParts:
+    """A model as training and evaluation use it.
+
+    model: with timm's parameter names. net: the same parameters, wrapped by the strategy and torch.compile; call it.
+    ema, ema_net: the average of the weights, None without one. quantized, quantized_net: the copy that mode=eval
+    quantizes, None otherwise. facts: parameters, FLOPs, attention calls. attn: the chosen attention backend's name.
+    """
+
+    model: nn.Module
+    net: nn.Module
+    facts: models.ModelFacts
+    attn: str
+    ema: ModelEmaV3 | None = None
+    ema_net: nn.Module | None = None
+    quantized: nn.Module | None = None
+    quantized_net: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class Optimization:
+    """What turns gradients into new weights: optimizer, learning rate schedule and fp16's loss scaler."""
+
+    optimizer: torch.optim.Optimizer
+    scheduler: Scheduler
+    scaler: torch.amp.GradScaler
+
+
+def compile_mode(cfg: Config, parallel: Parallel) -> tuple[bool, str | None]:
+    """Return whether the model is compiled, and torch.compile's mode."""
+    compiled = parallel.runtime.compiles_by_default if cfg.compile == "auto" else bool(cfg.compile)
+    return compiled, cfg.compile if cfg.compile in COMPILE_MODES else None
+
+
+def log_runtime(cfg: Config, parallel: Parallel) -> None:
+    """Log the device, the strategy and the compilation; raise UsageError if processes got different settings."""
+    settings = cfg.to_dict()
+    settings["data"].pop("root", None)  # hosts may keep their files in different places
+    parallel.expect_same("the settings", settings, "start train.py with the same command on every host")
+    compiled, mode = compile_mode(cfg, parallel)
+    how = ", torch.compile" + (f" ({mode})" if mode else "") if compiled else ""
+    log.info("runtime: %s, %s%s", parallel.runtime.describe(), parallel.describe(), how)
+
+
+def read_source(cfg: Config, parallel: Parallel) -> TrainedOn:
+    """Return what the weights of `checkpoint` were trained on."""
+    if cfg.checkpoint is None:
+        return TrainedOn()
+    return parallel.load(source.read_trained_on, Path(cfg.checkpoint))
+
+
+def build_data(cfg: Config, parallel: Parallel, trained_on: TrainedOn) -> Data:
+    """Build the data set that the configuration names.
+
+    Preprocessing that the configuration leaves open is that of the weights' training or, if unknown, timm's for the
+    model.
+    """
+    image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
+    arguments = {**cfg.data.arguments, "batch_size": cfg.data.batch_size * parallel.local_devices}
+    preprocessing = trained_on.preprocessing or models.preprocessing(cfg.model.name)
+    arguments |= {key: value for key, value in preprocessing.items() if arguments.get(key, "") is None}
+    data: Data = pkgutil.resolve_name(cfg.data.target)(
+        image_size=image_size,
+        in_chans=in_chans,
+        seed=cfg.seed,
+        train=cfg.mode == "train",
+        pin_memory=parallel.runtime.pins_memory,
+        shard=Shard(parallel.rank, parallel.world),
+        **arguments,
+    )
+    sizes = "" if data.train is None else f"{data.train.num_samples} training images, "
+    sizes += f"{data.val.num_samples} evaluation images"
+    parallel.expect_same("the data sets", (sizes, data.num_classes), "every host needs the same files")
+    prepared = "".join(f", {key} {value}" for key, value in (data.preprocessing or {}).items())
+    log.info("data: %s, %d classes, %d px%s", sizes, data.num_classes, image_size, prepared)
+    return data
+
+
+def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: TrainedOn) -> ModelParts:
+    """Build the model with its attention backend and fused ops, load its weights and wrap it for the strategy."""
+    runtime = parallel.runtime
+    facts, attn, model = _create(cfg, parallel, data)
+    if cfg.checkpoint is not None:
+        _load_weights(cfg, parallel, model, data, trained_on)
+    # Before the model moves: the EMA makes a torch.Generator on the model's device, and XLA devices have none.
+    averages = cfg.ema.decay and cfg.mode == "train"
+    ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if averages else None
+    for module in filter(None, (model, ema)):
+        module.to(runtime.device)
+    if parallel.stream:
+        random_seed(cfg.seed, parallel.stream)  # ranks share their weights but not their drop path
+    quantized = _quantize(cfg, model)
+    ops = {op: getattr(cfg.ops, op) for op in models.MODEL_OPS}
+    for module in filter(None, (model, quantized, ema and ema.module)):
+        models.set_ops(module, ops, PRECISIONS.get(cfg.ops.residual_precision), cfg.ops.keep_activation)
+    in_8_bits = "" if cfg.quant.name == "none" else f", quant {cfg.quant.name}"
+    size, ops_text = f"{facts.parameters / 1e6:.1f} M parameters", models.ops_in_words(ops)
+    log.info("model: %s, %s, attention %s, ops %s%s", cfg.model.name, size, attn, ops_text, in_8_bits)
+
+    def wrap(module: nn.Module | None) -> nn.Module | None:
+        return None if module is None else parallel.wrap(module, *compile_mode(cfg, parallel))
+
+    return ModelParts(
+        model=model,
+        net=wrap(model),
+        facts=facts,
+        attn=attn,
+        ema=ema,
+        ema_net=wrap(None if ema is None else ema.module),
+        quantized=quantized,
+        quantized_net=wrap(quantized),
+    )
+
+
+def _create(cfg: Config, parallel: Parallel, data: Data) -> tuple[models.ModelFacts, str, nn.Module]:
+    """Return the model's facts, the chosen attention backend's name, and the model with that backend."""
+    image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
+
+    def build(backend: attention.AttentionBackend, pretrained: bool | None = None) -> nn.Module:
+        return models.create_model(
+            cfg.model.name,
+            backend,
+            num_classes=data.num_classes,
+            img_size=cfg.model.img_size,
+            in_chans=in_chans,
+            drop_path_rate=cfg.model.drop_path_rate,
+            pretrained=pretrained,
+            **cfg.model.kwargs,
+        )
+
+    facts = models.inspect_model(
+        build,
+        image_size=image_size,
+        in_chans=in_chans,
+        batch_size=cfg.data.batch_size,
+        dtype=parallel.runtime.dtype,
+        device_type=parallel.runtime.device.type,
+    )
+    attn = attention.choose_for_all(cfg.attn.name, facts.attention)
+    backend = attention.get(attn).configured(**cfg.attn.options)
+    return facts, attn, build(backend, pretrained=cfg.model.pretrained or None)
+
+
+def _load_weights(cfg: Config, parallel: Parallel, model: nn.Module, data: Data, trained_on: TrainedOn) -> None:
+    weights = parallel.load(models.read_state_dict, cfg.checkpoint)
+    if trained_on.class_names is None:
+        outputs = len(weights.get("head.weight", ()))
+        parallel.on_main(source.warn_of_timm_class_order, cfg.checkpoint, outputs, data.class_names)
+    if cfg.mode == "eval":
+        parallel.on_main(source.check_data, cfg.checkpoint, trained_on, data.class_names, data.preprocessing)
+    else:
+        new_classes = trained_on.class_names not in (None, data.class_names)
+        weights = models.fitted(weights, model, new_classes)
+    models.load_weights(model, weights, cfg.checkpoint)
+
+
+def _quantize(cfg: Config, model: nn.Module) -> nn.Module | None:
+    """Make the model's linear layers train in 8 bits, or return a quantized copy of it for mode=eval."""
+    if cfg.quant.name == "none":
+        return None
+
+    def selected(name: str, _: nn.Module) -> bool:
+        return not name.endswith(tuple(cfg.quant.skip))
+
+    if cfg.mode == "train":
+        train_in_8_bits(model, cfg.quant.dtype, selected)
+        return None
+    q = cfg.quant
+    quantized = copy.deepcopy(model)
+    scheme = Scheme(q.weight_bits, q.activation_bits, q.block_size, q.symmetric, bool(q.fp8))
+    quantize_(quantized, scheme, selected, backend=q.backend)
+    return quantized
+
+
+def build_plan(cfg: Config, parallel: Parallel, data: Data) -> StepPlan:
+    """Return the arithmetic of the run's steps."""
+    return StepPlan.of(
+        cfg.trainer,
+        cfg.checkpoints,
+        batches_per_epoch=data.train.batches_per_epoch,
+        images_per_batch=data.train.batch_size * parallel.world,
+    )
+
+
+def build_optimizer(cfg: Config, parallel: Parallel, model: nn.Module, plan: StepPlan) -> Optimization:
+    """Build the optimizer, whose parameters must be those of the wrapped model, and its schedule over the run."""
+    optimizer = optim.create_optimizer(
+        model,
+        cfg.optim.opt,
+        lr=cfg.optim.lr,
+        weight_decay=cfg.optim.weight_decay,
+        layer_decay=cfg.optim.layer_decay,
+        kwargs=cfg.optim.kwargs,
+        defaults=parallel.runtime.optimizer_kwargs(cfg.optim.opt),
+        kernel=cfg.ops.adamw,
+    )
+    optimizer_state.check(optimizer, cfg.optim.opt)
+    parallel.prepare(optimizer)
+    requested = plan.warmup_steps(cfg.schedule.warmup_epochs, None)
+    warmup = plan.warmup_steps(cfg.schedule.warmup_epochs, cfg.schedule.warmup_cap)
+    log.info("%d steps of %d images, %s, lr %g", plan.total_steps, plan.images_per_step, cfg.optim.opt, cfg.optim.lr)
+    if warmup < requested:
+        cap = cfg.schedule.warmup_cap
+        log.info("warm-up shortened from %d to %d steps (schedule.warmup_cap=%g)", requested, warmup, cap)
+    scheduler, _ = create_scheduler_v2(
+        optimizer,
+        sched=cfg.schedule.sched,
+        num_epochs=plan.total_steps,  # the schedule counts steps: an "epoch" has one update
+        warmup_epochs=warmup,
+        warmup_lr=cfg.schedule.warmup_lr,
+        min_lr=cfg.schedule.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=1,
+    )
+    return Optimization(optimizer, scheduler, parallel.runtime.grad_scaler())
+
+
+def build_trainer(
+    cfg: Config, parallel: Parallel, data: Data, parts: ModelParts, plan: StepPlan, optimization: Optimization
+) -> Trainer:
+    """Return the trainer, at step 0 and without a run folder: its `train_step` can be called at once."""
+    return Trainer(
+        parallel,
+        plan,
+        data,
+        parts.model,
+        parts.net,
+        optimization.optimizer,
+        optimization.scheduler,
+        optimization.scaler,
+        build_loss(cfg.ops.cross_entropy, cfg.trainer.label_smoothing),
+        ema=parts.ema,
+        ema_net=parts.ema_net,
+        clip_grad=cfg.trainer.clip_grad,
+        untimed_steps=cfg.trainer.warmup_steps,
+        flops_per_image=parts.facts.train_flops_per_image,
+    )
+
+
+def trainer_from_config(cfg: Config, parallel: Parallel) -> Trainer:
+    """Build everything that a training step needs, in order, without a run: for benchmarks and recorders.
+
+    Seeds all random generators. Call `trainer.train_step(batches)` with device batches, such as `parallel.feed` gives.
+    """
+    random_seed(cfg.seed)
+    trained_on = read_source(cfg, parallel)
+    data = build_data(cfg, parallel, trained_on)
+    parts = build_model(cfg, parallel, data, trained_on)
+    plan = build_plan(cfg, parallel, data)
+    return build_trainer(cfg, parallel, data, parts, plan, build_optimizer(cfg, parallel, parts.model, plan))
+
+
+def timm_preprocessing(cfg: Config, data: Data) -> dict | None:
+    """Return the data's preprocessing with `input_size`, as timm's pretrained_cfg has it; None if it has none."""
+    if not data.preprocessing:
+        return data.preprocessing
+    image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
+    return {"input_size": [in_chans, image_size, image_size], **data.preprocessing}

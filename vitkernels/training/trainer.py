@@ -1,0 +1,282 @@
+"""The training loop: launch steps without waiting for the device, and wait for it only at boundaries."""
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3
+from torch import Tensor, nn
+
+from vitkernels.checkpoint import optimizer_state
+from vitkernels.checkpoint.checkpoints import Checkpoints, folder_name, load_state, load_tensors, prefixed
+from vitkernels.checkpoint.random_state import random_state, set_random_state
+from vitkernels.data.loader import Data
+from vitkernels.models import load_weights
+from vitkernels.parallel import Parallel
+from vitkernels.training.evaluate import evaluate
+from vitkernels.training.health import (
+    check_finite,
+    parameters_without_gradient,
+    warn_if_host_bound,
+    warn_of_straggler,
+)
+from vitkernels.training.loggers import MetricLogger, NullLogger
+from vitkernels.training.loss import Loss
+from vitkernels.training.metrics import StepMetrics
+from vitkernels.training.plan import Due, StepPlan
+from vitkernels.training.profiler import PROFILED_STEPS, start_profiler
+from vitkernels.training.signals import StopRequest
+from vitkernels.training.state import TrainState
+from vitkernels.training.step_timer import StepTimer
+from vitkernels.training.summary import log_window
+
+log = logging.getLogger("vitkernels")
+
+SETTLING_STEPS = 4  # after these, every object that lives as long as the run exists
+
+
+class Trainer:
+    """Trains `model` by calling `net`, which wraps the same parameters.
+
+    vitkernels.training.setup builds it. On its own it keeps nothing: `attach` gives it checkpoints and a logger.
+
+    Args:
+        parallel: the strategy that connects this process to the others.
+        plan: which batches each step takes, and what is due after it.
+        data: the loaders; only `fit` and evaluations use them.
+        model, net: the model with timm's parameter names, and what to call.
+        optimizer, scheduler, scaler: the scheduler counts steps; the scaler does nothing except in fp16.
+        loss_fn: called with float32 logits (B, K) and targets.
+        ema, ema_net: the average of the weights and what to call for it, or None.
+        clip_grad: largest gradient norm; None does not clip.
+        untimed_steps: first steps of the process that are not timed.
+        flops_per_image: model FLOPs of one image, forward and backward.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel,
+        plan: StepPlan,
+        data: Data,
+        model: nn.Module,
+        net: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scheduler: Scheduler,
+        scaler: torch.amp.GradScaler,
+        loss_fn: Loss,
+        *,
+        ema: ModelEmaV3 | None = None,
+        ema_net: nn.Module | None = None,
+        clip_grad: float | None = None,
+        untimed_steps: int = 0,
+        flops_per_image: float = 0.0,
+    ):
+        self.parallel, self.plan, self.data = parallel, plan, data
+        self.model, self.net, self.ema, self.ema_net = model, net, ema, ema_net
+        self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
+        self.loss_fn, self.clip_grad, self.untimed_steps = loss_fn, clip_grad, untimed_steps
+        self.flops_per_step = flops_per_image * plan.images_per_step / parallel.devices  # on each device
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.parameters_without_gradient: list[str] | None = None  # known after the first step
+        self.state = TrainState()
+        self.metrics = StepMetrics(parallel)
+        # fp16's scaler waits for the device in each step of an optimizer that cannot itself skip an overflow.
+        waits = scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.timer = StepTimer(parallel.runtime, untimed_steps, waits)
+        scheduler.step_update(0)
+        self.logger: MetricLogger = NullLogger()
+        self.checkpoints: Checkpoints | None = None
+        self.identity: dict = {}
+        self.notes: dict = {}
+        self.begin = time.time()
+        self._host_bound = False
+
+    def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
+        """Give the trainer a place for its checkpoints.
+
+        Args:
+            identity: the entries by which a checkpoint recognizes its run.
+            notes: class names and preprocessing, kept in each checkpoint.
+            begin: time.time() when the run started.
+        """
+        self.checkpoints, self.identity, self.notes, self.begin = checkpoints, identity, notes, begin
+
+    # ---- the loop ----
+
+    def fit(self, stop: StopRequest | bool = False, profile_into: Path | None = None) -> Due:
+        """Train to the end of the plan, or to the end of the step in which `stop` becomes true.
+
+        Return the boundary that ended training, with Due.END or Due.STOP. profile_into: folder for a trace of a few
+        steps, None for none.
+        """
+        left = self.plan.total_steps - self.state.step
+        profiler = profile_into and start_profiler(profile_into, self.untimed_steps, left)
+        if profiler:
+            self.timer.warmup_left += PROFILED_STEPS
+        with contextlib.ExitStack() as cleanup:
+            cleanup.callback(gc.unfreeze)
+            due = self._steps(stop, profiler)
+        if profiler:
+            profiler.stop()
+        if self.checkpoints:
+            self.checkpoints.wait()
+        return due
+
+    def _steps(self, stop: StopRequest | bool, profiler: torch.profiler.profile | None) -> Due:
+        due, settled = Due.NONE, self.state.step + SETTLING_STEPS
+        self.net.train()
+        self.timer.start()
+        while self.state.step < self.plan.total_steps and not due & (Due.STOP | Due.END):
+            # One feed per epoch: a feed of all epochs would prefetch training batches across the evaluation.
+            batches = self.parallel.feed(self.plan.batches(self.data.train, self.state.step))
+            with contextlib.closing(batches):
+                for _ in range(self.plan.steps_left_in_epoch(self.state.step)):
+                    self.train_step(batches)
+                    if self.state.step == settled:
+                        # Later collections skip what exists now: scanning it takes 0.3 s, and other ranks would wait.
+                        gc.collect()
+                        gc.freeze()
+                    if profiler:
+                        profiler.step()
+                    due = self.plan.due(self.state.step, stopping=self.parallel.agree(bool(stop)))
+                    if due:
+                        self._boundary(due)
+                    if due & (Due.STOP | Due.END):
+                        break
+        return due
+
+    def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Take one optimizer step on the next `plan.accum_steps` batches. Nothing in it waits for the device.
+
+        Args:
+            batches: (images, targets) on this process's devices, such as `parallel.feed` gives.
+        """
+        parallel, scaler, optimizer, accum = self.parallel, self.scaler, self.optimizer, self.plan.accum_steps
+        losses = []
+        for number in range(accum):
+            with self.timer.waiting():
+                images, targets = next(batches)
+            with parallel.accumulating(self.net, last=number == accum - 1):
+                with parallel.runtime.autocast():
+                    logits = self.net(images)
+                loss = self.loss_fn(logits.float(), targets)
+                self.timer.forward_done()
+                scaler.scale(loss / accum).backward()
+            losses.append(loss.detach())
+        if self.parameters_without_gradient is None:
+            self.parameters_without_gradient = parameters_without_gradient(self.model)
+        scaler.unscale_(optimizer)
+        grad_norm = parallel.clip_gradients(self.parameters, self.clip_grad, optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        lr = optimizer.param_groups[-1]["lr"]
+        self.state.step += 1
+        self.scheduler.step_update(self.state.step)
+        if self.ema is not None:
+            parallel.update_ema(self.ema, self.model, self.state.step)
+        self.metrics.add(self.state.step, sum(losses) / accum, grad_norm, lr)
+        parallel.runtime.end_step(images, targets)
+        self.timer.step_done()
+
+    def _boundary(self, due: Due) -> None:
+        """Wait for the device, then read, check, log, save and evaluate."""
+        window = self.timer.stop()
+        records = self.metrics.read()
+        step = self.state.step
+        self.logger.steps(records)
+        warn_of_straggler(self.parallel, step, window)
+        check_finite(records, self._describe_samples, self.describe_last_checkpoint, not self.scaler.is_enabled())
+        self._host_bound = self._host_bound or warn_if_host_bound(step, window)
+        self.state.recent_losses.extend(record.loss for record in records)
+        log_window(self.logger, self.parallel, self.plan, records, window, self.flops_per_step)
+        # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
+        self.state.eval_pending = Due.EVAL in due
+        saved = self.save() if Due.SAVE in due else None
+        if Due.EVAL in due and Due.STOP not in due:
+            self.evaluate(saved)
+        if not due & (Due.STOP | Due.END):
+            self.timer.start()
+
+    # ---- evaluation ----
+
+    def evaluate(self, saved: Path | None = None) -> None:
+        """Evaluate the model and its EMA, log the figures, and keep `saved` if its weights are the best so far."""
+        step, state = self.state.step, self.state
+        result = evaluate(self.net, self.data.val, self.parallel)
+        if self.ema_net is not None:
+            of_ema = evaluate(self.ema_net, self.data.val, self.parallel, "EMA eval")
+            result |= {f"ema_{k}": v for k, v in of_ema.items() if k != "images"}
+        state.last_eval, state.eval_pending = result, False
+        self.logger.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
+        self.logger.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
+        top1 = result.get("ema_top1", result["top1"])
+        if top1 > state.best["top1"] and self._keep_as_best(saved):
+            state.best = {"top1": top1, "step": step}
+        of_ema = f"  EMA {result['ema_top1']:.2f} %" if "ema_top1" in result else ""
+        log.info("step %d  val top-1 %.2f %%%s  loss %.4f", step, result["top1"], of_ema, result["loss"])
+
+    def _keep_as_best(self, saved: Path | None) -> bool:
+        """Mark the checkpoint of the best weights; return False if it could not be written."""
+        return saved is None or not self.parallel.is_main or self.checkpoints.mark_best(saved)
+
+    # ---- checkpoints ----
+
+    def save(self) -> Path:
+        """Start writing a checkpoint of this step and return its path."""
+        self.logger.flush()
+        tensors, optimizer = optimizer_state.pack(self.optimizer, self.model)
+        tensors = prefixed("optimizer", tensors) | prefixed("model", self.model.state_dict())
+        tensors |= {} if self.ema is None else prefixed("ema", self.ema.module.state_dict())
+        tensors[f"rng/{self.parallel.stream}"] = random_state(self.parallel.runtime)
+        state = {
+            **self.identity,
+            "optimizer": optimizer,
+            "scaler": self.scaler.state_dict(),
+            "seconds": time.time() - self.begin,
+            **self.state.state_dict(),
+            **self.notes,
+        }
+        return self.checkpoints.save(tensors, state, self.state.step)
+
+    def resume(self, path: Path) -> None:
+        """Restore weights, optimizer, random state and progress from a checkpoint of the same run."""
+        read = partial(self.parallel.load, load_tensors)
+        state = self.parallel.load(load_state, path)
+        load_weights(self.model, read(path, "model", self.model.state_dict()), str(path))
+        optimizer_state.load(self.optimizer, self.model, path, state["optimizer"], read)
+        self.parallel.place_state(self.optimizer)
+        if state["scaler"]:  # empty if the checkpoint was written in another precision
+            self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            load_weights(self.ema.module, read(path, "ema", self.ema.module.state_dict()), str(path))
+        streams = read(path, "rng")
+        if str(self.parallel.stream) in streams:  # a process added since then starts a stream of its own
+            set_random_state(streams[str(self.parallel.stream)], self.parallel.runtime)
+        self.state.load_state_dict(state)
+        self.begin -= state.get("seconds", 0)
+        self.scheduler.step_update(self.state.step)
+        if self.parallel.is_main:  # a run that resumes in another folder keeps the best checkpoint there too
+            self.checkpoints.mark_best(path.with_name(folder_name(self.state.best["step"])))
+        log.info("resumed from %s at step %d of %d", path, self.state.step, self.plan.total_steps)
+
+    # ---- for error messages ----
+
+    def _describe_samples(self, step: int, rank: int) -> str:
+        ranks = range(self.parallel.world) if self.parallel.one_program else [rank]
+        ids = self.plan.sample_ids(self.data.train, step, ranks)
+        more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
+        return ", ".join(self.data.train.describe(ids[:8])) + more
+
+    def describe_last_checkpoint(self) -> str:
+        if self.checkpoints is None:
+            return "This run keeps no checkpoints."
+        self.checkpoints.wait()
+        newest = next(iter(self.checkpoints.paths()), None)
+        return f"The last good checkpoint is {newest}." if newest else "There is no checkpoint yet."
