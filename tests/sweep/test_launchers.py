@@ -1,4 +1,4 @@
-"""Sweeps whose jobs submitit starts, or whose trials Optuna chooses. The sweep's own process is this one."""
+"""Sweeps launched by submitit or driven by Optuna; this process is the sweep's own."""
 
 import json
 import logging
@@ -23,10 +23,10 @@ SMALL += ["+model.kwargs.depth=1", "trainer.log_every=1", "trainer.warmup_steps=
 
 @pytest.fixture
 def start(tmp_path, monkeypatch):
-    """start(*words) -> the exit code of `python train.py -m <words>` in this process, with tmp_path as its folder."""
+    """Return start(*words), which runs `python train.py -m <words>` in this process and returns its exit code."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(slots.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.delenv(slots._GPUS_OF_THE_SWEEP, raising=False)
+    monkeypatch.delenv(slots._SWEEP_GPUS, raising=False)
 
     def start(*words: str) -> int:
         argv = ["train.py", "-m", *words, f"hydra.sweep.dir={tmp_path}/sweep"]
@@ -39,16 +39,16 @@ def start(tmp_path, monkeypatch):
     root = logging.getLogger()
     level = root.level
     yield start
-    os.environ.pop(slots._GPUS_OF_THE_SWEEP, None)
+    os.environ.pop(slots._SWEEP_GPUS, None)
     root.setLevel(level)
     for handler in root.handlers[:]:
-        if type(handler) in (logging.StreamHandler, logging.FileHandler):  # Hydra's; pytest's are of other classes
+        if type(handler) in (logging.StreamHandler, logging.FileHandler):  # Hydra's; pytest's are subclasses
             root.removeHandler(handler)
             handler.close()
 
 
 def training_process(folder: Path) -> int | None:
-    """The pid of the train.py that runs in the folder."""
+    """Return the pid of the train.py that trains in `folder`, or None."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             words = path.read_bytes().decode().split("\0")
@@ -60,7 +60,7 @@ def training_process(folder: Path) -> int | None:
 
 
 def preempt_once(folder: Path) -> None:
-    """SIGUSR2 to the submitit task, as Slurm sends it, when the training that it started has logged a few steps."""
+    """Send SIGUSR2 to the submitit task, as Slurm does, once its training has logged a few steps."""
     metrics = folder / "metrics.jsonl"
     end = time.monotonic() + 300
     while not metrics.exists() or metrics.read_text().count('"loss"') < 3:
@@ -72,7 +72,7 @@ def preempt_once(folder: Path) -> None:
     os.kill(parent, signal.SIGUSR2)
 
 
-def test_a_sweep_through_submitit_resumes_the_job_that_is_preempted(start, tmp_path, losses):
+def test_submitit__preempted_job_resumes(start, tmp_path, losses):
     pytest.importorskip("submitit")
     folder = tmp_path / "sweep"
     preemption = threading.Thread(target=preempt_once, args=(folder / "trainer.max_steps=100",), daemon=True)
@@ -95,8 +95,8 @@ def test_a_sweep_through_submitit_resumes_the_job_that_is_preempted(start, tmp_p
 
 @pytest.mark.filterwarnings("ignore:The ``declarative_base:DeprecationWarning")  # Optuna 2.10's SQLAlchemy
 @pytest.mark.filterwarnings("ignore:Attempting to set identical low and high ylims:UserWarning")
-def test_optuna_chooses_learning_rates_and_tiles_and_replays_them(start, tmp_path, monkeypatch, capsys):
-    """The example study in conf/, shortened; the trials train in this process, which spares starting five others."""
+def test_optuna__samples_and_replays_trials(start, tmp_path, monkeypatch, capsys):
+    """Run the example study of conf/, shortened; trials train in this process, which saves starting five others."""
     pytest.importorskip("optuna")
     pytest.importorskip("triton")
     trained = []
@@ -118,12 +118,12 @@ def test_optuna_chooses_learning_rates_and_tiles_and_replays_them(start, tmp_pat
     assert all(row["variant"].startswith("attn.tiles.dkdv=") and "optim.lr=" in row["variant"] for row in rows)
     first = yaml.safe_load((tmp_path / "sweep/optimization_results.yaml").read_text())
     assert start(*study) in (0, None)
-    assert len(trained) == 2  # the same choices again, taken from the jobs that are done
+    assert len(trained) == 2  # the same trials, read from the finished jobs
     assert yaml.safe_load((tmp_path / "sweep/optimization_results.yaml").read_text()) == first
 
 
-def test_a_launcher_that_gives_up_leaves_a_table(start, tmp_path, monkeypatch):
-    """As submitit does when a job is killed with the process that watches over it."""
+def test_write_pending_verdict__launcher_failure_leaves_a_table(start, tmp_path, monkeypatch):
+    """submitit fails like this if a job is killed together with the process that monitors it."""
 
     def killed(*_):
         raise RuntimeError("job 7 has not produced any output\nand more")
@@ -131,10 +131,10 @@ def test_a_launcher_that_gives_up_leaves_a_table(start, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "_run_in_own_process", killed)
     assert start(*SMALL, "seed=0,1") == 1
     rows = json.loads((tmp_path / "sweep/comparison.json").read_text())
-    assert all(row["status"] == "failed" and "it has not ended" in row["reason"] for row in rows) and len(rows) == 2
+    assert all(row["status"] == "failed" and "did not finish" in row["reason"] for row in rows) and len(rows) == 2
 
 
-def test_a_missing_extra_is_named():
+def test_explain__missing_launcher_names_extra_message():
     from hydra.errors import MissingConfigException
 
     error = MissingConfigException("", "hydra/launcher/submitit_slurm", ["basic"])

@@ -1,4 +1,4 @@
-"""The verdict on a sweep: what its table says, and what it must not let a reader believe."""
+"""The verdict of a sweep: its table, and the caveats without which a reader would draw wrong conclusions."""
 
 import json
 import math
@@ -8,13 +8,13 @@ import pytest
 from pytest import approx
 
 from vitkernels.sweep import verdict
-from vitkernels.sweep.caveats import remarks
-from vitkernels.sweep.plot import figure
+from vitkernels.sweep.caveats import find_caveats
+from vitkernels.sweep.plot import draw_chart
 from vitkernels.sweep.statistics import ratio_interval
 
 
 def job(folder, num, variant, status="done", reason=None, **summary):
-    """A finished job as a sweep leaves it: 10 images a step, `steps` of them timed, `median` ms each."""
+    """Write a finished job as a sweep leaves it: 10 images per step, `steps` timed steps of `median` ms each."""
     path = folder / variant
     path.mkdir(parents=True)
     card = {"num": num, "variant": variant, "overrides": [*variant.split(","), "data=fake"]}
@@ -32,7 +32,7 @@ def job(folder, num, variant, status="done", reason=None, **summary):
         (path / "summary.json").write_text(json.dumps({**content, **defaults, **summary}))
 
 
-def test_the_verdict(tmp_path, capsys):
+def test_compare__ratios_and_outputs(tmp_path, capsys):
     job(tmp_path, 1, "attn=b", median=20.0, mfu=0.5)
     job(tmp_path, 0, "attn=a", median=40.0)
     job(tmp_path, 2, "attn=c", status="failed", reason="out of memory")
@@ -48,7 +48,7 @@ def test_the_verdict(tmp_path, capsys):
     assert (tmp_path / "comparison.png").stat().st_size > 5000
 
 
-def test_the_verdict_on_evaluations(tmp_path, capsys):
+def test_compare__evaluations(tmp_path, capsys):
     for num, (variant, top1) in enumerate({"quant=w8a8": 91.25, "quant=w4a16": 90.0}.items()):
         job(tmp_path, num, variant)
         card = {
@@ -66,24 +66,24 @@ def test_the_verdict_on_evaluations(tmp_path, capsys):
     assert [row["val_top1"] for row in rows] == [91.25, 90.0]
     text = (tmp_path / "comparison.md").read_text()
     assert text.splitlines()[0] == "| variant | images/s | weights MB | val top-1 % |"
-    assert "| quant=w4a16 | 200.0 | 7.00 | 90.00 |" in text and "ratio" not in text + capsys.readouterr().out
+    assert "| quant=w4a16 | 200.0 | 7.00 | 90.00 |" in text and "speedup" not in text + capsys.readouterr().out
 
 
-def test_an_evaluation_beside_a_run_hides_nothing_of_it(tmp_path):
+def test_compare__training_takes_precedence_over_evaluation(tmp_path):
     job(tmp_path, 0, "attn=a", median=40.0, val_top1=70.0)
     (tmp_path / "attn=a/eval.json").write_text(json.dumps({"top1": 60.0, "images_per_s": 1.0, "bytes": 1}))
     (row,) = verdict.compare(tmp_path)
     assert (row["ratio"], row["val_top1"], row["images_per_s"]) == (1.0, 70.0, 250.0)
 
 
-def test_a_sweep_in_which_all_failed_still_has_its_table(tmp_path):
+def test_write__all_variants_failed(tmp_path):
     job(tmp_path, 0, "attn=a", status="failed", reason="killed by SIGSEGV")
     rows = verdict.compare(tmp_path)
     verdict.write(rows, tmp_path)
     assert rows[0]["ratio"] is None and "killed by SIGSEGV" in (tmp_path / "comparison.md").read_text()
 
 
-def test_a_sweep_whose_first_variant_failed_has_no_ratios_but_a_table(tmp_path):
+def test_compare__no_ratios_if_first_variant_failed(tmp_path):
     job(tmp_path, 0, "attn=a", status="failed", reason="out of memory")
     job(tmp_path, 1, "attn=b", median=20.0)
     rows = verdict.compare(tmp_path)
@@ -92,24 +92,24 @@ def test_a_sweep_whose_first_variant_failed_has_no_ratios_but_a_table(tmp_path):
     assert (tmp_path / "comparison.png").stat().st_size > 5000
 
 
-def test_nothing_but_that_each_ran_once_is_said_of_a_plain_sweep(tmp_path):
+def test_find_caveats__single_runs_only(tmp_path):
     for num, variant in enumerate(("attn=a", "attn=b")):
         job(tmp_path, num, variant, median=40.0)
     rows = verdict.compare(tmp_path)
-    (remark,) = remarks(rows)
-    assert remark.startswith("each variant ran once") and "seed=0,1,2" in remark
-    assert f"- {remark}\n" in verdict.markdown(rows) and "repeats' medians" not in verdict.markdown(rows)
-    assert remarks(rows[:1]) == [] and remarks([]) == []
+    (caveat,) = find_caveats(rows)
+    assert caveat.startswith("each variant ran once") and "seed=0,1,2" in caveat
+    assert f"- {caveat}\n" in verdict.markdown(rows) and "medians of repeats" not in verdict.markdown(rows)
+    assert find_caveats(rows[:1]) == [] and find_caveats([]) == []
 
 
-def test_ratios_are_by_image_where_steps_differ(tmp_path):
+def test_compare__ratio_is_per_image(tmp_path):
     job(tmp_path, 0, "data.batch_size=32", median=40.0, batch_size=32)
     job(tmp_path, 1, "data.batch_size=8", median=16.0, batch_size=8)
     rows = verdict.compare(tmp_path)
     assert [row["images_per_s"] for row in rows] == [800.0, 500.0]
-    assert rows[1]["ratio"] == 0.625  # a step is shorter, an image takes longer
+    assert rows[1]["ratio"] == 0.625  # a step takes less time, an image more
     assert "time per image" in verdict.markdown(rows)
-    (axes,) = figure(rows).axes
+    (axes,) = draw_chart(rows).axes
     assert [bar.get_width() for bar in axes.patches] == [1250.0, 2000.0] and "per image in µs" in axes.get_xlabel()
 
 
@@ -117,34 +117,34 @@ def test_ratios_are_by_image_where_steps_differ(tmp_path):
     ("differs", "said"),
     [
         ({"model": "vit_l"}, "the model is vit_l here and vit in a=1"),
-        ({"train_flops_per_step": 2e10}, "the model's work on an image is 2 GFLOP here and 1 GFLOP in a=1"),
+        ({"train_flops_per_step": 2e10}, "the work per image is 2 GFLOP here and 1 GFLOP in a=1"),
         ({"device": "Y"}, "the device is Y here and X in a=1"),
         ({"devices": 2}, "the number of devices is 2 here and 1 in a=1"),
         ({"precision": "fp32"}, "the precision is fp32 here and bf16 in a=1"),
     ],
 )
-def test_what_cannot_be_compared_has_no_ratio(tmp_path, differs, said):
+def test_compare__no_ratio_if_incomparable(tmp_path, differs, said):
     job(tmp_path, 0, "a=1", median=40.0)
     job(tmp_path, 1, "a=2", median=20.0, **differs)
     job(tmp_path, 2, "a=3", median=20.0)
     rows = verdict.compare(tmp_path)
     assert [row["ratio"] for row in rows] == [1.0, None, 2.0]
-    assert f"a=2: no ratio, for {said}" in remarks(rows)
+    assert f"a=2: no speedup, because {said}" in find_caveats(rows)
 
 
-def test_work_on_an_image_is_the_same_up_to_rounding(tmp_path):
+def test_incomparable__tolerates_rounding_of_work_per_image(tmp_path):
     job(tmp_path, 0, "a=1", median=40.0, train_flops_per_step=1e10 / 3)
     job(tmp_path, 1, "a=2", median=20.0, batch_size=7, train_flops_per_step=7e9 / 3 + 1e-6)
     assert verdict.compare(tmp_path)[1]["ratio"] == 1.4
 
 
-def test_repeats_are_one_row_that_says_how_far_chance_reaches(tmp_path):
+def test_compare__repeats_merge_with_interval(tmp_path):
     times = {"a": (40.0, 39.6, 41.0), "b": (39.8, 40.6, 39.2), "c": (20.0, 20.2, 19.9)}
     for num, (seed, attn) in enumerate((seed, attn) for seed in range(3) for attn in times):
         job(tmp_path, num, f"attn={attn},seed={seed}", median=times[attn][seed], val_top1=90.0 + seed, mfu=0.5)
     rows = verdict.compare(tmp_path)
     assert [row["variant"] for row in rows] == ["attn=a ×3", "attn=b ×3", "attn=c ×3"]
-    means = [geometric_mean(times[attn]) for attn in "abc"]  # in the middle of the interval, on a logarithmic scale
+    means = [geometric_mean(times[attn]) for attn in "abc"]  # the centre of the interval on a logarithmic scale
     assert [row["step_time_ms"]["median"] for row in rows] == approx(means)
     assert [row["ratio"] for row in rows] == approx([means[0] / one for one in means], abs=1e-4)
     low, high = rows[1]["ratio_interval"]
@@ -155,9 +155,9 @@ def test_repeats_are_one_row_that_says_how_far_chance_reaches(tmp_path):
         f"| 39.20 to 40.60 | 250.9 | 49.9 | 0.50 | 1024 | 1.0000 ± 0.0000 | 91.00 ± 1.00 | 1.008 ({low:.3f}, " in table
     )
     assert ") ~ |" in table.splitlines()[3] and "~" not in table.splitlines()[4]
-    assert "~: not told apart" in table
-    assert remarks(rows) == []  # they took turns
-    (axes,) = figure(rows).axes
+    assert "95 % confidence interval" in table
+    assert find_caveats(rows) == []  # the variants took turns
+    (axes,) = draw_chart(rows).axes
     assert [bar.get_width() for bar in axes.patches] == [row["step_time_ms"]["median"] for row in rows]
     assert [list(dots.get_xdata()) for dots in axes.lines if dots.get_marker() == "o"] == [
         list(times[a]) for a in "abc"
@@ -165,8 +165,8 @@ def test_repeats_are_one_row_that_says_how_far_chance_reaches(tmp_path):
     assert [text.get_text()[-9:] for text in axes.texts] == ["  (×1.00)", "(×1.01 ~)", "  (×2.01)"]
 
 
-def test_the_interval_is_students(tmp_path):
-    """Two and two runs: t is 4.30 for two degrees of freedom, and the logarithms of each pair lie 0.02 apart."""
+def test_ratio_interval__is_students_t(tmp_path):
+    """Two and two runs: t is 4.30 for two degrees of freedom; the logarithms of each pair differ by 0.02."""
 
     def row(*medians):
         return {"repeats": [{"repeats": None, "step_time_ms": {"median": median}} for median in medians]}
@@ -177,18 +177,18 @@ def test_the_interval_is_students(tmp_path):
     assert ratio_interval(1.0, row(2.0), row(3.0)) is None
 
 
-def test_repeats_that_did_not_take_turns_are_told(tmp_path):
+def test_find_caveats__repeats_back_to_back(tmp_path):
     for num, (attn, seed) in enumerate((attn, seed) for attn in "ab" for seed in range(2)):
         job(tmp_path, num, f"attn={attn},seed={seed}", median=40.0 + num)
     rows = verdict.compare(tmp_path)
-    (remark,) = remarks(rows)
-    assert "launched one after another" in remark
+    (caveat,) = find_caveats(rows)
+    assert "back to back" in caveat
     assert rows[0]["images_per_s"] == pytest.approx(10 / rows[0]["step_time_ms"]["median"] * 1e3)
     verdict.write(rows, tmp_path)
     assert json.loads((tmp_path / "comparison.json").read_text()) == rows
 
 
-def test_a_repeat_that_failed_or_ran_elsewhere_is_a_row_of_its_own(tmp_path):
+def test_compare__failed_or_different_device_repeat_has_its_own_row(tmp_path):
     job(tmp_path, 0, "seed=0", median=40.0)
     job(tmp_path, 1, "seed=1", median=41.0)
     job(tmp_path, 2, "seed=2", status="failed", reason="out of memory")
@@ -204,7 +204,7 @@ def test_a_repeat_that_failed_or_ran_elsewhere_is_a_row_of_its_own(tmp_path):
     assert len(rows[0]["repeats"]) == 2 and rows[1]["ratio"] is None
 
 
-def test_a_first_run_that_failed_leaves_its_repeats_as_what_is_compared_with(tmp_path):
+def test_compare__repeats_of_failed_first_run_are_the_baseline(tmp_path):
     job(tmp_path, 0, "seed=0,attn=a", status="failed", reason="killed")
     for num, (seed, attn) in enumerate(((0, "b"), (1, "a"), (1, "b"), (2, "a")), start=1):
         job(tmp_path, num, f"seed={seed},attn={attn}", median=40.0 if attn == "a" else 20.0)
@@ -213,8 +213,8 @@ def test_a_first_run_that_failed_leaves_its_repeats_as_what_is_compared_with(tmp
     assert found == [("attn=a ×2", 1.0), ("seed=0,attn=a", None), ("attn=b ×2", 2.0)]
 
 
-def test_a_repeat_without_timed_steps_takes_nothing_from_the_others(tmp_path):
-    """As of a run that was resumed shortly before its end."""
+def test_compare__repeat_without_timed_steps_is_ignored(tmp_path):
+    """A run that was resumed shortly before its end times no step."""
     for num, attn in enumerate("ab"):
         job(tmp_path, num, f"++seed=0,attn={attn}", median=None, mean=40.0, steps=0)
         for seed in (1, 2):
@@ -222,67 +222,74 @@ def test_a_repeat_without_timed_steps_takes_nothing_from_the_others(tmp_path):
     rows = verdict.compare(tmp_path)
     assert [(row["variant"], row["ratio"]) for row in rows] == [("attn=a ×3", 1.0), ("attn=b ×3", 1.0)]
     assert [(row["images_per_s"], row["mfu"]) for row in rows] == [(approx(250.0), approx(0.5))] * 2
-    assert remarks(rows)[0] == "++seed=0,attn=a, ++seed=0,attn=b: no step was timed"
+    assert find_caveats(rows)[0] == "++seed=0,attn=a, ++seed=0,attn=b: no step was timed"
 
 
-def test_rows_of_few_steps_are_told(tmp_path):
+def test_find_caveats__few_timed_steps_message(tmp_path):
     steps = {"a": 100, "b": 49, "c": 50, "d": 1, "e": 0}
     for num, (attn, n) in enumerate(steps.items()):
         job(tmp_path, num, f"attn={attn}", median=40.0 if n else None, steps=n, mean=40.0)
     rows = verdict.compare(tmp_path)
     assert [row["ratio"] for row in rows] == [1.0, 1.0, 1.0, None, None]
-    assert remarks(rows)[:-1] == ["attn=d: timed over 1 step, too few for a ratio", "attn=b: timed over 49 steps"]
+    assert find_caveats(rows)[:-1] == [
+        "attn=d: only 1 timed step, too few for a speedup",
+        "attn=b: only 49 timed steps",
+    ]
 
 
-def test_below_twenty_steps_all_rows_are_told(tmp_path):
+def test_find_caveats__fewer_than_twenty_steps(tmp_path):
     for num, n in enumerate((19, 19, 20)):
         job(tmp_path, num, f"attn={num}", median=40.0, steps=n)
-    assert remarks(verdict.compare(tmp_path))[0] == "attn=0, attn=1: timed over 19 steps"
+    assert find_caveats(verdict.compare(tmp_path))[0] == "attn=0, attn=1: only 19 timed steps"
 
 
-def test_one_row_has_one_measure_and_stalls_are_told(tmp_path):
+def test_find_caveats__stalls_are_reported_and_figures_use_the_median(tmp_path):
     job(tmp_path, 0, "attn=a", median=100.0, mean=104.0, mfu=0.5)
     job(tmp_path, 1, "attn=b", median=72.0, mean=104.4, mfu=0.5)
     rows = verdict.compare(tmp_path)
     first, second = rows
     assert second["images_per_s"] / first["images_per_s"] == pytest.approx(second["ratio"], rel=1e-3)
     assert (first["images_per_s"], first["mfu"]) == (100.0, 0.52)
-    assert remarks(rows)[0].startswith("attn=b: mean step 104.4 ms, 45 % above the median: it stalls now and then")
-    assert not any(remark.startswith("attn=a") for remark in remarks(rows))
+    assert find_caveats(rows)[0].startswith("attn=b: mean step 104.4 ms, 45 % above the median")
+    assert not any(caveat.startswith("attn=a") for caveat in find_caveats(rows))
 
 
-def test_the_code_that_was_measured_is_named_where_it_is_not_one_commit(tmp_path):
+def test_find_caveats__different_or_uncommitted_code_message(tmp_path):
     job(tmp_path, 0, "attn=a", median=40.0)
     job(tmp_path, 1, "attn=b", median=40.0, git_commit="abc-dirty.1f2e")
     rows = verdict.compare(tmp_path)
-    assert remarks(rows)[0] == "not the same code: attn=a at commit abc; attn=b at commit abc-dirty.1f2e"
-    assert remarks(rows[1:]) == ["measured with uncommitted changes: abc-dirty.1f2e"]
+    assert (
+        find_caveats(rows)[0]
+        == "the variants ran different code: attn=a at commit abc; attn=b at commit abc-dirty.1f2e"
+    )
+    assert find_caveats(rows[1:]) == ["measured with uncommitted changes: abc-dirty.1f2e"]
 
 
-def test_of_a_row_whose_code_is_unknown_the_commit_counts(tmp_path):
+def test_find_caveats__commit_stands_in_for_unknown_code(tmp_path):
     job(tmp_path, 0, "attn=a", median=40.0)
     job(tmp_path, 1, "attn=b", median=40.0, code="1f2e")
-    assert not any("not the same code" in remark for remark in remarks(verdict.compare(tmp_path)))
+    assert not any("different code" in caveat for caveat in find_caveats(verdict.compare(tmp_path)))
 
 
-def test_evaluations_repeated_by_seed_have_no_steps_to_miss(tmp_path):
+def test_find_caveats__repeated_evaluations_need_no_steps(tmp_path):
     for seed in range(2):
         job(tmp_path, seed, f"seed={seed}")
         (tmp_path / f"seed={seed}/eval.json").write_text(json.dumps({"top1": 90.0, "images_per_s": 1.0}))
-    assert not any("timed" in remark for remark in remarks(verdict.compare(tmp_path)))
+    assert not any("timed" in caveat for caveat in find_caveats(verdict.compare(tmp_path)))
 
 
-def test_a_commit_that_changes_no_code_makes_no_other_row(tmp_path):
+def test_compare__commits_with_equal_code_merge(tmp_path):
     for seed, commit in enumerate(("abc", "def")):
         job(tmp_path, seed, f"seed={seed}", median=40.0, git_commit=commit, code="1f2e")
     (row,) = verdict.compare(tmp_path)
-    assert row["variant"] == "seed ×2" and remarks([row]) == []
+    assert row["variant"] == "seed ×2" and find_caveats([row]) == []
 
 
-def test_what_else_a_row_would_hide_is_told(tmp_path):
+def test_find_caveats__row_caveats_message(tmp_path):
     job(tmp_path, 0, "quant=none", median=40.0, mfu=0.5)
     job(tmp_path, 1, "quant=fp8", median=40.0, mfu=0.5, quant="fp8", host_bound=0.75, parameters_without_gradient=2)
-    said = remarks(verdict.compare(tmp_path))
-    assert "quant=fp8: MFU is of bf16's peak; the chip's for 8-bit products is higher" in said
-    assert any(remark.startswith("quant=fp8: in 75 % of the steps the device waited for the host") for remark in said)
-    assert "quant=fp8: 2 parameters got no gradient" in said and not any(r.startswith("quant=none") for r in said)
+    caveats = find_caveats(verdict.compare(tmp_path))
+    assert "quant=fp8: MFU is relative to the bf16 peak; the chip's 8-bit peak is higher" in caveats
+    assert any(caveat.startswith("quant=fp8: host-bound in 75 % of the steps") for caveat in caveats)
+    assert "quant=fp8: 2 parameters received no gradient" in caveats
+    assert not any(caveat.startswith("quant=none") for caveat in caveats)

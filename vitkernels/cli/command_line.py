@@ -39,7 +39,7 @@ def run(main: Callable[[], None], config_dir: str) -> int:
     try:
         words = [readable(word) for word in sys.argv[1:]]
         check_added(words, config_dir)
-        sys.argv = parallel.rank_arguments(job.arguments([sys.argv[0], *words]))
+        sys.argv = parallel.rank_arguments(job.add_sweep_folder([sys.argv[0], *words]))
     except UsageError as error:
         print(f"error: {error}", flush=True)
         return 2
@@ -53,7 +53,7 @@ def run(main: Callable[[], None], config_dir: str) -> int:
         print(f"error: {explain(error, config_dir)}", flush=True)
         return 2
     except Exception as error:
-        if job.conclude(error):
+        if job.write_pending_verdict(error):
             return 1
         if not isinstance(error, OSError):
             raise

@@ -1,1 +1,1 @@
-"""Run the jobs of a multirun in processes of their own and compare them in one verdict table."""
+"""Run each job of a multirun in its own process and compare the variants in one verdict table."""

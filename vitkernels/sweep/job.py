@@ -1,6 +1,6 @@
-"""`python train.py -m ...`: each job in a process of its own, and one verdict table at the end.
+"""Run a sweep (`python train.py -m ...`): each job in its own process, and one verdict table at the end.
 
-A kernel that faults takes its process with it (on a GPU it poisons the whole CUDA context), so jobs never share one.
+A kernel that faults takes its process down and, on a GPU, poisons its CUDA context. Jobs therefore never share one.
 """
 
 import hashlib
@@ -20,142 +20,155 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
-from vitkernels.errors import UsageError
+from vitkernels.errors import EXIT_INTERRUPTED, UsageError
+from vitkernels.files import read_json, write_json
 from vitkernels.sweep import slots, verdict
-from vitkernels.training.run_dir import (
-    circumstances,
-    differences,
-    find_done,
-    is_done,
-    read_json,
-    read_results,
-    write_json,
-)
-from vitkernels.training.signals import EXIT_INTERRUPTED
+from vitkernels.training.run_dir import circumstances, differences, find_complete, is_complete, read_results
 
 log = logging.getLogger(__name__)
 
-_TOO_LONG_TO_REPEAT = 900  # seconds: what ran for longer is a training, and not a measurement of step times
+_LONG_RUN_S = 900  # a longer run is a training rather than a measurement of step times, and is not repeated by itself
 
 
-def arguments(argv: list[str]) -> list[str]:
-    """The command line with a folder for its sweep: the same sweep gets the same folder, so it can be continued.
+def add_sweep_folder(argv: list[str]) -> list[str]:
+    """Return the command line with a folder for its sweep; without -m, return it unchanged.
 
-    Folders are named by what is swept (runs/sweeps/attn-1a2b3c4d/attn=sdpa); an own hydra.sweep.dir is left alone.
-    Raises UsageError where the jobs are for Slurm and it is not here.
+    The same sweep always gets the same folder, so the same command continues it. The folder is named after the swept
+    settings (runs/sweeps/attn-1a2b3c4d/attn=sdpa); an explicit hydra.sweep.dir is kept. Raises UsageError if the jobs
+    need Slurm and this machine has no Slurm.
     """
     if not {"-m", "--multirun"} & set(argv):
         return argv
-    slurm = {"hydra/launcher=slurm", "hydra/launcher=submitit_slurm"} & set(argv)
-    if slurm and shutil.which("srun") is None:
-        raise UsageError(
-            f"{slurm.pop()} needs Slurm's srun and sbatch, and srun is not on the PATH here: start it on a machine of "
-            "the cluster, or use hydra/launcher=local on this one"
-        )
+    _check_slurm(argv)
     words = [word for word in argv[1:] if "=" in word and not word.startswith("-")]
     try:
         overrides = OverridesParser.create().parse_overrides(words)
     except HydraException:
-        return argv  # Hydra reports it better
+        return argv  # Hydra's own message is better
     swept = [o.key_or_group for o in overrides if o.is_sweep_override()]
     fixed = [o.key_or_group for o in overrides if not o.is_sweep_override()]
     added = []
-    sweeps = swept or any(o.key_or_group == "hydra/sweeper" for o in overrides)  # which may bring its own parameters
+    sweeps = swept or any(o.key_or_group == "hydra/sweeper" for o in overrides)  # a sweeper may sweep its own settings
     if sweeps and fixed:
         added.append(f"hydra.job.config.override_dirname.exclude_keys=[{','.join(fixed)}]")
     if not any(word.split("=")[0] == "hydra.sweep.dir" for word in words):
-        deciding = sorted(word for word in words if not word.startswith(("sweep.", "resume=")))
-        digest = hashlib.sha256("\0".join(deciding).encode()).hexdigest()[:8]
+        identifying = sorted(word for word in words if not word.startswith(("sweep.", "resume=")))
+        digest = hashlib.sha256("\0".join(identifying).encode()).hexdigest()[:8]
         name = "-".join([*(key.replace("/", ".") for key in swept), digest])
         added.append(f"hydra.sweep.dir=runs/sweeps/{name}")
-    # Hydra reads no settings on both sides of -m, or of another option.
+    # Hydra does not parse overrides on both sides of an option such as -m.
     return [argv[0], "-m", *added, *(word for word in argv[1:] if word not in ("-m", "--multirun"))]
 
 
+def _check_slurm(argv: list[str]) -> None:
+    chosen = {"hydra/launcher=slurm", "hydra/launcher=submitit_slurm"} & set(argv)
+    if chosen and shutil.which("srun") is None:
+        raise UsageError(
+            f"{chosen.pop()} needs Slurm's srun and sbatch, but srun is not on the PATH: run this on a machine of the "
+            "cluster, or use hydra/launcher=local",
+            code="sweep.no_slurm",
+        )
+
+
 def is_sweep_job() -> bool:
+    """Return whether Hydra runs this process as a job of a multirun."""
     return HydraConfig.get().mode == RunMode.MULTIRUN
 
 
 def run_job(config: DictConfig) -> float | list[float] | None:
-    """Run one job of a sweep as `python train.py <its overrides>`; returns what a sweeper may optimise.
+    """Run one job of a sweep as `python train.py <its overrides>`; return the sweep's objective for the sweeper.
 
-    A failure is logged at once and noted in the job's folder for the verdict table; it never raises, so that the
-    sweep goes on. A job that is already done with the same configuration is skipped, unless it was short and something
-    has changed since that its step times may depend on, such as a kernel's code. One that is preempted goes back into
-    the launcher's queue, where the launcher has one (submitit), and resumes when its turn comes.
+    A failure is logged, recorded in the job's folder for the verdict table, and never raised, so the sweep continues.
+    A job that is already done with the same configuration is skipped. It is repeated only if it was short and something
+    that its step times may depend on, such as a kernel's code, has changed since. A preempted job is requeued if the
+    launcher supports that (submitit), and resumes when it runs again.
     """
     slots.check(config.sweep.slots)
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
     variant = hydra.job.override_dirname or "default"
-    now = circumstances(config)
+    now = circumstances(_plain(config))
     job = {"num": hydra.job.num, "variant": variant, "overrides": list(hydra.overrides.task), "circumstances": now}
-    if _is_measured(folder, config, variant, now):
-        then = (read_json(folder / "job.json") or {}).get("circumstances")  # what its figures are of, if it is known
+    if _can_skip(folder, config, variant, now):
+        then = (read_json(folder / "job.json") or {}).get("circumstances")  # those of the recorded figures, if known
         write_json(folder / "job.json", {**job, "circumstances": then, "status": "done"})
         return _objective(folder, config)
-    if not is_done(folder):
-        (folder / "summary.json").unlink(missing_ok=True)  # an earlier failure's reason is not this one's
-    # What stays if nobody is left to write anything else.
-    write_json(folder / "job.json", {**job, "status": "failed", "reason": "it has not ended: killed, or still running"})
+    if not is_complete(folder):
+        (folder / "summary.json").unlink(missing_ok=True)  # holds the reason of an earlier failure
+    # This record remains if the process is killed before it can write another.
+    write_json(folder / "job.json", {**job, "status": "failed", "reason": "did not finish: killed, or still running"})
     with slots.slot(config.sweep.slots) as environment:
         environment |= slots.shared_caches(config.sweep.compile_cache)
-        code, last_words, stopped = _run_in_own_process(folder, config, list(hydra.overrides.task), environment)
-    if code == EXIT_INTERRUPTED or (stopped and code != 0):
+        code, last_output, stopped_by = _run_in_own_process(folder, config, list(hydra.overrides.task), environment)
+    if code == EXIT_INTERRUPTED or (stopped_by and code != 0):
         write_json(folder / "job.json", {**job, "status": "failed", "reason": "interrupted"})
     elif code != 0:
-        reason = _reason(folder, code, last_words)
+        reason = _failure_reason(folder, code, last_output)
         write_json(folder / "job.json", {**job, "status": "failed", "reason": reason})
         log.error("%s failed: %s", variant, reason)
     else:
         write_json(folder / "job.json", {**job, "status": "done"})
-    if stopped or code == EXIT_INTERRUPTED:
-        _back_into_the_queue(variant, stopped)
-        log.error("interrupted; the same command continues the sweep")
+    if stopped_by or code == EXIT_INTERRUPTED:
+        _requeue_if_preempted(variant, stopped_by)
+        log.error("interrupted; run the same command again to continue the sweep")
         sys.exit(EXIT_INTERRUPTED)
     return _objective(folder, config) if code == 0 else None
 
 
-def _preemption_signal() -> signal.Signals | None:
-    """The signal by which a launcher's job manager announces the end and is told to run the job again; None: no such.
+def _plain(config: DictConfig) -> dict:
+    """Return the settings as a plain dictionary, as vitkernels.training takes them."""
+    return OmegaConf.to_container(config, resolve=True)
 
-    submitit handles SIGUSR2, or SIGUSR1 where SUBMITIT_PREEMPT_SIGNAL says so.
+
+def _preemption_signal() -> signal.Signals | None:
+    """Return the signal by which the launcher's job manager announces a preemption, or None if there is none.
+
+    submitit handles SIGUSR2, or SIGUSR1 if SUBMITIT_PREEMPT_SIGNAL says so.
     """
     return next((s for s in (signal.SIGUSR1, signal.SIGUSR2) if callable(signal.getsignal(s))), None)
 
 
-def _back_into_the_queue(variant: str, stopped: signal.Signals | None) -> None:
-    """Let the launcher requeue the job that is called this; returns where it cannot, or where somebody said stop."""
+def _requeue_if_preempted(variant: str, stopped_by: signal.Signals | None) -> None:
+    """Let the launcher requeue a preempted job; return if the launcher cannot, or if a user stopped the job."""
     preemption = _preemption_signal()
-    if preemption is not None and stopped in (None, preemption):
-        log.warning("%s: preempted, back into the queue", variant)
-        signal.raise_signal(preemption)  # submitit's handler, which ends this process
+    if preemption is not None and stopped_by in (None, preemption):
+        log.warning("%s: preempted, requeueing", variant)
+        signal.raise_signal(preemption)  # submitit's handler ends this process
 
 
-def _is_measured(folder: Path, config: DictConfig, variant: str, now: dict) -> bool:
-    """Whether the folder has this job's results as they would be `now`; what else it has of it makes room."""
+def _can_skip(folder: Path, config: DictConfig, variant: str, now: dict) -> bool:
+    """Return whether the folder holds valid results of this job under the circumstances `now`.
+
+    Outdated results are moved out of the way.
+    """
     if config.sweep.rerun:
         _clear(folder)
-    if find_done(folder, config) is None:
+    if find_complete(folder, _plain(config)) is None:
         return False
     then = (read_json(folder / "job.json") or {}).get("circumstances")
-    changed = ["nothing says with which code"] if then is None else differences(then, now)
+    changed = ["the code that was measured is unknown"] if then is None else differences(then, now)
     results = read_results(folder)
-    took_long = (results.get("seconds") or 0) > _TOO_LONG_TO_REPEAT
-    if not changed or took_long:
-        but = f"; took too long to be repeated unasked, though {'; '.join(changed)}" if changed else ""
-        again = "sweep.rerun=true runs it again"
-        log.info("%s: done before, skipped (at commit %s%s; %s)", variant, results.get("git_commit"), but, again)
+    commit = results.get("git_commit")
+    if not changed:
+        log.info("%s: skipped, already done at commit %s; sweep.rerun=true repeats it", variant, commit)
         return True
-    log.info("%s: done before, but measured again: %s", variant, "; ".join(changed))
+    if (results.get("seconds") or 0) > _LONG_RUN_S:
+        log.info(
+            "%s: skipped, already done at commit %s although circumstances changed (%s); a run of more than %d minutes "
+            "is repeated only by sweep.rerun=true",
+            variant, commit, "; ".join(changed), _LONG_RUN_S // 60,
+        )  # fmt: skip
+        return True
+    log.info("%s: already done, but measuring again: %s", variant, "; ".join(changed))
     if config.mode == "train":
         _set_aside(folder)
-    else:  # which may lie beside the run that it is of
+    else:  # the folder may also hold the training run that is evaluated
         (folder / "eval.json").unlink()
     return False
 
 
 def _objective(folder: Path, config: DictConfig) -> float | list[float] | None:
+    """Return the values of sweep.objective from the job's results; None if any is missing."""
     results = OmegaConf.create(read_results(folder))
     if isinstance(config.sweep.objective, str):
         value = OmegaConf.select(results, config.sweep.objective)
@@ -165,44 +178,47 @@ def _objective(folder: Path, config: DictConfig) -> float | list[float] | None:
 
 
 def _clear(folder: Path) -> None:
-    """Remove an earlier attempt's results, but not Hydra's files of this one."""
-    for path in _results_in(folder):
+    """Delete the results of an earlier attempt, but not Hydra's files of this one."""
+    for path in _result_files(folder):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _set_aside(folder: Path) -> None:
-    """Move an earlier attempt's results into `before`, in place of what lies there: they may be a long training's."""
+    """Move the results of an earlier attempt into `before`, replacing what `before` holds.
+
+    They are kept because they may include the weights of a training.
+    """
     before = folder / "before"
     if before.exists():
         shutil.rmtree(before)
-    results = [path for path in _results_in(folder) if path.name != "job.json"]  # by which a sweep's table knows jobs
+    results = [path for path in _result_files(folder) if path.name != "job.json"]  # verdict.compare finds jobs by it
     before.mkdir()
     for path in results:
         path.rename(before / path.name)
-    log.info("its results so far are in %s", before)
+    log.info("previous results moved to %s", before)
 
 
-def _results_in(folder: Path) -> list[Path]:
-    """All but Hydra's files, the logs and the lock."""
+def _result_files(folder: Path) -> list[Path]:
+    """Return everything in the folder except Hydra's files, the logs and the lock."""
     return [p for p in folder.iterdir() if p.name not in (".hydra", ".lock") and p.suffix != ".log"]
 
 
 def _run_in_own_process(
     folder: Path, config: DictConfig, overrides: list[str], environment: dict[str, str]
 ) -> tuple[int, str, signal.Signals | None]:
-    """(exit code, last lines, the signal that asked for a stop meanwhile or None) of the job's own process.
+    """Run the job in its own process; return its exit code, its last output, and the signal that stopped it or None.
 
-    Its output is shown as it comes and kept in output.log.
+    The output is shown as it arrives and appended to output.log.
     """
     words = [word for word in overrides if not word.startswith("resume=")]
     words += [f"resume={quoted(config.resume or 'auto')}", f"hydra.run.dir={quoted(folder)}"]
     command = [sys.executable, str(_script()), *words]
     preemption = _preemption_signal()
-    stopped = None
+    stopped_by = None
 
-    def pass_on(number, frame):
-        nonlocal stopped
-        stopped = signal.Signals(number)
+    def forward(number, frame):
+        nonlocal stopped_by
+        stopped_by = signal.Signals(number)
         process.send_signal(signal.SIGTERM if number == preemption else number)
 
     with open(folder / "output.log", "ab") as output:
@@ -214,7 +230,7 @@ def _run_in_own_process(
             env={**os.environ, **environment},
         )
         handled = {signal.SIGTERM, signal.SIGINT} | ({preemption} - {None})
-        before = {number: signal.signal(number, pass_on) for number in handled}
+        before = {number: signal.signal(number, forward) for number in handled}
         try:
             for line in process.stdout:
                 output.write(line)
@@ -227,62 +243,66 @@ def _run_in_own_process(
     with open(folder / "output.log", "rb") as output:
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4096))
-        return code, output.read().decode(errors="replace"), stopped
+        return code, output.read().decode(errors="replace"), stopped_by
 
 
 def _script() -> Path:
-    """train.py: the one beside the configuration, for in a launcher's process sys.argv names the launcher."""
+    """Return the path of train.py, next to the configuration; in a launcher's process, sys.argv names the launcher."""
     sources = HydraConfig.get().runtime.config_sources
     return Path(next(source.path for source in sources if source.provider == "main")).parent / "train.py"
 
 
 def quoted(path: Path | str) -> str:
-    """As a value of Hydra's command line, whatever characters are in it."""
-    # Backslashes escape a quotation mark and each other before one, and are themselves elsewhere.
+    """Return the path quoted as a value on Hydra's command line; any character is allowed in it."""
+    # Backslashes are escapes only directly before a quotation mark, the closing one included.
     escaped = re.sub(r'(\\*)("|$)', lambda match: 2 * match[1] + ('\\"' if match[2] else ""), str(path))
     return f'"{escaped}"'
 
 
-def _reason(folder: Path, code: int, last_words: str) -> str:
+def _failure_reason(folder: Path, code: int, last_output: str) -> str:
+    """Return the reason in the summary, or else the signal or exit code with the last line of output."""
     summary = read_json(folder / "summary.json") or {}
     if summary.get("reason"):
         return summary["reason"]
-    lines = [line.strip() for line in last_words.splitlines() if line.strip()]
-    said = f"; its last line: {lines[-1]}" if lines else ""
+    lines = [line.strip() for line in last_output.splitlines() if line.strip()]
+    last_line = f"; last line of output: {lines[-1]}" if lines else ""
     if code < 0:
-        return f"killed by {signal.Signals(-code).name}{said}"
-    return f"exit code {code}{said}"
+        return f"killed by {signal.Signals(-code).name}{last_line}"
+    return f"exit code {code}{last_line}"
 
 
 class VerdictTable(Callback):
-    """Hydra callback: when all jobs of a sweep have ended, compare them. Exits with 1 if any of them failed."""
+    """Hydra callback that compares a sweep's jobs when all have ended; exits with 1 if any of them failed."""
 
-    of_this_process: "VerdictTable | None" = None  # the table that is due when the sweep ends in whatever way
+    pending: "VerdictTable | None" = None  # the table still to be written by this process
 
     def on_multirun_start(self, config: DictConfig, **kwargs) -> None:
+        """Note the start of the sweep, by which its jobs are later told from those of earlier sweeps in the folder."""
         self.folder = Path(config.hydra.sweep.dir)
-        # By the clock of the file system, to which jobs on other machines write too.
+        # The time comes from the file system because jobs on other machines write to it too.
         marker = self.folder / ".started"
         self.folder.mkdir(parents=True, exist_ok=True)
         marker.touch()
-        self.begin = marker.stat().st_mtime
+        self.start_time = marker.stat().st_mtime
         slots.remember_gpus()
-        VerdictTable.of_this_process = self
+        VerdictTable.pending = self
 
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
-        VerdictTable.of_this_process = None
-        rows = verdict.compare(self.folder, since=self.begin)
+        """Write and show the verdict."""
+        VerdictTable.pending = None
+        rows = verdict.compare(self.folder, since=self.start_time)
         verdict.write(rows, self.folder)
         verdict.show(rows, self.folder)
         if any(row["status"] != "done" for row in rows):
             sys.exit(1)
 
 
-def conclude(error: Exception) -> bool:
-    """Make the table of a sweep whose launcher gave up, as submitit does when a job was killed; False: no job ran."""
-    table = VerdictTable.of_this_process
-    if table is None or not verdict.compare(table.folder, since=table.begin):
+def write_pending_verdict(error: Exception) -> bool:
+    """Write the table of a sweep whose launcher failed, as submitit does if a job is killed; False if no job ran."""
+    table = VerdictTable.pending
+    if table is None or not verdict.compare(table.folder, since=table.start_time):
         return False
-    log.error("the sweep ended early: %s; the same command continues it", (str(error).splitlines() or [repr(error)])[0])
+    first_line = (str(error).splitlines() or [repr(error)])[0]
+    log.error("sweep ended early: %s; run the same command again to continue it", first_line)
     table.on_multirun_end(None)
     return True

@@ -1,84 +1,93 @@
-"""Variants that ran several times, differing by nothing but their seed: one row, and how far chance reaches."""
+"""Merge runs that differ only in their seed into one row, and bound how far noise can move a ratio of step times."""
 
 import math
 import re
+from collections.abc import Callable, Iterable
 from statistics import geometric_mean, mean, median
 
-# Student's t, two-sided at 95 %, for 1, 2, ... degrees of freedom; the last for all more, where it is a little wide.
+# Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom. The last value serves all larger ones and is then
+# slightly conservative.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-# What must be the same for runs to repeat each other, beside the words of the command line.
-_SAME = ("device", "devices", "precision", "code")
+# Repeats must agree on these keys, and on all overrides except the seed.
+_SAME_IN_REPEATS = ("device", "devices", "precision", "code")
 
 
-def runs(row: dict) -> list[dict]:
-    """The runs that a row is of: its repeats, or itself."""
+def runs_of(row: dict) -> list[dict]:
+    """Return the runs that a row stands for: its repeats, or the row itself."""
     return row["repeats"] or [row]
 
 
-def merge(rows: list[dict]) -> list[dict]:
-    """One row for each variant, where its first run stood; below it failed runs, which keep rows of their own."""
+def merge_repeats(rows: list[dict]) -> list[dict]:
+    """Return one row per variant, at the position of its first run; failed runs keep their own rows after it."""
     variants: dict[tuple, dict[tuple, list[dict]]] = {}
     for row in rows:
-        words = tuple(word for word in row["overrides"] if not word.lstrip("+").startswith("seed="))
-        failure = None if row["status"] == "done" else row["num"]
-        variants.setdefault(words, {}).setdefault((failure, *(row[name] for name in _SAME)), []).append(row)
-    groups = [
-        group for of in variants.values() for group in sorted(of.values(), key=lambda g: g[0]["status"] != "done")
-    ]
+        overrides = tuple(word for word in row["overrides"] if not word.lstrip("+").startswith("seed="))
+        failure = None if row["status"] == "done" else row["num"]  # a failed run is never merged with another
+        key = (failure, *(row[name] for name in _SAME_IN_REPEATS))
+        variants.setdefault(overrides, {}).setdefault(key, []).append(row)
+    groups = []
+    for by_key in variants.values():
+        groups += sorted(by_key.values(), key=lambda group: group[0]["status"] != "done")
     return [_merged(group) if len(group) > 1 else group[0] for group in groups]
 
 
 def _merged(rows: list[dict]) -> dict:
-    """Step times are geometric means of the repeats' own, for a ratio's interval is by their logarithms; losses and
-    accuracies are means with half of their range."""
+    """Return the row of several repeats.
+
+    Step times are geometric means, because the interval of a ratio is computed from their logarithms. Losses and
+    accuracies are arithmetic means, with half their range alongside.
+    """
     row = {**rows[0], "variant": f"{_without_seed(rows[0]['variant'])} ×{len(rows)}", "repeats": rows}
     for name in ("images_per_s", "input_wait_ms", "host_bound", "mfu"):
-        row[name] = _of(rows, name, median)
+        row[name] = _aggregate(rows, name, median)
     for name in ("peak_memory_bytes", "bytes", "parameters_without_gradient"):
-        row[name] = _of(rows, name, max)
+        row[name] = _aggregate(rows, name, max)
     for name in ("train_loss", "val_top1"):
-        row[name] = _of(rows, name, mean)
-        row[f"{name}_half_range"] = _of(rows, name, lambda values: (max(values) - min(values)) / 2)
-    timed = [run for run in rows if medians(run)]
+        row[name] = _aggregate(rows, name, mean)
+        row[f"{name}_half_range"] = _aggregate(rows, name, lambda values: (max(values) - min(values)) / 2)
+    timed = [run for run in rows if median_step_times(run)]
     if timed:
         times = [run["step_time_ms"] for run in timed]
-        row["step_time_ms"] = {
-            name: geometric_mean(t[name] for t in times) for name in ("median", "p10", "p90", "mean")
-        }
-        row["step_time_ms"]["n"] = sum(t["n"] for t in times)
-        # The speed of that step, of which a mean of the speeds would be another measure.
+        merged = {name: geometric_mean(t[name] for t in times) for name in ("median", "p10", "p90", "mean")}
+        row["step_time_ms"] = {**merged, "n": sum(t["n"] for t in times)}
+        # The throughput of the merged step time. A mean of the runs' throughputs would be a different measure.
+        first_median = median_step_times(timed[0])[0]
         for name in ("images_per_s", "mfu"):
-            row[name] = timed[0][name] and timed[0][name] * medians(timed[0])[0] / row["step_time_ms"]["median"]
+            row[name] = timed[0][name] and timed[0][name] * first_median / merged["median"]
     return row
 
 
-def _of(rows: list[dict], name: str, of) -> float | None:
+def _aggregate(rows: list[dict], name: str, function: Callable[[Iterable[float]], float]) -> float | None:
     values = [row[name] for row in rows if row[name] is not None]
-    return of(values) if values else None
+    return function(values) if values else None
 
 
 def _without_seed(variant: str) -> str:
     return re.sub(r"(^|,)\+*seed=[^,]*", "", variant).strip(",") or "seed"
 
 
-def medians(row: dict) -> list[float]:
-    """The median step of each run, ms."""
-    times = [run["step_time_ms"] for run in runs(row)]
+def median_step_times(row: dict) -> list[float]:
+    """Return the median step time of each of the row's runs that timed any step, in ms."""
+    times = [run["step_time_ms"] for run in runs_of(row)]
     return [t["median"] for t in times if t and t["median"]]
 
 
 def ratio_interval(ratio: float, base: dict, row: dict) -> list[float] | None:
-    """The 95 % confidence interval of a ratio of two rows' step times, from how repeats differ; None without any."""
-    times = [[math.log(x) for x in medians(one)] for one in (base, row)]
-    freedom = sum(map(len, times)) - 2
+    """Return the 95 % confidence interval of a ratio of two rows' step times, or None if neither was repeated.
+
+    Student's t interval for the difference of two means of log step times, with pooled variance.
+    """
+    log_times = [[math.log(x) for x in median_step_times(one)] for one in (base, row)]
+    freedom = sum(map(len, log_times)) - 2
     if freedom < 1:
         return None
-    variance = sum((x - mean(logs)) ** 2 for logs in times for x in logs) / freedom
-    half = _T95[min(freedom, len(_T95)) - 1] * math.sqrt(variance * sum(1 / len(logs) for logs in times))
+    variance = sum((x - mean(logs)) ** 2 for logs in log_times for x in logs) / freedom
+    t = _T95[min(freedom, len(_T95)) - 1]
+    half = t * math.sqrt(variance * sum(1 / len(logs) for logs in log_times))
     return [round(ratio * math.exp(-half), 4), round(ratio * math.exp(half), 4)]
 
 
-def told_apart(row: dict) -> bool:
-    """Whether the row's ratio differs from 1 by more than chance, as far as repeats tell."""
+def differs_from_one(row: dict) -> bool:
+    """Return whether the row's ratio is significantly different from 1; True if there are no repeats to judge by."""
     low, high = row["ratio_interval"] or (2, 2)
     return not low <= 1 <= high
