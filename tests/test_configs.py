@@ -9,7 +9,7 @@ from hydra.utils import get_method
 from omegaconf import OmegaConf
 
 from vitkernels import attention, runtime
-from vitkernels.config.checks import check_settings
+from vitkernels.config import Config
 from vitkernels.models import PRESETS, create_model, input_spec, inspect_model
 from vitkernels.runtime.cuda import CudaRuntime
 from vitkernels.runtime.xla import XlaRuntime
@@ -36,7 +36,7 @@ def test_each_option_composes(path, settings):
     cfg = settings(*overrides)
     if group == "quant" and "dtype" not in cfg.quant and option != "none":  # for trained weights
         cfg = settings(*overrides, "mode=eval", "checkpoint=somewhere")
-    check_settings(cfg)
+    Config.from_hydra(cfg)
     assert cfg.attn.name in attention.names()
     assert cfg.runtime.name in runtime.names()
     assert callable(get_method(cfg.data._target_))

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from expecting import error
 from torch import nn
 
 from vitkernels.models import create_model
@@ -250,11 +251,11 @@ def test_rounding_reads_any_layout(dtype, device):
 
 
 def test_settings_keep_training_and_evaluation_apart(settings):
-    from vitkernels.config.checks import check_settings
+    from vitkernels.config import Config
 
-    check_settings(settings("quant=int8"))
-    check_settings(settings("quant=w4a8_block", "mode=eval", "checkpoint=somewhere"))
-    with pytest.raises(ValueError, match="quant=w8a8 is for mode=eval"):
-        check_settings(settings("quant=w8a8"))
-    with pytest.raises(ValueError, match="quant=fp8 is for mode=train"):
-        check_settings(settings("quant=fp8", "mode=eval", "checkpoint=somewhere"))
+    Config.from_hydra(settings("quant=int8"))
+    Config.from_hydra(settings("quant=w4a8_block", "mode=eval", "checkpoint=somewhere"))
+    with error("config.conflict", setting="quant.name", value="w8a8", mode="train"):
+        Config.from_hydra(settings("quant=w8a8"))
+    with error("config.conflict", setting="quant.name", value="fp8", mode="eval"):
+        Config.from_hydra(settings("quant=fp8", "mode=eval", "checkpoint=somewhere"))

@@ -1,1 +1,6 @@
-"""The typed configuration of a run."""
+"""The typed configuration of a run: read once from Hydra, validated, and passed on as frozen dataclasses."""
+
+from vitkernels.config.groups import COMPILE_MODES
+from vitkernels.config.schema import Config, check_precision
+
+__all__ = ["COMPILE_MODES", "Config", "check_precision"]
