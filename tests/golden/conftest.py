@@ -1,0 +1,14 @@
+"""Runs that the golden tests share: each is made once in a session, when a test first asks for its folder."""
+
+import pytest
+from runs import Runs
+
+pytest.register_assert_rewrite("comparing")
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    pytest.importorskip("hydra", reason="train.py needs vitkernels[train]")
+    made = Runs(tmp_path_factory.mktemp("golden") / "runs")
+    yield made
+    made.close()

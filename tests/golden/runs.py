@@ -1,0 +1,165 @@
+"""Runs of train.py in processes whose arithmetic is the same on every x86-64 machine, and the figures they leave."""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from cases import CASES, OLD, PACKAGES, SWEEP, Case
+
+HERE = Path(__file__).resolve().parent
+# VITKERNELS_TRAIN_PY names the train.py of another checkout that the tests run instead of this one's.
+TRAIN_PY = Path(os.environ.get("VITKERNELS_TRAIN_PY") or HERE.parents[1] / "train.py").resolve()
+
+# One thread, so that the order of sums does not depend on the number of cores, and instructions that every x86-64 CPU
+# has. Each of the lower six but OPENBLAS_CORETYPE was seen to change losses in their last bits. The C library's own
+# choice of instructions stays: with FMA, on every x86-64 CPU of the last ten years.
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OPENBLAS_CORETYPE": "Nehalem",  # of numpy's products, in interpreted Triton kernels
+    "NPY_DISABLE_CPU_FEATURES": "X86_V3,X86_V4,AVX512_ICL,AVX512_SPR",
+    "ATEN_CPU_CAPABILITY": "default",
+    "MKL_CBWR": "COMPATIBLE",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",  # of interpreted Pallas kernels
+}
+# What a machine's user may have set and train.py or its libraries read.
+_UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET", "OMP_WAIT_POLICY", "JAX_PLATFORMS", "PYTHONPATH")
+
+
+class Runs:
+    """Run folders of cases, each made when it is first asked for and below `folder`. `close` ends the server."""
+
+    def __init__(self, folder: Path, train_py: Path = TRAIN_PY):
+        self.below = folder
+        self.train_py = train_py
+        (folder / "cache").mkdir(parents=True)
+        kept = {name: value for name, value in os.environ.items() if name not in _UNSET}
+        # An empty cache, without the measurements that a user of this machine may have made.
+        self.environment = kept | ENVIRONMENT | {"XDG_CACHE_HOME": str(folder / "cache")}
+        self._server = None
+
+    def folder(self, name: str) -> Path:
+        """The run folder of a case, the folder of "sweep", or a copy of the committed run folder."""
+        folder = self.below / name
+        if folder.exists():
+            return folder
+        if name == OLD:
+            return self.copy(HERE / OLD, name)
+        try:
+            if name == "sweep":
+                self.own_process(*SWEEP, f"hydra.sweep.dir={folder}")
+            else:
+                case = CASES[name]
+                if case.continues is not None:
+                    self.copy(self.folder(case.continues), name)
+                words = (*self.words(case), f"hydra.run.dir={folder}")
+                if case.own_process or case.world > 1:
+                    self.own_process(*words, world=case.world)
+                else:
+                    self.forked(*words)
+        except AssertionError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return folder
+
+    def copy(self, folder: Path, name: str) -> Path:
+        return Path(shutil.copytree(folder, self.below / name, symlinks=True))
+
+    def words(self, case: Case) -> list[str]:
+        words = list(case.words)
+        for key, source in (("resume", case.resumes), ("checkpoint", case.evaluates)):
+            if source is not None:
+                words.append(f"{key}={self.folder(source[0]) / source[1]}")
+        return [*words, f"data.root={self.images()}"] if case.images else words
+
+    def own_process(self, *words: str, world: int = 1) -> str:
+        """What `python train.py WORDS` says; AssertionError with it where the exit code is not 0."""
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
+        process = subprocess.run(
+            [sys.executable, *launcher, str(self.train_py), *words],
+            cwd=self.train_py.parent,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=300,
+        )
+        assert process.returncode == 0, process.stdout
+        return process.stdout
+
+    def forked(self, *words: str) -> str:
+        """As `own_process`, without the seconds of imports."""
+        log = self.below / "log"
+        if self._server is None:
+            server = [sys.executable, str(HERE / "server.py")]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            self._server = subprocess.Popen(server, env=self.environment, **pipes)
+        request = {"words": [str(self.train_py), *words], "folder": str(self.train_py.parent), "log": str(log)}
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        code = self._server.stdout.readline().strip()
+        said = log.read_text() if log.exists() else "server.py has ended"
+        assert code == "0", said
+        return said
+
+    def images(self) -> Path:
+        """Class folders of 160 PNG images for training and 20 for evaluation, the same in each session."""
+        import numpy as np
+        from PIL import Image
+
+        root = self.below / "classes"
+        if root.exists():
+            return root
+        random = np.random.RandomState(0)
+        for split, name, count in (
+            ("train", "dark", 80),
+            ("train", "light", 80),
+            ("val", "dark", 10),
+            ("val", "light", 10),
+        ):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for index in range(count):
+                pixels = random.randint(0, 256, (20, 24, 3)).astype(np.uint8)
+                if name == "dark":
+                    pixels[4:16, 6:18] //= 4
+                Image.fromarray(pixels).save(folder / f"{index:03d}.png")
+        return root
+
+    def close(self) -> None:
+        if self._server is not None:
+            with contextlib.closing(self._server.stdout):
+                self._server.stdin.close()
+                self._server.wait(30)
+
+
+def versions(case: Case) -> dict[str, str | None]:
+    """What a case's figures depend on beside the code: packages and the kind of machine."""
+    found: dict[str, str | None] = {"machine": f"{platform.system()} {platform.machine()}"}
+    for package in (*PACKAGES, *case.packages):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def figures(folder: Path) -> dict:
+    """What a run computed, without times: of a training each step's and evaluation's, of an evaluation its own."""
+    if (folder / "eval.json").exists():
+        content = json.loads((folder / "eval.json").read_text())
+        names = ("top1", "top5", "loss", "images", "bytes", "top1_before", "bytes_before")
+        return {"evaluation": {name: content[name] for name in names if name in content}}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    columns = {name: [line[name] for line in steps] for name in ("step", "loss", "grad_norm", "lr")}
+    return {**columns, "evaluations": [line for line in lines if "loss" not in line]}

@@ -1,0 +1,37 @@
+"""Names, keys, types and tensors of the files that a run leaves are the recorded ones; formats.json has them.
+
+What is recorded must stay. What is new must be listed in ADDED, so that each change of a format is on purpose.
+"""
+
+import json
+
+import pytest
+
+pytest.importorskip("tensorboard", reason="train.py needs vitkernels[train]")
+
+from layout import of_run, of_sweep
+from record import FORMATS
+
+RECORDED = json.loads(FORMATS.read_text())
+
+# "section: key" -> type or value, as layout.py has it, such as "summary.json: watts": "float".
+ADDED: dict[str, object] = {}
+
+SLOW = ("fsdp", "sweep")
+NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECORDED]
+
+
+def flat(layout: dict) -> dict:
+    return {f"{section}: {key}": value for section, content in layout.items() for key, value in content.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_format__has_what_is_recorded_and_nothing_unlisted(name, runs):
+    found = flat((of_sweep if name == "sweep" else of_run)(runs.folder(name)))
+    expected = flat(RECORDED[name])
+    missing = expected.keys() - found.keys()
+    assert not missing
+    changed = {key: (value, found[key]) for key, value in expected.items() if found[key] != value}
+    assert not changed, "(recorded, found)"
+    unlisted = {key: value for key, value in found.items() if key not in expected and ADDED.get(key) != value}
+    assert not unlisted

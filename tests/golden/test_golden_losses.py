@@ -1,0 +1,28 @@
+"""Losses, gradient norms and evaluations of 20 steps on the CPU equal the recorded ones bit for bit.
+
+record.py records them; runs.py says what makes them the same on every x86-64 machine. Where versions differ from the
+recorded ones, comparing.py has tolerances.
+"""
+
+import pytest
+from cases import CASES, STOPPED_AT
+from comparing import check, metrics
+
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if case.slow else [])
+    for name, case in CASES.items()
+    if not name.startswith("old_run")
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures__equal_the_recorded_ones(name, runs):
+    check(name, runs)
+
+
+@pytest.mark.parametrize(("resumed", "whole"), [("resumed", "plain"), ("resumed_rich", "rich")])
+def test_resume__equals_uninterrupted_run(resumed, whole, runs):
+    """From the checkpoint of step 11 in another folder, with no tolerance on any machine."""
+    expected = [line for line in metrics(runs.folder(whole)) if line["step"] > STOPPED_AT]
+    assert metrics(runs.folder(resumed)) == expected
+    assert expected[0]["step"] == STOPPED_AT + 1
