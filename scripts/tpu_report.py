@@ -141,10 +141,10 @@ def report_attention(options, chip: chips.Chip) -> None:
 
 def tune(options, chip: chips.Chip) -> None:
     """pallas_flash's blocks for each shape: searched, told, and written where they are clearly better."""
-    from vitkernels.attention.pallas_flash.tpu import blocks
+    from vitkernels.attention.pallas_flash.tpu import block_plans
     from vitkernels.tpu_estimate import tune as tpu_tune
 
-    table = options.table or blocks.TABLE
+    table = options.table or block_plans.TABLE
     if not os.access(table if table.exists() else table.parent, os.W_OK):
         raise UsageError(f"{table} cannot be written, where the result of a long search would go: --table FILE")
     for shape in itertools.chain.from_iterable(options.shapes):
@@ -158,10 +158,10 @@ def tune(options, chip: chips.Chip) -> None:
             print(f"{what}: ESTIMATED ms {times}; {plan}", flush=True)
         entry = found.entry(problem, chip.name)
         if found.plan == found.rule:
-            blocks.remove(entry, table)
+            block_plans.remove(entry, table)
             print("nothing is 10 % better than the rule, which answers: no entry")
         else:
-            blocks.write(entry, table)
+            block_plans.write(entry, table)
             print(f"written: {table}")
     print(f"\n{report.validation(chip)}")
 

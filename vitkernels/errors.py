@@ -19,7 +19,7 @@ class UsageError(ValueError):
     on_every_rank = True  # all processes of a distributed run raise it together
 
     def __init__(self, message: str = "", *, code: str = "usage", **fields):
-        super().__init__(message)
+        self.args = (message,)  # as super().__init__(message) does, which torch.compile cannot trace
         self.code = code
         self.fields = fields
 

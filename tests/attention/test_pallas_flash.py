@@ -11,7 +11,7 @@ pytest.importorskip("jax")
 
 from vitkernels import attention
 from vitkernels.attention import pallas_flash
-from vitkernels.attention.pallas_flash.tpu import attend, blocks
+from vitkernels.attention.pallas_flash.tpu import block_plans, dispatch
 from vitkernels.bridge import pallas_op
 from vitkernels.errors import UsageError
 
@@ -81,7 +81,7 @@ def test_packed_heads_that_share_lanes(D, H):
 
 
 @pytest.mark.parametrize(("D", "H"), [(72, 4), (88, 3), (120, 3)])  # their last tile is cut
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", ["single_pass", "online_softmax"])
 def test_heads_across_lane_tiles(D, H, form, monkeypatch):
     only(form, monkeypatch)
     check(N=40, D=D, H=H, packed=True, dtype=torch.bfloat16)
@@ -96,13 +96,13 @@ BIAS_SHAPES = [(2, 2, 40, 40), (1, 2, 40, 40), (2, 1, 1, 40), (40, 40), (1, 1, 1
 
 
 @pytest.mark.parametrize("shape", BIAS_SHAPES)
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", ["single_pass", "online_softmax"])
 def test_bias_and_its_gradient(shape, form, monkeypatch):
     only(form, monkeypatch)
     check(B=2, N=40, bias=torch.randn(shape))
 
 
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", ["single_pass", "online_softmax"])
 def test_all_masks_together_and_rows_without_keys(form, monkeypatch):
     only(form, monkeypatch)
     mask = torch.rand(2, 1, 50, 50) > 0.4
@@ -114,7 +114,7 @@ def test_all_masks_together_and_rows_without_keys(form, monkeypatch):
     assert out[0, :, 7].eq(0).all() and out.isfinite().all()
 
 
-@pytest.mark.parametrize("form", ["short", "long"])
+@pytest.mark.parametrize("form", ["single_pass", "online_softmax"])
 def test_infinite_bias_masks(form, monkeypatch):
     only(form, monkeypatch)
     bias = torch.randn(1, 1, 30, 30)
@@ -127,8 +127,8 @@ def test_infinite_bias_masks(form, monkeypatch):
 
 
 def test_long_form_over_several_blocks(monkeypatch):
-    only("long", monkeypatch)
-    monkeypatch.setattr(blocks, "_LONG_SCORES", 2 * 128 * 128)
+    only("online_softmax", monkeypatch)
+    monkeypatch.setattr(block_plans, "_LONG_SCORES", 2 * 128 * 128)
     check(N=130, M=200, bias=torch.randn(1, 2, 130, 200))
     check(N=200, packed=True, is_causal=True, segment_ids=torch.arange(200)[None] // 70)
     check(B=2, N=150, bias=torch.randn(1, 1, 150, 1))
@@ -136,8 +136,8 @@ def test_long_form_over_several_blocks(monkeypatch):
 
 def only(form: str, monkeypatch) -> None:
     """Send every problem to one form, with a torch op of this test's own: ops keep their traces."""
-    monkeypatch.setattr(blocks, "takes_whole_rows", lambda problem: form == "short")
-    op = pallas_op(attend.attend, vjp=attend.attend_vjp, name=f"pallas_flash_{form}")
+    monkeypatch.setattr(block_plans, "takes_whole_rows", lambda problem: form == "single_pass")
+    op = pallas_op(dispatch.attend, vjp=dispatch.attend_vjp, name=f"pallas_flash_{form}")
     monkeypatch.setattr(pallas_flash, "_flash", op)
 
 
@@ -202,7 +202,7 @@ def test_auto_prefers_it_on_a_tpu_and_never_interpreted(monkeypatch, on_tpu):
 @pytest.mark.parametrize(("tokens", "head_dim"), [(50, 64), (197, 64), (257, 64), (257, 88), (320, 48), (4096, 64)])
 def test_auto_on_a_hopper_gpu_goes_by_what_measured_faster(monkeypatch, tokens, head_dim):
     for name in ("pallas_flash", "triton_flash"):
-        monkeypatch.setattr(type(attention.get(name)), "_unsupported", lambda self, problem: None)
+        monkeypatch.setattr(type(attention.get(name)), "refusal", lambda self, problem: None)
     problem = attention.Problem(1, 12, tokens, tokens, head_dim, torch.bfloat16, "cuda")
     assert attention.choose(problem) == ("pallas_flash", {})
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
-from vitkernels.attention.pallas_flash.tpu import attend as pallas_flash_jax
+from vitkernels.attention.pallas_flash.tpu import dispatch
 from vitkernels.bridge.jax_compat import interpreted
 from vitkernels.tpu_estimate import peers
 
@@ -41,8 +41,8 @@ def pallas_flash(q, k, v, do):
     """Output, dq, dk and dv of (1, 1, N, D)."""
     static = {"heads": 1, "scale": D**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
     arrays = [x[:, 0] for x in (q, k, v)]
-    outputs = tuple(jax.tree.leaves(pallas_flash_jax.attend(*arrays, **static)))
-    return outputs[0], *pallas_flash_jax.attend_vjp(tuple(arrays), outputs, (do[:, 0],), **static)
+    outputs = tuple(jax.tree.leaves(dispatch.attend(*arrays, **static)))
+    return outputs[0], *dispatch.attend_vjp(tuple(arrays), outputs, (do[:, 0],), **static)
 
 
 def jax_flash(q, k, v, do):

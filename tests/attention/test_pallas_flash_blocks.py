@@ -11,12 +11,12 @@ pytest.importorskip("jax")
 import jax
 
 from vitkernels import attention
-from vitkernels.attention.pallas_flash.tpu import attend, blocks
-from vitkernels.attention.pallas_flash.tpu.tiles import Problem
+from vitkernels.attention.pallas_flash.tpu import block_plans, dispatch
+from vitkernels.attention.pallas_flash.tpu.tiles import TpuProblem
 from vitkernels.bridge import lazy_target, pallas_op
 from vitkernels.errors import UsageError
 
-PROBLEM = Problem(1, 4, 64, 200, 200, 0.125, False, "bfloat16", None, None, False, chip="v5e")
+PROBLEM = TpuProblem(1, 4, 64, 200, 200, 0.125, False, "bfloat16", None, None, False, chip="v5e")
 # Another form than the rule's, and heads grouped in another way forward than backward.
 ENTRY = {
     "chip": "v5e",
@@ -25,7 +25,7 @@ ENTRY = {
     "head_dim": 64,
     "q_tokens": 200,
     "kv_tokens": 200,
-    "form": "long",
+    "form": "online_softmax",
     "forward": {"heads": 2, "queries": 128, "keys": 256},
     "backward": {"heads": 4, "queries": 256, "keys": 128},
 }
@@ -38,26 +38,26 @@ def table(tmp_path, monkeypatch):
     def write(*entries):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
         path.write_text(json.dumps({"entries": entries}))
-        monkeypatch.setattr(blocks, "TABLE", path)
+        monkeypatch.setattr(block_plans, "TABLE", path)
 
     return write
 
 
 def test_the_table_counts_for_its_chip_and_problem_alone(table):
     table(ENTRY)
-    found = blocks.plan(PROBLEM)
+    found = block_plans.plan(PROBLEM)
     assert (found.form, found.forward, found.backward) == (
-        "long",
-        blocks.Blocks(2, 128, 256),
-        blocks.Blocks(4, 256, 128),
+        "online_softmax",
+        block_plans.PassBlocks(2, 128, 256),
+        block_plans.PassBlocks(4, 256, 128),
     )
     assert "by table" in str(found)
     others = [{"chip": "v6e"}, {"chip": None}, {"q_tokens": 201}, {"dtype": "float32"}, {"is_causal": True}]
     for other in (*others, {"segments": True}, {"bias": (1, 1, 200, 200)}):
-        assert blocks.plan(replace(PROBLEM, **other)).source == "rule"
-    assert blocks.rule(PROBLEM).form == "short"
+        assert block_plans.plan(replace(PROBLEM, **other)).source == "rule"
+    assert block_plans.rule(PROBLEM).form == "single_pass"
     table()
-    assert blocks.plan(PROBLEM) == blocks.rule(PROBLEM)
+    assert block_plans.plan(PROBLEM) == block_plans.rule(PROBLEM)
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
@@ -68,14 +68,14 @@ def test_a_changed_entry_changes_the_kernels_and_not_the_result(table, passes):
 
     def outputs():  # of a new function each time: JAX keeps traces
         shape = jax.ShapeDtypeStruct((1, 200, 768), "bfloat16")
-        return jax.eval_shape(lambda qkv: attend.attend(qkv, **static), shape)
+        return jax.eval_shape(lambda qkv: dispatch.attend(qkv, **static), shape)
 
     table()
     assert outputs().shape == (1, 200, 256)
     table(ENTRY)
     _, log_sum_exps = outputs()
     assert log_sum_exps.shape == (1, 2, 1, 2, 200), "two groups of two heads"
-    op = pallas_op(attend.attend, vjp=attend.attend_vjp, name=f"tabled_{passes}")
+    op = pallas_op(dispatch.attend, vjp=dispatch.attend_vjp, name=f"tabled_{passes}")
     exact = qkv.double().unflatten(2, (3, 4, 64)).requires_grad_()
     expected = attention.get("native").qkvpacked(exact)
     ours = qkv.requires_grad_()
@@ -92,26 +92,26 @@ def test_a_changed_entry_changes_the_kernels_and_not_the_result(table, passes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"form": "wide"}, "form is 'short' or 'long', not 'wide'"),
+        ({"form": "wide"}, "form is 'single_pass' or 'online_softmax', not 'wide'"),
         ({"forward": {"heads": 3, "queries": 128, "keys": 128}}, "heads, 3, must divide the 4 heads"),
         ({"forward": {"heads": 1, "queries": 128, "keys": 128}}, "fill whole tiles of 128 lanes"),
         ({"backward": {"heads": 2, "queries": 100, "keys": 128}}, "queries, 100, must be a multiple of 128"),
         ({"backward": {"heads": 2, "queries": 128, "keys": 0}}, "positive integers"),
-        ({"form": "short"}, "all 200 keys at once, not 128"),
+        ({"form": "single_pass"}, "all 200 keys at once, not 128"),
         ({"forward": {"heads": 2, "queries": 128}}, "keys"),
     ],
 )
 def test_a_bad_entry_is_refused_with_its_place_and_the_mend(table, change, message):
     table(ENTRY | change)
     with pytest.raises(UsageError, match=message) as error:
-        blocks.plan(PROBLEM)
-    assert str(blocks.TABLE) in str(error.value) and "--tune" in str(error.value)
+        block_plans.plan(PROBLEM)
+    assert str(block_plans.TABLE) in str(error.value) and "--tune" in str(error.value)
 
 
 def test_the_shipped_table_can_be_read_and_says_that_it_is_estimated():
-    table = json.loads(blocks.TABLE.read_text())
+    table = json.loads(block_plans.TABLE.read_text())
     assert "ESTIMATE" in table["label"]
-    assert blocks.plan(replace(PROBLEM, q_tokens=7, kv_tokens=7)).source == "rule"  # reading refuses a bad entry
+    assert block_plans.plan(replace(PROBLEM, q_tokens=7, kv_tokens=7)).source == "rule"  # reading refuses a bad entry
     for entry in table["entries"]:
         times, by_rule = entry["estimate_ms"], entry["estimate_ms_by_rule"]
         assert sum(times.values()) < sum(by_rule.values())
@@ -119,13 +119,13 @@ def test_the_shipped_table_can_be_read_and_says_that_it_is_estimated():
 
 def test_writing_replaces_the_entry_of_the_same_problem(table):
     table(ENTRY)
-    blocks.plan(PROBLEM)
-    blocks.write(ENTRY | {"forward": {"heads": 4, "queries": 256, "keys": 256}}, blocks.TABLE)
-    assert blocks.plan(PROBLEM).forward == blocks.Blocks(4, 256, 256)
-    assert len(json.loads(blocks.TABLE.read_text())["entries"]) == 1
+    block_plans.plan(PROBLEM)
+    block_plans.write(ENTRY | {"forward": {"heads": 4, "queries": 256, "keys": 256}}, block_plans.TABLE)
+    assert block_plans.plan(PROBLEM).forward == block_plans.PassBlocks(4, 256, 256)
+    assert len(json.loads(block_plans.TABLE.read_text())["entries"]) == 1
 
 
 def test_graphs_recorded_for_a_chip_get_its_entries(monkeypatch):
-    monkeypatch.setattr(lazy_target, "_told", None)
+    monkeypatch.setattr(lazy_target, "_override", None)
     lazy_target.record_for("TPU", "v6e")
     assert (lazy_target.platform(), lazy_target.chip()) == ("TPU", "v6e")

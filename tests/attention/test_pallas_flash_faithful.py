@@ -18,10 +18,9 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vitkernels.attention.pallas_flash.tpu import attend as pallas_flash_jax
-from vitkernels.attention.pallas_flash.tpu import long, short
-from vitkernels.attention.pallas_flash.tpu.blocks import Blocks
-from vitkernels.attention.pallas_flash.tpu.tiles import Problem
+from vitkernels.attention.pallas_flash.tpu import dispatch, online_softmax, single_pass
+from vitkernels.attention.pallas_flash.tpu.block_plans import PassBlocks
+from vitkernels.attention.pallas_flash.tpu.tiles import TpuProblem
 from vitkernels.bridge.jax_compat import interpreted
 
 # float32: a few hundred products of rounded inputs, 6e-8 each, and the softmax between two products.
@@ -71,21 +70,21 @@ def close(found, expected, tolerance=TOLERANCE):
 @pytest.mark.parametrize(
     ("kernels", "shape", "blocks"),
     [
-        (short, (2, 2, 37, 64), Blocks(2, 256, 128)),  # two images: one's copies overlap the other's work
-        (long, (1, 16, 300, 8), Blocks(16, 256, 256)),  # two blocks of queries by two of keys
+        (single_pass, (2, 2, 37, 64), PassBlocks(2, 256, 128)),  # two images: one's copies overlap the other's work
+        (online_softmax, (1, 16, 300, 8), PassBlocks(16, 256, 256)),  # two blocks of queries by two of keys
     ],
-    ids=["short", "long"],
+    ids=["single_pass", "online_softmax"],
 )
 def test_no_races_and_nothing_uninitialised(kernels, shape, blocks):
     B, H, N, D = shape
-    problem = Problem(B, H, D, N, N, D**-0.5, False, "float32", None, None, False)
+    problem = TpuProblem(B, H, D, N, N, D**-0.5, False, "float32", None, None, False)
     q, k, v, do = (token_major(x) for x in inputs(*shape))
     mode = pltpu.InterpretParams(detect_races=True, out_of_bounds_reads="uninitialized")
     with pltpu.force_tpu_interpret_mode(mode):
         found = kernels.forward(problem, blocks, (q, k, v), None, None, None)
         outputs = jax.block_until_ready(found if isinstance(found, (list, tuple)) else (found,))
         assert not races_found()
-        residuals = outputs if kernels is long else ()
+        residuals = outputs if kernels is online_softmax else ()
         gradients, _ = kernels.backward(problem, blocks, (q, k, v), *residuals, do, None, None, None, False)
         jax.block_until_ready(gradients)
     assert not races_found()
@@ -131,9 +130,9 @@ def ours(q, k, v, do):
     static = {"heads": H, "scale": D**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
 
     def both(q, k, v, do):
-        outputs = pallas_flash_jax.attend(q, k, v, **static)
+        outputs = dispatch.attend(q, k, v, **static)
         outputs = outputs if isinstance(outputs, (list, tuple)) else (outputs,)
-        return outputs[0], *pallas_flash_jax.attend_vjp((q, k, v), tuple(outputs), (do,), **static)
+        return outputs[0], *dispatch.attend_vjp((q, k, v), tuple(outputs), (do,), **static)
 
     arrays = [token_major(x) for x in (q, k, v, do)]
     run = interpreted(jax.make_jaxpr(both)(*arrays))

@@ -12,8 +12,8 @@ pytest.importorskip("jax")
 import jax
 import jax.numpy as jnp
 
-from vitkernels.attention.pallas_flash.tpu import attend, blocks
-from vitkernels.attention.pallas_flash.tpu.tiles import Problem
+from vitkernels.attention.pallas_flash.tpu import block_plans, dispatch
+from vitkernels.attention.pallas_flash.tpu.tiles import TpuProblem
 from vitkernels.tpu_estimate import compiler
 
 pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
@@ -28,13 +28,13 @@ def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, 
     inputs = (*arrays, *[shape(size, dtypes[name]) for name, size in extras.items()])
     static = {"heads": H, "scale": D**-0.5, "is_causal": is_causal, "extras": tuple(extras)}
     static["bias_gradient"] = "bias" in extras
-    forward = functools.partial(attend.attend, **static)
+    forward = functools.partial(dispatch.attend, **static)
     outputs = tuple(jax.tree.leaves(jax.eval_shape(forward, *inputs)))
     n = len(inputs)
 
     def backward(*all_arrays):
         primals, rest = all_arrays[:n], all_arrays[n:]
-        gradients = attend.attend_vjp(primals, rest[:-1], rest[-1:], **static)
+        gradients = dispatch.attend_vjp(primals, rest[:-1], rest[-1:], **static)
         return [g for g in gradients if g is not None]
 
     compiler.compile_jax(forward, inputs, chip=chip)
@@ -74,11 +74,11 @@ def test_cross_attention(N, M):
     compile_both(N, M=M, packed=False)
 
 
-@pytest.mark.parametrize(("N", "form"), [(197, "short"), (577, "short"), (1537, "long")])
+@pytest.mark.parametrize(("N", "form"), [(197, "single_pass"), (577, "single_pass"), (1537, "online_softmax")])
 def test_extras(N, form):
     extras = {"bias": (1, 2, N, N), "mask": (2, 1, 1, N), "segments": True}
-    problem = Problem(2, 2, 64, N, N, 0.125, is_causal=True, dtype="bfloat16", **extras)
-    assert blocks.rule(problem).form == form
+    problem = TpuProblem(2, 2, 64, N, N, 0.125, is_causal=True, dtype="bfloat16", **extras)
+    assert block_plans.rule(problem).form == form
     compile_both(N, H=2, bias=(1, 2, N, N), mask=(2, 1, 1, N), segment_ids=(2, N), is_causal=True)
 
 

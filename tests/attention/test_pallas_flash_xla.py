@@ -55,15 +55,15 @@ def test_the_graph_a_tpu_would_run_compiles():
     code = """
     import torch, torch_xla
     import torch_xla.core.xla_builder as xla_builder
-    from vitkernels.attention.pallas_flash.tpu import attend as pallas_flash_jax
-    from vitkernels.bench import tpu_static
+    from vitkernels.attention.pallas_flash.tpu import dispatch
+    from vitkernels.tpu_estimate import compiler
     from vitkernels.bridge.pallas_devices import Trace
     from functools import partial
 
     x = torch.randn(2, 197, 256, dtype=torch.bfloat16, device="xla")
     qkv = torch.nn.Linear(256, 768, dtype=torch.bfloat16, device="xla")(x)
     attend = partial(
-        pallas_flash_jax.attend, heads=4, scale=0.125, is_causal=False, extras=(), bias_gradient=False
+        dispatch.attend, heads=4, scale=0.125, is_causal=False, extras=(), bias_gradient=False
     )
     module = Trace.of("flash", attend, (((2, 197, 768), torch.bfloat16),)).hlo("tpu")
     computation = xla_builder.computation_from_module_proto("flash", module)
@@ -71,7 +71,7 @@ def test_the_graph_a_tpu_would_run_compiles():
     out = torch.nn.Linear(256, 256, dtype=torch.bfloat16, device="xla")(out)
     graph = torch_xla._XLAC._get_xla_tensors_hlo_proto([out])
     assert b"tpu_custom_call" in graph
-    print(tpu_static.compile_hlo(graph).get_compiled_memory_stats().output_size_in_bytes > 0)
+    print(compiler.compile_hlo(graph).get_compiled_memory_stats().output_size_in_bytes > 0)
     """
     assert run(code) == "True"
 

@@ -1,4 +1,4 @@
-"""The bridge on CUDA tensors: through DLPack and jit, and Mosaic-GPU kernels by their own launcher."""
+"""pallas_op on CUDA tensors: jit through DLPack, and Mosaic-GPU kernels through the direct launcher."""
 
 import os
 import subprocess
@@ -21,28 +21,28 @@ pytestmark = [
 ]
 
 
-def test_plain_jax_and_its_gradient():
+def test_plain_jax__and_its_gradient():
     op = pallas_op(lambda x, y: jnp.sin(x) * y, name="cuda_sin_times")
     x, y = (torch.randn(64, 128, device="cuda", requires_grad=True) for _ in range(2))
     op(x, y).sum().backward()
     torch.testing.assert_close(x.grad, x.cos() * y, atol=1e-5, rtol=1e-5)  # two libraries' sine and cosine
 
 
-# jax 0.11 and newer: a plain pallas_call still goes through Triton on the GPU, with a word about its end.
+# From jax 0.11 on, a plain pallas_call on the GPU still lowers through Triton and warns of its deprecation.
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-def test_pallas_kernel():
+def test_pallas_kernel__equals_torch():
     x, y = torch.randn(2, 64, 128, device="cuda")
     torch.testing.assert_close(add_vectors(x, y), x + y, rtol=0, atol=0)
 
 
-def test_runs_in_the_order_of_torchs_current_stream():
+def test_stream_order__follows_torchs_current_stream():
     op = pallas_op(lambda x: x + 1, name="cuda_increment")
     x = torch.zeros(1 << 22, device="cuda")
     op(x)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # tens of ms: whoever does not wait reads the zeros
+        torch.cuda._sleep(50_000_000)  # tens of ms: an unsynchronized kernel reads the zeros
         x.fill_(7)
         total = op(x) * 2
     torch.cuda.current_stream().wait_stream(stream)
@@ -52,8 +52,8 @@ def test_runs_in_the_order_of_torchs_current_stream():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("visible", ["all", None])
 @pytest.mark.parametrize("device", [0, 1])
-def test_on_a_host_of_several_gpus(device, visible):
-    """JAX's start, and kernels of its making, leave torch on the GPU that it was on."""
+def test_several_gpus__torch_keeps_its_device(device, visible):
+    """Neither JAX's initialization nor its kernels switch torch's current GPU."""
     code = f"""
 import ctypes, torch
 from vitkernels.bridge import pallas_op
@@ -86,7 +86,7 @@ print("right")
 @pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
 )
-def test_mosaic_gpu_kernel_is_launched_directly():
+def test_mosaic_gpu_kernel__is_launched_directly():
     if jax.__version_info__ < (0, 11):
         pytest.skip(f"needs jax 0.11 or newer, this is {jax.__version__}: pip install 'jax[cuda13]'")
     from jax.experimental.pallas import mosaic_gpu as mgpu
@@ -100,8 +100,8 @@ def test_mosaic_gpu_kernel_is_launched_directly():
     torch.testing.assert_close(op(x, y), x + y)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # not the default one, for which as_torch_kernel is made
-        torch.cuda._sleep(50_000_000)  # tens of ms: whoever does not wait adds the old x
+    with torch.cuda.stream(stream):  # as_torch_kernel would use the default stream
+        torch.cuda._sleep(50_000_000)  # tens of ms: an unsynchronized kernel adds the old x
         x.fill_(7)
         total = op(x, y)
     torch.cuda.current_stream().wait_stream(stream)

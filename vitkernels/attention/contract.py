@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.autocast import cast, dtype_of
-from vitkernels.bridge.operator import Remembered, runs_at_once
+from vitkernels.bridge.operator import BoundedCache, runs_eagerly
 from vitkernels.errors import UsageError
 
 
@@ -125,7 +125,7 @@ def _number(scale) -> float:
     return float(scale)
 
 
-_runners = Remembered()  # a call without extras -> the backend that runs it
+_runners = BoundedCache()  # a call without extras -> the backend that runs it
 
 
 class AttentionBackend:
@@ -191,7 +191,7 @@ class AttentionBackend:
             views = tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
             return self._runner(Problem.of(*views, bias, mask, segment_ids, is_causal, dropout_p=dropout_p))
 
-        if bias is not None or mask is not None or segment_ids is not None or not runs_at_once(tensors):
+        if bias is not None or mask is not None or segment_ids is not None or not runs_eagerly(tensors):
             return found()
         call = self, is_causal, type(is_causal), dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
         runner = _runners.get(call)

@@ -1,6 +1,6 @@
-"""Foreign kernels as PyTorch operations: `triton_call` for Triton kernels, `pallas_op` for JAX ones.
+"""Run foreign kernels as PyTorch operations: `triton_call` for Triton kernels, `pallas_op` for JAX functions.
 
-Imported on first use: neither triton nor jax is needed to import this package.
+Both load on first use; importing this package needs neither triton nor jax.
 """
 
 from importlib import import_module

@@ -1,10 +1,10 @@
-"""Whether Mosaic-GPU Pallas kernels can run here; importable without jax."""
+"""Check whether Mosaic-GPU Pallas kernels can run on this machine; importable without jax."""
 
 import torch
 
 
 def unavailable() -> str | None:
-    """Why Mosaic-GPU kernels for NVIDIA Hopper cannot run on this machine, and what would mend it; None: they can."""
+    """Return why Mosaic-GPU kernels for NVIDIA Hopper cannot run on this machine, with the fix; None if they can."""
     if not torch.cuda.is_available():
         return "torch sees no CUDA device"
     try:
@@ -20,7 +20,7 @@ def unavailable() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability != (9, 0):
         return (
-            "its kernels for NVIDIA multiply with wgmma, which Hopper alone has (compute capability 9.0); "
+            "its kernels for NVIDIA use wgmma, which only Hopper has (compute capability 9.0); "
             f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
         )
     return None

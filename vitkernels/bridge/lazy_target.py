@@ -1,27 +1,27 @@
-"""The platform that torch_xla's lazy graphs are recorded for: its own device's, unless told otherwise.
+"""The platform and chip that torch_xla's lazy graphs target: its own device, unless overridden.
 
-A graph recorded on a CPU can be compiled for a TPU elsewhere; then it must hold the TPU's kernels.
+A graph recorded on a CPU can be compiled for a TPU elsewhere; it must then contain the TPU kernels.
 """
 
 import torch
 
-_told: tuple[str, str | None] | None = None  # of the process, not of a thread: autograd records on threads of its own
+_override: tuple[str, str | None] | None = None  # per process, not per thread: autograd records on its own threads
 
 
 def platform() -> str:
-    """TPU, CPU or CUDA, as torch_xla spells them."""
-    if _told is not None:
-        return _told[0]
+    """Return TPU, CPU or CUDA, in torch_xla's spelling."""
+    if _override is not None:
+        return _override[0]
     import torch_xla.runtime
 
     return torch_xla.runtime.device_type()
 
 
-@torch.compiler.assume_constant_result  # Dynamo would trace what torch_xla does to find out
+@torch.compiler.assume_constant_result  # otherwise Dynamo would trace torch_xla's device query
 def chip() -> str | None:
-    """The TPU that graphs are for: v5e, v5p, v6e; None where it is none."""
-    if _told is not None:
-        return _told[1]
+    """Return the target TPU (v5e, v5p, v6e), or None if the target is not a TPU."""
+    if _override is not None:
+        return _override[1]
     if platform() != "TPU":
         return None
     from torch_xla._internal import tpu
@@ -30,6 +30,6 @@ def chip() -> str | None:
 
 
 def record_for(name: str, chip: str | None) -> None:
-    """From now on graphs are for this platform and chip, whatever records them; they can no longer run here."""
-    global _told
-    _told = name, chip
+    """Record all further graphs for this platform and chip. Graphs recorded afterwards cannot run on this machine."""
+    global _override
+    _override = name, chip

@@ -1,8 +1,8 @@
-"""Mosaic-GPU Pallas kernels launched on torch CUDA tensors: compiled once per shape, then a few microseconds a call.
+"""Launch Mosaic-GPU Pallas kernels on torch CUDA tensors: compiled once per shape, a few microseconds per launch.
 
-Beside `jax.experimental.pallas.mosaic_gpu.as_torch_kernel`, which this follows: it runs on torch's current stream (so
-in CUDA graphs too; as_torch_kernel always takes the default stream), it writes into tensors that the caller hands it
-(so two kernels can fill parts of one), and it does no work per call but the launch.
+Follows `jax.experimental.pallas.mosaic_gpu.as_torch_kernel`, with three differences. It launches on torch's current
+stream and so works in CUDA graphs (as_torch_kernel always uses the default stream). It writes into tensors that the
+caller provides, so that two kernels can fill parts of one tensor. It does nothing per call except launch.
 """
 
 import ctypes
@@ -14,15 +14,16 @@ import torch
 from jax.experimental.mosaic import gpu as mgpu
 from torch import Tensor
 
-from vitkernels.bridge.jax_compat import keeping_cuda_context, start
+from vitkernels.bridge.cuda_context import preserved_cuda_context
+from vitkernels.bridge.jax_compat import initialize_backends
 
 
 class Kernel:
-    """`function`, one Mosaic-GPU kernel call and nothing else, compiled for arguments of these shapes.
+    """A function that is exactly one Mosaic-GPU kernel call, compiled for arguments of these shapes.
 
-    kernel(*inputs, *outputs): contiguous CUDA tensors of the traced shapes and dtypes, always of one device; nothing of
-    it is checked. Raises ValueError where `function` is not one Mosaic-GPU kernel, and RuntimeError where Mosaic GPU
-    cannot compile it.
+    Call as kernel(*inputs, *outputs) with contiguous CUDA tensors of the traced shapes and dtypes, always on the same
+    device; nothing is checked. Raises ValueError if `function` is not exactly one Mosaic-GPU kernel, and RuntimeError
+    if Mosaic GPU cannot compile it.
     """
 
     def __init__(self, function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]):
@@ -37,18 +38,18 @@ class Kernel:
         if self._launch is None:
             self._launch = _compile(self.module)
         pointers = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
-        # torch.cuda.current_stream() makes an object: host time that adds up in short steps
+        # torch.cuda.current_stream() constructs an object, and its host time adds up in short steps.
         self._launch(torch._C._cuda_getCurrentRawStream(device), pointers)
 
 
 def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> bytes:
-    """The Mosaic-GPU module that `function` calls: lowered for CUDA, with or without a GPU.
+    """Lower `function` for CUDA, with or without a GPU, and return the Mosaic-GPU module it calls.
 
-    Raises ValueError where `function` does more than hand its arguments to one kernel and return that one's results.
+    Raises ValueError if `function` does more than pass its arguments to one kernel and return that kernel's results.
     """
     from jax._src.lib.mlir import passmanager
 
-    start()
+    initialize_backends()
     module = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
     with module.context:
         mgpu.dialect.register_inliner_extensions(module.context)
@@ -65,17 +66,17 @@ def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) ->
             and not call.output_operand_aliases
         )
         if not direct:
-            raise ValueError("not one Mosaic-GPU kernel alone, on all arguments in their order, with all its results")
+            raise ValueError("not a single Mosaic-GPU kernel on all arguments in order that returns all its results")
         return call.attributes["mhlo.backend_config"]["module"].value_bytes
 
 
 def _compile(module: bytes) -> Callable:
-    """Of a CUDA stream and pointers to the arguments; loaded into the current device."""
-    torch.cuda.current_stream().synchronize()  # makes this thread's CUDA context, if it has none
-    with keeping_cuda_context():
+    """Compile for the current device; return launch(stream, argument pointers)."""
+    torch.cuda.current_stream().synchronize()  # creates this thread's CUDA context if it has none
+    with preserved_cuda_context():
         compiled = _library().MosaicGpuCompile(module, len(module))
     if not compiled:
-        raise RuntimeError("Mosaic GPU failed to compile the kernel; what it printed says why")
+        raise RuntimeError("Mosaic GPU failed to compile the kernel; its output above says why")
     function, address = compiled[0], compiled[1]
     launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(address)
     return partial(launch, function)

@@ -1,4 +1,4 @@
-"""Python functions as PyTorch operators that torch.compile does not look into."""
+"""Define PyTorch operators that torch.compile treats as opaque, with low overhead in eager calls."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -11,27 +11,27 @@ from torch.library import define, impl, register_autograd, register_fake
 
 from vitkernels.errors import UsageError
 
-PLAIN = torch.Tensor, torch.nn.Parameter  # the classes of tensors that are no subclass
-_INSTEAD = "take the plain PyTorch one, backend='reference' of an op or 'native' of attention"
+PLAIN_TYPES = torch.Tensor, torch.nn.Parameter  # tensor types without __torch_dispatch__ or __torch_function__
+_INSTEAD = "use the plain PyTorch backend (backend='reference' for an op, 'native' for attention)"
 
 
-class Remembered(dict):
-    """What was found out about calls, by all that decides it; forgets it where shapes never repeat."""
+class BoundedCache(dict):
+    """A dict that clears itself when full, for keys such as shapes that may never repeat."""
 
     LIMIT = 4096
 
-    def __setitem__(self, call, found):
+    def __setitem__(self, key, value):
         if len(self) >= self.LIMIT:
             self.clear()
-        super().__setitem__(call, found)
+        super().__setitem__(key, value)
 
 
 class Operator:
-    """A function as the operator `torch.ops.vitkernels.<name>`, and as itself.
+    """A function registered as the operator `torch.ops.vitkernels.<name>`.
 
-    Where a call is traced (torch.compile, fake tensors and other dispatch modes, torch.func, subclasses), it is a call
-    of the operator. Everywhere else the function runs at once, and its gradient is a plain autograd.Function: the
-    dispatcher and the Python around it take longer than a short kernel.
+    Traced calls (torch.compile, fake tensors and other dispatch modes, torch.func, tensor subclasses) dispatch to the
+    operator. All other calls run the function directly, with a plain autograd.Function for its gradient: the
+    dispatcher's overhead exceeds the duration of a short kernel.
     """
 
     def __init__(self, schema: str, function: Callable, tags: Sequence[torch.Tag] = ()):
@@ -43,14 +43,14 @@ class Operator:
         self.traced = getattr(torch.ops.vitkernels, name).default
         arguments = self.traced._schema.arguments
         self._tensors = [i for i, argument in enumerate(arguments) if "Tensor" in str(argument.type)]
-        self._with_gradient = self.traced  # as long as no formula is registered: a backward pass then warns
+        self._with_gradient = self.traced  # until a formula is registered; a backward pass then warns
 
     def register_fake(self, function: Callable) -> Callable:
-        """As torch.library.register_fake; a decorator."""
+        """Register the fake implementation; a decorator like torch.library.register_fake."""
         return register_fake(self.name)(function)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """As torch.library.register_autograd."""
+        """Register the gradient formula, as torch.library.register_autograd does."""
         register_autograd(self.name, backward, setup_context=setup_context)
 
         def forward(ctx, *args):
@@ -62,23 +62,23 @@ class Operator:
         self._with_gradient = type(self.traced._opname, (torch.autograd.Function,), functions).apply
 
     def __deepcopy__(self, memo) -> "Operator":
-        return self  # PyTorch has one of each
+        return self  # an operator is registered once per process
 
     def __call__(self, *args):
         tensors = [args[i] for i in self._tensors]
-        if not runs_at_once(tensors):
-            refuse_other_derivatives(self.name, tensors)
+        if not runs_eagerly(tensors):
+            refuse_unsupported_derivatives(self.name, tensors)
             return self.traced(*args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
             return self._with_gradient(*args)
         return self.function(*args)
 
 
-def runs_at_once(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether an operation on them is calculated where it is called, and its kernels see what PyTorch's would."""
+def runs_eagerly(tensors: Iterable[Tensor | None]) -> bool:
+    """Return whether an operation on these tensors executes immediately, on plain tensors, with nothing tracing it."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()  # fake tensors, counters of operations
+        or torch._C._len_torch_dispatch_stack()  # fake tensors, operation counters
         or _len_torch_dispatch_stack_pre_dispatch()  # make_fx(pre_dispatch=True)
         or torch._C._are_functorch_transforms_active()  # torch.func
         or forward_ad._current_level >= 0  # a tensor may have a tangent
@@ -89,59 +89,65 @@ def runs_at_once(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether x is its memory: no subclass, not on an abstract device, not a view that is to be negated when read."""
-    return type(x) in PLAIN and (x.is_cuda or x.is_cpu) and not x.is_neg()
+    """Return whether x's memory holds its values: no subclass, no abstract device, no lazily negated view."""
+    return type(x) in PLAIN_TYPES and (x.is_cuda or x.is_cpu) and not x.is_neg()
 
 
-def refuse_other_derivatives(what: str, tensors: Iterable[Tensor | None]) -> None:
-    """Raises UsageError where forward-mode AD or torch.func would differentiate `what` by one of these tensors.
+def refuse_unsupported_derivatives(what: str, tensors: Iterable[Tensor | None]) -> None:
+    """Raise UsageError if forward-mode AD or torch.func would differentiate `what` with respect to these tensors.
 
-    An operator has a backward pass alone: PyTorch would take its tangents for zero without a word, and end
-    torch.func.grad in an error about Python classes.
+    An operator supports only the backward pass. PyTorch would silently treat its tangents as zero, and torch.func.grad
+    would fail with an error about Python classes.
     """
     refused = forward_ad._current_level >= 0  # in torch.func.jvp too
-    if not torch.compiler.is_compiling():  # Dynamo cannot ask the tensors; it runs eagerly what ends in an error
+    if not torch.compiler.is_compiling():  # Dynamo cannot query the tensors; it reruns a failing call eagerly
         refused = (refused or torch._C._are_functorch_transforms_active()) and _are_differentiated()(tensors)
     if refused:
         raise UsageError(
-            f"{what} has a backward pass (loss.backward(), torch.autograd.grad), and no derivative for forward-mode AD "
-            f"(make_dual, torch.func.jvp) or torch.func (grad, vjp, jacrev): {_INSTEAD}"
+            f"{what} supports the backward pass (loss.backward(), torch.autograd.grad), but neither forward-mode AD "
+            f"(make_dual, torch.func.jvp) nor torch.func (grad, vjp, jacrev): {_INSTEAD}",
+            code="bridge.derivative",
+            operation=what,
         )
 
 
 @functools.cache
 def _are_differentiated() -> Callable[[Iterable[Tensor | None]], bool]:
-    """The function that is not to be traced; a decorator would import Dynamo together with this file."""
+    """Return the untraced check. It is built lazily because torch.compiler.disable imports Dynamo."""
     return torch.compiler.disable(lambda tensors: any(x is not None and _is_differentiated(x) for x in tensors))
 
 
 def _is_differentiated(x: Tensor) -> bool:
-    """Whether forward-mode AD, or torch.func, follows what becomes of x."""
+    """Return whether forward-mode AD or torch.func tracks derivatives with respect to x."""
     forward = forward_ad._current_level >= 0
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         if torch._C._functorch.is_gradtrackingtensor(x) and (forward or x.requires_grad):
             return True
         x = torch._C._functorch.get_unwrapped(x)
-    with torch._C._DisableFuncTorch():  # around it may be vmap, which does not know this question
+    with torch._C._DisableFuncTorch():  # an enclosing vmap has no rule for unpack_dual
         return forward and forward_ad.unpack_dual(x).tangent is not None
 
 
 def operator(schema: str, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable], Operator]:
-    """Decorator: makes a function the `Operator` of that schema."""
+    """Return a decorator that registers a function as the `Operator` with this schema."""
     return functools.partial(Operator, schema, tags=tags)
 
 
 def differentiable_once(what: str):
-    """Decorator of a gradient's formula, that of `what`, for the message: raises UsageError under create_graph=True.
+    """Return a decorator for the gradient formula of `what` that raises UsageError under create_graph=True.
 
-    Kernels that calculate a gradient have none of their own, and autograd would take it for zero: wrong, and silently.
+    The kernels that compute a gradient are not differentiable; autograd would silently use zero for their derivative.
     """
 
     def decorate(formula):
         @functools.wraps(formula)
         def refusing(ctx, *gradients):
-            if torch.is_grad_enabled():  # by create_graph=True alone
-                raise UsageError(f"{what} is differentiable once, and create_graph=True asks for more: {_INSTEAD}")
+            if torch.is_grad_enabled():  # only create_graph=True enables it in a backward pass
+                raise UsageError(
+                    f"{what} supports first derivatives only, and create_graph=True requests more: {_INSTEAD}",
+                    code="bridge.second_derivative",
+                    operation=what,
+                )
             return formula(ctx, *gradients)
 
         return refusing
@@ -149,13 +155,18 @@ def differentiable_once(what: str):
     return decorate
 
 
-def calculable(x: Tensor | None) -> Tensor | None:
-    """Triton's interpreter has no bfloat16: on the CPU it is calculated in float32, and rounded at the end."""
+def interpretable(x: Tensor | None) -> Tensor | None:
+    """Return x in float32 if it is a bfloat16 CPU tensor, else x: Triton's interpreter has no bfloat16 arithmetic.
+
+    The caller rounds the result to x's dtype.
+    """
     return x.float() if x is not None and x.device.type == "cpu" and x.dtype == torch.bfloat16 else x
 
 
 def aligned(x: Tensor) -> Tensor:
-    """x itself where a kernel can load 16 bytes at a time from it: without gaps, at an address divisible by 16; else a
-    copy."""
+    """Return x if it is contiguous at a 16-byte-aligned address, so that kernels can load 16 bytes at a time.
+
+    Otherwise return an aligned, contiguous copy.
+    """
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

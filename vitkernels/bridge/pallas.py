@@ -1,4 +1,4 @@
-"""Any JAX function, Pallas kernels included, as a torch op: `op = pallas_op(jax_fn)`, then `op(*tensors, **static)`.
+"""Turn a JAX function, with or without Pallas kernels, into a torch op: `op = pallas_op(jax_fn)`.
 
     @jax.jit
     def add_vectors(x, y):
@@ -8,9 +8,9 @@
     add(torch.ones(8), torch.ones(8))                                # CPU: interpreted, zero-copy
     add(torch.ones(8, device="xla"), torch.ones(8, device="xla"))    # in the lazy graph, compiled for the TPU
 
-The op is registered with torch.library and has a fake implementation, so that torch.compile, torch.export and
-FakeTensorMode see through it; it differentiates (once, with autograd; torch.func.grad and forward-mode AD, which cannot
-see into torch.library's ops, are refused) and it maps (torch.func.vmap). pallas_devices.py runs it on each device.
+The op is registered with torch.library and has a fake implementation, so it works under torch.compile, torch.export
+and FakeTensorMode. It supports first derivatives through autograd, and torch.func.vmap; it raises under torch.func.grad
+and forward-mode AD, which torch.library ops do not support. pallas_devices.py runs it on each device.
 """
 
 import ast
@@ -28,47 +28,48 @@ from torch import Tensor
 
 from vitkernels.bridge import pallas_devices as devices
 from vitkernels.bridge import pallas_spmd
-from vitkernels.bridge.jax_compat import close_tpu
-from vitkernels.bridge.operator import differentiable_once, refuse_other_derivatives
+from vitkernels.bridge.jax_compat import keep_jax_off_tpu
+from vitkernels.bridge.operator import differentiable_once, refuse_unsupported_derivatives
 from vitkernels.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Call:
-    """One way to call a JAX function: its static arguments, and the batch axes of each vmap around it, inner first."""
+class BoundCall:
+    """The static arguments of a call to a JAX function, and the batch axes of each enclosing vmap, innermost first."""
 
     static: tuple[tuple[str, object], ...] = ()
     vmaps: tuple[tuple[int | None, ...], ...] = ()
-    # Part of a call's equality: 1, 1.0 and True are equal, 0.0 and -0.0 too, and make other programs.
+    # Takes part in equality: 1, 1.0 and True compare equal, as do 0.0 and -0.0, but yield different programs.
     text: str = field(init=False, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "text", repr((self.static, self.vmaps)))
 
     def bind(self, function: Callable) -> Callable:
-        """`function` of arrays alone."""
+        """Return `function` with only array arguments left."""
         bound = functools.partial(function, **dict(self.static)) if self.static else function
         for in_axes in self.vmaps:
             bound = jax.vmap(bound, in_axes=in_axes)
         return bound
 
 
-class _CallText:
-    """Calls as strings and back: what a torch op's schema, and so a saved graph, can hold.
+class _CallCodec:
+    """Encode calls as strings, the only form that a torch op's schema, and so an exported graph, can hold.
 
-    A call of plain values is written out and can be read in another process. One with a static argument that Python
-    cannot write as a literal (a function) gets a name that this process alone can read.
+    A call with literal static arguments is written out and can be decoded in another process. A call with any other
+    static argument (a function) gets a name that only this process can decode.
     """
 
     def __init__(self):
-        self._named: dict[str, Call] = {}
-        self._names: dict[Call, str] = {}
+        self._named: dict[str, BoundCall] = {}
+        self._names: dict[BoundCall, str] = {}
 
-    def write(self, call: Call) -> str:
+    def encode(self, call: BoundCall) -> str:
         try:
             hash(call)
         except TypeError as error:
-            raise UsageError(f"static arguments must be hashable, got {dict(call.static)}") from error
+            message = f"static arguments must be hashable, got {dict(call.static)}"
+            raise UsageError(message, code="bridge.static_not_hashable") from error
         try:
             if ast.literal_eval(call.text) == (call.static, call.vmaps):
                 return call.text
@@ -78,18 +79,19 @@ class _CallText:
         self._named[name] = call
         return name
 
-    def read(self, text: str) -> Call:
+    def decode(self, text: str) -> BoundCall:
         if text in self._named:
             return self._named[text]
         if text.startswith("call "):
             raise UsageError(
-                "this graph was saved with a static argument that only the process that saved it knows (a function); "
-                "bind it before adopting: pallas_op(functools.partial(jax_fn, ...))"
+                "this graph was exported with a static argument that is not a literal (a function), which only the "
+                "exporting process can decode; bind it first: pallas_op(functools.partial(jax_fn, ...))",
+                code="bridge.static_not_saved",
             )
-        return Call(*ast.literal_eval(text))
+        return BoundCall(*ast.literal_eval(text))
 
 
-_calls = _CallText()
+_call_codec = _CallCodec()
 
 
 def pallas_op(
@@ -100,45 +102,46 @@ def pallas_op(
     name: str = "",
     shard_batch: bool = False,
 ) -> Callable:
-    """Adopt a JAX function that calls Pallas (or is plain JAX) as a torch op.
+    """Register a JAX function, a Pallas kernel or plain JAX, as a torch op.
 
-    jax_fn: takes arrays by position and static (hashable) arguments by keyword; returns an array, for which the op
-        returns a tensor, or several (any pytree), for which it returns a flat tuple. `interpret` need not be set: the
-        bridge interprets on the CPU and compiles on TPU and GPU.
-    output_shape_dtype_fn: torch_xla's guide's: takes the tensors, returns [(shape, torch dtype), ...]. Not needed
-        (JAX's own shape inference serves); if given it must agree with it.
-    vjp: the backward pass as a JAX function `vjp(primals, outputs, cotangents, **static)` -> one gradient for each
-        primal (None for none). `outputs` and `cotangents` are tuples, `outputs` a flat one; an integer output's
-        cotangent is None. Without it gradients come from jax.vjp, which runs the forward pass again and can
-        differentiate what JAX can: jax.custom_vjp functions and plain JAX, not a bare pallas_call.
-    name: of the torch op, `torch.ops.vitkernels.<name>`; by default jax_fn's own.
-    shard_batch: the function treats each entry of dimension 0 by itself. Under torch_xla's SPMD with a global mesh it
-        then runs on each device's part of the batch, forward and backward (pallas_spmd.py); XLA by itself would gather
-        the whole batch on every device, because it cannot look into a kernel.
+    Args:
+        jax_fn: takes arrays by position and static (hashable) arguments by keyword. If it returns an array, the op
+            returns a tensor; if it returns a pytree, the op returns a flat tuple. It needs no `interpret` argument: the
+            bridge interprets kernels on the CPU and compiles them for TPU and GPU.
+        output_shape_dtype_fn: takes the tensors, returns [(shape, torch dtype), ...], as in PyTorch/XLA's guide.
+            Optional; checked against JAX's shape inference.
+        vjp: the backward pass as a JAX function `vjp(primals, outputs, cotangents, **static)` that returns one gradient
+            or None per primal. `outputs` is a flat tuple; the cotangent of an integer output is None. The default,
+            jax.vjp, reruns the forward pass; it differentiates plain JAX and jax.custom_vjp functions, but not a bare
+            pallas_call.
+        name: the op's name, `torch.ops.vitkernels.<name>`; defaults to jax_fn's name.
+        shard_batch: declares that the function treats each entry of dimension 0 independently. Under torch_xla's SPMD
+            with a global mesh, forward and backward then run on each device's shard of the batch (pallas_spmd.py). XLA
+            cannot partition a kernel and would otherwise gather the full batch on every device.
 
-    Returns `op(*tensors, **static)`. Tensors must be on one device ("cpu", "cuda" or "xla"), contiguous on CPU and
-    CUDA, and of a dtype that JAX has. A function without tensor arguments takes `device=` as well.
+    Returns:
+        `op(*tensors, **static)`. Tensors must be on one device ("cpu", "cuda" or "xla"), contiguous on CPU and CUDA,
+        and of a dtype that JAX supports. A function without tensor arguments also takes `device=`.
 
-    Raises UsageError (a ValueError) with what is wrong with the tensors and what to do, TypeError for a positional
-    argument that is no tensor.
-    Source: PyTorch/XLA's "Custom kernels via Pallas", whose make_kernel_from_pallas this one line takes the place of.
+    Raises UsageError (a ValueError) for unsupported tensors, TypeError for a positional argument that is not a tensor.
+    Source: PyTorch/XLA, "Custom kernels via Pallas"; replaces its make_kernel_from_pallas.
     """
-    close_tpu()
+    keep_jax_off_tpu()
     kernel = _Kernel(_op_name(name or _function_name(jax_fn)), jax_fn, shard_batch)
     _differentiate(kernel, vjp)
 
-    # Dynamo keeps this call as it is; what is inside, the registered op with its fake, AOTAutograd traces.
+    # Dynamo keeps this call in its graph; AOTAutograd traces into it, to the registered op and its fake implementation.
     @torch.compiler.allow_in_graph
     def run(*tensors, device, **static):
         target = devices.check_tensors(kernel.name, tensors, device)
-        call = Call(tuple(sorted((name, _number(value)) for name, value in static.items())))
+        call = BoundCall(tuple(sorted((name, _number(value)) for name, value in static.items())))
         if output_shape_dtype_fn is not None:
             _check_declared(kernel, call, tensors, output_shape_dtype_fn(*tensors))
-        flat = kernel.op(list(tensors), _calls.write(call), target)
+        flat = kernel.op(list(tensors), _call_codec.encode(call), target)
         return flat[0] if kernel.trace(call, tensors).single else tuple(flat)
 
     def op(*tensors: Tensor, device: torch.device | str | None = None, **static):
-        refuse_other_derivatives(kernel.name, tensors)  # here, where Dynamo sees what the answer hangs on
+        refuse_unsupported_derivatives(kernel.name, tensors)  # outside `run`, so that Dynamo guards on the result
         return run(*tensors, device=device, **static)
 
     op.__name__ = op.__qualname__ = kernel.name
@@ -148,13 +151,13 @@ def pallas_op(
 
 
 def _number(value):
-    """A symbolic number of torch.compile(dynamic=True) as the one that it is here: JAX knows shapes, and no symbols."""
+    """Return a symbolic number of torch.compile(dynamic=True) as its concrete value: JAX traces static shapes only."""
     kinds = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     return kinds[type(value)](value) if type(value) in kinds else value
 
 
 class _Kernel:
-    """A JAX function registered as `torch.ops.vitkernels.<name>(Tensor[] tensors, str call, Device device)`."""
+    """Register a JAX function as `torch.ops.vitkernels.<name>(Tensor[] tensors, str call, Device device)`."""
 
     def __init__(self, name: str, function: Callable, shard_batch: bool):
         self.name = name
@@ -170,18 +173,18 @@ class _Kernel:
         self.op.register_fake(self._fake)
         self.op.register_vmap(self._vmap)
 
-    def trace(self, call: Call, tensors) -> devices.Trace:
-        """The function's trace for these tensors' shapes; traced once."""
+    def trace(self, call: BoundCall, tensors) -> devices.Trace:
+        """Return the function's trace for these tensors' shapes and dtypes; each is traced once."""
         shapes = tuple((tuple(map(int, t.shape)), t.dtype) for t in tensors)
-        # The precision is part of a trace: two traces under different settings are different programs.
+        # A trace bakes in the matmul precision and the 64-bit setting.
         key = (call, shapes, jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
         if key not in self.traces:
-            close_tpu()
+            keep_jax_off_tpu()
             self.traces[key] = devices.Trace.of(self.name, call.bind(self._function), shapes)
         return self.traces[key]
 
     def _run(self, tensors: list[Tensor], call: str, device: torch.device) -> list[Tensor]:
-        read = _calls.read(call)
+        read = _call_codec.decode(call)
 
         def run(tensors):
             return self.trace(read, tensors).run([t.detach() for t in tensors], device)
@@ -191,18 +194,18 @@ class _Kernel:
         return run(tensors)
 
     def _fake(self, tensors, call, device):
-        outputs = self.trace(_calls.read(call), tensors).outputs
+        outputs = self.trace(_call_codec.decode(call), tensors).outputs
         return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
 
     def _vmap(self, info, in_dims, tensors, call, device):
-        inner = _calls.read(call)
-        mapped = Call(inner.static, (*inner.vmaps, tuple(in_dims[0])))
-        outputs = self.op([t.contiguous() for t in tensors], _calls.write(mapped), device)
+        inner = _call_codec.decode(call)
+        mapped = BoundCall(inner.static, (*inner.vmaps, tuple(in_dims[0])))
+        outputs = self.op([t.contiguous() for t in tensors], _call_codec.encode(mapped), device)
         return outputs, [0] * len(outputs)
 
 
 def _differentiate(kernel: _Kernel, vjp: Callable | None) -> None:
-    """Register the backward pass of `kernel`: a second op, `<name>_backward`."""
+    """Register the backward pass of `kernel` as a second op, `<name>_backward`."""
     backward = _Kernel(f"{kernel.name}_backward", _backward_function(kernel._function, vjp), kernel.shard_batch)
 
     def setup(ctx, inputs, output):
@@ -221,18 +224,18 @@ def _differentiate(kernel: _Kernel, vjp: Callable | None) -> None:
             for g, (shape, dtype, device) in zip(grads, ctx.out_like, strict=True)
             if dtype.is_floating_point
         ]
-        inner = _calls.read(ctx.call)
-        call = Call((("call", inner), ("n_in", ctx.n_in), ("wanted", wanted)))
-        found = iter(backward.op([*ctx.saved_tensors, *cotangents], _calls.write(call), ctx.device))
+        inner = _call_codec.decode(ctx.call)
+        call = BoundCall((("call", inner), ("n_in", ctx.n_in), ("wanted", wanted)))
+        found = iter(backward.op([*ctx.saved_tensors, *cotangents], _call_codec.encode(call), ctx.device))
         return [next(found) if w else None for w in wanted], None, None
 
     kernel.op.register_autograd(differentiate, setup_context=setup)
 
 
 def _backward_function(function: Callable, vjp: Callable | None) -> Callable:
-    """The backward op's JAX function: of (*primals, *outputs if vjp, *cotangents), the wanted gradients."""
+    """Return the backward op's JAX function: (*primals, *outputs if vjp, *cotangents) -> the wanted gradients."""
 
-    def backward(*arrays, call: Call, n_in: int, wanted: tuple[bool, ...]):
+    def backward(*arrays, call: BoundCall, n_in: int, wanted: tuple[bool, ...]):
         primals, rest = arrays[:n_in], arrays[n_in:]
         forward = call.bind(function)
         flat_out, out_tree = jax.tree.flatten(jax.eval_shape(forward, *primals))
@@ -242,10 +245,11 @@ def _backward_function(function: Callable, vjp: Callable | None) -> Callable:
         if vjp is not None and not call.vmaps:
             gradients = vjp(primals, outputs, tuple(cotangents), **dict(call.static))
             if len(gradients) != n_in:
-                raise UsageError(f"vjp must return one gradient (or None) for each of {n_in} inputs, got {gradients}")
+                message = f"vjp must return one gradient (or None) for each of {n_in} inputs, got {gradients}"
+                raise UsageError(message, code="bridge.vjp_count", expected=n_in, got=len(gradients))
         else:
             adopted = function if vjp is None else _with_vjp(function, vjp, call)
-            differentiable = call.bind(adopted) if vjp is None else Call((), call.vmaps).bind(adopted)
+            differentiable = call.bind(adopted) if vjp is None else BoundCall((), call.vmaps).bind(adopted)
             gradients = _jax_vjp(differentiable, primals, cotangents, flat_out, out_tree)
         return [
             jnp.zeros_like(x) if g is None else _checked_gradient(i, g, x)
@@ -264,13 +268,14 @@ def _jax_vjp(forward, primals, cotangents, flat_out, out_tree):
         return pull(jax.tree.unflatten(out_tree, cotangents))
     except (NotImplementedError, ValueError, AssertionError) as error:  # what JAX raises for a bare pallas_call
         raise UsageError(
-            "JAX cannot differentiate this function by itself: give its backward pass, pallas_op(jax_fn, vjp=...), or "
-            f"wrap it in jax.custom_vjp. JAX says: {type(error).__name__}: {str(error)[:300]}"
+            "JAX cannot differentiate this function: provide its backward pass, pallas_op(jax_fn, vjp=...), or wrap it "
+            f"in jax.custom_vjp. JAX's error: {type(error).__name__}: {str(error)[:300]}",
+            code="bridge.not_differentiable",
         ) from error
 
 
-def _with_vjp(function: Callable, vjp: Callable, call: Call) -> Callable:
-    """`function` as a jax.custom_vjp, for vmaps around it to differentiate through; runs the forward pass again."""
+def _with_vjp(function: Callable, vjp: Callable, call: BoundCall) -> Callable:
+    """Return `function` as a jax.custom_vjp, so that JAX can differentiate vmaps of it; reruns the forward pass."""
     static = dict(call.static)
 
     @jax.custom_vjp
@@ -297,8 +302,10 @@ def _with_vjp(function: Callable, vjp: Callable, call: Call) -> Callable:
 def _checked_gradient(i: int, gradient, primal):
     if gradient.shape != primal.shape or gradient.dtype != primal.dtype:
         raise UsageError(
-            f"vjp's gradient {i} must be shaped like input {i}, {primal.dtype}{list(primal.shape)}; "
-            f"got {gradient.dtype}{list(gradient.shape)}"
+            f"vjp's gradient {i} must have the shape and dtype of input {i}, {primal.dtype}{list(primal.shape)}; "
+            f"got {gradient.dtype}{list(gradient.shape)}",
+            code="bridge.vjp_shape",
+            input=i,
         )
     return gradient
 
@@ -307,10 +314,11 @@ def _floats(array) -> bool:
     return jnp.issubdtype(array.dtype, jnp.inexact)
 
 
-def _check_declared(kernel: _Kernel, call: Call, tensors, declared) -> None:
+def _check_declared(kernel: _Kernel, call: BoundCall, tensors, declared) -> None:
     inferred = [(tuple(shape), dtype) for shape, dtype in kernel.trace(call, tensors).outputs]
     if [(tuple(shape), dtype) for shape, dtype in declared] != inferred:
-        raise UsageError(f"{kernel.name}: output_shape_dtype_fn says {list(declared)}, but the outputs are {inferred}")
+        message = f"{kernel.name}: output_shape_dtype_fn returned {list(declared)}, but the outputs are {inferred}"
+        raise UsageError(message, code="bridge.declared_outputs")
 
 
 def _function_name(function: Callable) -> str:
@@ -320,7 +328,7 @@ def _function_name(function: Callable) -> str:
 
 
 def _op_name(wanted: str) -> str:
-    """A valid op name that, like its backward op's, no other op has: the second `f` becomes `f_2`."""
+    """Return a valid op name, unused like its backward op's name: the second `f` becomes `f_2`."""
     base = re.sub(r"\W", "_", wanted).strip("_") or "kernel"
     names = itertools.chain([base], (f"{base}_{i}" for i in itertools.count(2)))
     return next(n for n in names if not any(hasattr(torch.ops.vitkernels, op) for op in (n, f"{n}_backward")))

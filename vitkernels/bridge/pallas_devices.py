@@ -1,4 +1,4 @@
-"""How an adopted JAX function runs on each kind of torch tensor: CPU, torch_xla, CUDA."""
+"""Run a traced JAX function on each kind of torch tensor: CPU, torch_xla, CUDA."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge import lazy_target
-from vitkernels.bridge.jax_compat import close_tpu, hlo_module, interpreted, mosaic_gpu_kernel, start
+from vitkernels.bridge.jax_compat import hlo_module, initialize_backends, interpreted, keep_jax_off_tpu
 from vitkernels.errors import UsageError
 
-_CPU_ALIGNMENT = 64  # bytes; XLA on the CPU takes no buffer with less, and would copy it with a warning
+_CPU_ALIGNMENT = 64  # bytes; XLA on the CPU copies buffers with a smaller alignment and warns
 
 _DTYPES = {
     torch.float32: "float32",
@@ -32,29 +32,45 @@ _TORCH_DTYPES = {name: dtype for dtype, name in (_DTYPES | _DTYPES_64).items()}
 
 
 def check_tensors(name: str, tensors: tuple, device: torch.device | str | None) -> torch.device:
-    """The device of a call; raises TypeError or UsageError when its arguments cannot be taken as they are."""
+    """Return the device of a call.
+
+    Raises TypeError for a positional argument that is not a tensor, and UsageError for an unsupported device, dtype or
+    memory layout.
+    """
     for i, t in enumerate(tensors):
         if not isinstance(t, Tensor):
-            raise TypeError(f"{name}: argument {i} is a {type(t).__name__}; static arguments go by keyword")
+            raise TypeError(f"{name}: argument {i} is a {type(t).__name__}; pass static arguments by keyword")
     if not tensors:
         return torch.device("cpu" if device is None else device)
     found = {t.device for t in tensors} | ({tensors[0].device} if device is None else {_indexed(device, tensors[0])})
     if len(found) > 1:
         where = ", ".join(f"argument {i} on {t.device}" for i, t in enumerate(tensors))
-        asked = "" if device is None else f", device={device}"
-        raise UsageError(f"{name}: all tensors must be on one device, got {where}{asked}; move them with .to(device)")
+        requested = "" if device is None else f", device={device}"
+        raise UsageError(
+            f"{name}: all tensors must be on one device, got {where}{requested}; move them with .to(device)",
+            code="bridge.mixed_devices",
+            devices=sorted(map(str, found)),
+        )
     target = tensors[0].device
     if target.type not in ("cpu", "cuda", "xla", "meta"):
-        raise UsageError(f"{name}: runs on cpu, cuda and xla tensors, not on {target}; move them with .to('cpu')")
+        raise _unsupported_device(name, target)
     for i, t in enumerate(tensors):
         _check_dtype(name, i, t.dtype)
-        mapped = torch._C._functorch.is_functorch_wrapped_tensor(t)  # by vmap, which moves its axis and then copies
+        # vmap moves the mapped axis to the front and then copies
+        mapped = torch._C._functorch.is_functorch_wrapped_tensor(t)
         if target.type in ("cpu", "cuda") and not t.is_contiguous() and not mapped:
             raise UsageError(
-                f"{name}: argument {i}, {tuple(t.shape)}, has strides {t.stride()}; kernels take row-major memory and "
-                "the bridge copies nothing: pass .contiguous()"
+                f"{name}: argument {i}, {tuple(t.shape)}, has strides {t.stride()}; kernels need contiguous tensors "
+                "and the bridge makes no copies: pass .contiguous()",
+                code="bridge.not_contiguous",
+                argument=i,
             )
     return target
+
+
+def _unsupported_device(name: str, device: torch.device) -> UsageError:
+    message = f"{name}: runs on cpu, cuda and xla tensors, not on {device}; move them with .to('cpu')"
+    return UsageError(message, code="bridge.device", device=str(device))
 
 
 def _indexed(device: torch.device | str, like: Tensor) -> torch.device:
@@ -68,15 +84,19 @@ def _check_dtype(name: str, i: int, dtype: torch.dtype) -> None:
     if dtype in _DTYPES_64:
         narrow = str(dtype).replace("64", "32")
         raise UsageError(
-            f"{name}: argument {i} is {dtype}, which JAX would narrow to 32 bits without a word; pass .to({narrow}), "
-            "or turn 64-bit types on with jax.config.update('jax_enable_x64', True)"
+            f"{name}: argument {i} is {dtype}, which JAX would silently narrow to 32 bits; pass .to({narrow}), or "
+            "enable 64-bit types with jax.config.update('jax_enable_x64', True)",
+            code="bridge.dtype_64",
+            argument=i,
+            dtype=dtype,
         )
-    raise UsageError(f"{name}: argument {i} is {dtype}; Pallas kernels take {', '.join(map(str, _DTYPES))}")
+    message = f"{name}: argument {i} is {dtype}; Pallas kernels take {', '.join(map(str, _DTYPES))}"
+    raise UsageError(message, code="bridge.dtype", argument=i, dtype=dtype)
 
 
 @dataclass
 class Trace:
-    """A JAX function traced for given input shapes, and its compiled form for each device it ran on."""
+    """A JAX function traced for given input shapes, with its compiled form for each device it has run on."""
 
     name: str
     shapes: tuple[jax.ShapeDtypeStruct, ...]
@@ -92,27 +112,28 @@ class Trace:
         jaxpr, out = jax.make_jaxpr(function, return_shape=True)(*shapes)
         leaves, out_tree = jax.tree.flatten(out)
         if not leaves:
-            raise UsageError(f"{name}: the function returned {out!r}, and no array; does it lack a `return`?")
+            message = f"{name}: the function returned {out!r}, not an array; is a `return` missing?"
+            raise UsageError(message, code="bridge.no_output")
         outputs = [(tuple(x.shape), _TORCH_DTYPES[x.dtype.name]) for x in leaves]
         return cls(name, shapes, jaxpr, jax.tree_util.treedef_is_leaf(out_tree), outputs)
 
     def run(self, tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-        """The outputs, on the tensors' device."""
-        close_tpu(torch_xla_in_use=True if device.type == "xla" else None)
-        start()
+        """Run on these tensors; return the outputs on their device."""
+        keep_jax_off_tpu(torch_xla_in_use=True if device.type == "xla" else None)
+        initialize_backends()
         if device.type == "cpu":
             return self._run_cpu(tensors)
         if device.type == "xla":
             return self._run_xla(tensors, device)
         if device.type == "cuda":
             return self._run_cuda(tensors, device)
-        raise UsageError(f"{self.name}: runs on cpu, cuda and xla tensors, not on {device}")
+        raise _unsupported_device(self.name, device)
 
     def hlo(self, platform: str) -> bytes:
-        """The serialized HLO module for "tpu" (Mosaic kernels), "cpu" (interpreted) or "cuda"; needs no such device.
+        """Return the serialized HLO module for "tpu" (Mosaic kernels), "cpu" (interpreted) or "cuda".
 
-        A trace without inputs gets one scalar that it ignores, because torch_xla finds the device of a computation by
-        its inputs.
+        The target device need not be present. A trace without inputs gets one scalar, which it ignores: torch_xla
+        infers the device of a computation from its inputs.
         """
         shapes = self.shapes or (jax.ShapeDtypeStruct((), "float32"),)
         run = jex_core.jaxpr_as_fun(self._for_platform(platform))
@@ -132,7 +153,7 @@ class Trace:
         aligned = [t if t.data_ptr() % _CPU_ALIGNMENT == 0 else t.clone() for t in tensors]
         with jax.default_device(cpu):  # for functions without inputs
             arrays = run(*map(jax.dlpack.from_dlpack, aligned))
-        jax.block_until_ready(arrays)  # torch neither waits for JAX nor knows that it reads the inputs
+        jax.block_until_ready(arrays)  # torch does not synchronize with JAX's reads of the inputs
         return self._to_torch(arrays, aligned)
 
     def _run_xla(self, tensors, device):
@@ -141,7 +162,8 @@ class Trace:
         target = lazy_target.platform()
         platform = {"TPU": "tpu", "CPU": "cpu", "CUDA": "cuda"}.get(target)
         if platform is None:
-            raise UsageError(f"{self.name}: torch_xla runs on {target}; Pallas knows TPU, CPU and CUDA")
+            message = f"{self.name}: torch_xla runs on {target}; Pallas supports TPU, CPU and CUDA"
+            raise UsageError(message, code="bridge.xla_platform", platform=target)
 
         def make():
             computation = xla_builder.computation_from_module_proto(self.name, self.hlo(platform))
@@ -151,23 +173,25 @@ class Trace:
         return list(run(tensors or [torch.zeros((), device=device)]))
 
     def _run_cuda(self, tensors, device):
-        with torch.cuda.device(device):  # Mosaic-GPU's launcher takes torch's current device and its current stream
+        with torch.cuda.device(device):  # Mosaic-GPU kernels launch on torch's current device and stream
             return self._once(f"cuda:{device.index}", lambda: self._for_cuda(tensors))(tensors)
 
     def _for_cuda(self, tensors) -> Callable:
-        """Mosaic-GPU's direct launch where the function is one such kernel and nothing else; else DLPack and jit."""
+        """Return a direct launch if the function is exactly one Mosaic-GPU kernel; else jit through DLPack."""
         function = jex_core.jaxpr_as_fun(self.jaxpr)
-        kernel = mosaic_gpu_kernel(lambda *arrays: tuple(function(*arrays)), self.shapes) if tensors else None
+        kernel = _mosaic_gpu_kernel(lambda *arrays: tuple(function(*arrays)), self.shapes) if tensors else None
         if kernel is not None:
             return lambda tensors: self._launch(kernel, tensors)
         if jax.default_backend() != "gpu":
             raise UsageError(
-                f"{self.name}: JAX has no GPU here (its platforms: {jax.config.jax_platforms}); pip install "
-                "'jax[cuda13]' and leave JAX_PLATFORMS unset"
+                f"{self.name}: JAX has no GPU here (platforms: {jax.config.jax_platforms}); pip install 'jax[cuda13]' "
+                "and leave JAX_PLATFORMS unset",
+                code="bridge.jax_without_gpu",
+                platforms=jax.config.jax_platforms,
             )
         run = jax.jit(function)
-        # DLPack orders both ways: JAX's stream waits for torch's current one on the way in, torch's for JAX's on the
-        # way out.
+        # DLPack synchronizes both ways: JAX's stream waits for torch's current stream on input, torch's for JAX's on
+        # output.
         return lambda tensors: self._to_torch(run(*map(jax.dlpack.from_dlpack, tensors)), tensors)
 
     def _launch(self, kernel, inputs: list[Tensor]) -> list[Tensor]:
@@ -176,8 +200,10 @@ class Trace:
         return outputs
 
     def _to_torch(self, arrays, inputs: list[Tensor]) -> list[Tensor]:
-        """JAX arrays as tensors that share their memory; one that JAX handed straight through is copied, because an
-        op's outputs must be its own."""
+        """Return JAX arrays as tensors that share their memory.
+
+        An array that aliases an input or another output is copied: a torch op's outputs must not alias.
+        """
         taken = {t.data_ptr() for t in inputs}
         outputs = []
         for array in arrays:
@@ -185,3 +211,18 @@ class Trace:
             outputs.append(t.clone() if t.numel() and t.data_ptr() in taken else t)
             taken.add(t.data_ptr())
         return outputs
+
+
+def _mosaic_gpu_kernel(function: Callable, shapes: tuple):
+    """Return `function` as a Mosaic-GPU kernel to launch on torch tensors.
+
+    None if it is not exactly one such kernel, or if this jax is older than 0.11.
+    """
+    if jax.__version_info__ < (0, 11):
+        return None
+    from vitkernels.bridge.mosaic_gpu import Kernel
+
+    try:
+        return Kernel(function, shapes)
+    except (ValueError, NotImplementedError):
+        return None

@@ -1,4 +1,4 @@
-"""Adopted kernels under torch_xla's SPMD: each device runs the kernel on its own part of the batch."""
+"""Run a JAX kernel under torch_xla's SPMD: each device computes its own shard of the batch."""
 
 from collections.abc import Callable
 
@@ -6,13 +6,14 @@ from torch import Tensor
 
 
 def run_per_shard(run: Callable, tensors: list[Tensor], outputs: list) -> list[Tensor]:
-    """`run(tensors)`, with dimension 0 split over the global mesh's first axis, as data-parallel training splits it.
+    """Run `run(tensors)` with dimension 0 sharded over the global mesh's first axis, as in data-parallel training.
 
-    Tensors of another leading size (a bias for the whole batch) go whole to every device. Runs unsplit where SPMD is
-    off, no global mesh is set, the axis does not divide the batch, or an output is not of the batch's size (the
-    gradient of a shared bias: a sum over all devices' images).
+    Tensors with another leading size (a bias shared by the batch) are replicated. The call is not sharded if SPMD is
+    off, no global mesh is set, the axis does not divide the batch, or an output's leading size is not the batch size
+    (the gradient of a shared bias sums over all devices' images).
 
-    `outputs` are the (shape, dtype)s of the unsplit call.
+    Args:
+        outputs: the (shape, dtype) of each output of the unsharded call.
     """
     from torch_xla import runtime
 
@@ -23,8 +24,8 @@ def run_per_shard(run: Callable, tensors: list[Tensor], outputs: list) -> list[T
     mesh = spmd.get_global_mesh()
     if mesh is None:
         return run(tensors)
-    parts, batch = mesh.mesh_shape[0], tensors[0].shape[0]
-    if parts == 1 or batch % parts or batch == 1 or any(shape[:1] != (batch,) for shape, _ in outputs):
+    shards, batch = mesh.mesh_shape[0], tensors[0].shape[0]
+    if shards == 1 or batch % shards or batch == 1 or any(shape[:1] != (batch,) for shape, _ in outputs):
         return run(tensors)
 
     def spec(shape):

@@ -1,4 +1,4 @@
-"""Triton kernels on whatever the arguments are: CUDA tensors, CPU tensors (interpreted), JAX arrays on a GPU."""
+"""Launch Triton kernels on CUDA tensors, on CPU tensors (interpreted) and on JAX arrays on a GPU."""
 
 import inspect
 import threading
@@ -9,41 +9,44 @@ from types import FunctionType
 import torch
 from torch.library import wrap_triton
 
-from vitkernels.bridge.operator import PLAIN, Remembered
+from vitkernels.bridge.operator import PLAIN_TYPES, BoundedCache
 from vitkernels.errors import UsageError
 
 try:
     import triton
-    import triton.compiler.code_generator  # copies parts of triton.language: not while the interpreter has changed them
+    import triton.compiler.code_generator  # copies names of triton.language: import it before the interpreter patches
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
-except ImportError as error:  # there are no wheels for macOS and Windows
-    raise UsageError("Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)") from error
+except ImportError as error:  # no wheels exist for macOS and Windows
+    message = "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
+    raise UsageError(message, code="bridge.missing_package", package="triton") from error
 
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 
 
 def triton_call(*args, kernel, grid, **constexprs):
-    """Launches `kernel` over `grid` and returns None for tensors, the new output (or tuple of them) for JAX arrays.
+    """Launch `kernel` over `grid`. Return None for tensors, the new output (or tuple of outputs) for JAX arrays.
 
-    `args` are the kernel's run-time parameters in its own order: tensors, TensorDescriptors, numbers, None. Outputs are
-    among them: tensors that the caller allocated and the kernel fills. `constexprs` are the kernel's `tl.constexpr`
-    parameters by name, and launch options (num_warps, num_stages, num_ctas, maxnreg). `grid` is a tuple of one to
-    three integers, or a function from the constexprs to one.
+    Args:
+        args: the kernel's run-time parameters in order: tensors, TensorDescriptors, numbers, None. They include the
+            outputs, tensors that the caller allocates and the kernel fills.
+        grid: a tuple of one to three integers, or a function that computes it from the constexprs.
+        constexprs: the kernel's `tl.constexpr` parameters by name, and launch options (num_warps, num_stages, num_ctas,
+            maxnreg).
 
         output = torch.empty_like(x)
         triton_call(x, y, output, n, kernel=add_kernel, grid=(triton.cdiv(n, 1024),), BLOCK_SIZE=1024)
 
-    CUDA tensors: compiled, eagerly and in torch.compile graphs; also inside a `torch.library.triton_op`.
-    CPU tensors: Triton's interpreter, whether or not TRITON_INTERPRET is set; slow, for tests and small runs. In a
-    torch.compile graph this breaks the graph; wrap it in a `torch.library.custom_op` to keep the graph whole.
-    The interpreter has no bfloat16 arithmetic, so bfloat16 on the CPU is refused.
-    JAX arrays: jax_triton, inside or outside jax.jit on a GPU. JAX arrays cannot be written to, so each output is a
-    `jax.ShapeDtypeStruct` in the output's place. Numbers after the first output become constants of the kernel.
+    CUDA tensors: runs compiled, both eagerly and in torch.compile graphs, and inside a `torch.library.triton_op`.
+    CPU tensors: runs in Triton's interpreter, whether or not TRITON_INTERPRET is set; slow, for tests and small runs.
+    It breaks torch.compile graphs; wrap the call in a `torch.library.custom_op` to avoid the break. The interpreter has
+    no bfloat16 arithmetic, so bfloat16 CPU tensors raise UsageError.
+    JAX arrays: runs through jax_triton, inside or outside jax.jit on a GPU. JAX arrays are immutable, so pass a
+    `jax.ShapeDtypeStruct` for each output. Numbers after the first output become constants of the kernel.
 
-    Raises UsageError for tensors on several devices, on an XLA device, or on one that Triton does not know.
+    Raises UsageError for tensors on several devices, on an XLA device, or on a device that Triton does not support.
     """
     if not torch.compiler.is_compiling():
         signature = _signature(args, kernel, grid, constexprs)
@@ -54,8 +57,8 @@ def triton_call(*args, kernel, grid, **constexprs):
         return _call_jax(args, kernel, grid, constexprs)
     _check_devices(tensors)
     if tensors[0].device.type == "cuda":
-        # A tracer's tensors are subclasses: only they need the wrapped kernel, whose dispatch costs a millisecond.
-        if any(type(x) not in PLAIN for x in tensors):
+        # Only a tracer's tensors, which are subclasses, need the wrapped kernel; its dispatch costs a millisecond.
+        if any(type(x) not in PLAIN_TYPES for x in tensors):
             wrap_triton(kernel)[grid](*args, **constexprs)
         elif torch.compiler.is_compiling():
             kernel[grid](*args, **constexprs)
@@ -74,40 +77,44 @@ def _tensors(args) -> list[torch.Tensor]:
 def _check_devices(tensors: list[torch.Tensor]) -> None:
     devices = sorted({str(x.device) for x in tensors})
     if len(devices) > 1:
-        raise UsageError(f"a Triton kernel needs all of its tensors on one device, got {', '.join(devices)}")
+        message = f"a Triton kernel needs all of its tensors on one device, got {', '.join(devices)}"
+        raise UsageError(message, code="bridge.mixed_devices", devices=devices)
     device_type = tensors[0].device.type
     if device_type == "xla":
         raise UsageError(
             "torch_xla dropped NVIDIA GPUs in release 2.8, and with them Triton kernels on XLA tensors. On a GPU pass "
-            "plain CUDA tensors; on a TPU use a Pallas kernel through vitkernels.bridge.pallas_op"
+            "plain CUDA tensors; on a TPU use a Pallas kernel through vitkernels.bridge.pallas_op",
+            code="bridge.device",
+            device=device_type,
         )
     if device_type not in ("cuda", "cpu"):
-        raise UsageError(f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {device_type}")
+        message = f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {device_type}"
+        raise UsageError(message, code="bridge.device", device=device_type)
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
-# Triton's own launch looks at every argument anew, for 40 to 90 µs of host time: more than a short kernel takes. Its
-# cdiv and next_power_of_2, which are for kernels, cost 2 µs each.
+# Triton's launch inspects every argument on each call, 40 to 90 µs of host time: longer than a short kernel runs. Its
+# cdiv and next_power_of_2, made for kernels, cost 2 µs each on the host.
 
-_launches = Remembered()  # the signature of a call -> its launch, ready but for the arguments
+_launches = BoundedCache()  # call signature -> a launch that only needs the arguments
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Return a / b rounded up."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n, a positive integer."""
+    """Return the smallest power of two that is at least n, a positive integer."""
     return 1 << (n - 1).bit_length()
 
 
 def bind(*args, kernel, grid, **constexprs):
-    """Launches as triton_call does on CUDA tensors, eagerly; returns a function that launches it again on other ones.
+    """Launch eagerly on CUDA tensors, as triton_call does; return a function that relaunches on other tensors.
 
-    `args` are tensors (or None) first, then numbers. The function takes the tensors alone, or their addresses, of the
-    same dtypes and 16-byte alignment; numbers, grid and constexprs stay, and so does the GPU, which has to be the
-    current one whenever it is called. It costs a third of triton_call's host time.
+    `args` are tensors (or None) first, then numbers. The returned function takes only the tensors, or their addresses,
+    with the same dtypes and 16-byte alignment; numbers, grid and constexprs are fixed. The same GPU must be current
+    at each call. A relaunch costs a third of triton_call's host time.
     """
     launch, trailing = _compiled(args, kernel, grid, constexprs)
     tensors = next(i for i, arg in enumerate((*args, 0)) if not (arg is None or isinstance(arg, torch.Tensor)))
@@ -117,14 +124,14 @@ def bind(*args, kernel, grid, **constexprs):
 
 
 def _signature(args, kernel, grid, constexprs) -> tuple | None:
-    """All that decides over a launch but addresses and floats; None where Triton itself must look at the arguments."""
-    if not isinstance(kernel, JITFunction):  # it may choose its constexprs
+    """Return everything a launch depends on except addresses and floats; None if Triton must inspect the arguments."""
+    if not isinstance(kernel, JITFunction):  # an autotuner chooses its constexprs per call
         return None
-    # kernel.fn: the kernel's own hash is one of its source
+    # kernel.fn, because hashing the kernel hashes its source
     parts = [kernel.fn, grid(constexprs) if callable(grid) else grid, *constexprs.items()]
     for arg in args:
         kind = type(arg)
-        if kind in PLAIN and arg.is_cuda:
+        if kind in PLAIN_TYPES and arg.is_cuda:
             parts += arg.dtype, arg.get_device(), arg.data_ptr() % 16
         elif kind is int:
             parts.append(arg)
@@ -140,7 +147,7 @@ def _signature(args, kernel, grid, constexprs) -> tuple | None:
 
 
 def _launch(args, kernel, grid, constexprs, signature: tuple | None) -> None:
-    """Launches on the current device, and remembers how, where the call has a signature."""
+    """Launch on the current device; cache the launch if the call has a signature."""
     if signature is None:
         kernel[grid](*args, **constexprs)
         return
@@ -157,30 +164,32 @@ def _launch(args, kernel, grid, constexprs, signature: tuple | None) -> None:
 
 
 def _compiled(args, kernel, grid, constexprs):
-    """Launches; returns the compiled kernel over this grid, and what it takes, and ignores, behind the arguments."""
+    """Launch; return the compiled kernel bound to this grid, and the trailing constexprs it accepts and ignores."""
     compiled = kernel[grid](*args, **constexprs)
     grid = grid(constexprs) if callable(grid) else grid
     return compiled[(*grid, 1, 1)[:3]], [constexprs.get(name) for name in kernel.arg_names[len(args) :]]
 
 
 # --- Triton's interpreter ---------------------------------------------------------------------------------------------
-# Triton decides for compiler or interpreter when a kernel is decorated, by an environment variable. Here the device
-# decides, per call. The interpreter replaces functions in triton.language and does not always put them back (3.5 never
-# does), which would break every later compilation in the process; so they are put back here.
+# Triton chooses compiler or interpreter when a kernel is decorated, by an environment variable. The bridge chooses per
+# call, by device. The interpreter patches triton.language and does not always undo it (3.5 never does), which would
+# break every later compilation in the process, so the bridge restores it.
 
-_interpreter_lock = threading.RLock()  # the interpreter keeps its program ids in module globals
+_interpreter_lock = threading.RLock()  # the interpreter keeps program ids in module globals
 
 
 @torch.compiler.disable
 def _interpret(args, kernel, grid, constexprs) -> None:
     tensors = _tensors(args)
-    if any(type(x) not in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+    if any(type(x) not in PLAIN_TYPES for x in tensors):
         raise UsageError(
-            "Triton's interpreter cannot be traced: on CPU tensors, put triton_call into a torch.library.custom_op "
-            "with its own register_fake, not into a triton_op"
+            "Triton's interpreter cannot be traced: on CPU tensors, wrap triton_call in a torch.library.custom_op with "
+            "its own register_fake, not in a triton_op",
+            code="bridge.interpreter_traced",
         )
     if any(x.dtype == torch.bfloat16 for x in tensors):
-        raise UsageError("Triton's interpreter computes bfloat16 wrongly: on the CPU pass float32 or float16")
+        message = "Triton's interpreter computes bfloat16 incorrectly: on the CPU pass float32 or float16"
+        raise UsageError(message, code="bridge.interpreter_bfloat16")
     constexprs = {name: value for name, value in constexprs.items() if name not in _LAUNCH_OPTIONS}
     with _interpreter_lock, _interpreting():
         if isinstance(kernel, JITFunction):
@@ -190,7 +199,7 @@ def _interpret(args, kernel, grid, constexprs) -> None:
 
 @contextmanager
 def _interpreting():
-    """Lets the interpreter change triton.language, and device functions be called as plain Python; then undoes both."""
+    """Let the interpreter patch triton.language and call device functions as plain Python; undo both on exit."""
     spaces = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, JITFunction, interpreter)
     before = [dict(vars(space)) for space in spaces]
     try:
@@ -209,7 +218,7 @@ def _interpreting():
 
 
 def _patch_lang(triton_patch_lang, fn):
-    """Triton's own, and a loop bound that is a tensor of one element as an integer, which NumPy 2.4 refuses Triton."""
+    """Patch as Triton does, and make one-element tensors usable as loop bounds, which NumPy 2.4 rejects."""
     scope = triton_patch_lang(fn)
     tl.tensor.__index__ = lambda self: self.handle.data.item()
     return scope
@@ -217,9 +226,9 @@ def _patch_lang(triton_patch_lang, fn):
 
 @cache
 def _twin(fn: FunctionType) -> FunctionType:
-    """`fn` over a copy of its globals, since the interpreter writes into them.
+    """Return `fn` over a copy of its globals, because the interpreter writes into them.
 
-    Of Triton's own modules it changes those that it finds there; tl.core is the one that tl.sum and its like use.
+    The interpreter patches the Triton modules it finds there; tl.sum and similar functions need tl.core.
     """
     scope = fn.__globals__ | {"_tl": tl, "_tl_core": tl.core}
     twin = FunctionType(fn.__code__, scope, fn.__name__, fn.__defaults__, fn.__closure__)
@@ -238,24 +247,30 @@ def _plain(fn: FunctionType):
 def _call_jax(args, kernel, grid, constexprs):
     if not any(type(arg).__module__.partition(".")[0] in ("jax", "jaxlib") for arg in args):
         kinds = ", ".join(type(arg).__name__ for arg in args) or "nothing"
-        raise UsageError(f"triton_call needs at least one torch tensor or JAX array among its arguments, got {kinds}")
+        message = f"triton_call needs at least one torch tensor or JAX array among its arguments, got {kinds}"
+        raise UsageError(message, code="bridge.no_tensor")
     try:
         import jax_triton
     except ImportError as error:
         raise UsageError(
-            "Triton kernels on JAX arrays go through jax-triton, which is not installed: pip install 'jax-triton>=0.4'"
+            "Triton kernels on JAX arrays need jax-triton, which is not installed: pip install 'jax-triton>=0.4'",
+            code="bridge.missing_package",
+            package="jax-triton",
         ) from error
-    # jax_triton wants the inputs in front; what follows the outputs it takes by name.
+    # jax_triton takes the inputs by position and everything after the outputs by name.
     is_output = [type(arg).__name__ == "ShapeDtypeStruct" for arg in args]
     if True not in is_output:
-        raise UsageError("JAX arrays cannot be written to: pass a jax.ShapeDtypeStruct in each output's place")
+        message = "JAX arrays are immutable: pass a jax.ShapeDtypeStruct in place of each output"
+        raise UsageError(message, code="bridge.jax_outputs")
     first = is_output.index(True)
     count = sum(is_output)
     if not all(is_output[first : first + count]):
-        raise UsageError("with JAX arrays the kernel's outputs must stand side by side among its parameters")
+        message = "with JAX arrays the kernel's outputs must be adjacent in its parameter list"
+        raise UsageError(message, code="bridge.jax_output_order")
     outputs, rest = args[first : first + count], args[first + count :]
     if any(hasattr(arg, "shape") for arg in rest):
-        raise UsageError("with JAX arrays the kernel's outputs must come after all of its input arrays")
+        message = "with JAX arrays the kernel's outputs must follow all of its input arrays"
+        raise UsageError(message, code="bridge.jax_output_order")
     names = list(inspect.signature(kernel.fn).parameters)[first + count :]
     constants = dict(zip(names, rest, strict=False))
     made = jax_triton.triton_call(*args[:first], kernel=kernel, out_type=outputs, grid=grid, **constants, **constexprs)

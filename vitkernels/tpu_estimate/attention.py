@@ -64,20 +64,20 @@ def build(contender: str, which: str, batch: int, heads: int, tokens: int, head_
 
 
 def _pallas_flash(heads: int, chip: str, qkv):
-    from vitkernels.attention.pallas_flash.tpu import attend as pallas_flash_jax
+    from vitkernels.attention.pallas_flash.tpu import dispatch
 
     head_dim = qkv.shape[2] // 3 // heads
     static = {"heads": heads, "scale": head_dim**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
     static["chip"] = chip
 
     def forward(qkv):
-        outputs = pallas_flash_jax.attend(qkv, **static)
+        outputs = dispatch.attend(qkv, **static)
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         return outputs[0], (qkv, tuple(outputs))
 
     def backward(saved, do):
         qkv, outputs = saved
-        return pallas_flash_jax.attend_vjp((qkv,), outputs, (do,), **static)
+        return dispatch.attend_vjp((qkv,), outputs, (do,), **static)
 
     attend = jax.custom_vjp(lambda qkv: forward(qkv)[0])
     attend.defvjp(forward, backward)
@@ -141,10 +141,10 @@ def pallas_flash_plan(shape: tuple[int, int, int, int], chip: Chip):
     """The blocks that pallas_flash runs in, which says whether its rule or its table chose them."""
     from dataclasses import replace
 
-    from vitkernels.attention.pallas_flash.tpu import blocks as pallas_flash_blocks
+    from vitkernels.attention.pallas_flash.tpu import block_plans
     from vitkernels.tpu_estimate import tune
 
-    return pallas_flash_blocks.plan(replace(tune.problem(shape), chip=chip.name))
+    return block_plans.plan(replace(tune.problem(shape), chip=chip.name))
 
 
 def _estimate(contender: str, which: str, shape: tuple, blocks: tuple, chip: Chip) -> tpu_program.Program:

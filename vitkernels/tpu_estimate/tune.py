@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vitkernels.attention.pallas_flash.tpu import attend
-from vitkernels.attention.pallas_flash.tpu import blocks as pallas_flash_blocks
-from vitkernels.attention.pallas_flash.tpu.blocks import PASSES, Blocks, Plan
-from vitkernels.attention.pallas_flash.tpu.tiles import LANES, Problem, group_of_heads, round_up
+from vitkernels.attention.pallas_flash.tpu import block_plans, dispatch
+from vitkernels.attention.pallas_flash.tpu.block_plans import PASSES, BlockPlan, PassBlocks
+from vitkernels.attention.pallas_flash.tpu.tiles import LANES, TpuProblem, group_of_heads, round_up
 from vitkernels.bridge.jax_compat import jax
 from vitkernels.errors import UsageError
 from vitkernels.tpu_estimate import dump as tpu_dump
@@ -29,23 +28,23 @@ _HOPELESS = 1.5  # times the rule's estimate
 _PATIENCE_S = 300  # for one compilation
 _SIZES = (128, 256, 512, 1024, 1280)  # at most: what is tried is the block below with the least padding
 # Of a short form's straight piece, and of a long form's step: beyond, the compiler takes minutes or runs out of VMEM.
-_SCORES = {"short": 4 * 2**20, "long": 2 * 2**20}
+_SCORES = {"single_pass": 4 * 2**20, "online_softmax": 2 * 2**20}
 _SHORT_KEYS = 1280
 
-Estimate = Callable[[str, str, Blocks], float]  # (form, pass, blocks) -> ms; raises UsageError where it cannot be
+Estimate = Callable[[str, str, PassBlocks], float]  # (form, pass, blocks) -> ms; raises UsageError where it cannot be
 
 
 @dataclass(frozen=True)
 class Found:
     """What a search ended with; milliseconds by pass, estimated."""
 
-    plan: Plan
+    plan: BlockPlan
     ms: dict[str, float]
-    rule: Plan
+    rule: BlockPlan
     rule_ms: dict[str, float]
-    best: dict[str, tuple[Plan, dict[str, float]]]  # of each form, whether or not it is clearly better
+    best: dict[str, tuple[BlockPlan, dict[str, float]]]  # of each form, whether or not it is clearly better
 
-    def entry(self, problem: Problem, chip: str) -> dict:
+    def entry(self, problem: TpuProblem, chip: str) -> dict:
         """The table's entry."""
         sizes = {name: getattr(problem, name) for name in ("dtype", "heads", "head_dim", "q_tokens", "kv_tokens")}
         blocks = {which: asdict(getattr(self.plan, which)) for which in PASSES}
@@ -53,17 +52,17 @@ class Found:
         return {"chip": chip, **sizes, "form": self.plan.form, **blocks, **times}
 
 
-def problem(shape_BHND: tuple[int, int, int, int]) -> Problem:
+def problem(shape_BHND: tuple[int, int, int, int]) -> TpuProblem:
     """Plain self-attention in bfloat16."""
     B, H, N, D = shape_BHND
-    return Problem(B, H, D, N, N, D**-0.5, False, "bfloat16", None, None, False)
+    return TpuProblem(B, H, D, N, N, D**-0.5, False, "bfloat16", None, None, False)
 
 
-def search(of: Problem, estimate: Estimate, say: Callable[[str], None] = print) -> Found:
+def search(of: TpuProblem, estimate: Estimate, say: Callable[[str], None] = print) -> Found:
     """The plan with the least estimate, or the rule's where none is clearly better. `say` is told of each estimate."""
-    rule, known = pallas_flash_blocks.rule(of), {}
+    rule, known = block_plans.rule(of), {}
 
-    def ms(form: str, which: str, blocks: Blocks) -> float:
+    def ms(form: str, which: str, blocks: PassBlocks) -> float:
         if (form, which, blocks) not in known:
             try:
                 known[form, which, blocks] = estimate(form, which, blocks)
@@ -83,13 +82,13 @@ def search(of: Problem, estimate: Estimate, say: Callable[[str], None] = print) 
         began = sum(ms(form, which, getattr(start, which)) for which in PASSES)
         if began < _HOPELESS * sum(rule_ms.values()) or began == float("inf"):
             blocks = [_descend(of, form, which, getattr(start, which), ms) for which in PASSES]
-            start = Plan(form, *blocks, source="table")
+            start = BlockPlan(form, *blocks, source="table")
         found[form] = start, {which: ms(form, which, getattr(start, which)) for which in PASSES}
     plan, times = _chosen(found, rule, rule_ms)
     return Found(plan, times, rule, rule_ms, found)
 
 
-def _chosen(found: dict, rule: Plan, rule_ms: dict[str, float]) -> tuple[Plan, dict[str, float]]:
+def _chosen(found: dict, rule: BlockPlan, rule_ms: dict[str, float]) -> tuple[BlockPlan, dict[str, float]]:
     """The rule's plan, but for what is clearly better."""
     totals = {form: sum(times.values()) for form, (_, times) in found.items()}
     form = min(totals, key=lambda form: totals[form])
@@ -101,46 +100,46 @@ def _chosen(found: dict, rule: Plan, rule_ms: dict[str, float]) -> tuple[Plan, d
     return plan, rule_ms | {which: times[which] for which in better}
 
 
-def _forms(of: Problem) -> list[str]:
-    return ["short", "long"] if round_up(of.kv_tokens, LANES) <= _SHORT_KEYS else ["long"]
+def _forms(of: TpuProblem) -> list[str]:
+    return ["single_pass", "online_softmax"] if round_up(of.kv_tokens, LANES) <= _SHORT_KEYS else ["online_softmax"]
 
 
-def _start(of: Problem, form: str) -> Plan:
+def _start(of: TpuProblem, form: str) -> BlockPlan:
     """Where the search of a form begins that is not the rule's."""
-    rows, keys = (pallas_flash_blocks.even(tokens, 512) for tokens in (of.q_tokens, of.kv_tokens))
-    blocks = Blocks(group_of_heads(of), rows, keys)
-    if form == "short":
+    rows, keys = (block_plans.even(tokens, 512) for tokens in (of.q_tokens, of.kv_tokens))
+    blocks = PassBlocks(group_of_heads(of), rows, keys)
+    if form == "single_pass":
         blocks = replace(blocks, queries=min(rows, 256), keys=round_up(of.kv_tokens, LANES))
-    return Plan(form, blocks, blocks)
+    return BlockPlan(form, blocks, blocks)
 
 
-def _descend(of: Problem, form: str, which: str, blocks: Blocks, ms) -> Blocks:
+def _descend(of: TpuProblem, form: str, which: str, blocks: PassBlocks, ms) -> PassBlocks:
     """The best blocks found by varying heads, queries and keys in turn, once."""
     for name in ("heads", "queries", "keys"):
         blocks = min([blocks, *_varied(of, form, blocks, name)], key=lambda blocks: ms(form, which, blocks))
     return blocks
 
 
-def _varied(of: Problem, form: str, blocks: Blocks, name: str) -> Iterator[Blocks]:
+def _varied(of: TpuProblem, form: str, blocks: PassBlocks, name: str) -> Iterator[PassBlocks]:
     if name == "heads":
         group = group_of_heads(of)
         values = [h for h in range(group, of.heads + 1, group) if of.heads % h == 0]
     else:
         tokens = of.q_tokens if name == "queries" else of.kv_tokens
-        values = sorted({pallas_flash_blocks.even(tokens, size) for size in _SIZES})
-        if form == "short" and name == "keys":
+        values = sorted({block_plans.even(tokens, size) for size in _SIZES})
+        if form == "single_pass" and name == "keys":
             values = [blocks.keys]
     for value in values:
         candidate = replace(blocks, **{name: value})
-        queries = round_up(of.q_tokens, LANES) if form == "short" else candidate.queries
+        queries = round_up(of.q_tokens, LANES) if form == "single_pass" else candidate.queries
         if candidate.heads * queries * candidate.keys <= _SCORES[form]:
             yield candidate
 
 
-def libtpu_estimate(of: Problem, chip: Chip) -> Estimate:
+def libtpu_estimate(of: TpuProblem, chip: Chip) -> Estimate:
     """The estimate from libtpu's schedules, 10 to 60 s of processor time each."""
 
-    def estimate(form: str, which: str, blocks: Blocks) -> float:
+    def estimate(form: str, which: str, blocks: PassBlocks) -> float:
         with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
             arguments = (form, which, asdict(blocks), of.batch, of.heads, of.q_tokens, of.head_dim)
             dump = tpu_dump.compile_in(
@@ -156,13 +155,15 @@ def libtpu_estimate(of: Problem, chip: Chip) -> Estimate:
 
 def build(form: str, which: str, blocks: dict, batch: int, heads: int, tokens: int, head_dim: int):
     """One pass in these blocks as a JAX function of the packed arrays, and their shapes: compile_jax's arguments."""
-    of, cut = problem((batch, heads, tokens, head_dim)), Blocks(**blocks)
-    kernels, none = attend.FORMS[form], (None, None, None)
+    of, cut = problem((batch, heads, tokens, head_dim)), PassBlocks(**blocks)
+    kernels, none = dispatch.FORMS[form], (None, None, None)
     shape = jax.ShapeDtypeStruct
     qkv, out = (shape((batch, tokens, n * of.width), "bfloat16") for n in (3, 1))
     if which == "forward":
         return (lambda qkv: kernels.forward(of, cut, (qkv,), *none)), [qkv], True
-    saved = [out, shape((batch, heads // cut.heads, 1, cut.heads, tokens), "float32")] if form == "long" else []
+    saved = (
+        [out, shape((batch, heads // cut.heads, 1, cut.heads, tokens), "float32")] if form == "online_softmax" else []
+    )
 
     def backward(qkv, *arrays):
         return kernels.backward(of, cut, (qkv,), *arrays, *none, False)[0]

@@ -18,13 +18,13 @@ from vitkernels.errors import UsageError
 
 # Here and not at the first call, because torch.compile would trace an import.
 try:
-    from vitkernels.attention.pallas_flash.tpu import attend
+    from vitkernels.attention.pallas_flash.tpu import dispatch
     from vitkernels.bridge import pallas_op
 except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TPU
     _unavailable, _flash = str(error), None
 else:
     _unavailable = None
-    _flash = pallas_op(attend.attend, vjp=attend.attend_vjp, name="pallas_flash", shard_batch=True)
+    _flash = pallas_op(dispatch.attend, vjp=dispatch.attend_vjp, name="pallas_flash", shard_batch=True)
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _HOPPER_DTYPES = (torch.bfloat16, torch.float16)

@@ -16,7 +16,7 @@ from triton import JITFunction
 
 from vitkernels.attention.triton_flash.backward import dbias_kernel, dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash.forward import forward_kernel
-from vitkernels.bridge.operator import Remembered, aligned
+from vitkernels.bridge.operator import BoundedCache, aligned
 from vitkernels.bridge.triton import bind, cdiv, next_power_of_2, triton_call
 
 Launch = Callable[..., None]  # of tensors, or of their addresses
@@ -162,7 +162,7 @@ def asked_for(call: Call, sizes: Sequence[int], which: int) -> Tiles | None:
 
 
 # The layout of a call -> its launch, ready but for the tensors: host time is dear where kernels are short.
-_bound = Remembered()
+_bound = BoundedCache()
 
 
 def _run(call: Call, kernel, own: str, rows: tuple, statistics: tuple, tiles: Tiles | None, choose) -> Launch | None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.attention.triton_flash.launch import Call, asked_for, backward, bias_gradient, forward
-from vitkernels.bridge.operator import Remembered, aligned, calculable, differentiable_once, operator
+from vitkernels.bridge.operator import BoundedCache, aligned, differentiable_once, interpretable, operator
 
 
 def _parts(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,7 +43,7 @@ def attend(
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units, for the backward pass."""
-    call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    call = Call.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
     out_BHND = _rows_like(call.q)
     lse_BHN = q.new_empty(q.shape[:3], dtype=torch.float32)
     forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
@@ -76,8 +76,8 @@ def attend_backward(
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dbias; dbias is empty when it is not needed."""
-    call = Call.of(*map(calculable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
-    out, do = calculable(out), calculable(do)
+    call = Call.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    out, do = interpretable(out), interpretable(do)
     grads = [_rows_like(x) for x in (call.q, call.k, call.v)]
     delta, _ = backward(call, out, lse, do, *grads, tiles)
     dbias = _dbias(call, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
@@ -120,7 +120,7 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # To make views of q, k and v and look at each takes longer than a launch. So a plain call of a layout that was seen
 # before launches at addresses.
 
-_forwards, _backwards = Remembered(), Remembered()  # the layout of a plain call -> its launches
+_forwards, _backwards = BoundedCache(), BoundedCache()  # the layout of a plain call -> its launches
 
 
 def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, tiles: Sequence[int]) -> tuple | None:
@@ -133,7 +133,7 @@ def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float,
     return qkv.shape, qkv.stride(), qkv.dtype, device, qkv.data_ptr() % 16, is_causal, scale, tuple(tiles)
 
 
-def _remember(seen: Remembered, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
+def _remember(seen: BoundedCache, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
     of_copies = tuple(x.data_ptr() for x in (call.q, call.k, call.v)) != _addresses(qkv)
     if layout is not None and not of_copies and None not in launches:  # None: interpreted
         seen[layout] = launches
@@ -161,13 +161,13 @@ def attend_packed(
     """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
     B, N, _, H, D = qkv.shape
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
-    given = calculable(qkv)
+    given = interpretable(qkv)
     out_BNE, lse_BHN = given.new_empty(B, N, H * D), given.new_empty(B, H, N, dtype=torch.float32)
     launches = _forwards.get(layout)
     if launches is not None:
         launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
         return out_BNE, lse_BHN
-    call = Call.of(*_parts(given), calculable(bias), mask, segment_ids, is_causal, scale)
+    call = Call.of(*_parts(given), interpretable(bias), mask, segment_ids, is_causal, scale)
     launch = forward(call, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, asked_for(call, tiles, 0))
     _remember(_forwards, layout, call, qkv, [launch])
     return out_BNE.to(qkv.dtype), lse_BHN
@@ -206,8 +206,8 @@ def attend_packed_backward(
         dqkv = qkv.new_empty(qkv.shape)
         _backward_again(launches, do, out, lse, qkv, dqkv)
         return dqkv, qkv.new_empty(0)
-    call = Call.of(*_parts(calculable(qkv)), calculable(bias), mask, segment_ids, is_causal, scale)
-    out_BHND, do_BHND = (calculable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
+    call = Call.of(*_parts(interpretable(qkv)), interpretable(bias), mask, segment_ids, is_causal, scale)
+    out_BHND, do_BHND = (interpretable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = call.q.new_empty(qkv.shape)
     delta, launches = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
     _remember(_backwards, layout, call, qkv, launches)

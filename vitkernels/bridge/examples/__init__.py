@@ -1,1 +1,1 @@
-"""Worked examples of the bridge, after the Pallas quickstart: small kernels, each adopted as a torch op in one line."""
+"""Worked examples of the bridge: the Pallas quickstart's small kernels, each registered as a torch op in one line."""

@@ -1,10 +1,10 @@
-"""The Pallas quickstart's kernels as torch ops: each JAX function is plain Pallas, each op is one line under it.
+"""The Pallas quickstart's kernels as torch ops: each JAX function is plain Pallas, registered as an op in one line.
 
     from vitkernels.bridge.examples.quickstart import add_vectors, iota, matmul
     add_vectors(x, y)                                # tensors on the CPU, on torch_xla or on CUDA
-    iota(length=8, device="xla")                     # no tensor to tell the device by
-    matmul(x, y, activation="gelu")                  # blocks, and an activation on each finished block
-    torch.func.vmap(add_vectors)(xs, ys)             # batched: JAX's vmap adds a grid dimension
+    iota(length=8, device="xla")                     # no tensor argument to infer the device from
+    matmul(x, y, activation="gelu")                  # blocked, with an activation epilogue
+    torch.func.vmap(add_vectors)(xs, ys)             # JAX's vmap adds a grid dimension
 
 Shape suffixes: M, K, N the dimensions of a matrix product.
 Source: https://docs.jax.dev/en/latest/pallas/quickstart.html
@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vitkernels.bridge.pallas import pallas_op
+from vitkernels.errors import UsageError
 
 ACTIVATIONS = {
     "none": lambda x: x,
@@ -32,11 +33,11 @@ def _add_kernel(x_ref, y_ref, o_ref):
 
 
 def add_vectors_jax(x, y):
-    """x + y, elementwise, the whole of both in VMEM."""
+    """Return x + y, elementwise, with both arrays entirely in VMEM."""
     return pl.pallas_call(_add_kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x, y)
 
 
-# A bare pallas_call has no derivative: the third argument's function gives it.
+# A bare pallas_call has no derivative, so `vjp` supplies it.
 add_vectors = pallas_op(
     add_vectors_jax, name="add_vectors", vjp=lambda primals, outputs, cotangents: (cotangents[0], cotangents[0])
 )
@@ -48,9 +49,9 @@ def _iota_kernel(o_ref, *, block):
 
 
 def iota_jax(*, length: int, block: int = 128):
-    """0, 1, ... length - 1 as int32: each step of the grid writes the block that its index names.
+    """Return 0, 1, ... length - 1 as int32; each grid step writes one block.
 
-    Any length: the last block may hang over the end, and what hangs over is not written.
+    Any length: the part of the last block beyond the end is not written.
     """
     row = pl.pallas_call(
         functools.partial(_iota_kernel, block=block),
@@ -69,7 +70,7 @@ def _matmul_kernel(x_ref, y_ref, o_ref, sum_ref, *, steps, activation):
     def _():
         sum_ref[...] = jnp.zeros_like(sum_ref)
 
-    # A float32 product of honest float32: the MXU would otherwise round its inputs to bfloat16.
+    # Full float32 precision: by default the MXU rounds float32 inputs to bfloat16.
     precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
     sum_ref[...] += jnp.dot(x_ref[...], y_ref[...], preferred_element_type=jnp.float32, precision=precision)
 
@@ -79,17 +80,19 @@ def _matmul_kernel(x_ref, y_ref, o_ref, sum_ref, *, steps, activation):
 
 
 def matmul_jax(x_MK, y_KN, *, activation: str = "none", block: tuple[int, int, int] = (256, 256, 256)):
-    """activation(x y), with the sum over K and the activation in float32, block by block.
+    """Return activation(x y), accumulated over K and activated in float32, block by block.
 
-    block: (rows, columns, depth), each cut to the matrix; the matrix must then divide into blocks.
-    Raises ValueError for shapes that do not, and for an activation not in ACTIVATIONS.
+    block: (rows, columns, depth), each clipped to the matrix, which must then divide into blocks.
+    Raises UsageError (a ValueError) for shapes that do not divide and for an activation not in ACTIVATIONS.
     """
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}")
+        message = f"activation must be one of {', '.join(ACTIVATIONS)}; got {activation!r}"
+        raise UsageError(message, code="bridge.example_activation", activation=activation)
     (M, K), N = x_MK.shape, y_KN.shape[1]
     m, n, k = min(block[0], M), min(block[1], N), min(block[2], K)
     if y_KN.shape[0] != K or M % m or N % n or K % k:
-        raise ValueError(f"x {x_MK.shape} and y {y_KN.shape} must chain and divide into blocks of {(m, n, k)}")
+        message = f"x {x_MK.shape} and y {y_KN.shape} must chain and divide into blocks of {(m, n, k)}"
+        raise UsageError(message, code="bridge.example_shape")
     return pl.pallas_call(
         functools.partial(_matmul_kernel, steps=K // k, activation=activation),
         out_shape=jax.ShapeDtypeStruct((M, N), x_MK.dtype),
@@ -104,7 +107,7 @@ def matmul_jax(x_MK, y_KN, *, activation: str = "none", block: tuple[int, int, i
 
 
 def _matmul_vjp(primals, outputs, cotangents, *, activation: str = "none", block=(256, 256, 256)):
-    """The products again run on the same kernel; the activation's derivative comes from JAX."""
+    """Run the gradient's products on the same kernel; JAX differentiates the activation."""
     x_MK, y_KN = primals
     (g_MN,) = cotangents
     m, n, k = block

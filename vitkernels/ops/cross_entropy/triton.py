@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.bridge.operator import calculable, differentiable_once, operator
+from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.bridge.triton import next_power_of_2, triton_call
 
 _LARGEST_C = 65536  # a row must fit into one program's registers
@@ -103,7 +103,7 @@ def _mean_kernel(loss_B, counts_B, mean, counted, B, BLOCK_B: tl.constexpr):
 def loss_and_gradient(logits, targets, label_smoothing, ignore_index, needs_gradient):
     """The mean loss, how many rows it is over, and each row's own gradient in the logits' dtype (or nothing)."""
     dtype = logits.dtype
-    logits, targets = calculable(logits), calculable(targets.contiguous())
+    logits, targets = interpretable(logits), interpretable(targets.contiguous())
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     B, C = logits.shape
     losses, counts = torch.empty(2, B, dtype=torch.float32, device=logits.device)

@@ -4,7 +4,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.bridge.operator import calculable, differentiable_once, operator
+from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.bridge.triton import triton_call
 from vitkernels.ops.generalized_box_iou.triton_kernel import backward_kernel, forward_kernel
 
@@ -28,7 +28,7 @@ def _launch(kernel, tensors, eps: float | None, count: int, **constants) -> None
 def giou(preds: Tensor, targets: Tensor, eps: float | None) -> Tensor:
     """(..., 4) twice to (...)."""
     out = preds.new_empty(preds.shape[:-1], dtype=_wide(preds.dtype))
-    boxes = (calculable(x).contiguous() for x in (preds, targets))
+    boxes = (interpretable(x).contiguous() for x in (preds, targets))
     _launch(forward_kernel, (*boxes, out), eps, out.numel())
     return out
 
@@ -46,7 +46,7 @@ def giou_backward(
     grad: Tensor, preds: Tensor, targets: Tensor, eps: float | None, of_targets: bool
 ) -> tuple[Tensor, Tensor]:
     """The gradients of preds and of targets; the latter is empty where it is not wanted."""
-    inputs = [calculable(x).contiguous() for x in (grad, preds, targets)]
+    inputs = [interpretable(x).contiguous() for x in (grad, preds, targets)]
     d_preds = torch.empty_like(inputs[1])
     d_targets = torch.empty_like(inputs[2]) if of_targets else None
     calc = tl.float64 if preds.dtype == torch.float64 else tl.float32

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.bridge.operator import calculable, differentiable_once, operator
+from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
 _LARGEST_C = 8192  # a row must fit into one program's registers
@@ -154,7 +154,7 @@ def _forward(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scal
     M = x.numel() // C
     x, branch = _readable(x), _readable(branch)
     total = None if branch is None else torch.empty_like(x, memory_format=torch.contiguous_format)
-    normed = calculable(torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format))
+    normed = interpretable(torch.empty_like(x, dtype=out_dtype, memory_format=torch.contiguous_format))
     mean, rstd = (torch.empty(M, dtype=torch.float32, device=x.device) for _ in range(2))
     block = next_power_of_2(C)
     rows, warps = _forward_tile(block)
@@ -186,7 +186,7 @@ def _backward(
     """dx, dbranch (None where not needed) and the sums over rows (S, C): dweight, dbias, dbranch_bias, dlayer_scale."""
     C = total.shape[-1]
     M = total.numel() // C
-    dx = torch.empty_like(calculable(total))
+    dx = torch.empty_like(interpretable(total))
     dbranch = None
     if needs_dbranch:
         dbranch = torch.empty_like(total, dtype=torch.float32 if total.device.type == "cpu" else branch_dtype)
@@ -213,7 +213,7 @@ def _backward(
 
 def _readable(x: Tensor | None) -> Tensor | None:
     """Rows and vectors alike: the kernels go through memory from number to number, whatever the strides."""
-    return None if x is None else calculable(x).contiguous()
+    return None if x is None else interpretable(x).contiguous()
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import interpretable, operator
 from vitkernels.bridge.triton import cdiv, triton_call
 
 
@@ -34,7 +34,7 @@ def _(dy, x, dtype):
 @operator("column_sums(Tensor x) -> Tensor")
 def column_sums(x: Tensor) -> Tensor:
     """Sums over rows in float32, the same bits every time: (M, N) -> (N), or (M, G, N) -> (G, N)."""
-    x = calculable(x)
+    x = interpretable(x)
     x_MGN = x if x.ndim == 3 else x.unsqueeze(1)
     return sums_over_rows(x_MGN if x.stride(-1) == 1 else x_MGN.contiguous()).view(x.shape[1:])
 

@@ -8,7 +8,7 @@ Shape suffixes: M rows (tokens), K input features, N output features.
 import torch
 from torch import Tensor
 
-from vitkernels.bridge.operator import calculable, differentiable_once, operator
+from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.ops.linear_gelu import launch
 
 
@@ -16,8 +16,8 @@ from vitkernels.ops.linear_gelu import launch
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, keep: bool, form: str):
     """gelu(x weightᵀ + bias), and for the backward pass what GELU was given, pre; or, for one who keeps the first
     result, gelu'(pre) instead: both at once take little more work than one of them."""
-    x_MK, weight_NK = (calculable(t).contiguous() for t in (x.reshape(-1, x.shape[-1]), weight))
-    bias_N = None if bias is None else calculable(bias).contiguous()
+    x_MK, weight_NK = (interpretable(t).contiguous() for t in (x.reshape(-1, x.shape[-1]), weight))
+    bias_N = None if bias is None else interpretable(bias).contiguous()
     act_MN, saved_MN = launch.forward(x_MK, weight_NK, bias_N, tanh, keep, form)
     shape = *x.shape[:-1], weight.shape[0]
     return act_MN.to(x.dtype).view(shape), saved_MN.to(x.dtype).view(shape)
@@ -32,7 +32,7 @@ def _(x, weight, bias, tanh, keep, form):
 @operator("gelu_backward_with_sums(Tensor dact, Tensor pre, bool tanh) -> (Tensor, Tensor)")
 def gelu_backward_with_sums(dact: Tensor, pre: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """dpre = dact gelu'(pre), both (M, N), and dpre's sums over rows (N) in float32."""
-    dpre, _, sums = launch.backward_pass(calculable(dact).contiguous(), calculable(pre), tanh)
+    dpre, _, sums = launch.backward_pass(interpretable(dact).contiguous(), interpretable(pre), tanh)
     return dpre.to(pre.dtype), sums
 
 
@@ -51,7 +51,7 @@ def linear_into_gelu_backward(dy: Tensor, weight: Tensor, saved: Tensor, tanh: b
 
     dy (M, K); weight (K, N); saved (M, N), linear_gelu's second result.
     """
-    given = calculable(dy).contiguous(), calculable(weight).contiguous(), calculable(saved)
+    given = interpretable(dy).contiguous(), interpretable(weight).contiguous(), interpretable(saved)
     dpre, act, sums = launch.backward(*given, tanh, kept, form)
     return dpre.to(saved.dtype), saved.new_empty(0) if act is None else act.to(saved.dtype), sums
 

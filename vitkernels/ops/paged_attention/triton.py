@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import interpretable, operator
 from vitkernels.ops.paged_attention.triton_launch import attend
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,7 +21,7 @@ def _paged_attention(
     block_tables: Tensor,
     soft_cap: float | None,
 ) -> Tensor:
-    arrays = map(calculable, (query, key_cache, value_cache))
+    arrays = map(interpretable, (query, key_cache, value_cache))
     return attend(*arrays, context_lens, block_tables, soft_cap).to(query.dtype)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitkernels.bridge.operator import calculable, operator
+from vitkernels.bridge.operator import interpretable, operator
 from vitkernels.ops import rowwise_quantization
 from vitkernels.ops.int8_matmul import scaled
 from vitkernels.ops.int8_matmul.triton_product import product as eight_bit_product
@@ -27,10 +27,10 @@ _MANY_TOKENS = 512
 )
 def _quantized_matmul(x, x_scale, w, scale, zero_point, bias, block_size, activation_bits, out_dtype):
     """x is rounded already where x_scale is given."""
-    x = calculable(x.contiguous())
+    x = interpretable(x.contiguous())
     if activation_bits == 8 and x_scale is None:
         x, x_scale = rowwise_triton.quantize_rows(x, None, _token_dtype(w), gelu=False)
-    scale, zero_point, bias = (None if t is None else calculable(t.contiguous()) for t in (scale, zero_point, bias))
+    scale, zero_point, bias = (None if t is None else interpretable(t.contiguous()) for t in (scale, zero_point, bias))
     if w.dtype == torch.float8_e4m3fn:
         return _fp8(x, w, scale.float(), x_scale, bias, out_dtype)
     wide = torch.float32 if x.device.type == "cpu" and out_dtype == torch.bfloat16 else out_dtype

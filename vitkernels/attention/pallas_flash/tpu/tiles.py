@@ -32,7 +32,7 @@ def round_up(x: int, to: int) -> int:
 
 
 @dataclass(frozen=True)
-class Problem:
+class TpuProblem:
     """One attention call's static side."""
 
     batch: int
@@ -72,7 +72,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Window:
+class LaneWindow:
     """The whole lane tiles [lo, hi) that hold one head, which is lanes [start, stop) of the window."""
 
     lo: int
@@ -102,17 +102,17 @@ class Window:
         return (slice(self.start, self.stop),)
 
 
-def windows(heads: int, head_dim: int) -> list[Window]:
+def windows(heads: int, head_dim: int) -> list[LaneWindow]:
     """Where each head lies; a head of up to 128 lanes touches one tile or two, and shares them with its neighbours."""
     found = []
     for first in range(0, heads * head_dim, head_dim):
         lo = first // LANES * LANES
         hi = min(round_up(first + head_dim, LANES), heads * head_dim)
-        found.append(Window(lo, hi, first - lo, first - lo + head_dim))
+        found.append(LaneWindow(lo, hi, first - lo, first - lo + head_dim))
     return found
 
 
-def group_of_heads(problem: Problem) -> int:
+def group_of_heads(problem: TpuProblem) -> int:
     """The fewest heads that fill whole lane tiles (64 lanes: 2, 72: 16); all heads when that does not divide them."""
     fewest = math.lcm(problem.head_dim, LANES) // problem.head_dim
     return fewest if problem.heads % fewest == 0 else problem.heads
@@ -136,7 +136,7 @@ def dot(a, b, contract: tuple[int, int]):
     return reduce(operator.add, [product(*pair, precision=lax.Precision.HIGHEST) for pair in factors])
 
 
-def fold(x, window: Window):
+def fold(x, window: LaneWindow):
     """A window's two tiles as one, each of the head's values in its own lane still.
 
     A head of up to 128 lanes ends in its second tile before the lane where it began in the first, so the two parts do
@@ -147,7 +147,7 @@ def fold(x, window: Window):
     return _choose(_lane(LANES) >= window.start, x[:, :LANES], x[:, LANES:])
 
 
-def only_head(x, window: Window):
+def only_head(x, window: LaneWindow):
     """A folded x with zeros in the lanes of other heads, so that a product over all of them is the head's."""
     if window.start == 0 and window.stop == window.size:
         return x
@@ -200,7 +200,7 @@ def _on_tail(x, axis: int, valid: int, fill: float):
 
 
 @dataclass(frozen=True)
-class Extras:
+class ScoreExtras:
     """The refs of what joins the scores. In the transposed form (keys by queries) their last two axes are swapped.
 
     bias and mask are (1, heads or 1, rows or 1, columns or 1); the mask is 0 where it keeps and -inf elsewhere.
@@ -212,7 +212,7 @@ class Extras:
     row_ids: object = None
     column_ids: object = None
 
-    def join(self, s, problem: Problem, head, rows: slice, columns: slice, transposed: bool, origin=(0, 0)):
+    def join(self, s, problem: TpuProblem, head, rows: slice, columns: slice, transposed: bool, origin=(0, 0)):
         """Scores in the problem's unit: scale, bias, mask, segments, causality.
 
         `s` is the part at these rows and columns of the refs' blocks; `origin` is where the blocks themselves begin.
@@ -238,7 +238,7 @@ def _block(ref, head, rows: slice, columns: slice):
 
 
 def extra_arrays(bias, mask, ids, transposed: bool) -> list:
-    """The arrays behind Extras, in its order, swapped for the transposed form; None where there is none."""
+    """The arrays behind ScoreExtras, in its order, swapped for the transposed form; None where there is none."""
     swap = partial(jnp.swapaxes, axis1=-1, axis2=-2) if transposed else (lambda x: x)
     if mask is not None:
         mask = jnp.where(mask, 0.0, -jnp.inf).astype(jnp.bfloat16)
@@ -251,7 +251,7 @@ def extra_arrays(bias, mask, ids, transposed: bool) -> list:
     ]
 
 
-def turned(x, window: Window):
+def turned(x, window: LaneWindow):
     """The head's rows of a folded x's transpose, (D, tokens).
 
     16-bit rows come in pairs of 8, so other offsets turn over in float32.
@@ -261,7 +261,7 @@ def turned(x, window: Window):
     return _head_rows(x.astype(f32).T, window).astype(x.dtype)
 
 
-def _head_rows(x, window: Window):
+def _head_rows(x, window: LaneWindow):
     rows = [x[part] for part in window.parts]
     return jnp.concatenate(rows, axis=0) if len(rows) > 1 else rows[0]
 
@@ -281,7 +281,7 @@ def pipelined(items, first, second) -> None:
     second(*waiting)
 
 
-def reciprocal(total, problem: Problem):
+def reciprocal(total, problem: TpuProblem):
     """1 / Σ of a query's exponentials, 0 for a query without keys.
 
     The sums lie between 1 and the number of keys. A division also heeds zeros, infinities and denormals, at three times
@@ -308,7 +308,7 @@ class LaneTiles:
         self._store = store  # (first lane, value)
         self._open: dict[int, jax.Array] = {}
 
-    def add(self, x, window: Window, is_last: bool) -> None:
+    def add(self, x, window: LaneWindow, is_last: bool) -> None:
         """x: (rows, lanes) of a folded window, of which the head's own count."""
         for lo in range(window.lo, window.hi, LANES):
             hi = min(lo + LANES, window.hi)

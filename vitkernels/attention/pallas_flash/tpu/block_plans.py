@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
-from vitkernels.attention.pallas_flash.tpu.tiles import LANES, ROWS, VMEM_LIMIT, Problem, group_of_heads, round_up
+from vitkernels.attention.pallas_flash.tpu.tiles import LANES, ROWS, VMEM_LIMIT, TpuProblem, group_of_heads, round_up
 from vitkernels.errors import UsageError
 
 TABLE = Path(__file__).with_suffix(".json")
@@ -24,7 +24,7 @@ _LONG_SCORES = 2 * 1024 * 512  # of all heads of a step; more outgrows the compi
 
 
 @dataclass(frozen=True)
-class Blocks:
+class PassBlocks:
     """Of one pass. Short: heads in a straight piece of code, at most so many queries in a block, and every key.
     Long: heads of a grid step, and the query and key rows of a block."""
 
@@ -34,12 +34,12 @@ class Blocks:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """A problem's form (short: whole rows of scores; long: the online softmax), and the blocks of both passes."""
 
     form: str
-    forward: Blocks
-    backward: Blocks
+    forward: PassBlocks
+    backward: PassBlocks
     source: str = "rule"  # or table
 
     def __str__(self) -> str:
@@ -47,24 +47,24 @@ class Plan:
         return f"blocks by {self.source}: {self.form} form, forward {passes[0]}, backward {passes[1]}"
 
 
-def plan(problem: Problem) -> Plan:
+def plan(problem: TpuProblem) -> BlockPlan:
     """The table's plan where it has one for the problem's chip and sizes, the rule's otherwise."""
     return _table(TABLE).get(_key(problem)) or rule(problem)
 
 
-def rule(problem: Problem) -> Plan:
+def rule(problem: TpuProblem) -> BlockPlan:
     """What holds for every problem, on every chip."""
     if not takes_whole_rows(problem):
         blocks = _long(problem)
-        return Plan("long", blocks, blocks)
+        return BlockPlan("online_softmax", blocks, blocks)
     group = group_of_heads(problem)
     most = max(_UNROLLED // (_scores_of_group(problem) // group), group)
     heads = max(h for h in range(group, problem.heads + 1, group) if problem.heads % h == 0 and h <= most)
-    blocks = Blocks(heads, 256, round_up(problem.kv_tokens, LANES))
-    return Plan("short", blocks, blocks)
+    blocks = PassBlocks(heads, 256, round_up(problem.kv_tokens, LANES))
+    return BlockPlan("single_pass", blocks, blocks)
 
 
-def _scores_of_group(problem: Problem) -> int:
+def _scores_of_group(problem: TpuProblem) -> int:
     """Scores in the smallest piece of straight code: a group of heads that fills whole lane tiles.
 
     Float32 ones count four times: an honest product is as many passes as that and more.
@@ -73,7 +73,7 @@ def _scores_of_group(problem: Problem) -> int:
     return group_of_heads(problem) * rows * columns * (4 if problem.dtype == "float32" else 1)
 
 
-def takes_whole_rows(problem: Problem) -> bool:
+def takes_whole_rows(problem: TpuProblem) -> bool:
     """Whether the short form is for the problem: its code compiles in seconds and its blocks fit in VMEM."""
     if _scores_of_group(problem) > _UNROLLED:
         return False
@@ -89,12 +89,12 @@ def takes_whole_rows(problem: Problem) -> bool:
     return blocks + _SCORE_ARRAYS * 4 * m * min(n, 256) < 0.8 * VMEM_LIMIT
 
 
-def _long(problem: Problem) -> Blocks:
+def _long(problem: TpuProblem) -> PassBlocks:
     heads = group_of_heads(problem)
     queries, keys = 1024, 1024
     while heads * queries * keys > _LONG_SCORES and queries * keys > LANES * LANES:
         queries, keys = (queries, keys // 2) if keys > queries else (queries // 2, keys)
-    return Blocks(heads, even(problem.q_tokens, queries), even(problem.kv_tokens, keys))
+    return PassBlocks(heads, even(problem.q_tokens, queries), even(problem.kv_tokens, keys))
 
 
 def even(tokens: int, largest: int) -> int:
@@ -110,7 +110,7 @@ def even(tokens: int, largest: int) -> int:
 _SIZES = ("heads", "head_dim", "q_tokens", "kv_tokens")
 
 
-def _key(problem: Problem) -> tuple | None:
+def _key(problem: TpuProblem) -> tuple | None:
     """None for a problem with a bias, a mask, segments or causality: what joins the scores takes VMEM of its own."""
     if problem.may_lose_rows or problem.is_causal:
         return None
@@ -118,14 +118,14 @@ def _key(problem: Problem) -> tuple | None:
 
 
 @cache
-def _table(path: Path) -> dict[tuple, Plan]:
+def _table(path: Path) -> dict[tuple, BlockPlan]:
     """The file's entries; raises UsageError with the first that no kernel can run."""
     found = {}
     for entry in json.loads(path.read_text())["entries"]:
         try:
             sizes = [entry[name] for name in _SIZES]
-            passes = [Blocks(**entry[which]) for which in PASSES]
-            chosen = Plan(entry["form"], *passes, source="table")
+            passes = [PassBlocks(**entry[which]) for which in PASSES]
+            chosen = BlockPlan(entry["form"], *passes, source="table")
             reason = refusal(chosen, *sizes)
             key = (entry["chip"], entry["dtype"], *sizes)
         except (KeyError, TypeError) as error:
@@ -139,10 +139,10 @@ def _table(path: Path) -> dict[tuple, Plan]:
     return found
 
 
-def refusal(chosen: Plan, heads: int, head_dim: int, q_tokens: int, kv_tokens: int) -> str | None:
+def refusal(chosen: BlockPlan, heads: int, head_dim: int, q_tokens: int, kv_tokens: int) -> str | None:
     """Why the kernels cannot run in these blocks; None when they can."""
-    if chosen.form not in ("short", "long"):
-        return f"form is 'short' or 'long', not {chosen.form!r}"
+    if chosen.form not in ("single_pass", "online_softmax"):
+        return f"form is 'single_pass' or 'online_softmax', not {chosen.form!r}"
     for which in PASSES:
         blocks = getattr(chosen, which)
         if not all(isinstance(n, int) and n > 0 for n in asdict(blocks).values()):
@@ -151,7 +151,7 @@ def refusal(chosen: Plan, heads: int, head_dim: int, q_tokens: int, kv_tokens: i
             return f"{which}'s heads, {blocks.heads}, must divide the {heads} heads and fill whole tiles of 128 lanes"
         if blocks.queries % LANES:
             return f"{which}'s queries, {blocks.queries}, must be a multiple of {LANES}"
-        if chosen.form == "short" and blocks.keys < kv_tokens:
+        if chosen.form == "single_pass" and blocks.keys < kv_tokens:
             return f"the short form takes all {kv_tokens} keys at once, not {blocks.keys}"
         if blocks.keys % LANES:
             return f"{which}'s keys, {blocks.keys}, must be a multiple of {LANES}"

@@ -21,16 +21,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vitkernels.attention.pallas_flash.tpu.blocks import Blocks
+from vitkernels.attention.pallas_flash.tpu.block_plans import PassBlocks
 from vitkernels.attention.pallas_flash.tpu.tiles import (
     FLOOR,
     LANES,
     ROWS,
     VMEM_LIMIT,
-    Extras,
     LaneTiles,
-    Problem,
     RowTiles,
+    ScoreExtras,
+    TpuProblem,
     clear_tail,
     dot,
     extra_arrays,
@@ -48,10 +48,10 @@ from vitkernels.attention.pallas_flash.tpu.tiles import (
 
 
 @dataclass(frozen=True)
-class Layout:
+class QkvLayout:
     """Where q, k and v are: one packed array of 3 * E lanes, or three of E."""
 
-    problem: Problem
+    problem: TpuProblem
     packed: bool
 
     @property
@@ -89,7 +89,7 @@ def q_blocks(rows: int, largest: int, multiple: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _for_groups(problem: Problem, per_trip: int, body) -> None:
+def _for_groups(problem: TpuProblem, per_trip: int, body) -> None:
     """Run body(first head, first lane, heads) over all heads: unrolled, or in a loop over groups of whole tiles."""
     if per_trip == problem.heads:
         body(0, 0, per_trip)
@@ -107,7 +107,7 @@ def _for_groups(problem: Problem, per_trip: int, body) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _forward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...]):
+def _forward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[bool, ...]):
     problem = layout.problem
     *inputs, o_ref = refs
     n = len(layout.specs())
@@ -151,13 +151,13 @@ def _forward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...
     _for_groups(problem, cut.heads, heads_at)
 
 
-def _extras(refs, present) -> Extras:
+def _extras(refs, present) -> ScoreExtras:
     given = iter(refs)
-    return Extras(*[next(given) if there else None for there in present])
+    return ScoreExtras(*[next(given) if there else None for there in present])
 
 
 def _extra_specs(arrays, rows: int, columns: int) -> list[pl.BlockSpec]:
-    """Blocks of the extras that are there: one image (or the one for all), every head, every row and column."""
+    """PassBlocks of the extras that are there: one image (or the one for all), every head, every row and column."""
     specs = []
     for array, sizes in zip(arrays, ((rows, columns), (rows, columns), (rows, 1), (1, columns)), strict=True):
         if array is None:
@@ -173,9 +173,9 @@ def _first_axis(shared: bool, ndim: int):
     return lambda b: (0 if shared else b, *[0] * (ndim - 1))
 
 
-def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
+def forward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, bias, mask, ids):
     """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E)."""
-    layout = Layout(problem, packed=len(arrays) == 1)
+    layout = QkvLayout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, ROWS)
     extras = extra_arrays(bias, mask, ids, transposed=False)
     return pl.pallas_call(
@@ -194,7 +194,7 @@ def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _backward_kernel(*refs, layout: Layout, cut: Blocks, present: tuple[bool, ...], bias_gradient: bool):
+def _backward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[bool, ...], bias_gradient: bool):
     problem = layout.problem
     n = len(layout.specs())
     inputs, do_ref, rest = refs[:n], refs[n], refs[n + 1 :]
@@ -267,14 +267,14 @@ def _softmax_and_its_gradient(s, dp, problem, extras, head, rows, keys):
     p = problem.exp(s - top)
     p = p * reciprocal(jnp.sum(p, axis=0, keepdims=True), problem)
     if problem.may_lose_rows and rows.stop > problem.q_tokens:
-        # Extras past the last query hold anything; q and do are zero there, so zero here is all it takes.
+        # ScoreExtras past the last query hold anything; q and do are zero there, so zero here is all it takes.
         column = lax.broadcasted_iota(jnp.int32, (1, p.shape[1]), 1)
         p = jnp.where(column < problem.q_tokens - rows.start, p, 0.0)
     delta = jnp.sum(p * dp, axis=0, keepdims=True)
     return p, p * (dp - delta)
 
 
-def _clear_at_first(dbias_ref, problem: Problem) -> None:
+def _clear_at_first(dbias_ref, problem: TpuProblem) -> None:
     """A gradient shared by all images sums over the grid; one of its own starts afresh at each."""
     first = pl.program_id(0) == 0 if problem.bias[0] == 1 else True
 
@@ -294,9 +294,9 @@ def _add_bias_gradient(dbias_ref, ds_MN, head, rows: slice) -> None:
     dbias_ref[at] += ds_MN
 
 
-def backward(problem: Problem, cut: Blocks, arrays: tuple, do_BNE, bias, mask, ids, bias_gradient: bool):
+def backward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, do_BNE, bias, mask, ids, bias_gradient: bool):
     """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
-    layout = Layout(problem, packed=len(arrays) == 1)
+    layout = QkvLayout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, LANES)
     extras = extra_arrays(bias, mask, ids, transposed=True)
     out_specs, out_shapes = layout.specs(), layout.shapes(arrays[0].dtype)

@@ -17,15 +17,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from vitkernels.attention.pallas_flash.tpu.blocks import Blocks
+from vitkernels.attention.pallas_flash.tpu.block_plans import PassBlocks
 from vitkernels.attention.pallas_flash.tpu.tiles import (
     FLOOR,
     LANES,
     VMEM_LIMIT,
-    Extras,
     LaneTiles,
-    Problem,
     RowTiles,
+    ScoreExtras,
+    TpuProblem,
     clear_rows,
     dot,
     extra_arrays,
@@ -47,7 +47,7 @@ class _Grid:
     i counts blocks of queries and j blocks of keys; `order` names the grid's axes.
     """
 
-    def __init__(self, problem: Problem, blocks: Blocks, packed: bool, order: str):
+    def __init__(self, problem: TpuProblem, blocks: PassBlocks, packed: bool, order: str):
         self.problem, self.blocks, self.order = problem, blocks, order
         self.groups = problem.heads // self.blocks.heads
         self.width = self.blocks.heads * problem.head_dim
@@ -92,7 +92,7 @@ class _Grid:
         return problem.batch, self.groups, 2 if problem.dtype == "float32" else 1, self.blocks.heads, problem.q_tokens
 
     def extras(self, arrays) -> list[pl.BlockSpec]:
-        """Blocks of the extras that are there, in the transposed form."""
+        """PassBlocks of the extras that are there, in the transposed form."""
         keys, queries, heads = self.blocks.keys, self.blocks.queries, self.blocks.heads
         specs = []
         for array in arrays[:2]:
@@ -110,12 +110,12 @@ def _masked(full, b, g, i, j):
     return tuple(at if there else 0 for at, there in zip((b, g, j, i), full, strict=True))
 
 
-def _extras(refs, present) -> Extras:
+def _extras(refs, present) -> ScoreExtras:
     given = iter(refs)
-    return Extras(*[next(given) if there else None for there in present])
+    return ScoreExtras(*[next(given) if there else None for there in present])
 
 
-def _scores(grid: _Grid, step, extras: Extras, head: int, s):
+def _scores(grid: _Grid, step, extras: ScoreExtras, head: int, s):
     """Scores of one head, (keys, queries), in the problem's unit, -inf where masked or past the last key."""
     problem, blocks = grid.problem, grid.blocks
     origin = (step["j"] * blocks.keys, step["i"] * blocks.queries)
@@ -208,7 +208,7 @@ def _store(ref, lane, value):
     ref[0, :, lane : lane + value.shape[1]] = value.astype(ref.dtype)
 
 
-def forward(problem: Problem, cut: Blocks, arrays: tuple, bias, mask, ids):
+def forward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, bias, mask, ids):
     """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E), and what the backward pass needs:
     log2 Σ exp2 of the scores (B, G, 1, H / G, N); in float32 their maximum and 1 / Σ (B, G, 2, H / G, N)."""
     grid = _Grid(problem, cut, len(arrays) == 1, "bgij")
@@ -344,7 +344,7 @@ def _bias_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         dbias_ref[0, 0, 0, h if heads > 1 else 0] += ds
 
 
-def _bias_gradient(problem: Problem, cut: Blocks, operands: tuple, extras: list, packed: bool):
+def _bias_gradient(problem: TpuProblem, cut: PassBlocks, operands: tuple, extras: list, packed: bool):
     grid = _Grid(problem, cut, packed, "gjib")
     b, h, n, m = problem.bias
     blocks = grid.blocks
@@ -370,7 +370,9 @@ def _bias_gradient(problem: Problem, cut: Blocks, operands: tuple, extras: list,
     return jnp.swapaxes(dbias if h > 1 else jnp.sum(dbias, axis=1, keepdims=True), -1, -2)
 
 
-def backward(problem: Problem, cut: Blocks, arrays: tuple, o_BNE, saved, do_BNE, bias, mask, ids, bias_gradient: bool):
+def backward(
+    problem: TpuProblem, cut: PassBlocks, arrays: tuple, o_BNE, saved, do_BNE, bias, mask, ids, bias_gradient: bool
+):
     """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
     packed = len(arrays) == 1
     grid = _Grid(problem, cut, packed, "bgji")

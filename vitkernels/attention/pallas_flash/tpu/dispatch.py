@@ -2,17 +2,17 @@
 
 import jax.numpy as jnp
 
-from vitkernels.attention.pallas_flash.tpu import blocks, long, short
-from vitkernels.attention.pallas_flash.tpu.tiles import LANES, Problem
+from vitkernels.attention.pallas_flash.tpu import block_plans, online_softmax, single_pass
+from vitkernels.attention.pallas_flash.tpu.tiles import LANES, TpuProblem
 
-FORMS = {"short": short, "long": long}
+FORMS = {"single_pass": single_pass, "online_softmax": online_softmax}
 
 
-def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: str | None) -> Problem:
+def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: str | None) -> TpuProblem:
     """The problem that these arrays pose; `extras` by name."""
     q, k = arrays[0], arrays[-1]
     width = q.shape[2] // 3 if len(arrays) == 1 else q.shape[2]
-    return Problem(
+    return TpuProblem(
         batch=q.shape[0],
         heads=heads,
         head_dim=width // heads,
@@ -54,7 +54,7 @@ def attend(
     """
     main, named = _split(arrays, extras)
     problem = describe(main, named, heads, scale, is_causal, chip)
-    plan = blocks.plan(problem)
+    plan = block_plans.plan(problem)
     given = (named.get("bias"), named.get("mask"), named.get("segment_ids"))
     return FORMS[plan.form].forward(problem, plan.forward, main, *given)
 
@@ -63,8 +63,8 @@ def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras,
     """Gradients of `attend` for each of its arrays; None for those that have none."""
     main, named = _split(primals, extras)
     problem = describe(main, named, heads, scale, is_causal, chip)
-    plan = blocks.plan(problem)
-    saved = (*outputs, cotangents[0]) if plan.form == "long" else cotangents[:1]
+    plan = block_plans.plan(problem)
+    saved = (*outputs, cotangents[0]) if plan.form == "online_softmax" else cotangents[:1]
     given = (named.get("bias"), named.get("mask"), named.get("segment_ids"), bias_gradient)
     gradients, dbias = FORMS[plan.form].backward(problem, plan.backward, main, *saved, *given)
     if len(main) == 3 and len(primals) - len(extras) == 1:
