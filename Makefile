@@ -31,7 +31,7 @@ lint: setup ## Check style with ruff, and shell scripts with shellcheck
 
 lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt anew from pyproject.toml and newest.in
 	$(VENV)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
-	  --extra train --extra tpu --extra cuda --extra cluster --group dev --no-annotate --no-header --upgrade --output-file $(LOCK)
+	  --extra train --extra tpu --extra cuda --extra cluster --group dev --group docs --no-annotate --no-header --upgrade --output-file $(LOCK)
 	$(VENV)/uv/bin/uv pip compile requirements/newest.in --python-version 3.12 --generate-hashes \
 	  --no-annotate --no-header --upgrade --output-file $(NEWEST)
 

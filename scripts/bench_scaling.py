@@ -1,15 +1,16 @@
-"""How training scales over the GPUs of one host: train.py with DDP and FSDP on fake data, the input never limits.
+"""Measure how training scales over the GPUs of one host, with DDP and FSDP on fake data, so that input never limits.
 
     python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1 to 8 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
         --set runtime=cpu --attn sdpa --results /tmp/scaling.jsonl   anywhere, to try it out
-    python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel; by default on GPUs
-                                                                     both ways of ddp's gradients, and fsdp
+    python scripts/bench_scaling.py --engines ddp fsdp,gather=bf16   with settings of conf/parallel; the default on GPUs
+                                                                     is both gradient transports of ddp, and fsdp
 
-Weak scaling: each GPU keeps its batch. Efficiency is the median step of one GPU alone, without any engine, over that of
-N GPUs. All GPUs are also measured at the same time, each by itself: what they leave each other of power and of the
-host, and which of them is the slowest, for which the others will wait.
-torchrun starts processes once, and those that a run does not need wait. Rows are appended to results/scaling.jsonl.
+Weak scaling: the batch per GPU stays the same. Efficiency is the median step of one GPU alone, without any strategy,
+divided by that of N GPUs. All GPUs are also measured at the same time, each training alone: this shows how much they
+share power and the host, and which GPU is the slowest, for which the others would wait.
+torchrun starts the processes once; processes that a run does not need wait. Rows are appended to
+results/scaling.jsonl.
 """
 
 import argparse
@@ -20,7 +21,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -33,20 +33,18 @@ LONGEST_RUN = timedelta(minutes=20)
 
 
 def measure(job: int, engine: str, processes: int, store, args) -> dict | None:
-    """One run of train.py on ranks 0 to `processes` - 1; its summary, on rank 0. The other ranks wait for its end.
+    """Train on ranks 0 to `processes` - 1 and return the summary on rank 0; the other ranks wait.
 
-    medians_ms in it: the steps of each GPU that trained by itself; of several together those that rank 0 saw.
+    The summary gets medians_ms: the median step of each GPU that trained alone, or of rank 0 if several trained
+    together.
     """
     rank = int(os.environ["RANK"])
     summary, median = None, None
     if rank < processes:
-        with tempfile.TemporaryDirectory(prefix="vitkernels_scaling_") as folder:
-            with _as_started_for(job, 1 if engine == "none" else processes):
-                train_in_this_process(settings(engine, args), Path(folder))
-            written = Path(folder) / "summary.json"  # by rank 0, and by each that trains by itself
-            if written.exists():
-                summary = json.loads(written.read_text())
-                median = summary["step_time_ms"]["median"]
+        with _environment_of(job, 1 if engine == "none" else processes):
+            summary = train_in_this_process(settings(engine, args))
+        if rank == 0 or engine == "none":
+            median = summary["step_time_ms"]["median"]
     store.set(f"{job}/{rank}", json.dumps(median))
     everyone = [f"{job}/{other}" for other in range(int(os.environ["WORLD_SIZE"]))]
     store.wait(everyone, LONGEST_RUN)
@@ -66,25 +64,30 @@ def settings(engine: str, args) -> list[str]:
     ]  # fmt: skip
 
 
-def train_in_this_process(overrides: list[str], folder: Path) -> None:
-    import torch
-    from hydra import compose, initialize_config_dir
+def train_in_this_process(overrides: list[str]) -> dict:
+    """Train without a run folder, and return the summary."""
+    from vitkernels import parallel, runtime
+    from vitkernels.config.compose import compose
+    from vitkernels.training import result, setup
 
-    import train
-
-    torch._dynamo.reset()  # each run compiles as a process of its own would, but finds the others' kernels on the disk
+    torch._dynamo.reset()  # compile as a new process would, but reuse the kernels that are on disk
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("config", overrides=overrides)
-    train.run(cfg, folder)
+    cfg = compose(overrides)
+    device = runtime.create(cfg.runtime.name, cfg.runtime.precision)
+    options = vars(cfg.parallel)
+    with parallel.create(runtime=device, accum_steps=cfg.trainer.accum_steps, **options) as strategy:
+        setup.log_runtime(cfg, strategy)
+        trainer, parts = setup.trainer_from_config(cfg, strategy)
+        trainer.fit()
+        return result.run_summary(cfg, trainer, parts)
 
 
 @contextlib.contextmanager
-def _as_started_for(job: int, world: int):
-    """torchrun's environment as if it had started `world` processes for this run alone; a world of 1 is rank 0."""
+def _environment_of(job: int, world: int):
+    """Set torchrun's environment as if it had started `world` processes for this run alone; a world of 1 is rank 0."""
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RESTART_COUNT": f"run_{job}"}
     if world == 1:
@@ -110,7 +113,7 @@ def row(engine: str, alone: bool, summary: dict, args) -> dict:
 
 
 def table(rows: list[dict], batch: int) -> str:
-    """Markdown; efficiency is against the row of one device that trained alone."""
+    """Return the rows as Markdown; efficiency is relative to one device that trained alone."""
     base = next(r["step_time_ms"]["median"] for r in rows if r["parallel"] == "none" and r["alone"])
     heading = ("parallel", "GPUs", "step ms (p10, p90)", "mean", "images/s", "peak GiB per GPU", "efficiency")
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
@@ -127,9 +130,9 @@ def table(rows: list[dict], batch: int) -> str:
 
 
 def jobs(args) -> list[tuple[str, int, bool]]:
-    """(engine, processes, whether no other GPU works).
+    """Return (engine, processes, whether all other GPUs are idle) of each run.
 
-    All GPUs by themselves come first: this also fills the compilation cache, in which each GPU has entries of its own.
+    All GPUs training alone come first, which also fills the compilation cache: each GPU has its own entries there.
     """
     most = max(args.processes)
     several = [(engine, count, True) for count in sorted(args.processes)[::-1] if count > 1 for engine in args.engines]
@@ -137,7 +140,7 @@ def jobs(args) -> list[tuple[str, int, bool]]:
 
 
 def run_all(args) -> None:
-    """In each of torchrun's processes: all runs, one after another; rank 0 writes them down."""
+    """Run everything, in each of torchrun's processes; rank 0 writes the results."""
     import torch.distributed as dist
 
     logging.basicConfig(level=logging.INFO if os.environ["RANK"] == "0" else logging.WARNING, format="%(message)s")

@@ -1,4 +1,4 @@
-"""The state of the code, as results carry it."""
+"""The state of the code that results record."""
 
 import subprocess
 
@@ -9,7 +9,7 @@ from vitkernels import provenance
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A checkout with one commit."""
+    """Return a checkout with one commit."""
     (tmp_path / "vitkernels").mkdir()
     (tmp_path / "vitkernels/kernel.py").write_text("1")
     (tmp_path / "train.py").write_text("1")
@@ -20,7 +20,7 @@ def checkout(tmp_path):
     return tmp_path
 
 
-def test_each_state_of_changed_code_has_a_name_of_its_own(checkout):
+def test_changed_code__has_a_distinct_version_for_each_state(checkout):
     clean = provenance.git_commit_of(checkout)
     assert len(clean) == 12
     states = {clean}
@@ -37,11 +37,11 @@ def test_each_state_of_changed_code_has_a_name_of_its_own(checkout):
     assert provenance.git_commit_of(checkout) == clean
 
 
-def test_outside_of_git_there_is_no_commit(tmp_path):
+def test_commit__is_none_outside_of_git(tmp_path):
     assert provenance.git_commit_of(tmp_path) is None
 
 
-def test_a_process_keeps_the_commit_that_it_began_with(monkeypatch):
+def test_commit__is_that_of_the_process_start(monkeypatch):
     provenance.git_commit.cache_clear()
     monkeypatch.setattr(provenance, "git_commit_of", lambda root: "first")
     assert provenance.git_commit() == "first"
@@ -50,20 +50,20 @@ def test_a_process_keeps_the_commit_that_it_began_with(monkeypatch):
     provenance.git_commit.cache_clear()
 
 
-def test_the_hash_of_the_code_is_of_what_a_run_can_load(checkout):
+def test_code_hash__covers_what_a_run_can_load(checkout):
     before = provenance.code_hash(checkout)
     (checkout / "vitkernels/__pycache__").mkdir()
     (checkout / "vitkernels/__pycache__/kernel.pyc").write_text("compiled")
-    (checkout / "vitkernels/.kernel.py.swp").write_text("an editor's")
-    (checkout / "vitkernels/kernel.py~").write_text("an editor's")
+    (checkout / "vitkernels/.kernel.py.swp").write_text("editor backup")
+    (checkout / "vitkernels/kernel.py~").write_text("editor backup")
     (checkout / "vitkernels/.ipynb_checkpoints").mkdir()
-    (checkout / "vitkernels/.ipynb_checkpoints/kernel.py").write_text("an editor's")
+    (checkout / "vitkernels/.ipynb_checkpoints/kernel.py").write_text("editor backup")
     (checkout / "README.md").write_text("no code")
     (checkout / "data/imagenet").mkdir(parents=True)
     (checkout / "data/imagenet/an_image.jpg").write_text("no code")
     assert provenance.code_hash(checkout) == before
     hashes = {before}
-    for name in ("vitkernels/kernel.py", "train.py", "vitkernels/data/folder.py", "vitkernels/table.json"):
+    for name in ("vitkernels/kernel.py", "train.py", "data/digits.py", "vitkernels/table.json"):
         (checkout / name).write_text("2")
         hashes.add(provenance.code_hash(checkout))
     (checkout / "vitkernels/table.json").rename(checkout / "vitkernels/other.json")

@@ -1,41 +1,55 @@
-"""A module put in the place of another, around the same parameters under the same names."""
+"""Replace a module in place, sharing its parameters and state-dict keys."""
 
-from typing import Self
+from collections.abc import Collection
+from typing import Self, TypeVar
 
 from torch import nn
 
+M = TypeVar("M", bound=nn.Module)
 
-class Adopted(nn.Module):
-    """First base of a module class that stands for another one's instance; that one's class is the second.
 
-    What is annotated in the class itself are settings: `adopt` takes all of them, by name, and `released` drops them.
+class SwappedModule(nn.Module):
+    """First base of a class that replaces instances of its second base.
+
+        class FusedLinear(SwappedModule, nn.Linear):
+            backend: str
+
+        layer = FusedLinear.from_module(linear, backend="triton")
+        linear = layer.to_original()
+
+    Annotations in the class body declare its settings: `from_module` requires each by name, `to_original` drops them.
     """
 
     @classmethod
-    def adopt(cls, module: nn.Module, **settings) -> Self:
-        """This class around an existing module's parameters and submodules, which stay the same objects."""
+    def from_module(cls, module: nn.Module, **settings) -> Self:
+        """Return an instance that shares the parameters, buffers, submodules and hooks of `module`.
+
+        `module` may itself be swapped: its settings are dropped first.
+        """
         if settings.keys() != cls.__annotations__.keys():
             raise TypeError(f"{cls.__name__} has the settings {', '.join(cls.__annotations__)}; got {list(settings)}")
-        adopted = cls.__new__(cls)
-        nn.Module.__init__(adopted)
-        adopted.__dict__.update(_without_settings(module), **settings)
-        return adopted
+        swapped = instance_sharing_state(cls, module, without=_settings(module))
+        swapped.__dict__.update(settings)
+        return swapped
 
-    def released(self) -> nn.Module:
-        """The module that was adopted, as its own class."""
-        original = kind_of(self)
-        module = original.__new__(original)
-        nn.Module.__init__(module)
-        module.__dict__.update(_without_settings(self))
-        return module
+    def to_original(self) -> nn.Module:
+        """Return an instance of the replaced class that shares this module's state."""
+        return instance_sharing_state(original_class(self), self, without=_settings(self))
 
 
-def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The module's class, or that of the one it was adopted from."""
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a swapped module replaced; for any other module its own class."""
     bases = type(module).__bases__
-    return bases[1] if bases[0] is Adopted else type(module)
+    return bases[1] if bases[0] is SwappedModule else type(module)
 
 
-def _without_settings(module: nn.Module) -> dict:
-    settings = type(module).__annotations__ if type(module).__bases__[0] is Adopted else {}
-    return {name: value for name, value in module.__dict__.items() if name not in settings}
+def instance_sharing_state(cls: type[M], module: nn.Module, without: Collection[str] = ()) -> M:
+    """Return an instance of `cls` with the attributes of `module`, except `without`, the same objects."""
+    instance = cls.__new__(cls)
+    nn.Module.__init__(instance)
+    instance.__dict__.update({name: value for name, value in module.__dict__.items() if name not in without})
+    return instance
+
+
+def _settings(module: nn.Module) -> Collection[str]:
+    return type(module).__annotations__ if type(module).__bases__[0] is SwappedModule else ()

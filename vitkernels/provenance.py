@@ -1,4 +1,4 @@
-"""What this machine has: versions of the packages that matter, and the state of the code that runs."""
+"""Record where results come from: package versions, and the state of the code that runs."""
 
 import hashlib
 import platform
@@ -9,13 +9,13 @@ from pathlib import Path
 
 PACKAGES = ("torch", "torchvision", "timm", "triton", "torch_xla", "jax", "jaxlib", "libtpu", "hydra-core", "numpy")
 ROOT = Path(__file__).resolve().parents[1]
-# What the step of a run can depend on, beside its settings; images may lie below data/.
+# Files that a training step can depend on; data/ may also hold images.
 _TRAINS = ("vitkernels", "train.py", "data/*.py")
 _MEASURES = (*_TRAINS, "conf", "scripts")
 
 
 def versions() -> dict[str, str | None]:
-    """Package versions, without importing the packages; None where one is not installed."""
+    """Return package versions without importing the packages; None for a package that is not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for name in ("vitkernels", *PACKAGES):
         try:
@@ -27,15 +27,16 @@ def versions() -> dict[str, str | None]:
 
 @cache
 def git_commit() -> str | None:
-    """The commit of the checkout this code runs from, None outside of git; "commit-dirty.hash" of changed code.
+    """Return the commit of the checkout that this code runs from, or None outside of git.
 
-    The hash is another one after each change. All is as it was when this process first asked: it runs what it loaded.
+    Changed code gives "commit-dirty.hash", with another hash after each change. The answer is the same for the life of
+    the process, which runs the code that it loaded.
     """
     return git_commit_of(ROOT)
 
 
 def git_commit_of(root: Path) -> str | None:
-    """As `git_commit`, as the checkout is now; new files are changes too."""
+    """Return the same for the checkout at `root` as it is now; untracked files count as changes."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "describe", "--always", "--abbrev=12", "--exclude=*")
@@ -46,8 +47,10 @@ def git_commit_of(root: Path) -> str | None:
 
 
 def code_hash(root: Path = ROOT) -> str:
-    """Of all code that a run may load, as it lies there now, committed or not."""
-    return _hash(root, _TRAINS if (root / "train.py").exists() else _TRAINS[:1])  # or it was installed without
+    """Return a hash of all code that a run may load, committed or not."""
+    return _hash(
+        root, _TRAINS if (root / "train.py").exists() else _TRAINS[:1]
+    )  # the installed package has no train.py at its root
 
 
 def _git(root: Path, *words: str) -> str | None:
@@ -59,7 +62,7 @@ def _git(root: Path, *words: str) -> str | None:
 
 
 def _hash(root: Path, patterns: tuple[str, ...]) -> str:
-    """Of the files' names and contents, without what Python and editors leave beside them."""
+    """Return a hash of the files' names and contents, without caches and editor backups."""
     named = (path for pattern in patterns for path in root.glob(pattern))
     found = (path for name in named for path in (name.rglob("*") if name.is_dir() else [name]))
     digest = hashlib.sha256()

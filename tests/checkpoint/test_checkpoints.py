@@ -1,4 +1,4 @@
-"""Checkpoints are whole or absent, whatever happens while they are written."""
+"""Checkpoints are complete or absent, whatever happens while they are written."""
 
 import json
 import os
@@ -11,13 +11,14 @@ import time
 import numpy as np
 import pytest
 import torch
+from expecting import error
 from timm.optim import create_optimizer_v2
 from torch import nn
 
 from vitkernels import runtime
 from vitkernels.checkpoint import checkpoints as ckpt
 from vitkernels.checkpoint import optimizer_state
-from vitkernels.errors import UsageError
+from vitkernels.checkpoint.random_state import random_state, set_random_state
 from vitkernels.models import read_state_dict
 
 TENSORS = {"model/w": torch.arange(1000.0), "model/step": torch.tensor(3.0), "rng/0": torch.zeros(3, dtype=torch.uint8)}
@@ -33,7 +34,7 @@ def mark(path):
     return ckpt.load_state(path)["mark"]
 
 
-def test_round_trip_keeps_the_newest_and_the_best(tmp_path):
+def test_round_trip__keeps_the_newest_and_the_best(tmp_path):
     store = ckpt.Checkpoints(tmp_path, keep=2)
     for step in range(1, 6):
         path = store.save(TENSORS, {"mark": step}, step)
@@ -41,7 +42,7 @@ def test_round_trip_keeps_the_newest_and_the_best(tmp_path):
             store.mark_best(path)
     store.wait()
     assert [p.name for p in store.paths()] == ["step_00000005", "step_00000004", "step_00000002"]
-    assert store.newest_whole() == store.paths()[0] == path
+    assert store.newest_valid() == store.paths()[0] == path
     state = ckpt.load_state(path)
     assert state["mark"] == 5 and state["step"] == 5
     loaded = ckpt.load_tensors(path, "model")
@@ -53,17 +54,17 @@ def test_round_trip_keeps_the_newest_and_the_best(tmp_path):
     assert mark(tmp_path / "best") == 5 and not (tmp_path / "step_00000002").exists()
 
 
-def test_what_is_saved_is_what_there_was_when_the_saving_began(tmp_path):
+def test_save__copies_tensors_before_it_returns(tmp_path):
     weights = torch.zeros(3_000_000)
     store = ckpt.Checkpoints(tmp_path)
     path = store.save({"model/w": weights}, {"mark": 1}, 1)
-    weights.fill_(1.0)  # training goes on while the thread writes
+    weights.fill_(1.0)  # training continues while the thread writes
     store.wait()
     assert not ckpt.load_tensors(path, "model")["w"].any()
 
 
 @pytest.mark.parametrize("damage", ["truncated", "empty", "flipped", "lost", "state"])
-def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, damage, caplog):
+def test_damaged_checkpoint__is_refused_and_skipped(tmp_path, damage, caplog):
     store = ckpt.Checkpoints(tmp_path)
     save(store, 1)
     path = save(store, 2)
@@ -76,33 +77,32 @@ def test_a_damaged_checkpoint_is_refused_and_passed_over(tmp_path, damage, caplo
     file.write_bytes(b"" if damage == "empty" else content if damage == "flipped" else content[: len(content) // 2])
     if damage == "lost":
         file.unlink()
-    with pytest.raises(ckpt.CheckpointError, match="not a whole checkpoint"):
-        ckpt.load_state(path)
-    with pytest.raises(ckpt.CheckpointError, match="not a whole checkpoint"):
-        read_state_dict(path)
-    assert mark(store.newest_whole()) == 1
+    for read in (ckpt.load_state, read_state_dict):
+        with error("checkpoint.invalid", ckpt.CheckpointError, path=path):
+            read(path)
+    assert mark(store.newest_valid()) == 1
     assert path.name in caplog.text
 
 
-def test_other_things_are_not_checkpoints(tmp_path):
+def test_load_state__refuses_anything_else(tmp_path):
     torch.save({"weights": 1}, tmp_path / "other.pt")
-    with pytest.raises(ckpt.CheckpointError, match="not a folder"):
+    with error("checkpoint.missing", ckpt.CheckpointError):
         ckpt.load_state(tmp_path / "other.pt")
-    with pytest.raises(ckpt.CheckpointError, match="no such file or folder"):
+    with error("checkpoint.missing", ckpt.CheckpointError):
         ckpt.load_state(tmp_path / "none")
-    with pytest.raises(ckpt.CheckpointError, match="not a whole checkpoint"):
+    with error("checkpoint.invalid", ckpt.CheckpointError):
         ckpt.load_state(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({"format": 99, "files": {}}))
-    with pytest.raises(ckpt.CheckpointError, match="format 99"):
+    with error("checkpoint.format", ckpt.CheckpointError, format=99):
         ckpt.load_state(tmp_path)
 
 
-def test_there_is_no_pickle_in_a_checkpoint(tmp_path):
+def test_checkpoint__contains_no_pickle(tmp_path):
     path = save(ckpt.Checkpoints(tmp_path), 1)
     assert sorted(p.name for p in path.iterdir()) == ["rank_00000.safetensors", "state.json"]
 
 
-def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, caplog):
+def test_full_disk__keeps_earlier_checkpoints(tmp_path, monkeypatch, caplog):
     store = ckpt.Checkpoints(tmp_path)
     save(store, 1)
 
@@ -112,13 +112,13 @@ def test_a_full_disk_leaves_what_was_there(tmp_path, monkeypatch, caplog):
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         save(store, 2)
-    assert "no checkpoint at step 2" in caplog.text and "No space left" in caplog.text
+    assert "the checkpoint of step 2" in caplog.text and "No space left" in caplog.text
     assert [mark(path) for path in store.paths()] == [1]
     assert mark(save(store, 3)) == 3 and not list(tmp_path.glob("*.tmp"))
 
 
-def test_a_disk_that_fills_while_a_file_is_written(tmp_path, caplog):
-    """The kernel refuses to let the file grow, as on a full disk."""
+def test_disk_that_fills_during_a_write__keeps_earlier_checkpoints(tmp_path, caplog):
+    """A file size limit stands in for the full disk."""
     resource = pytest.importorskip("resource")
     store = ckpt.Checkpoints(tmp_path)
     save(store, 1)
@@ -128,41 +128,41 @@ def test_a_disk_that_fills_while_a_file_is_written(tmp_path, caplog):
         save(store, 2, {"w": torch.zeros(10**6)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "no checkpoint at step 2" in caplog.text and "too large" in caplog.text
+    assert "the checkpoint of step 2" in caplog.text and "too large" in caplog.text
     assert [mark(path) for path in store.paths()] == [1]
 
 
-def test_an_error_of_the_program_is_no_full_disk(tmp_path):
+def test_programming_error__is_raised(tmp_path):
     store = ckpt.Checkpoints(tmp_path)
     store.save(TENSORS, {"mark": object()}, 1)
-    with pytest.raises(RuntimeError, match="not JSON serializable"):
+    with pytest.raises(RuntimeError):  # json's TypeError, which is not an OSError
         store.wait()
 
 
-def test_a_new_checkpoint_stays_beside_broken_ones_of_later_steps(tmp_path):
+def test_new_checkpoint__is_kept_next_to_a_broken_later_one(tmp_path):
     store = ckpt.Checkpoints(tmp_path, keep=1)
     (tmp_path / "step_00000009").mkdir()
     save(store, 3)
-    assert mark(store.newest_whole()) == 3
+    assert mark(store.newest_valid()) == 3
 
 
 WRITER = """
 import sys, torch
 from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
 store = Checkpoints(sys.argv[1])
-first = load_state(store.newest_whole())["step"] + 1 if store.paths() else 1
+first = load_state(store.newest_valid())["step"] + 1 if store.paths() else 1
 for step in range(first, 10**6):
     path = store.save({"model/w": torch.full((300_000,), float(step))}, {}, step)
     if step % 3 == 0:
         store.mark_best(path)
     if step == first:
         store.wait()
-        print("one is written", flush=True)
+        print("wrote one", flush=True)
 """
 
 
-def test_killed_while_writing(tmp_path):
-    """SIGKILL at random moments of a process that does nothing but write checkpoints."""
+def test_kill__leaves_only_complete_checkpoints(tmp_path):
+    """Send SIGKILL at random moments to a process that only writes checkpoints."""
     chance, last = random.Random(0), 0
     for _ in range(3):
         process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
@@ -171,27 +171,27 @@ def test_killed_while_writing(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        for path in ckpt.Checkpoints(tmp_path).paths():  # each folder that has its final name is whole
+        for path in ckpt.Checkpoints(tmp_path).paths():  # a folder with its final name is complete
             step = ckpt.load_state(path)["step"]
             assert bool((ckpt.load_tensors(path, "model")["w"] == step).all())
-        newest = ckpt.load_state(ckpt.Checkpoints(tmp_path).newest_whole())["step"]
+        newest = ckpt.load_state(ckpt.Checkpoints(tmp_path).newest_valid())["step"]
         assert newest > last
         last = newest
 
 
-def test_random_state_round_trip(tmp_path):
+def test_random_state__round_trip(tmp_path):
     cpu = runtime.create("cpu")
     random.gauss(0, 1), np.random.randn(3)
-    path = save(ckpt.Checkpoints(tmp_path), 1, {"rng/0": ckpt.rng_state(cpu)})
+    path = save(ckpt.Checkpoints(tmp_path), 1, {"rng/0": random_state(cpu)})
     expected = (random.random(), random.gauss(0, 1), np.random.randn(), torch.rand(3).tolist())
-    ckpt.set_rng_state(ckpt.load_tensors(path, "rng")["0"], cpu)
+    set_random_state(ckpt.load_tensors(path, "rng")["0"], cpu)
     assert (random.random(), random.gauss(0, 1), np.random.randn(), torch.rand(3).tolist()) == expected
 
 
 @pytest.mark.parametrize(
     "make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), torch.optim.Rprop]
 )
-def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path, make):
+def test_optimizer__resumes_exactly(tmp_path, make):
     torch.manual_seed(0)
     models = [nn.Linear(3, 2) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -205,19 +205,21 @@ def test_an_optimizer_goes_on_as_if_nothing_had_happened(tmp_path, make):
     step(models[0], first)
     tensors, rest = optimizer_state.pack(first, models[0])
     store = ckpt.Checkpoints(tmp_path)
-    path = store.save(ckpt.named("optimizer", tensors) | ckpt.named("model", models[0].state_dict()), {"o": rest}, 1)
+    path = store.save(
+        ckpt.prefixed("optimizer", tensors) | ckpt.prefixed("model", models[0].state_dict()), {"o": rest}, 1
+    )
     store.wait()
     models[1].load_state_dict(ckpt.load_tensors(path, "model"))
     optimizer_state.load(second, models[1], path, ckpt.load_state(path)["o"])
     for model, optimizer in zip(models, (first, second), strict=True):
         step(model, optimizer)
     assert all(torch.equal(a, b) for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True))
-    with pytest.raises(UsageError, match="grouped otherwise"):
+    with error("optimizer.state_mismatch", path=path):
         optimizer_state.load(make(models[1].parameters()), models[1], path, ckpt.load_state(path)["o"])
 
 
-def test_an_optimizer_that_goes_on_has_its_own_settings_and_the_checkpoint_s_count(tmp_path):
-    """... as of a run that branches off with another weight decay."""
+def test_optimizer__resumes_its_counters_but_keeps_its_own_settings(tmp_path):
+    """A run may branch off with another weight decay."""
     model = nn.Linear(3, 2)
 
     def make(weight_decay, betas):
@@ -228,10 +230,10 @@ def test_an_optimizer_that_goes_on_has_its_own_settings_and_the_checkpoint_s_cou
     first.step()
     tensors, rest = optimizer_state.pack(first, model)
     store = ckpt.Checkpoints(tmp_path)
-    path = store.save(ckpt.named("optimizer", tensors), {"o": rest}, 1)
+    path = store.save(ckpt.prefixed("optimizer", tensors), {"o": rest}, 1)
     store.wait()
     optimizer_state.load(second, model, path, ckpt.load_state(path)["o"])
-    for group, decay in zip(second.param_groups, (0.0, 0.7), strict=True):  # the first has the biases
+    for group, decay in zip(second.param_groups, (0.0, 0.7), strict=True):  # the first group has the biases
         assert group["weight_decay"] == decay and tuple(group["betas"]) == (0.8, 0.9)
         assert group["step"] == group["lookahead_step"] == 1
     second.step()

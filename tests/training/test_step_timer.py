@@ -1,4 +1,4 @@
-"""The clock: what counts as a step, and what stays outside."""
+"""The step timer: what counts as a step, and what is excluded."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from vitkernels.training.step_timer import StepTimer
 
 
 class FakeRuntime:
-    """A device whose stream of work takes as long as the test says; stamps are read off at once."""
+    """A device whose work takes as long as the test says, and whose stamps can be read immediately."""
 
     def __init__(self, per_step_clock=True):
         self.per_step_clock = per_step_clock
@@ -33,7 +33,7 @@ def steps(timer, device, durations):
         timer.step_done()
 
 
-def test_warm_up_and_pauses_do_not_count():
+def test_step_times__exclude_warmup_and_pauses():
     device = FakeRuntime()
     timer = StepTimer(device, warmup_steps=2)
     timer.start()
@@ -46,7 +46,7 @@ def test_warm_up_and_pauses_do_not_count():
     assert timer.summary()["step_time_ms"] == {"median": 20.0, "p10": 12.0, "p90": 28.0, "mean": 20.0, "n": 3}
 
 
-def test_the_device_is_waited_for_at_window_edges_only():
+def test_synchronize__only_at_window_edges():
     device = FakeRuntime()
     timer = StepTimer(device, warmup_steps=1)
     timer.start()
@@ -56,18 +56,18 @@ def test_the_device_is_waited_for_at_window_edges_only():
     assert device.synchronized == 1
 
 
-def test_where_steps_cannot_be_seen_a_window_gives_its_mean():
+def test_window_mean__stands_for_each_step_without_per_step_clock():
     device = FakeRuntime(per_step_clock=False)
     timer = StepTimer(device, warmup_steps=1)
     timer.start()
     steps(timer, device, [100])
-    assert device.synchronized == 1  # nothing of the warm-up is left in the first window
+    assert device.synchronized == 1  # no warm-up work is left in the first window
     steps(timer, device, [1, 1, 1])
     device.now += 27  # the device finishes what the host queued
     assert timer.stop().step_ms == [10, 10, 10]
 
 
-def test_nothing_timed_is_null_and_not_zero():
+def test_summary__is_null_if_nothing_was_timed():
     timer = StepTimer(FakeRuntime(), warmup_steps=5)
     timer.start()
     steps(timer, timer.runtime, [1, 2])
@@ -77,12 +77,12 @@ def test_nothing_timed_is_null_and_not_zero():
     assert summary["input_wait_ms"] is None and summary["host_bound"] is None
 
 
-def test_a_device_that_has_run_out_of_work_when_forward_is_launched_was_kept_waiting():
+def test_host_was_late__if_the_device_ran_out_of_work_before_the_launch():
     device = FakeRuntime()
     timer = StepTimer(device, warmup_steps=1)
     timer.start()
     steps(timer, device, [10])
-    for late in (False, True, True, False):  # the first of a window cannot tell
+    for late in (False, True, True, False):  # the first step of a window cannot tell
         device.done_up_to = device.now - (not late)
         timer.forward_done()
         device.now += 10
@@ -93,7 +93,7 @@ def test_a_device_that_has_run_out_of_work_when_forward_is_launched_was_kept_wai
     assert timer.summary()["host_bound"] == 0.6667
 
 
-def test_a_device_that_waits_for_input_or_is_waited_for_or_cannot_be_asked_says_nothing_of_the_host():
+def test_host_was_late__unknown_if_input_bound_or_synchronized_or_not_queryable():
     for done_up_to, wait_ms, steps_wait in ((1e9, 2.0, False), (None, 0.0, False), (1e9, 0.0, True)):
         device = FakeRuntime()
         device.done_up_to = done_up_to
@@ -106,7 +106,7 @@ def test_a_device_that_waits_for_input_or_is_waited_for_or_cannot_be_asked_says_
         assert timer.stop().host_was_late == [] and timer.summary()["host_bound"] is None
 
 
-def test_input_wait_is_the_hosts_time_in_next(monkeypatch):
+def test_input_wait__is_host_time_in_next(monkeypatch):
     clock = iter([0.0, 0.25])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     device = FakeRuntime()

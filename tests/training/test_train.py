@@ -1,4 +1,4 @@
-"""train.py end to end: golden losses per backend, interruptions, resuming, evaluation, sweeps, errors."""
+"""train.py end to end: losses per backend, interruptions, resuming, evaluation, sweeps, errors."""
 
 import json
 import os
@@ -11,18 +11,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from expecting import error
 
 import train
 from vitkernels import attention
 from vitkernels.checkpoint import checkpoints as ckpt
-from vitkernels.errors import UsageError
-from vitkernels.training.history import NonFiniteLossError
+from vitkernels.checkpoint.checkpoints import CheckpointError
+from vitkernels.training import trainer
+from vitkernels.training.health import NonFiniteLossError
+from vitkernels.training.run_dir import FolderInUseError
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = json.loads((ROOT / "tests/golden/losses.json").read_text())
 
-# A model that takes a few milliseconds a step, and has all that could go wrong: drop path, EMA, soft targets, workers.
+# A model of a few milliseconds per step; RICH adds drop path, EMA, soft targets and accumulation.
 SMALL = ["runtime=cpu", "data.batch_size=16", "+model.kwargs.embed_dim=64", "+model.kwargs.num_heads=2"]
 SMALL += ["+model.kwargs.depth=2", "trainer.log_every=4", "trainer.warmup_steps=2"]
 RICH = [*SMALL, "model.drop_path_rate=0.2", "ema.decay=0.9", "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"]
@@ -51,8 +54,8 @@ def finish(process, code=0):
 
 
 @pytest.mark.parametrize("attn", [name for name in attention.names() if name != "auto"])
-def test_golden_losses(attn, settings, losses, tmp_path):
-    """Five steps with each backend give the stored losses of the reference.
+def test_attention_backend__gives_the_losses_of_the_reference(attn, settings, losses, tmp_path):
+    """Train five steps and compare with the stored losses of the reference.
 
     Each backend sums in its own order: about 1e-7 per product, which five AdamW steps amplify to about 1e-5.
     """
@@ -64,14 +67,14 @@ def test_golden_losses(attn, settings, losses, tmp_path):
     assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
 
 
-def test_golden_losses_with_fused_ops(settings, losses, tmp_path):
+def test_fused_ops__give_the_losses_of_the_reference(settings, losses, tmp_path):
     """Every op by the project's own kernels, interpreted: the same losses, within the same tolerance."""
     pytest.importorskip("triton", reason="no Triton on this platform")
     train.run(settings(*SMALL, "attn=native", "ops=fused", "trainer.max_steps=5", "trainer.eval_every=null"), tmp_path)
     assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
 
 
-def test_a_run_leaves_what_it_promises(settings, losses, tmp_path):
+def test_run_folder__is_complete_and_evaluates_and_is_not_overwritten(settings, losses, tmp_path):
     train.run(settings(*SMALL, "attn=native", "trainer.max_steps=12"), tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     expected = {
@@ -105,15 +108,15 @@ def test_a_run_leaves_what_it_promises(settings, losses, tmp_path):
         assert tag in scalars, tag
     assert {"val/top1", "val/top5"} <= set(scalars)
 
-    # What was written can be evaluated, and by plain timm.
+    # The exported weights and the best checkpoint evaluate to the same figures.
     for weights in ("model.safetensors", "checkpoints/best"):
         cfg = settings(*SMALL, "attn=sdpa", "mode=eval", f"checkpoint={tmp_path / weights}")
         train.run(cfg, tmp_path / "eval")
         result = json.loads((tmp_path / "eval" / "eval.json").read_text())
         assert result["top1"] == pytest.approx(summary["val_top1"]) and result["images"] == 360
 
-    # A second run does not overwrite it; the same run resumed has nothing to do.
-    with pytest.raises(UsageError, match="already holds a run"):
+    # A second run must not overwrite it. Resuming the complete run changes nothing.
+    with error("run.folder_taken"):
         train.run(settings(*SMALL, "attn=native", "trainer.max_steps=12"), tmp_path)
     train.run(settings(*SMALL, "attn=native", "trainer.max_steps=12", "resume=auto"), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -132,7 +135,7 @@ LENGTH = ["trainer.max_epochs=2", "trainer.eval_every=1", "checkpoints.every_ste
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    """The losses of a run that nobody disturbed, in a process of its own."""
+    """Return the log and summary of an uninterrupted run in a process of its own."""
     folder = tmp_path_factory.mktemp("uninterrupted")
     finish(start(*RICH, *LENGTH, f"hydra.run.dir={folder}"))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -154,8 +157,8 @@ def logged_steps(folder):
     return path.read_text().count('"loss"') if path.exists() else 0
 
 
-def test_killed_in_mid_epoch_and_in_a_checkpoint_write_then_resumed(uninterrupted, tmp_path):
-    """SIGKILL twice, resume=auto: bit for bit the losses and evaluations of the run that was never killed."""
+def test_kill__in_mid_epoch_and_in_a_checkpoint_write_changes_nothing(uninterrupted, tmp_path):
+    """After two SIGKILLs, resume=auto gives the losses and evaluations of the uninterrupted run bit for bit."""
     overrides = [*RICH, *LENGTH, "resume=auto", f"hydra.run.dir={tmp_path}"]
     process = start(*overrides)
     assert wait_until(lambda: logged_steps(tmp_path) >= 8, process)
@@ -175,8 +178,8 @@ def test_killed_in_mid_epoch_and_in_a_checkpoint_write_then_resumed(uninterrupte
         assert resumed[key] == summary[key], key
 
 
-def test_sigterm_writes_a_checkpoint_and_says_so(uninterrupted, settings, losses, tmp_path):
-    """... and resume=auto from another folder beside it finds the unfinished run, past a truncated checkpoint."""
+def test_sigterm__writes_a_checkpoint_that_another_folder_resumes(uninterrupted, settings, losses, tmp_path):
+    """resume=auto in another folder finds the unfinished run next to it and skips a truncated checkpoint."""
     folder = tmp_path / "2026-01-01_00-00-00"
     process = start(*RICH, *LENGTH, f"hydra.run.dir={folder}")
     assert wait_until(lambda: logged_steps(folder) >= 13, process)
@@ -193,29 +196,31 @@ def test_sigterm_writes_a_checkpoint_and_says_so(uninterrupted, settings, losses
     resumed = losses(tmp_path / "2026-01-01_00-00-59")
     expected = {line["step"]: line["loss"] for line in uninterrupted[0] if "loss" in line}
     assert min(resumed) == int(checkpoints[-2].name.split("_")[1]) + 1
-    # Another process has other threads' states, but the arithmetic is the same.
+    # The arithmetic does not depend on the process.
     assert resumed == {step: loss for step, loss in expected.items() if step in resumed}
     assert max(resumed) == max(expected)
 
 
-def test_a_checkpoint_of_another_run_is_refused(settings, tmp_path):
+def test_resume__refuses_the_checkpoint_of_another_run(settings, tmp_path):
     train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path / "a")
-    for override, message in (("+model.kwargs.mlp_ratio=2", "another model"), ("seed=1", "seed is 0 there and 1 here")):
-        with pytest.raises(UsageError, match=message):
-            train.run(settings(*SMALL, override, f"resume={tmp_path / 'a'}"), tmp_path / override)
-    with pytest.raises(UsageError, match="no such file"):
-        train.run(settings(*SMALL, f"resume={tmp_path / 'nothing'}"), tmp_path / "c")
+    with error("weights.mismatch"):
+        train.run(settings(*SMALL, "+model.kwargs.mlp_ratio=2", f"resume={tmp_path / 'a'}"), tmp_path / "b")
+    with error("run.checkpoint_mismatch", entries=["seed"]):
+        train.run(settings(*SMALL, "seed=1", f"resume={tmp_path / 'a'}"), tmp_path / "c")
+    with error("checkpoint.missing", kind=CheckpointError):
+        train.run(settings(*SMALL, f"resume={tmp_path / 'nothing'}"), tmp_path / "d")
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_checkpoint(settings, tmp_path):
+def test_nonfinite_loss__stops_the_run_before_a_checkpoint(settings, tmp_path):
     cfg = settings(*SMALL, "optim=sgd", "optim.lr=1e30", "schedule=constant", "trainer.clip_grad=null")
-    with pytest.raises(NonFiniteLossError, match=r"loss is .*at step \d+: lr .* samples digits\["):
+    with pytest.raises(NonFiniteLossError) as error_:
         train.run(cfg, tmp_path)
+    assert error_.value.step >= 1 and "samples digits[" in str(error_.value)
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
-    """... as after a kill between the last checkpoint and the summary; optimizer arguments travel as plain values."""
+def test_lost_summary__is_written_again_without_training(settings, losses, tmp_path):
+    """The summary is missing if a run is killed after its last checkpoint. Also resumes with optimizer kwargs."""
     cfg = settings(*SMALL, "trainer.max_steps=4", "+optim.kwargs.betas=[0.9,0.95]", "resume=auto")
     first, later = tmp_path / "2026-01-01_00-00-00", tmp_path / "2026-01-02_00-00-00"
     train.run(cfg, first)
@@ -227,52 +232,52 @@ def test_a_run_that_lost_its_summary_gets_it_again(settings, losses, tmp_path):
     for key in ("train_loss", "val_top1", "val_top5", "best", "steps", "status"):
         assert again[key] == summary[key] is not None, key
     assert (first / "metrics.jsonl").read_text() == metrics
-    # The same command at another time finds it done; other settings in its folder are refused, by name.
+    # The same command later finds the run complete; other settings in its folder are refused by name.
     train.run(cfg, later)
     assert not (later / "metrics.jsonl").exists()
-    with pytest.raises(UsageError, match=r"optim.lr is 0.001 there and 0.5 here"):
+    with error("run.settings_differ", differences=["optim.lr was 0.001 and is now 0.5"]):
         train.run(settings(*SMALL, "trainer.max_steps=4", "resume=auto", "optim.lr=0.5"), first)
     assert json.loads((first / "summary.json").read_text()) == again
-    # Going back in the same folder would overwrite; a longer run goes on.
+    # Going back in the same folder would overwrite it; an extended run continues.
     longer = ["trainer.max_steps=6", "+optim.kwargs.betas=[0.9,0.95]", "checkpoints.keep=5"]
     train.run(settings(*SMALL, *longer, "resume=auto"), first)
     assert list(losses(first)) == [1, 2, 3, 4, 5, 6]
     older = first / "checkpoints" / "step_00000004"
     shutil.copytree(older, tmp_path / "other" / "checkpoints" / older.name)
     for asked in (older, tmp_path / "other"):
-        with pytest.raises(UsageError, match="newer than"):
+        with error("run.newer_checkpoints"):
             train.run(settings(*SMALL, *longer, f"resume={asked}"), first)
 
 
-def test_too_few_steps_for_a_trace_are_timed_instead(settings, caplog, tmp_path):
+def test_profile__skipped_if_the_run_is_too_short(settings, caplog, tmp_path):
     train.run(settings(*SMALL, "trainer.max_steps=6", "trainer.warmup_steps=2", "trainer.profile=true"), tmp_path)
-    assert "no trace, it takes 10 steps" in caplog.text and not (tmp_path / "profile").exists()
+    assert "no trace: trainer.profile needs 10 steps" in caplog.text and not (tmp_path / "profile").exists()
     assert json.loads((tmp_path / "summary.json").read_text())["step_time_ms"]["n"] == 4
 
 
-def test_a_run_that_is_made_longer_is_done_only_then(settings, losses, monkeypatch, tmp_path):
+def test_extended_run__is_complete_only_at_its_new_length(settings, losses, monkeypatch, tmp_path):
     at = lambda steps, *more: settings(*SMALL, f"trainer.max_steps={steps}", "resume=auto", *more)  # noqa: E731
     summary = lambda: json.loads((tmp_path / "summary.json").read_text())  # noqa: E731
     train.run(at(4), tmp_path)
     short = summary()
     with monkeypatch.context() as patch:
-        patch.setattr(train, "check_finite", lambda *_, **__: pytest.fail("an error on the way"))
+        patch.setattr(trainer, "check_finite", lambda *_, **__: pytest.fail("an error on the way"))
         with pytest.raises(BaseException, match="an error on the way"):
             train.run(at(8), tmp_path)
-    # At its first length it was done, and is so without any training; the longer one goes on.
+    # At its first length the run is still complete, without training; the extended one continues.
     train.run(at(4), tmp_path)
     assert summary() == short
     train.run(at(8), tmp_path)
     assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6, 7, 8] and summary()["steps"] == 8
 
-    # What is refused changes nothing, and there is nothing left to train.
+    # A refused run changes nothing.
     long = summary()
-    for refused, message in (
-        (at(6), "is at step 8, and 6 are asked for"),
-        (at(16, "trainer.accum_steps=1000"), "accum_steps=1000 needs"),
-        (at(8, "compile=true"), "finished with other settings: compile is 'auto' there and True here"),
+    for refused, code, fields in (
+        (at(6), "run.past_end", {"step": 8, "total_steps": 6}),
+        (at(16, "trainer.accum_steps=1000"), "plan.accum_steps", {"accum_steps": 1000}),
+        (at(8, "compile=true"), "run.settings_differ", {"differences": ["compile was 'auto' and is now True"]}),
     ):
-        with pytest.raises(UsageError, match=message):
+        with error(code, **fields):
             train.run(refused, tmp_path)
         assert summary() == long
     train.run(at(8), tmp_path)
@@ -280,21 +285,21 @@ def test_a_run_that_is_made_longer_is_done_only_then(settings, losses, monkeypat
     assert summary() == long
 
 
-def test_a_finished_run_without_checkpoints_is_not_begun_anew(settings, tmp_path):
+def test_complete_run_without_checkpoints__is_not_restarted(settings, tmp_path):
     at = lambda steps: settings(*SMALL, f"trainer.max_steps={steps}", "resume=auto", "checkpoints.every_epochs=null")  # noqa: E731
     train.run(at(2), tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
-    with pytest.raises(UsageError, match="without checkpoints, which cannot be made longer"):
+    with error("run.no_checkpoint"):
         train.run(at(4), tmp_path)
     train.run(at(2), tmp_path)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
 
 
-def test_the_best_is_one_that_could_be_kept(settings, monkeypatch, tmp_path):
-    """The disk is full when the best weights are saved."""
+def test_best__is_a_checkpoint_that_could_be_written(settings, monkeypatch, tmp_path):
+    """The disk is full when the checkpoint of the best evaluation is written."""
     results = iter([50.0, 60.0, 55.0])
     card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
-    monkeypatch.setattr(train, "evaluate", lambda *_: {"top1": next(results), **card})
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: {"top1": next(results), **card})
     write = ckpt._Writer.write_data
 
     def full(writer, *args):
@@ -309,11 +314,11 @@ def test_the_best_is_one_that_could_be_kept(settings, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("top1", "best"), [([50.0, 40.0, 40.0], 2), ([50.0, 60.0, 60.0], 4)])
-def test_a_run_that_goes_on_in_another_folder_has_its_best_there(settings, monkeypatch, tmp_path, top1, best):
-    """It was killed between its last checkpoint and the evaluation; the best is the one of before, or that one."""
+def test_resume_in_another_folder__keeps_the_best_checkpoint(settings, monkeypatch, tmp_path, top1, best):
+    """The run is killed before its last evaluation; the best is the earlier checkpoint or the last one."""
     results = iter(top1)
     card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
-    monkeypatch.setattr(train, "evaluate", lambda *_: {"top1": next(results), **card})
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: {"top1": next(results), **card})
     cfg = settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=4", "resume=auto")
     first, later = tmp_path / "2026-01-01_00-00-00", tmp_path / "2026-01-02_00-00-00"
     train.run(cfg, first)
@@ -325,20 +330,21 @@ def test_a_run_that_goes_on_in_another_folder_has_its_best_there(settings, monke
 
 HOLD = """
 import pathlib, sys, time
-from vitkernels.training.run_dir import held
-with held(pathlib.Path(sys.argv[1])):
+from vitkernels.training.run_dir import locked
+with locked(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(300)
 """
 
 
-def test_a_folder_in_use_is_left_alone_until_its_process_is_gone(settings, tmp_path):
+def test_folder_in_use__is_not_touched(settings, tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     cfg = settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null", "resume=auto")
     try:
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(UsageError, match=rf"another process \({holder.pid} on .*hydra.run.dir=FOLDER"):
+        with error("run.folder_in_use", kind=FolderInUseError) as caught:
             train.run(cfg, tmp_path)
+        assert caught.value.fields["holder"].startswith(f"{holder.pid} on ")
         assert [path.name for path in tmp_path.iterdir()] == [".lock"]
     finally:
         holder.kill()
@@ -347,16 +353,16 @@ def test_a_folder_in_use_is_left_alone_until_its_process_is_gone(settings, tmp_p
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
 
 
-def test_a_failed_attempt_does_not_block_its_folder(settings, tmp_path):
-    with pytest.raises(UsageError, match="unknown model"):
+def test_failed_attempt__does_not_block_its_folder(settings, tmp_path):
+    with error("unknown_name", name="nosuch"):
         train.run(settings(*SMALL, "model.name=nosuch"), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
     train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "done"
 
 
-def test_a_gradient_that_is_not_finite_is_not_saved(settings, monkeypatch, tmp_path):
-    """A broken backward kernel: the loss is still finite when the weights are not."""
+def test_nonfinite_gradient__is_not_saved(settings, monkeypatch, tmp_path):
+    """With a broken backward kernel, the loss stays finite for a step after the weights are not."""
     norm = torch.nn.utils.get_total_norm
     calls = []
 
@@ -368,8 +374,9 @@ def test_a_gradient_that_is_not_finite_is_not_saved(settings, monkeypatch, tmp_p
 
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", broken)
     cfg = settings(*SMALL, "checkpoints.every_steps=1", "checkpoints.keep=9")
-    with pytest.raises(NonFiniteLossError, match=r"gradient norm nan at step 4: .*step_00000003\."):
+    with pytest.raises(NonFiniteLossError) as error_:
         train.run(cfg, tmp_path)
+    assert error_.value.step == 4 and "step_00000003." in str(error_.value)
     assert max(p.name for p in (tmp_path / "checkpoints").glob("step_*")) == "step_00000003"
 
 
@@ -377,7 +384,7 @@ GROUPS = [f"{g}={p.stem}" for g in ("optim", "schedule", "ops", "attn") for p in
 
 
 @pytest.mark.parametrize("option", [*GROUPS, "data=fake", "data=digits", "runtime=auto", "optim.opt=lamb"])
-def test_each_option_trains(option, settings, tmp_path):
+def test_option__trains(option, settings, tmp_path):
     if option.startswith("attn=") and (reason := attention.get(option[5:]).unavailable()):
         pytest.skip(reason)
     train.run(settings(*SMALL, option, "data.batch_size=4", "trainer.max_steps=1", "trainer.eval_every=null"), tmp_path)
@@ -385,28 +392,28 @@ def test_each_option_trains(option, settings, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "code"),
     [
-        (["runtime=cpu", "optim.opt=adamww"], "optim.opt=adamww"),
-        (["model.name=vit_base_patch16_223"], "unknown model"),
-        (["runtime=cpu", "trainer.accum_steps=1000"], "accum_steps=1000"),
-        (["checkpoint=nowhere.pt"], "no such file"),
-        (["model.name=resnet50"], "cannot take an attention backend"),
+        (["runtime=cpu", "optim.opt=adamww"], "unknown_name"),
+        (["model.name=vit_base_patch16_223"], "unknown_name"),
+        (["runtime=cpu", "trainer.accum_steps=1000"], "plan.accum_steps"),
+        (["checkpoint=nowhere.pt"], "weights.missing"),
+        (["model.name=resnet50"], "model.not_swappable"),
     ],
 )
-def test_what_cannot_be_done_is_said(settings, tmp_path, overrides, message):
-    with pytest.raises(UsageError, match=message):
+def test_impossible_settings__are_refused(settings, tmp_path, overrides, code):
+    with error(code):
         train.run(settings(*overrides), tmp_path)
 
 
-def test_the_command_line_answers_a_wrong_name_in_one_line(tmp_path):
+def test_wrong_name__is_answered_in_one_line_message(tmp_path):
     output = finish(start("attn=nosuch", f"hydra.run.dir={tmp_path}"), code=2)
     assert output.startswith("error: unknown attn 'nosuch'; known: auto, ") and "attn=NAME" in output
     assert len(output.splitlines()) == 1
 
 
-def test_xla_trains_on_any_machine(losses, tmp_path):
-    """torch_xla with PJRT_DEVICE=CPU gives the losses of the CPU, one compiled graph for all steps after the first."""
+def test_xla__trains_on_a_cpu_with_the_losses_of_the_cpu(losses, tmp_path):
+    """Train under torch_xla with PJRT_DEVICE=CPU; no step compiles twice."""
     from vitkernels.runtime import xla
 
     if xla.unavailable():
@@ -422,8 +429,8 @@ def test_xla_trains_on_any_machine(losses, tmp_path):
     assert summary["val_top1"] is not None and summary["val_ema_top1"] is not None
 
 
-def test_a_sweep_survives_its_failures_and_ends_with_a_verdict(tmp_path):
-    """One variant diverges; the table has it as failed, and the same command again runs only that one."""
+def test_sweep__survives_failures_and_ends_with_a_verdict(tmp_path):
+    """One variant diverges: the table lists it as failed, and repeating the command runs only that one."""
     sweep = ["-m", *SMALL, "attn=native", "optim=sgd", "schedule=constant", "trainer.clip_grad=null", "data=fake"]
     sweep += ["data.num_classes=10", "trainer.max_steps=12", "trainer.eval_every=null", "optim.lr=0.01,1e30"]
     sweep += [f"hydra.sweep.dir={tmp_path}"]
@@ -435,17 +442,17 @@ def test_a_sweep_survives_its_failures_and_ends_with_a_verdict(tmp_path):
     table = (tmp_path / "comparison.md").read_text()
     assert "| optim.lr=0.01 |" in table and "failed: loss is" in table
     assert (tmp_path / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    # As if it had been a long training by other code: it is kept, and stays known as that code's.
+    # A long training by other code is kept, and stays recorded as that code's.
     done, by = tmp_path / "optim.lr=0.01", {}
     for name, change in (("summary.json", {"seconds": 3600.0}), ("job.json", {"circumstances": {"code": "earlier"}})):
         by[name] = json.loads((done / name).read_text()) | change
         (done / name).write_text(json.dumps(by[name]))
     output = finish(start(*sweep), code=1)
-    assert output.count("done before, skipped") == 1 and "optim.lr=1e+30 failed: loss is" in output
+    assert output.count("skipped, already done") == 1 and "optim.lr=1e+30 failed: loss is" in output
     assert {name: json.loads((done / name).read_text()) for name in by} == by
 
 
-def test_a_sweep_that_is_told_to_stop_stops(tmp_path):
+def test_sweep__stops_on_sigterm(tmp_path):
     process = start("-m", *SMALL, "trainer.max_steps=1000,1001", f"hydra.sweep.dir={tmp_path}")
     folder = tmp_path / "trainer.max_steps=1000"
     assert wait_until(lambda: logged_steps(folder) >= 4, process)
@@ -458,7 +465,7 @@ def test_a_sweep_that_is_told_to_stop_stops(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("attn", [name for name in attention.names() if name != "auto"])
-def test_cuda_trains_with_each_backend(attn, settings, losses, tmp_path):
+def test_cuda__trains_with_attention_backend(attn, settings, losses, tmp_path):
     problem = attention.Problem(16, 2, 16, 16, 32, torch.bfloat16, "cuda")
     reason = attention.get(attn).unsupported(problem)
     if reason is not None:
@@ -471,8 +478,8 @@ def test_cuda_trains_with_each_backend(attn, settings, losses, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
-def test_the_cuda_loop_waits_for_the_device_at_log_boundaries_only(settings, monkeypatch, tmp_path):
-    """Between two boundaries any operation that would make the host wait is an error."""
+def test_cuda_loop__synchronizes_at_boundaries_only(settings, monkeypatch, tmp_path):
+    """Make every synchronizing operation between two boundaries an error."""
     from vitkernels.training.step_timer import StepTimer
 
     start, stop = StepTimer.start, StepTimer.stop

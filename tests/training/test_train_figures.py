@@ -1,9 +1,8 @@
-"""What a run says of its speed and its losses: train.py on a device whose clock is the test's."""
+"""The figures that a run reports, on a runtime whose clock the test controls."""
 
 import json
 import time
 from functools import partial
-from itertools import chain, repeat
 from statistics import fmean
 from types import SimpleNamespace
 
@@ -16,14 +15,15 @@ import train
 from vitkernels import attention, models
 from vitkernels.parallel import Parallel
 from vitkernels.runtime.base import Runtime
-from vitkernels.training.trace import PROFILED_STEPS
+from vitkernels.training import result, trainer
+from vitkernels.training.profiler import PROFILED_STEPS
 
 STEP_MS, EVAL_MS, WAIT_MS, PEAK, HELD = 100.0, 50.0, 3.0, 1e10, 5 * 2**20
 STEPS, WARMUP, IMAGES = 14, 2, 128  # 11 to an epoch
 
 
 class Clocked(Runtime):
-    """Each step takes STEP_MS, each batch of an evaluation EVAL_MS, and nothing else any time; inputs come late."""
+    """A runtime whose training steps take STEP_MS and evaluation batches EVAL_MS; each input arrives WAIT_MS late."""
 
     peak_flops = PEAK
     now = 0.0
@@ -59,7 +59,7 @@ def run(cfg, folder):
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_speed_is_that_of_the_steps_alone(settings, tmp_path, monkeypatch, devices):
+def test_speed__counts_steps_only(settings, tmp_path, monkeypatch, devices):
     monkeypatch.setattr(Parallel, "devices", devices)
     monkeypatch.setattr(Parallel, "local_devices", 1)
     often = ["checkpoints.every_steps=3", "trainer.eval_every=1", f"data.batch_size={IMAGES}", "attn=sdpa"]
@@ -81,20 +81,20 @@ def test_speed_is_that_of_the_steps_alone(settings, tmp_path, monkeypatch, devic
         assert len(values) > 3 and values == pytest.approx([value] * len(values), rel=1e-3), name
 
 
-def test_flops_are_those_of_all_devices(settings, tmp_path, monkeypatch):
+def test_flops__are_those_of_all_devices(settings, tmp_path, monkeypatch):
     cfg = settings(*SMALL, "trainer.max_steps=3", "trainer.eval_every=null", "attn=sdpa")
     one = run(cfg, tmp_path / "one")["train_flops_per_step"]
     monkeypatch.setattr(Parallel, "devices", 4)
     assert run(cfg, tmp_path / "four")["train_flops_per_step"] == one, "of the same images"
 
 
-def test_steps_that_are_traced_are_not_timed(settings, tmp_path):
+def test_profiled_steps__are_not_timed(settings, tmp_path):
     steps = WARMUP + PROFILED_STEPS + 5
     cfg = settings(*SMALL, "trainer.profile=true", f"trainer.max_steps={steps}", "trainer.eval_every=null", "attn=sdpa")
     assert run(cfg, tmp_path)["step_time_ms"]["n"] == 5
 
 
-def test_an_evaluation_s_speed_is_the_model_s(settings, tmp_path):
+def test_evaluation_speed__excludes_input_wait(settings, tmp_path):
     run(settings(*SMALL, "trainer.max_steps=3", "attn=sdpa"), tmp_path / "run")
     weights = f"checkpoint={tmp_path / 'run' / 'checkpoints' / 'best'}"
     result = run(settings(*SMALL, "mode=eval", f"data.batch_size={IMAGES}", weights), tmp_path / "eval")
@@ -102,7 +102,7 @@ def test_an_evaluation_s_speed_is_the_model_s(settings, tmp_path):
     assert result["images_per_s"] == pytest.approx((360 - IMAGES) / ((batches - 1) * EVAL_MS / 1e3))
 
 
-def test_the_last_loss_is_the_mean_of_as_many_steps_whatever_was_logged_and_resumed(settings, losses, tmp_path):
+def test_train_loss__is_the_mean_of_20_steps_however_logged_and_resumed(settings, losses, tmp_path):
     for name, log_every in (("often", 7), ("once", 1000)):
         more = [f"trainer.log_every={log_every}", "trainer.eval_every=null", "attn=sdpa"]
         cfg = settings(*SMALL, *more, "trainer.max_steps=23")
@@ -115,28 +115,30 @@ def test_the_last_loss_is_the_mean_of_as_many_steps_whatever_was_logged_and_resu
     assert run(longer, tmp_path / "longer")["train_loss"] == pytest.approx(fmean(losses(tmp_path / "longer").values()))
 
 
-def test_parameters_that_no_gradient_reaches_are_named(settings, tmp_path, monkeypatch, caplog):
+def test_parameters_without_gradient__are_counted_and_logged(settings, tmp_path, monkeypatch, caplog):
     backend = type(attention.get("sdpa"))
-    attend = backend._attend
-    monkeypatch.setattr(backend, "_attend", lambda *args, **kwargs: attend(*args, **kwargs).detach())
+    attend = backend.run
+    monkeypatch.setattr(backend, "run", lambda *args, **kwargs: attend(*args, **kwargs).detach())
     cfg = settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null", "attn=sdpa")
     assert run(cfg, tmp_path)["parameters_without_gradient"] == 8  # the norm before and qkv, in each of two blocks
-    assert "no gradient to blocks.0.norm1.weight, blocks.0.norm1.bias, blocks.0.attn.qkv.weight" in caplog.text
+    assert "8 parameters received no gradient" in caplog.text and "blocks.0.norm1.weight" in caplog.text
     assert "has no backward pass" in caplog.text
 
 
 @pytest.mark.parametrize(("cap", "steps"), [("0.1", 1), ("0.5", 5), ("null", 9)])
-def test_warm_up_takes_at_most_its_share_of_the_run(cap, steps, settings, tmp_path):
+def test_warmup__is_capped_at_its_share_of_the_run(cap, steps, settings, tmp_path):
     short = [*SMALL, "trainer.max_steps=10", "trainer.eval_every=null", "checkpoints.every_epochs=null", "attn=sdpa"]
     run(settings(*short, "schedule.warmup_epochs=0.1", f"schedule.warmup_cap={cap}"), tmp_path)  # 9 of 89 steps
     rates = [json.loads(line)["lr"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert rates[1] == pytest.approx(1e-6 + (1e-3 - 1e-6) / steps, rel=0.03)  # after one step the cosine has begun
 
 
-def test_the_seconds_of_a_run_are_those_of_all_its_processes(settings, tmp_path, monkeypatch):
+def test_seconds__add_up_over_resumes(settings, tmp_path, monkeypatch):
+    """The first process starts at 1000 s and ends at 1500 s, the second takes 7 s."""
     for begin, end, steps in ((1000.0, 1500.0, 4), (9000.0, 9007.0, 8)):
-        clock = chain([begin], repeat(end))
-        monkeypatch.setattr(train, "time", SimpleNamespace(time=lambda clock=clock: next(clock)))
+        monkeypatch.setattr(train, "time", SimpleNamespace(time=lambda begin=begin: begin))
+        for module in (trainer, result):
+            monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda end=end: end))
         cfg = settings(*SMALL, f"trainer.max_steps={steps}", "trainer.eval_every=null", "attn=sdpa", "resume=auto")
         summary = run(cfg, tmp_path)
     assert summary["seconds"] == 507.0

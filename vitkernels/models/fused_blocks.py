@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vitkernels.models.attention_layer import BackendAttention
-from vitkernels.module_swap import Adopted
+from vitkernels.module_swap import SwappedModule
 from vitkernels.ops import layer_norm_residual, linear, mlp
 
 
@@ -43,7 +43,7 @@ class Branch(NamedTuple):
         return x_BNC + value
 
 
-class FusedLinear(Adopted, nn.Linear):
+class FusedLinear(SwappedModule, nn.Linear):
     """nn.Linear whose gradients the op `linear` calculates; the same parameters."""
 
     backend: str
@@ -54,7 +54,7 @@ class FusedLinear(Adopted, nn.Linear):
         return linear(x, self.weight, self.bias if add_bias else None, is_qkv=self.is_qkv, backend=self.backend)
 
 
-class FusedBlock(Adopted, Block):
+class FusedBlock(SwappedModule, Block):
     """timm's Block, which can hand its last branch to the next block instead of adding it.
 
     ops: op name -> backend, for layer_norm_residual (needed) and mlp (absent: timm's).

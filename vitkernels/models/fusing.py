@@ -19,9 +19,9 @@ from vitkernels.models.fused_blocks import (
     mlp_unfusable,
     unfusable,
 )
-from vitkernels.module_swap import Adopted
+from vitkernels.module_swap import SwappedModule
 from vitkernels.ops import layer_norm_residual, linear, mlp, patch_embed
-from vitkernels.registry.op import backends_of, place_of
+from vitkernels.registry.op import op_of, place_of
 
 log = logging.getLogger("vitkernels")
 
@@ -54,7 +54,7 @@ def set_ops(
         if name not in MODEL_OPS:
             raise unknown_name("op of a model", name, MODEL_OPS)
         if ops[name] not in ("eager", "auto"):
-            backends_of(_OPS[name]).get(ops[name])
+            op_of(_OPS[name]).get(ops[name])
     device = next(model.parameters()).device
     wanted = {name: b for name, b in ops.items() if b != "eager" and _has_kernel(name, b, device)}
     wanted = _fitting(wanted, model)
@@ -73,16 +73,16 @@ def set_ops(
     if "layer_norm_residual" in wanted:
         _give_backend(model)
         model.blocks = FusedBlocks(
-            *(FusedBlock.adopt(block, ops=wanted, keep_activation=keep_activation) for block in model.blocks)
+            *(FusedBlock.from_module(block, ops=wanted, keep_activation=keep_activation) for block in model.blocks)
         )
         model.blocks.residual_dtype = residual_dtype
     elif isinstance(getattr(model, "blocks", None), FusedBlocks):  # of an earlier call
-        model.blocks = nn.Sequential(*(block.released() for block in model.blocks))
+        model.blocks = nn.Sequential(*(block.to_original() for block in model.blocks))
     _set_linear(model, wanted.get("linear"))
     if "patch_embed" in wanted:
-        model.patch_embed.proj = PatchConv.adopt(model.patch_embed.proj, backend=wanted["patch_embed"])
+        model.patch_embed.proj = PatchConv.from_module(model.patch_embed.proj, backend=wanted["patch_embed"])
     elif isinstance(getattr(getattr(model, "patch_embed", None), "proj", None), PatchConv):
-        model.patch_embed.proj = model.patch_embed.proj.released()
+        model.patch_embed.proj = model.patch_embed.proj.to_original()
     return model
 
 
@@ -109,9 +109,9 @@ def _set_linear(model: nn.Module, backend: str | None) -> None:
             layer = getattr(attn, name, None)
             if backend is not None:
                 is_qkv = name == "qkv" and _keys_reach_the_scores(attn)
-                setattr(attn, name, FusedLinear.adopt(layer, backend=backend, is_qkv=is_qkv))
+                setattr(attn, name, FusedLinear.from_module(layer, backend=backend, is_qkv=is_qkv))
             elif type(layer) is FusedLinear:  # of an earlier call
-                setattr(attn, name, layer.released())
+                setattr(attn, name, layer.to_original())
 
 
 def _keys_reach_the_scores(attn: nn.Module) -> bool:
@@ -125,7 +125,7 @@ def _keys_reach_the_scores(attn: nn.Module) -> bool:
 
 def _has_kernel(name: str, backend: str, device: torch.device) -> bool:
     """Whether "auto" can give this op anything better than timm's own on this device."""
-    if backend != "auto" or place_of(device) in backends_of(_OPS[name]).preference:
+    if backend != "auto" or op_of(_OPS[name]).auto.get(place_of(device.type)):
         return True
     log.info("%s stays as timm has it: it has no kernel for %s", name, device.type)
     return False
@@ -170,7 +170,7 @@ def _patch_misfit(patch_embed: nn.Module | None) -> str | None:
     return None
 
 
-class PatchConv(Adopted, nn.Conv2d):
+class PatchConv(SwappedModule, nn.Conv2d):
     """A convolution over patches that do not overlap, as one matrix product; the same parameters."""
 
     backend: str

@@ -34,7 +34,7 @@ class _Recorder(Native):
     def __init__(self):
         self.problems = {}
 
-    def _unsupported(self, problem: Problem) -> None:
+    def refusal(self, problem: Problem) -> None:
         self.problems[problem] = None
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from vitkernels.errors import UsageError
-from vitkernels.module_swap import kind_of
+from vitkernels.module_swap import original_class
 from vitkernels.quant.modules import QuantizedEmbedding, QuantizedLinear
 from vitkernels.quant.schemes import Scheme
 from vitkernels.quant.training import check_is_float
@@ -34,7 +34,7 @@ def quantize_(
     chosen = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if kind_of(module) in (nn.Linear, nn.Embedding) and (filter is None or filter(name, module))
+        if original_class(module) in (nn.Linear, nn.Embedding) and (filter is None or filter(name, module))
     }
     if not chosen:
         raise UsageError(f"{type(model).__name__} has no nn.Linear or nn.Embedding that the filter lets through")

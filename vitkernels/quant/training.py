@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from vitkernels.autocast import dtype_of
 from vitkernels.bridge.operator import differentiable_once
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.module_swap import Adopted, kind_of
+from vitkernels.module_swap import SwappedModule, original_class
 from vitkernels.ops.rowwise_quantization import quantize_columns, quantize_gelu, quantize_rows, transpose_rows
 from vitkernels.ops.scaled_products import product_of_rows
 
@@ -121,7 +121,7 @@ class _Mlp(torch.autograd.Function):
         return dx, dw1, dbias1, dw2, dbias2, None
 
 
-class EightBitLinear(Adopted, nn.Linear):
+class EightBitLinear(SwappedModule, nn.Linear):
     """nn.Linear whose three products run in 8 bits; the same parameters under the same names."""
 
     dtype: torch.dtype
@@ -167,7 +167,7 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Callable[[str, nn.Modu
         raise unknown_name("8-bit dtype", dtype, DTYPES)
     check_is_float(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    chosen = {n: m for n, m in modules.items() if kind_of(m) is nn.Linear and (filter is None or filter(n, m))}
+    chosen = {n: m for n, m in modules.items() if original_class(m) is nn.Linear and (filter is None or filter(n, m))}
     if not chosen:
         raise UsageError(f"{type(model).__name__} has no nn.Linear that the filter lets through")
     if "" in chosen:
@@ -184,7 +184,7 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Callable[[str, nn.Modu
     inside = {f"{name}.{child}" for name in mlps for child in ("fc1", "fc2")}
     for name, linear in chosen.items():
         if name not in inside:
-            model.set_submodule(name, EightBitLinear.adopt(linear, dtype=DTYPES[dtype]))
+            model.set_submodule(name, EightBitLinear.from_module(linear, dtype=DTYPES[dtype]))
     return model
 
 

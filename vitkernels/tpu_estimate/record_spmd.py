@@ -1,19 +1,17 @@
-"""A training step over several chips, as torch_xla's SPMD would give it to TPUs: recorded, and compiled by libtpu.
-Nothing runs and no TPU is needed.
+"""Record a training step over several chips, as torch_xla's SPMD would give it to TPUs, and compile it with libtpu.
 
     python -m vitkernels.tpu_estimate.record_spmd 4 ddp,fsdp model=vit_base_patch16_224 attn=pallas_flash
 
-CPU devices stand for the chips while train.py records its first step, in which the optimizer's state is made. Those of
-several hosts have the same step: each host gives it rows of its own, and a batch has the shape of all rows together.
+Nothing is executed. CPU devices stand in for the chips while the first step of the trainer is recorded,
+in which the optimizer's state is created. Several hosts run the same program: each feeds its own rows of a batch whose
+shape is that of all rows together.
 """
 
 import json
 import os
 import re
 import sys
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import torch
 
@@ -22,38 +20,37 @@ from vitkernels.errors import UsageError
 from vitkernels.runtime.xla import XlaRuntime
 from vitkernels.tpu_estimate import compiler, record_step
 
-TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}  # as libtpu describes them; 16 chips are of several hosts
+TOPOLOGIES = {4: "v5e:2x2", 8: "v5e:2x4", 16: "v5e:4x4"}  # libtpu's names; 16 chips belong to several hosts
 _COLLECTIVE = re.compile(r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 _SHAPE = re.compile(r"\w+\[([\d,]*)\]")
 
 
 class RecordingRuntime(XlaRuntime):
-    """The first step ends with tpu_step.Recorded, where it would be executed."""
+    """torch_xla on several devices; `recorded` is the HLO module of the first step."""
+
+    recorded: bytes | None = None
 
     def end_step(self, images: torch.Tensor, targets: torch.Tensor, kind: str = "train") -> None:
         import torch_xla
 
         xla = torch_xla._XLAC
-        pending = [t for t in record_step._live() if "xla::device_data" not in xla._get_xla_tensor_debug_info(t)]
-        raise record_step.Recorded(xla._get_xla_tensors_hlo_proto(pending), {})
+        live = record_step.live_tensors()
+        pending = [t for t in live if "xla::device_data" not in xla._get_xla_tensor_debug_info(t)]
+        self.recorded = xla._get_xla_tensors_hlo_proto(pending)
 
 
-def record(engine: str, *overrides: str) -> bytes:
-    """The step of `python train.py parallel=engine *overrides` on all devices of this process, for v5e chips."""
-    import train
-
+def record(strategy: str, *overrides: str) -> bytes:
+    """Return the step of `python train.py parallel=STRATEGY *overrides` on all devices of this process, for v5e."""
     lazy_target.record_for("TPU", "v5e")
-    with tempfile.TemporaryDirectory(prefix="vitkernels_step_") as folder:
-        try:
-            cfg = record_step.compose((*overrides, f"parallel={engine}"))
-            train.run(cfg, Path(folder), lambda name, precision: RecordingRuntime(precision))
-        except record_step.Recorded as recorded:
-            return recorded.module
-    raise UsageError("the run ended before its first step")
+    cfg = record_step.compose((*overrides, f"parallel={strategy}"))
+    runtime = RecordingRuntime(cfg.runtime.precision)
+    record_step.take_steps(cfg, runtime, steps=1)
+    assert runtime.recorded is not None, "the first step sets it"
+    return runtime.recorded
 
 
 def compile_for(module: bytes, chips: int) -> str:
-    """The program of each chip: optimised HLO, after XLA has split the step among them."""
+    """Return the program of each chip: optimized HLO, after XLA has partitioned the step."""
     import numpy as np
     from jax._src.lib import _jax, xla_client
     from jax.experimental import topologies
@@ -66,7 +63,7 @@ def compile_for(module: bytes, chips: int) -> str:
         settings.num_replicas, settings.num_partitions = 1, chips
         settings.device_assignment = assignment
     options.executable_build_options.use_spmd_partitioning = True
-    # As torch_xla sets it: what a step returns may stay split, as the state of a split parameter should.
+    # As torch_xla sets it, so that the optimizer state of a sharded parameter stays sharded.
     options.executable_build_options.allow_spmd_sharding_propagation_to_output = [True]
     text = _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(module))
     executable = devices[0].client.compile(text.encode(), _jax.DeviceList(tuple(devices)), options)
@@ -74,9 +71,9 @@ def compile_for(module: bytes, chips: int) -> str:
 
 
 def facts(program: str) -> dict:
-    """What one chip's program holds: {"arguments", "results", "kernels": shapes, "collectives": {kind: shapes}}.
+    """Return {"arguments", "results", "kernels": shapes, "collectives": {kind: shapes}} of one chip's program.
 
-    kernels: the first result of each Pallas kernel. Shapes are lists of sizes, of the part that a chip has.
+    kernels: the first result of each Pallas kernel. Shapes are lists of sizes of the chip's shards.
     """
     layout = re.search(r"entry_computation_layout=\{\((.*)\)->\((.*)\)\}", program.partition("\n")[0])
     kernels, collectives = [], {}
@@ -85,7 +82,7 @@ def facts(program: str) -> dict:
             kernels.append(_shapes(line.partition(" = ")[2])[0])
         elif found := _COLLECTIVE.search(line):
             collectives.setdefault(found[2], []).extend(_shapes(found[1]))
-        if "calls=%all-reduce-scatter" in line:  # libtpu's fusion of an all-reduce and the slice that a chip keeps
+        if "calls=%all-reduce-scatter" in line:  # libtpu fuses an all-reduce with the slice that a chip keeps
             collectives.setdefault("reduce-scatter", []).extend(
                 _shapes(line.partition(" = ")[2].partition(" fusion(")[0])
             )
@@ -98,18 +95,22 @@ def _shapes(text: str) -> list[list[int]]:
     return [[int(n) for n in sizes.split(",") if n] for sizes in _SHAPE.findall(text)]
 
 
-def main(chips: int, engines: list[str], overrides: list[str]) -> dict[str, dict]:
-    """facts() by engine. It must be the process's first use of torch_xla."""
+def main(chips: int, strategies: list[str], overrides: list[str]) -> dict[str, dict]:
+    """Return facts() by strategy. Must be the process's first use of torch_xla."""
     if chips not in TOPOLOGIES:
-        raise UsageError(f"several v5e chips can be {', '.join(map(str, TOPOLOGIES))}; got {chips}")
+        raise UsageError(
+            f"number of v5e chips must be one of {', '.join(map(str, TOPOLOGIES))}; got {chips}",
+            code="tpu_estimate.chips",
+            chips=chips,
+        )
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "JAX_PLATFORMS": "cpu"}
-    return {engine: facts(compile_for(record(engine, *overrides), chips)) for engine in engines}
+    return {name: facts(compile_for(record(name, *overrides), chips)) for name in strategies}
 
 
 if __name__ == "__main__":
     found = main(int(sys.argv[1]), sys.argv[2].split(","), sys.argv[3:])
-    for engine, one in found.items():
+    for strategy, one in found.items():
         counts = {kind: len(shapes) for kind, shapes in one["collectives"].items()}
         kernels = dict(Counter(map(str, one["kernels"])))
-        print(f"{engine} on {sys.argv[1]} v5e chips: kernels {kernels}, {counts}", file=sys.stderr)
+        print(f"{strategy} on {sys.argv[1]} v5e chips: kernels {kernels}, {counts}", file=sys.stderr)
     print(json.dumps(found))

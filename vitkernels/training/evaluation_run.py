@@ -27,7 +27,7 @@ def evaluate_checkpoint(cfg: Config, parallel: Parallel, folder: Path) -> dict:
     parts = setup.build_model(cfg, parallel, data, trained_on)
     parallel.runtime.synchronize()  # pending work of quantization is not part of the evaluation
     result = evaluate(parts.net, data.val, parallel) | {"bytes": size_in_bytes(parts.model)}
-    if parts.quantized is not None:
+    if parts.quantized is not None and parts.quantized_net is not None:
         before = {f"{name}_before": result[name] for name in ("top1", "images_per_s", "bytes")}
         result = evaluate(parts.quantized_net, data.val, parallel, "quantized eval") | before
         result["bytes"] = size_in_bytes(parts.quantized)

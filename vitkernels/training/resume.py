@@ -3,7 +3,6 @@
 import json
 import logging
 import sys
-from functools import partial
 from pathlib import Path
 
 import yaml
@@ -12,7 +11,7 @@ from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
 from vitkernels.config import Config
 from vitkernels.provenance import git_commit, versions
 from vitkernels.training import run_dir, source
-from vitkernels.training.loggers import NullLogger, run_loggers
+from vitkernels.training.loggers import MetricLogger, NullLogger, run_loggers
 from vitkernels.training.trainer import Trainer
 
 log = logging.getLogger("vitkernels")
@@ -49,14 +48,14 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
         if at_end and parallel.on_main(run_dir.restore_summary, folder, settings, plan.total_steps):
             return False
         trainer.resume(path)
-    parallel.on_main(partial(run_dir.begin, **notes), folder, settings, path is not None)
+    parallel.on_main(run_dir.begin, folder, settings, path is not None, notes)
     trainer.logger = _loggers(cfg, trainer, folder)
     if trainer.state.eval_pending:  # the run was stopped between this step's checkpoint and its evaluation
         trainer.evaluate(path)
     return True
 
 
-def _loggers(cfg: Config, trainer: Trainer, folder: Path):
+def _loggers(cfg: Config, trainer: Trainer, folder: Path) -> MetricLogger:
     """Return the run's loggers, with its settings logged as text; other processes than the main one log nothing."""
     if not trainer.parallel.is_main:
         return NullLogger()

@@ -243,17 +243,17 @@ def _length(settings: dict) -> tuple:
     return ("epochs", trainer.get("max_epochs")) if steps is None else ("steps", steps)
 
 
-def begin(folder: Path, settings: dict, resumed: bool, **learned) -> None:
+def begin(folder: Path, settings: dict, resumed: bool, notes: dict) -> None:
     """Record in the folder which run it now holds. Until here, nothing in it was changed.
 
-    learned: class_names and preprocessing (see source.TrainedOn), each written to a file of its name unless None.
+    notes: class_names and preprocessing (see source.TrainedOn), each written to a file of its name unless None.
     The summary of a complete run that is extended is kept under another name. Raises UsageError if such a run has no
     checkpoint to resume from.
     """
     if not is_complete(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # of an attempt that failed
     elif resumed:
-        steps = read_json(folder / "summary.json")["steps"]
+        steps = (read_json(folder / "summary.json") or {})["steps"]
         (folder / "summary.json").rename(_summary_of_length(folder, steps))
     else:
         raise UsageError(
@@ -261,7 +261,7 @@ def begin(folder: Path, settings: dict, resumed: bool, **learned) -> None:
             code="run.no_checkpoint",
         )
     write_json(folder / "config.json", identity(settings))
-    for name, content in learned.items():
+    for name, content in notes.items():
         if content is not None:
             write_json(folder / f"{name}.json", content)
 

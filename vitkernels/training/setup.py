@@ -118,22 +118,24 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
     if cfg.checkpoint is not None:
         _load_weights(cfg, parallel, model, data, trained_on)
     # Before the model moves: the EMA makes a torch.Generator on the model's device, and XLA devices have none.
-    averages = cfg.ema.decay and cfg.mode == "train"
-    ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup) if averages else None
+    ema = None
+    if cfg.ema.decay is not None and cfg.mode == "train":
+        ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup)
     for module in filter(None, (model, ema)):
         module.to(runtime.device)
     if parallel.stream:
         random_seed(cfg.seed, parallel.stream)  # ranks share their weights but not their drop path
     quantized = _quantize(cfg, model)
     ops = {op: getattr(cfg.ops, op) for op in models.MODEL_OPS}
+    residual = None if cfg.ops.residual_precision is None else PRECISIONS[cfg.ops.residual_precision]
     for module in filter(None, (model, quantized, ema and ema.module)):
-        models.set_ops(module, ops, PRECISIONS.get(cfg.ops.residual_precision), cfg.ops.keep_activation)
+        models.set_ops(module, ops, residual, cfg.ops.keep_activation)
     in_8_bits = "" if cfg.quant.name == "none" else f", quant {cfg.quant.name}"
     size, ops_text = f"{facts.parameters / 1e6:.1f} M parameters", models.ops_in_words(ops)
     log.info("model: %s, %s, attention %s, ops %s%s", cfg.model.name, size, attn, ops_text, in_8_bits)
 
-    def wrap(module: nn.Module | None) -> nn.Module | None:
-        return None if module is None else parallel.wrap(module, *compile_mode(cfg, parallel))
+    def wrap(module: nn.Module) -> nn.Module:
+        return parallel.wrap(module, *compile_mode(cfg, parallel))
 
     return ModelParts(
         model=model,
@@ -141,9 +143,9 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
         facts=facts,
         attn=attn,
         ema=ema,
-        ema_net=wrap(None if ema is None else ema.module),
+        ema_net=None if ema is None else wrap(ema.module),
         quantized=quantized,
-        quantized_net=wrap(quantized),
+        quantized_net=None if quantized is None else wrap(quantized),
     )
 
 
@@ -186,7 +188,7 @@ def _load_weights(cfg: Config, parallel: Parallel, model: nn.Module, data: Data,
     else:
         new_classes = trained_on.class_names not in (None, data.class_names)
         weights = models.fitted(weights, model, new_classes)
-    models.load_weights(model, weights, cfg.checkpoint)
+    models.load_weights(model, weights, str(cfg.checkpoint))
 
 
 def _quantize(cfg: Config, model: nn.Module) -> nn.Module | None:
@@ -272,7 +274,7 @@ def build_trainer(
     )
 
 
-def trainer_from_config(cfg: Config, parallel: Parallel) -> Trainer:
+def trainer_from_config(cfg: Config, parallel: Parallel) -> tuple[Trainer, ModelParts]:
     """Build everything that a training step needs, in order, without a run: for benchmarks and recorders.
 
     Seeds all random generators. Call `trainer.train_step(batches)` with device batches, such as `parallel.feed` gives.
@@ -282,7 +284,8 @@ def trainer_from_config(cfg: Config, parallel: Parallel) -> Trainer:
     data = build_data(cfg, parallel, trained_on)
     parts = build_model(cfg, parallel, data, trained_on)
     plan = build_plan(cfg, parallel, data)
-    return build_trainer(cfg, parallel, data, parts, plan, build_optimizer(cfg, parallel, parts.model, plan))
+    optimization = build_optimizer(cfg, parallel, parts.model, plan)
+    return build_trainer(cfg, parallel, data, parts, plan, optimization), parts
 
 
 def timm_preprocessing(cfg: Config, data: Data) -> dict | None:

@@ -1,25 +1,26 @@
-"""A run's figures on a disk that is full for a while."""
+"""The loggers of a run: resumed files, and a disk that is full for a while."""
 
 import json
 import threading
 
 import pytest
 
-from vitkernels.training.history import StepRecord
-from vitkernels.training.run_log import RunLog
+from vitkernels.training.loggers import JsonLinesLogger, run_loggers
+from vitkernels.training.loggers.base import DiskGuard
+from vitkernels.training.metrics import StepRecord
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, caplog):
-    """The kernel refuses to let files grow, as on a full disk."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
+def test_full_disk__delays_lines_without_ending_the_run(tmp_path, caplog):
+    """A file size limit stands in for the full disk."""
     resource = pytest.importorskip("resource")
-    run_log = RunLog(tmp_path, 9, 0)
+    logger = run_loggers(tmp_path, 9)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def log_window(step):
-        run_log.steps([StepRecord(step, 1.0, 2.0, 3.0)])
-        run_log.scalars(step, {"train/loss": 1.0})
-        run_log.sync()
+        logger.steps([StepRecord(step, 1.0, 2.0, 3.0)])
+        logger.scalars(step, {"train/loss": 1.0})
+        logger.flush()
 
     log_window(1)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
@@ -28,12 +29,12 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, caplog):
             log_window(step)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert caplog.text.count("training goes on") == 1
+    assert caplog.text.count("training continues") == 1  # said once
     log_window(4)
-    run_log.evaluation(4, {"val_top1": 50.0})
-    run_log.close()
-    run_log.close()
-    for thread in threading.enumerate():  # TensorBoard's that failed ends late; as an error of another test, else
+    logger.evaluation(4, {"val_top1": 50.0})
+    logger.close()
+    logger.close()
+    for thread in threading.enumerate():  # or its late failure would count against another test
         if thread.daemon and type(thread).__module__.startswith("tensorboard"):
             thread.join(10)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -46,25 +47,25 @@ def test_a_full_disk_delays_lines_and_ends_nothing(tmp_path, caplog):
     assert {1, 4} <= {point.step for point in board.Scalars("train/loss")}
 
 
-def test_a_run_that_starts_again_from_nothing_leaves_no_old_points(tmp_path):
+def test_restart_from_scratch__leaves_no_old_points(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for last in (8, 4):
-        run_log = RunLog(tmp_path, 9, 0)
+        logger = run_loggers(tmp_path, 9)
         for step in range(1, last + 1):
-            run_log.scalars(step, {"train/loss": float(last)})
-        run_log.close()
+            logger.scalars(step, {"train/loss": float(last)})
+        logger.close()
     board = EventAccumulator(str(tmp_path))
     board.Reload()
     assert [(point.step, point.value) for point in board.Scalars("train/loss")] == [(n, 4.0) for n in (1, 2, 3, 4)]
 
 
-def test_lines_that_could_never_be_written_are_counted(tmp_path, caplog):
-    run_log = RunLog(tmp_path, 9, 0)
-    run_log._file.close()
-    run_log._file = Full()
-    run_log.steps([StepRecord(step, 1.0, 2.0, 3.0) for step in (1, 2)])
-    run_log.close()
+def test_unwritten_lines__are_counted_at_the_end(tmp_path, caplog):
+    logger = JsonLinesLogger(tmp_path, DiskGuard(tmp_path))
+    logger._file.close()
+    logger._file = Full()
+    logger.steps([StepRecord(step, 1.0, 2.0, 3.0) for step in (1, 2)])
+    logger.close()
     assert "lacks its last 2 lines" in caplog.text
 
 
