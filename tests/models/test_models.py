@@ -177,7 +177,7 @@ def test_dropout_reaches_the_backend_in_training_only():
     seen = []
 
     class Spy(type(attention.get("native"))):
-        def _unsupported(self, problem):
+        def refusal(self, problem):
             seen.append(problem.dropout_p)
 
     layer = models.attention_layer(Spy())(64, num_heads=2, attn_drop=0.25)

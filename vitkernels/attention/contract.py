@@ -1,4 +1,4 @@
-"""What every attention backend promises: SDPA's semantics on two layouts, and a reason when it cannot.
+"""The contract of attention backends: SDPA's semantics on two layouts, and a reason for each refusal.
 
 Shape suffixes: B batch, H heads, N query tokens, M key and value tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -11,11 +11,12 @@ from torch import Tensor
 from vitkernels.autocast import cast, dtype_of
 from vitkernels.bridge.operator import BoundedCache, runs_eagerly
 from vitkernels.errors import UsageError
+from vitkernels.registry.op import unsupported_error
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One attention call without its data: all that decides whether a backend can take it."""
+    """Describe one attention call without its data: everything that decides whether a backend can take it."""
 
     batch: int
     heads: int
@@ -40,10 +41,10 @@ class Problem:
         mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         is_causal: bool = False,
-        scale: float | None = None,  # any scale is every backend's duty; here so that a call's arguments fit
+        scale: float | None = None,  # accepted with a call's other arguments; every backend takes every scale
         dropout_p: float = 0.0,
     ) -> "Problem":
-        """The problem that a call with these arguments poses; raises ValueError when they do not fit together."""
+        """Return the problem of a call with these arguments; UsageError if they do not fit together."""
         _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, dropout_p)
         B, H, N, D = q_BHND.shape
         return cls(
@@ -64,140 +65,152 @@ class Problem:
 
 def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
     _check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, segment_ids=segment_ids)
-    if q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
-        raise UsageError(
-            "q, k and v must have 4 dimensions (batch, heads, tokens, head dim); "
-            f"got {tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    B, H, N, D = q.shape
-    M = k.shape[2]
-    if k.shape != (B, H, M, D) or v.shape != (B, H, M, D):
-        raise UsageError(
-            "k and v must agree with q in batch, heads and head dim, and with each other in tokens; "
-            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        )
-    if D == 0:
-        raise UsageError(f"q, k and v must have a head dim of at least 1, got {tuple(q.shape)}")
-    is_floating = q.dtype.is_floating_point and q.dtype.itemsize > 1  # 8 bits are for storage alone
-    if not dtype_of(q) == dtype_of(k) == dtype_of(v) or not is_floating:
-        raise UsageError(
-            f"q, k and v must share one floating dtype of 16 bits or more; got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
+    _check_qkv(q, k, v)
     for name, x in (("k", k), ("v", v), ("bias", bias), ("mask", mask), ("segment_ids", segment_ids)):
         if x is not None and x.device != q.device:
-            raise UsageError(f"{name} is on {x.device}, q on {q.device}; move them to one device")
+            message = f"{name} is on {x.device}, q on {q.device}; move them to one device"
+            raise UsageError(message, code="attention.device", name=name)
+    scores = (*q.shape[:3], k.shape[2])
     if bias is not None:
         if not bias.dtype.is_floating_point:
-            raise UsageError(f"bias must be floating, got {bias.dtype}; a boolean keep-mask goes to mask=")
-        _check_broadcast("bias", bias, (B, H, N, M))
+            message = f"bias must be floating, got {bias.dtype}; pass a boolean keep-mask as mask="
+            raise UsageError(message, code="attention.dtype", name="bias")
+        _check_broadcast("bias", bias, scores)
     if mask is not None:
         if mask.dtype != torch.bool:
-            raise UsageError(f"mask must be boolean (True keeps), got {mask.dtype}; an additive mask goes to bias=")
-        _check_broadcast("mask", mask, (B, H, N, M))
-    not_whole = segment_ids is not None and (segment_ids.dtype.is_floating_point or segment_ids.dtype.is_complex)
-    if segment_ids is not None and (not_whole or segment_ids.shape != (B, N) or N != M):
-        raise UsageError(
-            "segment_ids must be integers of shape (batch, tokens), for self-attention; "
-            f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for q {tuple(q.shape)} and {M} keys"
-        )
-    if type(is_causal) not in (bool, torch.SymBool):  # each kernel would take something else for true
-        raise UsageError(f"is_causal must be True or False, got {is_causal!r}")
+            message = f"mask must be boolean (True keeps), got {mask.dtype}; pass an additive mask as bias="
+            raise UsageError(message, code="attention.dtype", name="mask")
+        _check_broadcast("mask", mask, scores)
+    if segment_ids is not None:
+        _check_segment_ids(segment_ids, scores)
+    if type(is_causal) not in (bool, torch.SymBool):  # kernels disagree on which other values are true
+        raise UsageError(f"is_causal must be True or False, got {is_causal!r}", code="attention.is_causal")
     if not 0.0 <= dropout_p < 1.0:
-        raise UsageError(f"dropout_p must lie in [0, 1), got {dropout_p}")
+        message = f"dropout_p must be at least 0 and less than 1, got {dropout_p}"
+        raise UsageError(message, code="attention.dropout_p", dropout_p=dropout_p)
 
 
 def _check_tensors(**given) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "qkv")):
-            raise UsageError(f"{name} must be a torch tensor, got {type(x).__name__}; torch.as_tensor makes one")
+            message = f"{name} must be a torch tensor, got {type(x).__name__}; torch.as_tensor makes one"
+            raise UsageError(message, code="attention.type", name=name)
+
+
+def _check_qkv(q, k, v) -> None:
+    shapes = {"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)}
+    got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    if not q.ndim == k.ndim == v.ndim == 4:
+        message = f"q, k and v must have 4 dimensions (batch, heads, tokens, head dim); got {got}"
+        raise UsageError(message, code="attention.shape", **shapes)
+    B, H, _, D = q.shape
+    M = k.shape[2]
+    if k.shape != (B, H, M, D) or v.shape != (B, H, M, D):
+        message = (
+            "k and v must have q's batch size, heads and head dim, and the same number of tokens as each other; "
+            f"got {got}"
+        )
+        raise UsageError(message, code="attention.shape", **shapes)
+    if D == 0:
+        raise UsageError(f"the head dim must be at least 1; got {got}", code="attention.head_dim", head_dim=0)
+    is_floating = q.dtype.is_floating_point and q.dtype.itemsize > 1  # 8-bit floats are for storage alone
+    if not dtype_of(q) == dtype_of(k) == dtype_of(v) or not is_floating:
+        message = f"q, k and v must share one floating dtype of 16 bits or more; got {q.dtype}, {k.dtype} and {v.dtype}"
+        raise UsageError(message, code="attention.dtype", name="q")
+
+
+def _check_segment_ids(segment_ids: Tensor, scores: tuple[int, ...]) -> None:
+    B, _, N, M = scores
+    is_integer = not (segment_ids.dtype.is_floating_point or segment_ids.dtype.is_complex)
+    if not is_integer or segment_ids.shape != (B, N) or N != M:
+        raise UsageError(
+            "segment_ids must be integers of shape (batch, tokens), in self-attention; "
+            f"got {segment_ids.dtype} {tuple(segment_ids.shape)} for {N} queries and {M} keys of batch size {B}",
+            code="attention.segment_ids",
+            shape=tuple(segment_ids.shape),
+            dtype=segment_ids.dtype,
+        )
 
 
 def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     first = len(shape) - x.ndim
     fits = 1 <= x.ndim <= len(shape) and all(x.shape[i] in (1, shape[first + i]) for i in range(x.ndim))
     if not fits:
-        raise UsageError(f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(x.shape)}")
+        message = f"{name} must broadcast to (batch, heads, queries, keys) = {shape}, got {tuple(x.shape)}"
+        raise UsageError(message, code="attention.broadcast", name=name, shape=tuple(x.shape))
 
 
 def _number(scale) -> float:
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
-        raise UsageError("scale is a number for the kernels, without a gradient: pass scale=1.0, and q * scale for q")
+        message = "scale must be a number without a gradient: pass scale=1.0, and q * scale as q"
+        raise UsageError(message, code="attention.scale_gradient")
     return float(scale)
 
 
-_runners = BoundedCache()  # a call without extras -> the backend that runs it
+_dispatched_calls = BoundedCache()  # a call without bias, mask and segment_ids -> the backend that runs it
+
+
+def forget_dispatch() -> None:
+    """Let every backend examine its calls again: `auto` has other choices."""
+    _dispatched_calls.clear()
 
 
 class AttentionBackend:
-    """softmax(scale * q kᵀ + bias) v, with SDPA's semantics, on either of the layouts a model has.
+    """softmax(scale * q kᵀ + bias) v, with SDPA's semantics, on the two layouts that models have.
 
-    A backend overrides `_attend` and, where its kernel takes the projection's own layout, `_attend_qkvpacked`.
+    A subclass sets `name` and defines `run`, `refusal` if it cannot take every problem, `unavailable` if it cannot run
+    on every machine, and `run_qkvpacked` if its kernel reads the projection's own layout. Callers use the instance
+    itself, `qkvpacked` and `unsupported`, which check the arguments and apply autocast.
 
     Keywords of both entry points:
         bias: floating, broadcastable to (B, H, N, M), added after scaling; differentiable. -inf masks.
         mask: boolean, broadcastable to (B, H, N, M); True keeps.
-        segment_ids: integers (B, N) that 32 bits hold; a token attends to the tokens that carry its own id.
+        segment_ids: integers (B, N) that fit in 32 bits; a token attends to the tokens that carry its own id.
         is_causal: query i sees keys 0..i (aligned at the top left, as in SDPA).
-        scale: a number, which has no gradient; defaults to D ** -0.5.
+        scale: a number without a gradient; defaults to D ** -0.5.
         dropout_p: probability of dropping an attention weight; the caller passes 0 in evaluation.
-    All of them combine. A query with no key left gets zeros, and so do its gradients. Under torch.autocast q, k and v
-    are cast to its dtype, as for SDPA.
+    All of them combine. A query without keys gets zeros as its output and gradients. Under torch.autocast q, k and v
+    are cast to its dtype, as SDPA does.
 
-    A call that the backend cannot take raises UsageError (a ValueError) with `unsupported`'s reason.
+    A call that the backend cannot take raises UsageError (a ValueError) with the reason that `unsupported` returns.
     """
 
     name: str
 
     def __deepcopy__(self, memo) -> "AttentionBackend":
-        return self  # it has no state of its own that changes; a copied model runs the same one
+        return self  # a backend is immutable; a copied model runs the same one
 
+    # ------------------------------------------------------------------ for subclasses to define
     def configured(self, **options) -> "AttentionBackend":
-        """This backend with options of its own, those beside `name` in conf/attn/<name>.yaml; UsageError if unknown."""
+        """Return this backend with options, those of its YAML in conf/attn/ besides `name`; UsageError if unknown."""
         if options:
-            raise UsageError(f"attention backend {self.name!r} has no options, got {', '.join(options)}")
+            message = f"attention backend {self.name!r} has no options, got {', '.join(options)}"
+            raise UsageError(message, code="attention.options", backend=self.name, options=tuple(options))
         return self
 
     def unavailable(self) -> str | None:
-        """Why this backend cannot run on this machine at all and what would mend it; None when it can."""
+        """Return why this backend cannot run on this machine and what to change; None if it can."""
         return None
 
-    def _unsupported(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
+        """Return why this backend cannot take the problem, on a machine where it can run; None if it can."""
         return None
 
-    def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> Tensor:
+    def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> Tensor:
+        """Return (B, H, N, D) in q's dtype. The arguments are checked; every keyword is passed, scale as a float."""
         raise NotImplementedError
 
-    def _attend_qkvpacked(self, qkv_BN3HD: Tensor, **keywords) -> Tensor:
+    def run_qkvpacked(self, qkv_BN3HD: Tensor, **keywords) -> Tensor:
+        """Return (B, N, H * D); by default through `run` on views of qkv."""
         q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
-        return self._attend(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+        return self.run(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
 
+    # ------------------------------------------------------------------ for callers
     def unsupported(self, problem: Problem | Tensor, *args, **keywords) -> str | None:
-        """Why this backend refuses a `Problem`, or a call with these tensors; None when it takes it."""
+        """Return why this backend refuses a `Problem`, or a call with these tensors; None if it takes it."""
         if not isinstance(problem, Problem):
             problem = Problem.of(problem, *args, **keywords)
-        return self.unavailable() or self._unsupported(problem)
-
-    def _runner(self, problem: Problem) -> "AttentionBackend":
-        """The backend that runs such a problem, this one; UsageError if it does not take it."""
-        reason = self.unsupported(problem)
-        if reason is not None:
-            raise UsageError(f"attention backend {self.name!r} cannot take this call: {reason}")
-        return self
-
-    def _runner_of_call(self, tensors, bias, mask, segment_ids, is_causal, dropout_p) -> "AttentionBackend":
-        """tensors: q, k and v, or packed qkv alone, cast. To look at them anew takes longer than a short kernel."""
-
-        def found() -> AttentionBackend:
-            views = tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
-            return self._runner(Problem.of(*views, bias, mask, segment_ids, is_causal, dropout_p=dropout_p))
-
-        if bias is not None or mask is not None or segment_ids is not None or not runs_eagerly(tensors):
-            return found()
-        call = self, is_causal, type(is_causal), dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
-        runner = _runners.get(call)
-        if runner is None:
-            runner = _runners[call] = found()
-        return runner
+        return self.unavailable() or self.refusal(problem)
 
     def __call__(
         self,
@@ -211,13 +224,13 @@ class AttentionBackend:
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> Tensor:
-        """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype, or autocast's where that is on."""
+        """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype, or in autocast's if it is on."""
         try:
             q_BHND, k_BHMD, v_BHMD = tensors = cast(q_BHND, k_BHMD, v_BHMD)
         except AttributeError:
             _check_tensors(q=q_BHND, k=k_BHMD, v=v_BHMD)
             raise
-        return self._runner_of_call(tensors, bias, mask, segment_ids, is_causal, dropout_p)._attend(
+        return self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p).run(
             q_BHND,
             k_BHMD,
             v_BHMD,
@@ -242,9 +255,11 @@ class AttentionBackend:
         """The projection's own (B, N, 3, H, D) -> (B, N, H * D), ready for the output projection."""
         if not isinstance(qkv_BN3HD, Tensor) or qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
             _check_tensors(qkv=qkv_BN3HD)
-            raise UsageError(f"qkv must be (batch, tokens, 3, heads, head dim), got {tuple(qkv_BN3HD.shape)}")
+            shape = tuple(qkv_BN3HD.shape)
+            message = f"qkv must be (batch, tokens, 3, heads, head dim), got {shape}"
+            raise UsageError(message, code="attention.shape", qkv=shape)
         (qkv_BN3HD,) = tensors = cast(qkv_BN3HD)
-        return self._runner_of_call(tensors, bias, mask, segment_ids, is_causal, dropout_p)._attend_qkvpacked(
+        return self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p).run_qkvpacked(
             qkv_BN3HD,
             bias=bias,
             mask=mask,
@@ -254,11 +269,38 @@ class AttentionBackend:
             dropout_p=dropout_p,
         )
 
+    # ------------------------------------------------------------------ dispatch
+    def _dispatch(self, tensors, bias, mask, segment_ids, is_causal, dropout_p) -> "AttentionBackend":
+        """Return the backend that runs a call: the remembered one, because an examination takes longer than a short
+        kernel.
+
+        tensors: q, k and v, or packed qkv alone, after the cast.
+        """
+
+        def examined() -> AttentionBackend:
+            views = tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
+            return self._runner(Problem.of(*views, bias, mask, segment_ids, is_causal, dropout_p=dropout_p))
+
+        if bias is not None or mask is not None or segment_ids is not None or not runs_eagerly(tensors):
+            return examined()
+        call = self, is_causal, type(is_causal), dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
+        runner = _dispatched_calls.get(call)
+        if runner is None:
+            runner = _dispatched_calls[call] = examined()
+        return runner
+
+    def _runner(self, problem: Problem) -> "AttentionBackend":
+        """Return the backend that runs such a problem, which is this one except for `auto`; UsageError if refused."""
+        reason = self.unsupported(problem)
+        if reason is not None:
+            raise unsupported_error("attention", self.name, reason)
+        return self
+
 
 def keep_mask(
     q_BHND: Tensor, k_BHMD: Tensor, mask: Tensor | None, segment_ids: Tensor | None, is_causal: bool
 ) -> Tensor | None:
-    """Mask, segments and causality as one boolean, broadcastable to (B, H, N, M); None when all keys are kept."""
+    """Return mask, segments and causality as one boolean, broadcastable to (B, H, N, M); None if every key is kept."""
     keep = mask
     if segment_ids is not None:
         same_B1NN = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]

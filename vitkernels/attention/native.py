@@ -8,11 +8,11 @@ from vitkernels.attention.contract import AttentionBackend, keep_mask
 
 
 class Native(AttentionBackend):
-    """Runs everywhere and takes every problem; writes the whole (B, H, N, M) score matrix to memory."""
+    """Runs on every device and takes every problem; materializes the (B, H, N, M) score matrix."""
 
     name = "native"
 
-    def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+    def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         s_BHNM = _scores(q_BHND, k_BHMD, scale)
         keep = keep_mask(q_BHND, k_BHMD, mask, segment_ids, is_causal)
         if bias is not None:
@@ -22,14 +22,15 @@ class Native(AttentionBackend):
         if keep is None:
             p_BHNM = s_BHNM.softmax(-1)
         else:
-            # A finite floor, then exact zeros: a row without any key gives 0 and not NaN, forward and backward.
+            # A finite floor, then exact zeros: a row without keys yields 0 instead of NaN, forward and backward.
             p_BHNM = s_BHNM.masked_fill(~keep, torch.finfo(s_BHNM.dtype).min).softmax(-1).masked_fill(~keep, 0.0)
         p_BHNM = F.dropout(p_BHNM, dropout_p)
         return (p_BHNM.to(v_BHMD.dtype) @ v_BHMD).to(q_BHND.dtype)
 
 
 def _scores(q_BHND: Tensor, k_BHMD: Tensor, scale: float) -> Tensor:
-    """scale * q kᵀ in float32 or wider, from a product in q's dtype; float16 would end at 65504, and make NaN of it."""
+    """Return scale * q kᵀ in float32 or wider, multiplied in q's dtype; in float32 for float16, which overflows at
+    65504."""
     if q_BHND.dtype == torch.float16:
         with torch.autocast(q_BHND.device.type, enabled=False):
             return (q_BHND.float() * scale) @ k_BHMD.float().transpose(-2, -1)

@@ -11,11 +11,11 @@ class Sdpa(AttentionBackend):
 
     name = "sdpa"
 
-    def _unsupported(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         # On the CPU PyTorch divides by the number of heads, and the process ends.
         return None if problem.heads else "PyTorch's kernels need at least one head, and there is none; use attn=native"
 
-    def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+    def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         if bias is None and mask is None and segment_ids is None:
             return F.scaled_dot_product_attention(
                 q_BHND, k_BHMD, v_BHMD, dropout_p=dropout_p, is_causal=is_causal, scale=scale

@@ -1,139 +1,298 @@
-"""How an op finds the implementation that runs: one module per backend, imported when it is first asked for.
-
-A backend module has two functions with the same parameters, those that the op hands to `pick`:
-    unsupported(...) -> str | None    why it cannot take these arguments here, and what would mend it
-    run(...)                          the result
-"""
+"""One operation and its backends: names, lazy imports, refusals, and the order in which `auto` tries them."""
 
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from importlib import import_module
-from types import ModuleType
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
 
 import torch
 
 from vitkernels.errors import UsageError, unknown_name
+from vitkernels.registry.sources import Source, from_entry_points, missing_package
 from vitkernels.registry.tuning_table import fastest_first
 
 log = logging.getLogger("vitkernels")
 
+PLACES = ("cpu", "cuda", "tpu", "xla")  # xla: an XLA device other than a TPU, such as PJRT_DEVICE=CPU provides
 
-@dataclass(frozen=True)
-class Backends:
-    """The implementations of one op.
 
-    op: the op's public name, for messages.
-    modules: backend name -> module; "reference" is among them and takes everything.
-    preference: place (cpu, cuda, tpu, xla) -> names that `auto` tries there, fastest first. Kernels that would only be
-        interpreted do not belong in it. A place that is not listed, or where all refuse, gets the reference.
-    features: from a call's arguments, the sizes of its parameters (and an option, as a number, where it decides) and
-        the dtype it calculates in: under these `python -m vitkernels.tune` keeps what it measured, whose order on a
-        GPU comes before `preference`.
+class Backend(Protocol):
+    """One implementation of an op: an object, or a module with these two functions.
+
+    Both take the arguments of the op's contract. Attention describes a call by a `Problem` instead, so that a model can
+    be checked before it has data.
     """
 
-    op: str
-    modules: Mapping[str, str]
-    preference: Mapping[str, tuple[str, ...]]
-    features: Callable[..., tuple[tuple[int, ...], torch.dtype]] | None = None
+    def unsupported(self, *args, **kwargs) -> str | None:
+        """Return why the backend cannot take this call and what to change; None if it can."""
 
+    def run(self, *args, **kwargs):
+        """Return the op's result."""
+
+
+_AUTO = Source("the automatic choice")
+
+
+def _two_functions(loaded: object) -> Backend:
+    absent = [name for name in ("unsupported", "run") if not callable(getattr(loaded, name, None))]
+    if absent:
+        raise TypeError(f"a backend needs the functions unsupported(...) and run(...); {absent[0]} is missing")
+    return loaded
+
+
+class _Loaded:
+    """The imported backends, as attributes.
+
+    Not a dict: torch.compile copies a dict at its first access in a trace, and would miss a backend that the same
+    trace imports later. It reads attributes when they are used.
+    """
+
+
+class Op:
+    """An operation with interchangeable backends.
+
+    Args:
+        name: the op's public name.
+        backends: name -> "package.module" or "package.module:ATTRIBUTE", imported at first use.
+        auto: place (one of PLACES) -> the names that "auto" tries there, fastest first. List no backend that would only
+            be interpreted. If all refuse, or the place is absent, "auto" takes the fallback.
+        fallback: the backend that takes every call.
+        features: arguments of a call -> (sizes that decide which backend is fastest, dtype of the arithmetic): the key
+            under which `python -m vitkernels.tune` stores its measurements. On a GPU these precede `auto`.
+        group: the entry point group through which other packages add backends.
+        prefix: what precedes the backend's name in an entry point's name.
+        adapt: turns an imported target into a backend, or raises.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        backends: Mapping[str, str],
+        auto: Mapping[str, Iterable[str]],
+        *,
+        fallback: str = "reference",
+        features: Callable[..., tuple[tuple[int, ...], torch.dtype]] | None = None,
+        group: str,
+        prefix: str = "",
+        adapt: Callable[[object], Backend] = _two_functions,
+    ):
+        self.name = name
+        self.auto = {place: tuple(names) for place, names in auto.items()}
+        self.fallback = fallback
+        self.features = features
+        self._sources = {backend: Source(target) for backend, target in backends.items()}
+        self._entry_points: tuple[str, str] | None = (group, prefix)  # None once they are read
+        self._clashes: dict[str, tuple[Source, Source]] = {}
+        self._failures: dict[str, str] = {}
+        self._loaded = _Loaded()
+        self._adapt = adapt
+
+    @classmethod
+    def in_folder(cls, package: str, backends: Iterable[str], auto: Mapping[str, Iterable[str]], features=None) -> "Op":
+        """Return the op of a package folder that holds one module per backend, the fallback `reference` among them.
+
+        Other packages add backends through entry points in the group vitkernels.ops, named "<op>.<backend>".
+        """
+        name = package.rpartition(".")[2]
+        modules = {backend: f"{package}.{backend}" for backend in backends}
+        return cls(name, modules, auto, features=features, group="vitkernels.ops", prefix=f"{name}.")
+
+    # ------------------------------------------------------------------ names and imports
     def names(self) -> tuple[str, ...]:
-        """Every backend's name; "auto" chooses among them."""
-        return tuple(self.modules)
+        """Return the name of every backend, those of other packages last."""
+        self._read_entry_points()
+        return tuple(self._sources)
 
-    def get(self, name: str) -> ModuleType:
-        """The module of that backend; an unknown name raises UsageError that lists the names."""
-        if name not in self.modules:
-            raise unknown_name(f"{self.op} backend", name, ("auto", *self.modules))
-        _import(self.modules[name])
-        # torch.compile knows sys.modules as it was at its first look; of a package it sees what was imported since.
-        package, _, module = self.modules[name].rpartition(".")
-        return getattr(sys.modules[package], module)
+    def source(self, name: str) -> Source:
+        """Return where that backend comes from; UsageError if no backend has the name."""
+        self._read_entry_points()
+        if name not in self._sources:
+            raise unknown_name(f"{self.name} backend", name, {"auto", *self._sources})
+        return self._sources[name]
 
-    def pick(self, backend: str, device: torch.device, *args, **kwargs) -> ModuleType:
-        """The module to run a call with these arguments: the named one or UsageError; for "auto" the first that can.
+    def get(self, name: str) -> Backend:
+        """Return the backend of that name.
 
-        The log says, once, why auto passed over faster ones.
+        Raises UsageError for an unknown name, for a name that two packages claim, and for a missing package of one of
+        our extras. Any other error of the backend's import passes through.
+        """
+        if not self._is_loaded(name):
+            self._load(name)
+        return getattr(self._loaded, name)
+
+    @torch.compiler.assume_constant_result  # torch.compile cannot trace an import
+    def broken(self, name: str) -> str | None:
+        """Return why that backend cannot be imported; None if it can, or if no backend has the name.
+
+        Each import is tried once. Code that looks at all backends asks here first, because one broken backend must not
+        stop the others.
+        """
+        if name in vars(self._loaded):  # the fast path of every call
+            return None
+        self._read_entry_points()
+        if name in self._sources and name not in self._failures:
+            try:
+                self._load(name)
+            except Exception as error:  # an unfinished kernel may fail in any way
+                self._failures[name] = self._sources[name].failure(error)
+        return self._failures.get(name)
+
+    @torch.compiler.assume_constant_result
+    def _is_loaded(self, name: str) -> bool:
+        return name in vars(self._loaded) or (self.broken(name) is None and name in self._sources)
+
+    def _load(self, name: str) -> None:
+        source = self.source(name)
+        if name in self._clashes:
+            raise self._clash(name, *self._clashes[name])
+        try:
+            loaded = source.load()
+        except ModuleNotFoundError as error:
+            missing = missing_package(error)
+            if missing is None:
+                raise
+            raise missing from error
+        setattr(self._loaded, name, self._adapt(loaded))
+        self._failures.pop(name, None)
+
+    # ------------------------------------------------------------------ backends of other packages
+    def register(self, name: str, target: object, auto_for: str | Iterable[str] | None = None) -> None:
+        """Add a backend.
+
+        Args:
+            name: its name, free so far; or the name of an entry point with this same target.
+            target: the backend, a module, or "package.module:ATTRIBUTE", which is imported at first use.
+            auto_for: the places (of PLACES) where "auto" tries it before all others. Without it "auto" never chooses
+                the backend, because nobody measured how it compares.
+
+        Raises UsageError if the name is taken. Graphs that torch.compile made before keep the backend they chose.
+        """
+        places = (auto_for,) if isinstance(auto_for, str) else tuple(auto_for or ())
+        for place in places:
+            if place not in PLACES:
+                raise unknown_name("place for auto", place, PLACES)
+        self._read_entry_points()
+        self._add(name, Source(target, "registered"))
+        if name in self._clashes:
+            raise self._clash(name, *self._clashes.pop(name))
+        if not isinstance(target, str):
+            try:
+                self._load(name)
+            except Exception:
+                self.unregister(name)
+                raise
+        for place in places:
+            self.auto[place] = (name, *(other for other in self.auto.get(place, ()) if other != name))
+
+    def unregister(self, name: str) -> None:
+        """Remove a backend that `register` added; UsageError for any other."""
+        if self.source(name).provider != "registered":
+            message = f"{self.name} backend {name!r} was not added by register(): it comes from {self.source(name)}"
+            raise UsageError(message, code="registry.not_registered", op=self.name, name=name)
+        del self._sources[name]
+        vars(self._loaded).pop(name, None)
+        self._failures.pop(name, None)
+        for place, order in self.auto.items():
+            self.auto[place] = tuple(other for other in order if other != name)
+
+    def _read_entry_points(self) -> None:
+        if self._entry_points is not None:
+            found = from_entry_points(*self._entry_points)
+            self._entry_points = None
+            for name, source in found:
+                self._add(name, source)
+
+    def _add(self, name: str, source: Source) -> None:
+        """Add a source. Two for one name are a clash, which `get` raises: packages that do not use it keep working."""
+        is_reserved = name == "auto" and name not in self._sources
+        known = _AUTO if is_reserved else self._sources.setdefault(name, source)
+        if known.target != source.target:
+            self._clashes[name] = known, source
+
+    def _clash(self, name: str, first: Source, second: Source) -> UsageError:
+        message = f"{self.name} backend {name!r} is defined twice, by {first} and by {second}; rename or remove one"
+        return UsageError(
+            message, code="registry.name_clash", op=self.name, name=name, sources=[str(first), str(second)]
+        )
+
+    # ------------------------------------------------------------------ choice
+    def unsupported(self, name: str, *args, **kwargs) -> str | None:
+        """Return why that backend cannot take a call with these arguments, a failed import included; None if it can."""
+        return self.broken(name) or self.get(name).unsupported(*args, **kwargs)
+
+    def choose(self, order: Iterable[str], *args, **kwargs) -> tuple[str, dict[str, str]]:
+        """Return the first backend of `order` that takes the call, else the fallback; and why each other refused."""
+        refused = {}
+        for name in order:
+            reason = self.unsupported(name, *args, **kwargs)
+            if reason is None:
+                return name, refused
+            refused[name] = reason
+        return self.fallback, refused
+
+    def pick(self, backend: str, device: torch.device, *args, **kwargs) -> Backend:
+        """Return the backend for a call with these arguments: the named one, or for "auto" the fastest that takes it.
+
+        Raises UsageError if the named one refuses. For "auto" the log says, once, which faster ones refused and why.
         """
         if backend != "auto":
             reason = self.unsupported(backend, *args, **kwargs)
             if reason is not None:
-                raise UsageError(f"{self.op} backend {backend!r} cannot take this call: {reason}")
+                raise unsupported_error(self.name, backend, reason)
             return self.get(backend)
-        passed_over = ""
-        for name in self._order(device, args, kwargs):
-            reason = self.unsupported(name, *args, **kwargs)
-            if reason is None:
-                break
-            passed_over += f"; not {name}: {reason}"
-        else:
-            name = "reference"
-        if passed_over:
-            _say(f"{self.op}: auto chose {name}{passed_over}")
+        name, refused = self.choose(self._order(device, args, kwargs), *args, **kwargs)
+        if refused:
+            say_once(f"{self.name}: auto chose {name}{passed_over(refused)}")
         return self.get(name)
 
-    def unsupported(self, name: str, *args, **kwargs) -> str | None:
-        """Why that backend cannot take a call with these arguments, a missing package included; None when it can."""
-        missing = _missing(self.modules[name]) if name in self.modules else None
-        return missing or self.get(name).unsupported(*args, **kwargs)
-
     def _order(self, device: torch.device, args: tuple, kwargs: dict) -> tuple[str, ...]:
-        """What `auto` tries, fastest first."""
-        place = place_of(device)
-        preferred = self.preference.get(place, ())
+        """Return what "auto" tries on that device, fastest first."""
+        place = place_of(device.type)
+        default = self.auto.get(place, ())
         if place != "cuda" or self.features is None:
-            return preferred
+            return default
         features, dtype = self.features(*args, **kwargs)
-        measured = fastest_first(self.op, features, dtype, device.index, preferred)
-        return tuple(name for name in measured if name in self.modules)  # a table may be of a version that had others
+        measured = fastest_first(self.name, features, dtype, device.index, default)
+        # A table may name backends that are gone, or of packages that did not register theirs for auto.
+        ours = tuple(name for name in measured if name in default or self._is_ours(name))
+        unmeasured = tuple(name for name in default if name not in measured and not self._is_ours(name))
+        return unmeasured + ours
+
+    def _is_ours(self, name: str) -> bool:
+        return name in self._sources and not self._sources[name].provider
+
+
+def unsupported_error(op: str, backend: str, reason: str) -> UsageError:
+    """Return the error of a named backend that cannot take a call."""
+    message = f"{op} backend {backend!r} cannot take this call: {reason}"
+    return UsageError(message, code="registry.unsupported", op=op, backend=backend, reason=reason)
+
+
+def passed_over(refused: Mapping[str, str]) -> str:
+    """Return the reasons for a log line, each opened by a semicolon."""
+    return "".join([f"; not {name}: {reason}" for name, reason in refused.items()])
 
 
 _said: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # a log would break torch.compile's graph
-def _say(message: str) -> None:
+@torch.compiler.assume_constant_result  # logging would break torch.compile's graph
+def say_once(message: str) -> None:
+    """Log a message unless it was logged before."""
     if message not in _said:
         _said.add(message)
         log.info(message)
 
 
-_EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the extra that brings it
+def op_of(function: Callable) -> Op:
+    """Return the `Op` of a function of `vitkernels.ops`, which stands next to it as BACKENDS."""
+    return sys.modules[function.__module__].BACKENDS
 
 
-@torch.compiler.assume_constant_result
-def _missing(module: str) -> str | None:
-    """The package that this backend's module wants in vain, and what brings it."""
-    if module in sys.modules:  # an import that does nothing takes longer than a short kernel
-        return None
-    try:
-        import_module(module)
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in _EXTRAS:
-            raise
-        return f"{package} is not installed: pip install 'vitkernels[{_EXTRAS[package]}]' (Linux only)"
-    except UsageError as error:  # the bridges say it in their own words
-        return str(error)
-    return None
-
-
-@torch.compiler.assume_constant_result  # torch.compile cannot trace an import, and need not
-def _import(module: str) -> None:
-    if module not in sys.modules:
-        import_module(module)
-
-
-def backends_of(op: Callable) -> Backends:
-    """The table of an op, which lies beside its function."""
-    return sys.modules[op.__module__].BACKENDS
-
-
-def place_of(device: torch.device) -> str:
-    """cpu, cuda, tpu, or xla for an XLA device that is no TPU (such as PJRT_DEVICE=CPU gives)."""
-    if device.type != "xla":
-        return device.type
+def place_of(device_type: str) -> str:
+    """Return the place of a device type as `auto` knows it: for "xla" either "tpu" or "xla", else the type itself."""
+    if device_type != "xla":
+        return device_type
     from vitkernels.bridge import lazy_target
 
     return "tpu" if lazy_target.platform() == "TPU" else "xla"

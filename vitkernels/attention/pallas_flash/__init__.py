@@ -74,7 +74,7 @@ class PallasFlash(AttentionBackend):
     def unavailable(self) -> str | None:
         return _unavailable
 
-    def _unsupported(self, problem: Call) -> str | None:
+    def refusal(self, problem: Call) -> str | None:
         if problem.device_type not in ("cpu", "xla", "cuda"):
             return (
                 f"its kernels are for TPU (device xla), NVIDIA Hopper and, interpreted, cpu, not {problem.device_type}"
@@ -82,14 +82,14 @@ class PallasFlash(AttentionBackend):
         by_device = _unsupported_on_hopper if problem.device_type == "cuda" else _unsupported_on_tpu
         return by_device(problem) or _unsupported_anywhere(problem)
 
-    def _attend(self, q_BHND, k_BHMD, v_BHMD, **keywords):
+    def run(self, q_BHND, k_BHMD, v_BHMD, **keywords):
         if q_BHND.device.type == "cuda":
             return operators.attend(q_BHND, k_BHMD, v_BHMD, keywords["is_causal"], keywords["scale"])[0]
         B, H, N, D = q_BHND.shape
         arrays = [x.transpose(1, 2).reshape(B, -1, H * D) for x in (q_BHND, k_BHMD, v_BHMD)]
         return _attend(arrays, H, **keywords).reshape(B, N, H, D).transpose(1, 2)
 
-    def _attend_qkvpacked(self, qkv_BN3HD, **keywords):
+    def run_qkvpacked(self, qkv_BN3HD, **keywords):
         if qkv_BN3HD.device.type == "cuda":
             return operators.attend_packed(qkv_BN3HD, keywords["is_causal"], keywords["scale"])[0]
         B, N, _, H, D = qkv_BN3HD.shape

@@ -48,7 +48,7 @@ class TritonFlash(AttentionBackend):
     def unavailable(self) -> str | None:
         return _MISSING
 
-    def _unsupported(self, problem: Problem) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         if problem.device_type not in ("cuda", "cpu"):
             return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {problem.device_type}"
         if problem.dtype not in _DTYPES:
@@ -62,12 +62,12 @@ class TritonFlash(AttentionBackend):
             )
         return None
 
-    def _attend(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+    def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         from vitkernels.attention.triton_flash.operators import attend  # only here is Triton imported
 
         return attend(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale, self._tile_sizes)[0]
 
-    def _attend_qkvpacked(self, qkv_BN3HD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+    def run_qkvpacked(self, qkv_BN3HD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         from vitkernels.attention.triton_flash.operators import attend_packed
 
         return attend_packed(qkv_BN3HD, bias, mask, segment_ids, is_causal, scale, self._tile_sizes)[0]

@@ -7,15 +7,12 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="cross_entropy",
-    modules={
-        "reference": "vitkernels.ops.cross_entropy.reference",
-        "triton": "vitkernels.ops.cross_entropy.triton",
-    },
-    preference={"cuda": ("triton",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton"),
+    auto={"cuda": ("triton",)},
 )
 
 

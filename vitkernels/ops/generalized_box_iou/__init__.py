@@ -9,16 +9,12 @@ Shape suffixes: B images, N boxes of each, 4 = x1, y1, x2, y2.
 from torch import Tensor, nn
 
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="generalized_box_iou",
-    modules={
-        "reference": "vitkernels.ops.generalized_box_iou.reference",
-        "triton": "vitkernels.ops.generalized_box_iou.triton",
-        "pallas_tpu": "vitkernels.ops.generalized_box_iou.pallas_tpu",
-    },
-    preference={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton", "pallas_tpu"),
+    auto={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
 )
 
 

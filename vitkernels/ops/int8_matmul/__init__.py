@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
 # (-128)² · 131071 is the largest sum that int32 holds whatever the operands are.
 LARGEST_K = 131071
 
-BACKENDS = Backends(
-    op="int8_matmul",
-    modules={
-        "reference": "vitkernels.ops.int8_matmul.reference",
-        "triton": "vitkernels.ops.int8_matmul.triton",
-        "pallas_tpu": "vitkernels.ops.int8_matmul.pallas_tpu",
-    },
-    preference={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton", "pallas_tpu"),
+    auto={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
 )
 
 

@@ -7,15 +7,12 @@ from torch import Tensor
 
 from vitkernels.autocast import dtype_of
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="layer_norm_residual",
-    modules={
-        "reference": "vitkernels.ops.layer_norm_residual.reference",
-        "triton": "vitkernels.ops.layer_norm_residual.triton",
-    },
-    preference={"cuda": ("triton",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton"),
+    auto={"cuda": ("triton",)},
     features=lambda x, branch, weight, *others: (tuple(weight.shape), others[-1]),
 )
 

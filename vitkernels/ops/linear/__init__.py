@@ -8,16 +8,12 @@ from torch import Tensor
 
 from vitkernels.autocast import cast
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="linear",
-    modules={
-        "reference": "vitkernels.ops.linear.reference",
-        "triton": "vitkernels.ops.linear.triton",
-        "pallas_hopper": "vitkernels.ops.linear.pallas_hopper",
-    },
-    preference={"cuda": ("triton",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton", "pallas_hopper"),
+    auto={"cuda": ("triton",)},
     features=lambda x, weight, bias, is_qkv: (tuple(weight.shape[::-1]), x.dtype),
 )
 

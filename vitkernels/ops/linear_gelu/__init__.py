@@ -8,18 +8,12 @@ from torch import Tensor
 from vitkernels.autocast import cast
 from vitkernels.errors import UsageError
 from vitkernels.ops.linear import check_linear
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="linear_gelu",
-    modules={
-        "reference": "vitkernels.ops.linear_gelu.reference",
-        "passes": "vitkernels.ops.linear_gelu.passes",
-        "triton": "vitkernels.ops.linear_gelu.triton",
-        "pallas_hopper": "vitkernels.ops.linear_gelu.pallas_hopper",
-        "pallas_tpu": "vitkernels.ops.linear_gelu.pallas_tpu",
-    },
-    preference={"cuda": ("passes",), "tpu": ("pallas_tpu",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "passes", "triton", "pallas_hopper", "pallas_tpu"),
+    auto={"cuda": ("passes",), "tpu": ("pallas_tpu",)},
     features=lambda x, weight, bias, tanh: (tuple(weight.shape[::-1]), x.dtype),
 )
 

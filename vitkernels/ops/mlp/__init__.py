@@ -9,17 +9,12 @@ from torch import Tensor
 from vitkernels.autocast import cast
 from vitkernels.ops.linear import check_linear
 from vitkernels.ops.linear_gelu import check_gelu
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="mlp",
-    modules={
-        "reference": "vitkernels.ops.mlp.reference",
-        "passes": "vitkernels.ops.mlp.passes",
-        "triton": "vitkernels.ops.mlp.triton",
-        "pallas_hopper": "vitkernels.ops.mlp.pallas_hopper",
-    },
-    preference={"cuda": ("passes",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "passes", "triton", "pallas_hopper"),
+    auto={"cuda": ("passes",)},
     features=lambda x, weight1, bias1, weight2, bias2, tanh, keep: (
         (*weight1.shape[::-1], weight2.shape[0], int(keep)),
         x.dtype,

@@ -8,16 +8,12 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="paged_attention",
-    modules={
-        "reference": "vitkernels.ops.paged_attention.reference",
-        "triton": "vitkernels.ops.paged_attention.triton",
-        "pallas_tpu": "vitkernels.ops.paged_attention.pallas_tpu",
-    },
-    preference={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton", "pallas_tpu"),
+    auto={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
 )
 MEGACORE_MODES = ("kv_head", "batch", None)
 

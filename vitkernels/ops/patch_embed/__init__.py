@@ -7,15 +7,12 @@ from torch import Tensor
 
 from vitkernels.autocast import dtype_of
 from vitkernels.errors import UsageError
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
-BACKENDS = Backends(
-    op="patch_embed",
-    modules={
-        "reference": "vitkernels.ops.patch_embed.reference",
-        "triton": "vitkernels.ops.patch_embed.triton",
-    },
-    preference={"cuda": ("triton",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton"),
+    auto={"cuda": ("triton",)},
     features=lambda images, weight, bias, dtype: ((*weight.shape[1:], weight.shape[0]), dtype),
 )
 

@@ -8,19 +8,14 @@ from torch import Tensor
 
 from vitkernels.errors import UsageError
 from vitkernels.ops.quantized_matmul.packing import pack_int4, unpack_int4
-from vitkernels.registry.op import Backends
+from vitkernels.registry.op import Op
 
 __all__ = ["BACKENDS", "pack_int4", "quantized_matmul", "unpack_int4"]
 
-BACKENDS = Backends(
-    op="quantized_matmul",
-    modules={
-        "reference": "vitkernels.ops.quantized_matmul.reference",
-        "triton": "vitkernels.ops.quantized_matmul.triton",
-        "pallas_tpu": "vitkernels.ops.quantized_matmul.pallas_tpu",
-        "xla": "vitkernels.ops.quantized_matmul.xla",
-    },
-    preference={"cuda": ("triton",), "tpu": ("pallas_tpu", "xla"), "xla": ("xla",)},
+BACKENDS = Op.in_folder(
+    __name__,
+    ("reference", "triton", "pallas_tpu", "xla"),
+    auto={"cuda": ("triton",), "tpu": ("pallas_tpu", "xla"), "xla": ("xla",)},
 )
 
 

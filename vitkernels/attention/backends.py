@@ -1,0 +1,147 @@
+"""The attention backends: their names, and the choice among them.
+
+To add one to this package: a file in this folder that ends in `BACKEND = Mine()`, a line in `OP`, a YAML in conf/attn/.
+From another package: `register`, or an entry point in the group `vitkernels.attention` that names the backend:
+
+    [project.entry-points."vitkernels.attention"]
+    mine = "my_package.my_module:BACKEND"
+
+The conformance suite, the benchmarks and the doctor find it by its name.
+"""
+
+import logging
+from collections.abc import Iterable, Sequence
+from functools import cache
+from types import ModuleType
+
+from vitkernels.attention.contract import AttentionBackend, Problem, forget_dispatch
+from vitkernels.errors import UsageError
+from vitkernels.registry.op import Op, passed_over, place_of
+
+log = logging.getLogger(__name__)
+
+
+def _adapted(loaded: object) -> AttentionBackend:
+    backend = getattr(loaded, "BACKEND", None) if isinstance(loaded, ModuleType) else loaded
+    if not isinstance(backend, AttentionBackend) or not hasattr(backend, "name"):
+        what = f"{loaded.__name__}.BACKEND" if isinstance(loaded, ModuleType) else repr(loaded)
+        raise TypeError(f"{what} must be an instance of a vitkernels.attention.AttentionBackend subclass with a name")
+    return backend
+
+
+# The order on CUDA was measured on an H200 at 14 shapes of 50 to 4096 tokens (results/attention.jsonl; pallas_flash
+# supports no other NVIDIA generation). The order on TPU rests on estimates from the compiler's schedule, not on runs.
+OP = Op(
+    "attention",
+    {
+        "native": "vitkernels.attention.native",
+        "sdpa": "vitkernels.attention.sdpa",
+        "pallas_flash": "vitkernels.attention.pallas_flash",
+        "triton_flash": "vitkernels.attention.triton_flash",
+        "auto": "vitkernels.attention.auto",
+    },
+    auto={
+        "cpu": ("sdpa",),
+        "cuda": ("pallas_flash", "triton_flash", "sdpa"),
+        "tpu": ("pallas_flash", "sdpa"),
+        "xla": ("sdpa",),
+    },
+    fallback="native",
+    group="vitkernels.attention",
+    adapt=_adapted,
+)
+
+
+def names() -> tuple[str, ...]:
+    """Return the name of every backend, those of other packages last; `auto` chooses among the others."""
+    return OP.names()
+
+
+def get(name: str) -> AttentionBackend:
+    """Return the backend of that name; UsageError (a ValueError) that lists the names if there is none.
+
+    An error of the backend's own import passes through.
+    """
+    return OP.get(name)
+
+
+def broken(name: str) -> str | None:
+    """Return why that backend cannot be imported; None if it can. Each import is tried once."""
+    return OP.broken(name)
+
+
+def register(
+    name: str, backend: AttentionBackend | ModuleType | str, auto_for: str | Iterable[str] | None = None
+) -> None:
+    """Add a backend of your own, for this process.
+
+    Args:
+        name: a free name; or that of an entry point with this same target, to let `auto` choose it.
+        backend: an AttentionBackend, a module with one in `BACKEND`, or "package.module:ATTRIBUTE" to import at first
+            use.
+        auto_for: where `auto` tries it before all others: "cpu", "cuda", "tpu" or "xla" (an XLA device other than a
+            TPU), or several of them. Without it `auto` never chooses the backend.
+
+    Raises UsageError if the name is taken; the message names both sources.
+    """
+    OP.register(name, backend, auto_for)
+    _forget_choices()
+
+
+def unregister(name: str) -> None:
+    """Remove a backend that `register` added, for example before it is registered again from an edited cell."""
+    OP.unregister(name)
+    _forget_choices()
+
+
+def _forget_choices() -> None:
+    chosen.cache_clear()
+    forget_dispatch()
+
+
+def unsupported(name: str, problem: Problem) -> str | None:
+    """Return why that backend cannot take the problem, a failed import included; None if it can."""
+    return OP.unsupported(name, problem)
+
+
+def candidates(device_type: str) -> tuple[str, ...]:
+    """Return what `auto` tries on that type of device, fastest first."""
+    return OP.auto.get(place_of(device_type), (OP.fallback,))
+
+
+def choose(problem: Problem) -> tuple[str, dict[str, str]]:
+    """Return the fastest backend that takes the problem, and why each faster one was passed over."""
+    return OP.choose(candidates(problem.device_type), problem)
+
+
+@cache
+def chosen(problem: Problem) -> AttentionBackend:
+    """Return the backend that `auto` chooses, and log the choice once for each problem."""
+    name, refused = choose(problem)
+    log.info("attention: auto chose %s for %s%s", name, problem, passed_over(refused))
+    return get(name)
+
+
+def choose_for_all(name: str, problems: Sequence[Problem]) -> str:
+    """Return the name of one backend for all of a model's problems: the named one, or for "auto" the fastest.
+
+    With "auto" the log says which backends were passed over and why. Raises UsageError "attention.unsupported_model" if
+    the named backend refuses a problem; its fields are `backend`, `reason`, and `others`, the names of those that take
+    the problem.
+    """
+    if name == "auto":
+        choices = dict(choose(problem) for problem in problems)
+        name = next(iter(choices)) if len(choices) == 1 else "sdpa"  # which takes every problem
+        log.info("attention: auto chose %s for the model%s", name, "".join(map(passed_over, choices.values())))
+    for problem in problems:
+        reason = get(name).unsupported(problem)
+        if reason is not None:
+            others = [other for other in names() if other not in (name, "auto") and unsupported(other, problem) is None]
+            raise UsageError(
+                f"attention backend {name!r} cannot run this model here: {reason}; these can: {', '.join(others)}",
+                code="attention.unsupported_model",
+                backend=name,
+                reason=reason,
+                others=others,
+            )
+    return name

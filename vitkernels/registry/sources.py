@@ -1,0 +1,67 @@
+"""Where the code of a backend comes from: a module, an object, or an entry point of another package."""
+
+from dataclasses import dataclass
+from importlib import import_module
+
+from vitkernels.errors import UsageError
+
+_EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the extra of this package that installs it
+
+
+@dataclass(frozen=True)
+class Source:
+    """One backend before its import.
+
+    Args:
+        target: "package.module", "package.module:ATTRIBUTE", or the backend itself.
+        provider: who registered it, for messages; empty for this package's own backends.
+    """
+
+    target: object
+    provider: str = ""
+
+    def __str__(self) -> str:
+        target = self.target if isinstance(self.target, str) else f"an instance of {type(self.target).__qualname__}"
+        return f"{target} ({self.provider})" if self.provider else target
+
+    def load(self) -> object:
+        """Import the target and return the module or the attribute; errors of the import pass through."""
+        if not isinstance(self.target, str):
+            return self.target
+        module, _, attributes = self.target.partition(":")
+        loaded = import_module(module)
+        for attribute in filter(None, attributes.split(".")):
+            loaded = getattr(loaded, attribute)
+        return loaded
+
+    def failure(self, error: Exception) -> str:
+        """Return one line on why the import failed."""
+        if isinstance(error, UsageError):
+            return str(error)
+        return f"{self} cannot be imported: {type(error).__name__}: {error}"
+
+
+def missing_package(error: ModuleNotFoundError) -> UsageError | None:
+    """Return the error that names the extra to install; None if the missing package is in none of our extras."""
+    package = (error.name or "").partition(".")[0]
+    if package not in _EXTRAS:
+        return None
+    extra = _EXTRAS[package]
+    message = f"{package} is not installed: pip install 'vitkernels[{extra}]' (Linux only)"
+    return UsageError(message, code="registry.missing_package", package=package, extra=extra)
+
+
+def from_entry_points(group: str, prefix: str = "") -> list[tuple[str, Source]]:
+    """Return (backend name, source) for each entry point of the group whose name starts with the prefix.
+
+    Reads the metadata of the installed packages and imports none of them.
+    """
+    from importlib.metadata import entry_points  # most programs never get here
+
+    found = []
+    for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
+        if entry.name.startswith(prefix):
+            package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+            target = entry.value.partition("[")[0].strip()  # extras in brackets are for installers
+            found.append((entry.name.removeprefix(prefix), Source(target, f"entry point of {package}")))
+    return found
