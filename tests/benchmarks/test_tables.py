@@ -1,0 +1,89 @@
+"""The pages on measurements: generated from results/*.jsonl, with no figure that does not come from there."""
+
+import importlib
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from vitkernels.benchmarks import tables
+
+ROOT = Path(__file__).resolve().parents[2]
+MEASURED = re.compile(
+    r"(_ms|_us|median|median_ms|p10|p90|mean|low|high|_bytes|bytes_per_second|_GiB|_seconds|losses|error|_share|medians_ms"
+    r"|loss_against_bf16)$"
+)
+
+
+def page(name: str, rows: list[dict]) -> str:
+    return importlib.import_module(f"vitkernels.benchmarks.tables.{name}").page(rows)
+
+
+def rows_of(name: str) -> list[dict]:
+    return tables.read_rows(ROOT / f"results/{name}.jsonl")
+
+
+def perturbed(value, measured: bool, generator: random.Random):
+    """Return the row with every measured value multiplied by a random factor of its own."""
+    if isinstance(value, dict):
+        return {key: perturbed(v, measured or bool(MEASURED.search(key)), generator) for key, v in value.items()}
+    if isinstance(value, list):
+        return [perturbed(v, measured, generator) for v in value]
+    if measured and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return value * generator.uniform(1.5, 9.5)
+    return value
+
+
+@pytest.mark.parametrize("name", tables.NAMES)
+def test_page__every_figure_comes_from_the_results(name):
+    """Figures of measurements with other values are other figures; a figure written by hand would stay the same."""
+    generator, rows = random.Random(0), rows_of(name)
+    original = page(name, rows).splitlines()
+    changed = page(name, [perturbed(row, False, generator) for row in rows]).splitlines()
+    introduction = next(n for n, line in enumerate(original) if line.startswith("## "))
+    same, total = set(), 0
+    for before, after in zip(original[introduction:], changed[introduction:], strict=True):
+        if not before.startswith("| ") or before.startswith("| loss up to step"):
+            assert re.sub(r"copy moves [\d.]+", "", before) == re.sub(r"copy moves [\d.]+", "", after)
+            continue
+        for old, new in zip(before.strip("| ").split(" | "), after.strip("| ").split(" | "), strict=True):
+            if re.fullmatch(r"[+-]?\d+(\.\d+| \().*", old):
+                total += 1
+                same |= {old} if old == new else set()
+    assert total > 25
+    assert same <= {"1.00", "1.000", "100.0 %"}  # ratios of a value to itself
+
+
+def test_page__figures_are_rounded_values_of_the_rows():
+    text = page("step", rows_of("step"))
+    for row in rows_of("step"):
+        assert f"{row['median']:.2f} ({row['p10']:.2f}, {row['p90']:.2f})" in text
+    text = page("scaling", rows_of("scaling"))
+    for row in rows_of("scaling"):
+        assert f"{row['step_time_ms']['median']:.2f}" in text
+    text = page("attention", rows_of("attention"))
+    for row in rows_of("attention"):
+        assert "both_ms" not in row or f"{row['both_ms']['median']:.3f} [" in text or "low" not in row["both_ms"]
+    text = page("tpu_attention", rows_of("tpu_attention"))
+    for row in rows_of("tpu_attention"):
+        assert f"| {row['estimate_ms']:.3f} |" in text
+
+
+def test_write_pages__committed_pages_are_current(tmp_path):
+    for path in tables.write_pages(ROOT / "results", tmp_path):
+        assert path.read_text() == (ROOT / "docs/benchmarks" / path.name).read_text(), (
+            f"{path.name} is outdated: python scripts/docs_benchmarks.py"
+        )
+
+
+def test_write_pages__failed_measurements_keep_their_row(tmp_path):
+    for name in tables.NAMES:
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(name)))
+    failed = {"shape_BHND": [1, 2, 3, 4], "dtype": "bfloat16", "contender": "sdpa cudnn", "error": "No | kernel"}
+    row = rows_of("attention")[0]
+    with (tmp_path / "attention.jsonl").open("a") as file:
+        file.write(json.dumps({key: row[key] for key in ("gpu", "torch", "triton", "date")} | failed) + "\n")
+    tables.write_pages(tmp_path, tmp_path / "pages")
+    assert "| sdpa cudnn | – | – | – | – | – | – | No / kernel |" in (tmp_path / "pages/attention.md").read_text()
