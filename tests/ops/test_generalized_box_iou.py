@@ -1,12 +1,13 @@
-"""generalized_box_iou and its loss: every backend against torchvision in float64, values and gradients."""
+"""Conformance suite of generalized_box_iou and its loss: values and gradients against torchvision in float64."""
 
 from functools import partial
 
 import pytest
 import torch
 import torchvision
+from expecting import error
+from refused import skip_if_refused
 
-from vitkernels.errors import UsageError
 from vitkernels.ops import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
 from vitkernels.ops.generalized_box_iou import BACKENDS
 from vitkernels.tpu_estimate import compiler
@@ -16,28 +17,22 @@ ON_GPU = pytest.param("triton", "cuda", marks=pytest.mark.gpu)
 HALVES_AND_FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 SHAPES = [(1, 1), (3, 37), (2, 130), (33, 5), (0, 4), (3, 0)]
 
-# Degenerate boxes divide by zero on purpose, and NumPy, which Triton's interpreter calculates with, says so.
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning")
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory():
-    """New tensors are full of NaN, so that an element which nobody writes is seen."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.usefixtures("poisoned_memory"),
+    # Degenerate boxes divide by zero, about which NumPy, the arithmetic of Triton's interpreter, warns.
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value) encountered:RuntimeWarning"),
+]
 
 
 def draw(shape, device, dtype=torch.float32):
-    """Boxes of many sizes; half of them overlap. On a grid of quarters, so that corners tie often, and bfloat16's."""
+    """Return boxes of many sizes, about half overlapping. A grid of quarters makes corners tie, exactly in bfloat16."""
     corner = torch.randint(0, 24, (*shape, 2), device=device)
     size = torch.randint(1, 24, (*shape, 2), device=device)
     return (torch.cat((corner, corner + size), dim=-1) / 4).to(dtype)
 
 
 def degenerate(device):
-    """Points, lines, boxes turned inside out, apart, touching, within each other, the same."""
+    """Return pairs of points, lines, inverted, disjoint, touching, nested and equal boxes."""
     pairs = [
         ((1, 1, 1, 1), (1, 1, 1, 1)), ((1, 1, 1, 1), (2, 2, 2, 2)), ((5, 1, 5, 4), (5, 1, 5, 4)),
         ((3, 3, 1, 1), (3, 3, 1, 1)), ((3, 3, 1, 1), (0, 0, 4, 4)), ((3, 0, 1, 2), (0, 0, 4, 4)),
@@ -48,18 +43,14 @@ def degenerate(device):
 
 
 def torchvision_giou(preds, targets):
-    """Of pairs: the diagonal of torchvision's table of all with all."""
+    """Return the diagonal of torchvision's pairwise GIoU."""
     flat = [x.reshape(-1, 1, 4) for x in (preds, targets)]
     return torchvision.ops.generalized_box_iou(*flat).reshape(preds.shape[:-1])
 
 
 def check(backend, function, theirs, preds, targets, tolerance):
-    """Values and gradients beside torchvision's in float64. Where those are not finite, ours are not either."""
-    reason = BACKENDS.unsupported(backend, preds, targets, None)
-    if reason is not None:
-        with pytest.raises(UsageError, match="cannot take this call"):
-            function(preds, targets, backend=backend)
-        pytest.skip(reason)
+    """Compare values and gradients with torchvision's in float64, which must be finite for the same elements."""
+    skip_if_refused(BACKENDS, backend, (preds, targets, None), lambda: function(preds, targets, backend=backend))
     ours = [x.clone().requires_grad_() for x in (preds, targets)]
     exact = [x.double().requires_grad_() for x in (preds, targets)]
     out, reference = function(*ours, backend=backend), theirs(*exact)
@@ -76,7 +67,7 @@ def check(backend, function, theirs, preds, targets, tolerance):
         )
 
 
-# Some twenty float32 operations on numbers below 150, in differences of areas: 20 · 2⁻²⁴ of 4, the largest gradient.
+# About twenty float32 operations on differences of areas below 150: 20 · 2⁻²⁴ of 4, the largest gradient.
 TOLERANCE = 1e-5
 PAIRS = {
     "metric": (generalized_box_iou, torchvision_giou),
@@ -89,32 +80,32 @@ PAIRS = {
 @pytest.mark.parametrize("pair", PAIRS)
 class TestEveryBackend:
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    def test_shapes(self, backend, device, pair, shape):
+    def test_giou__matches_torchvision_for_each_shape(self, backend, device, pair, shape):
         check(backend, *PAIRS[pair], draw(shape, device), draw(shape, device), TOLERANCE)
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("shape", [(1024, 256), (7, 100003)], ids=str)
-    def test_large_shapes(self, backend, device, pair, shape):
+    def test_giou__matches_torchvision_for_large_shapes(self, backend, device, pair, shape):
         check(backend, *PAIRS[pair], draw(shape, device), draw(shape, device), TOLERANCE)
 
     @pytest.mark.parametrize("shape", [(), (5,), (2, 3, 4)], ids=str)
-    def test_any_leading_dimensions(self, backend, device, pair, shape):
+    def test_giou__accepts_any_leading_dimensions(self, backend, device, pair, shape):
         check(backend, *PAIRS[pair], draw(shape, device), draw(shape, device), TOLERANCE)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-    def test_dtypes(self, backend, device, pair, dtype):
+    def test_giou__matches_torchvision_for_each_dtype(self, backend, device, pair, dtype):
         tolerance = 1e-12 if dtype == torch.float64 else TOLERANCE
         check(backend, *PAIRS[pair], draw((35, 9), device, dtype), draw((35, 9), device, dtype), tolerance)
 
-    def test_strided_boxes(self, backend, device, pair):
+    def test_giou__reads_any_strides(self, backend, device, pair):
         preds, targets = torch.rand(4, 20, 6, device=device), draw((20, 4), device).transpose(0, 1)
         check(backend, *PAIRS[pair], preds[..., 1:5].sort(-1).values[:, ::2], targets[:, ::2], TOLERANCE)
 
-    def test_degenerate_boxes(self, backend, device, pair):
+    def test_giou__matches_torchvision_for_degenerate_boxes(self, backend, device, pair):
         if pair == "metric":
             check(backend, *PAIRS[pair], *degenerate(device), TOLERANCE)
         else:
-            # 1e-7 in a denominator that is zero otherwise: gradients of 1e7 and more, to float32's 2⁻²⁴ and a few.
+            # Denominators of 1e-7 give gradients of 1e7 and more; compare with float32's relative precision.
             ours = [x.requires_grad_() for x in degenerate(device)]
             theirs = [x.detach().clone().requires_grad_() for x in ours]
             reason = BACKENDS.unsupported(backend, *ours, 1e-7)
@@ -126,7 +117,7 @@ class TestEveryBackend:
             grads = torch.autograd.grad(loss.sum(), ours), torch.autograd.grad(reference.sum(), theirs)
             torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-5)
 
-    def test_the_gradient_of_one_side_alone(self, backend, device, pair):
+    def test_giou__differentiates_one_argument(self, backend, device, pair):
         function, theirs = PAIRS[pair]
         for wanted in (0, 1):
             ours = [draw((33, 6), device) for _ in range(2)]
@@ -141,8 +132,8 @@ class TestEveryBackend:
 
 
 @pytest.mark.parametrize("backend, device", [("reference", "cpu"), ("triton", "cpu"), ("pallas_tpu", "cpu"), ON_GPU])
-def test_no_backend_refuses_what_it_must_take(backend, device):
-    """The suite above skips what a backend refuses: so it must not refuse these."""
+def test_giou__refuses_no_supported_call(backend, device):
+    """The suite above skips what a backend refuses, so it must not refuse these."""
     pytest.importorskip({"triton": "triton", "pallas_tpu": "jax"}.get(backend, "torch"))
     for shape in [*SHAPES, (), (5,), (2, 3, 4)]:
         for dtype in (torch.float32, torch.bfloat16) if backend == "pallas_tpu" else HALVES_AND_FLOAT:
@@ -154,7 +145,7 @@ def test_no_backend_refuses_what_it_must_take(backend, device):
 
 @pytest.mark.parametrize("eps", [1e-7, 0.5])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_the_loss_is_torchvision_s(reduction, eps):
+def test_giou_loss__matches_torchvision_for_each_reduction(reduction, eps):
     preds, targets = draw((50,), "cpu"), draw((50,), "cpu")
     for x, y in ((preds, targets), (preds[0], targets[0]), (preds[:0], targets[:0])):
         theirs = torchvision.ops.generalized_box_iou_loss(x, y, reduction, eps)
@@ -165,13 +156,13 @@ def test_the_loss_is_torchvision_s(reduction, eps):
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
-def test_integers_are_taken_as_float32():
+def test_giou__converts_integers_to_float32():
     preds, targets = draw((9,), "cpu") * 4, draw((9,), "cpu") * 4
     assert torch.equal(generalized_box_iou(preds.int(), targets.long()), generalized_box_iou(preds, targets))
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_whole_graph(device):
+def test_giou_loss__compiles_to_one_graph(device):
     torch._dynamo.reset()
     preds, targets = draw((4, 9), device).requires_grad_(), draw((4, 9), device)
     loss = GeneralizedBoxIoULoss("mean", backend="triton")
@@ -185,8 +176,8 @@ def test_whole_graph(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_operator_keeps_its_promises(device):
-    """Schema, fake outputs and registered gradients, by PyTorch's own checks."""
+def test_giou__passes_opcheck(device):
+    """Check schema, fake outputs and registered gradients."""
     pytest.importorskip("triton")
     preds, targets = draw((4, 9), device).requires_grad_(), draw((4, 9), device).requires_grad_()
     generalized_box_iou(preds, targets, backend="triton")  # registers it
@@ -196,32 +187,33 @@ def test_the_operator_keeps_its_promises(device):
 
 
 @pytest.mark.parametrize(
-    "preds, targets, message",
+    "preds, targets, code, fields",
     [
-        (torch.zeros(2, 4), torch.zeros(3, 4), r"\(2, 4\) and \(3, 4\); .expand"),
-        (torch.zeros(2, 5), torch.zeros(2, 5), r"\(\.\.\., 4\)"),
-        (torch.zeros(2, 4), torch.zeros(2, 4).double(), "preds are torch.float32, targets torch.float64"),
-        (torch.zeros(2, 4), torch.zeros(2, 4, device="meta"), "one device"),
+        (torch.zeros(2, 4), torch.zeros(3, 4), "shape", {"preds": (2, 4), "targets": (3, 4)}),
+        (torch.zeros(2, 5), torch.zeros(2, 5), "shape", {"preds": (2, 5)}),
+        (torch.zeros(2, 4), torch.zeros(2, 4).double(), "dtype", {"targets": torch.float64}),
+        (torch.zeros(2, 4), torch.zeros(2, 4, device="meta"), "device", {"argument": "targets", "device": "meta"}),
     ],
 )
-def test_what_it_refuses(preds, targets, message):
-    with pytest.raises(UsageError, match=message):
+def test_generalized_box_iou__refuses_invalid_arguments(preds, targets, code, fields):
+    with error(f"ops.generalized_box_iou.{code}", **fields):
         generalized_box_iou(preds, targets)
 
 
-def test_unknown_reduction():
+def test_generalized_box_iou_loss__refuses_an_unknown_reduction():
     for function in (
         partial(GeneralizedBoxIoULoss, "avg"),
         partial(generalized_box_iou_loss, *[torch.zeros(1, 4)] * 2, "avg"),
     ):
-        with pytest.raises(UsageError, match="Invalid reduction 'avg'; known: none, mean, sum"):
+        with error("ops.generalized_box_iou.reduction", reduction="avg") as caught:
             function()
+        assert str(caught.value).startswith("Invalid reduction")  # torchvision's tests match this
 
 
 @pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 @pytest.mark.parametrize("shape, dtype", [((40, 256), "float32"), ((40, 300), "bfloat16"), ((3, 37), "float32")])
-def test_compiles_for_v5e(shape, dtype):
-    """Forward and backward by libtpu's own compiler; no TPU is needed."""
+def test_giou__compiles_for_v5e(shape, dtype):
+    """Compile forward and backward by libtpu's compiler, without a TPU."""
     import jax
 
     from vitkernels.ops.generalized_box_iou.pallas_tpu_kernel import giou, giou_vjp

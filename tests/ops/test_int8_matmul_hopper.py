@@ -1,5 +1,7 @@
-"""The Hopper kernel of scaled int8 products: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU
-itself, where it has to agree with PyTorch's int8 product to the last bit."""
+"""The Hopper kernel of scaled int8 products: interpreted on the CPU, lowered on any machine, and run on a GPU.
+
+On a GPU it must agree bitwise with PyTorch's int8 product.
+"""
 
 import pytest
 import torch
@@ -13,8 +15,7 @@ from vitkernels.ops.int8_matmul import pallas_hopper_product, scaled
 
 
 def draw(M, N, K, bias_dtype, device="cpu"):
-    """Factors, scales and a bias. Scales are powers of two: so the sums' roundings are all that there are, fused or
-    not, but for the result's own."""
+    """Return factors, scales and a bias. Scales are powers of two: scaling is exact, with and without FMA."""
     a, b = (torch.randint(-128, 128, (rows, K), dtype=torch.int8, device=device) for rows in (M, N))
     scales = [torch.exp2(torch.randint(-9, 3, (rows,), device=device).float()) for rows in (M, N)]
     bias = None if bias_dtype is None else (torch.randn(N, device=device) * 1e3).to(bias_dtype)
@@ -26,8 +27,7 @@ def expected(sums: Tensor, a_scale, b_scale, bias, out_dtype) -> Tensor:
     return (out if bias is None else out + bias.float()).to(out_dtype)
 
 
-# Both groups with several tiles and with none, more steps than the ring has slots, rows beyond the last; each of the
-# tilings, each of the dtypes.
+# Consumers with several tiles and with none, more steps than ring slots, rows out of bounds; each tiling and dtype.
 @needs_new_jax
 @pytest.mark.parametrize(
     "M, N, K, tiling, out_dtype, bias_dtype",
@@ -38,7 +38,7 @@ def expected(sums: Tensor, a_scale, b_scale, bias, out_dtype) -> Tensor:
         (40, 128, 768, 3, torch.bfloat16, torch.float32),
     ],
 )
-def test_interpreted(M, N, K, tiling, out_dtype, bias_dtype):
+def test_int8_hopper__matches_exact_product_interpreted(M, N, K, tiling, out_dtype, bias_dtype):
     import jax.numpy as jnp
 
     from vitkernels.ops.int8_matmul.pallas_hopper_kernel import TILINGS, ScaledProduct
@@ -57,8 +57,8 @@ def test_interpreted(M, N, K, tiling, out_dtype, bias_dtype):
 
 @needs_new_jax
 @pytest.mark.parametrize("tiling", range(4))
-def test_lowers_for_the_gpu(tiling):
-    """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
+def test_int8_hopper__lowers_for_the_gpu(tiling):
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.bridge.mosaic_gpu import mosaic_module
     from vitkernels.ops.int8_matmul.pallas_hopper_kernel import TILINGS, ScaledProduct
 
@@ -71,19 +71,19 @@ def test_lowers_for_the_gpu(tiling):
 @pytest.mark.parametrize(
     "M, N, rows, columns",
     [
-        (12608, 3072, 192, 128),  # 12 turns of a block at 192 x 128 are 13 at 128 x 192
+        (12608, 3072, 192, 128),  # 12 tiles per block at 192 x 128, 13 at 128 x 192
         (4096, 1024, 64, 256),
-        (4096, 128, 128, 128),  # there is no second column of tiles to share rows with
+        (4096, 128, 128, 128),  # a single column of tiles cannot share the left factor
     ],
 )
-def test_tiling_whose_busiest_block_has_the_least_to_do(M, N, rows, columns):
+def test_int8_hopper__chooses_the_tiling_with_the_least_busy_block(M, N, rows, columns):
     from vitkernels.ops.int8_matmul.pallas_hopper_kernel import ScaledProduct
 
     tiling = ScaledProduct.best(M, N, 1024, "int8", 66, "bfloat16", None).tiling
     assert (tiling.rows, tiling.columns) == (rows, columns)
 
 
-def test_triton_multiplies_what_the_kernel_does_not_take():
+def test_int8_hopper__leaves_unsupported_products_to_triton():
     a, b, *vectors = draw(24, 40, 48, torch.float32)
     assert not pallas_hopper_product.takes(a, b, *vectors, torch.float32)  # not on a GPU
     found = scaled.product(a, b, *vectors, torch.float32)
@@ -96,7 +96,7 @@ def on_hopper(test):
 
 
 @on_hopper
-def test_the_rule_on_the_gpu():
+def test_int8_hopper__takes_supported_products_on_the_gpu():
     a, b, *vectors = draw(4096, 1024, 256, torch.bfloat16, "cuda")
     scales, bias = vectors[:2], vectors[2]
 
@@ -125,19 +125,19 @@ def test_the_rule_on_the_gpu():
         (8, 768, 3072, torch.float32, torch.float16),
     ],
 )
-def test_equals_pytorchs(M, N, K, out_dtype, bias_dtype, tiling):
+def test_int8_hopper__equals_torch_int_mm(M, N, K, out_dtype, bias_dtype, tiling):
     from vitkernels.ops.int8_matmul.pallas_hopper_kernel import TILINGS
 
     a, b, *vectors = draw(M, N, K, bias_dtype, "cuda")
-    padded = torch.cat([a, a.new_zeros(-M % 32, K)])  # which takes more than 16 rows
+    padded = torch.cat([a, a.new_zeros(-M % 32, K)])  # _int_mm needs more than 16 rows
     sums = torch._int_mm(padded, b.T)[:M]
     found = pallas_hopper_product.product(a, b, *vectors, out_dtype, None if tiling is None else TILINGS[tiling])
     assert torch.equal(found, expected(sums, *vectors, out_dtype))
 
 
 @on_hopper
-def test_a_layer_of_either_engine(monkeypatch):
-    """Random scales: the last bit of a result may differ, by the order of roundings."""
+def test_int8_hopper__agrees_with_triton_in_a_quantized_layer(monkeypatch):
+    """With random scales the last bit may differ, because roundings happen in a different order."""
     x = torch.randn(12608, 1024, device="cuda", dtype=torch.bfloat16)
     w = torch.randint(-128, 128, (1024, 1024), dtype=torch.int8, device="cuda")
     scale, bias = torch.rand(1024, device="cuda") / 4096, torch.randn(1024, device="cuda")
@@ -151,8 +151,8 @@ def test_a_layer_of_either_engine(monkeypatch):
         captured = layer()
     graph.replay()
     assert torch.equal(captured, ours)
-    monkeypatch.setattr(pallas_hopper_product, "product", None)  # a call would fail
+    monkeypatch.setattr(pallas_hopper_product, "product", None)  # fail if called
     monkeypatch.setattr(pallas_hopper_product, "takes", lambda *_: False)
     theirs = layer()
     torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-5)
-    torch.testing.assert_close(compiled, theirs, rtol=2**-5, atol=1e-2)  # its tokens' rounding is another program's
+    torch.testing.assert_close(compiled, theirs, rtol=2**-5, atol=1e-2)  # Inductor rounds the tokens

@@ -1,9 +1,10 @@
-"""layer_norm_residual: every backend against float64, with gradients of everything."""
+"""Conformance suite of layer_norm_residual: every backend against float64, with all gradients."""
 
 from functools import partial
 
 import pytest
 import torch
+from expecting import error
 
 from vitkernels.ops import layer_norm_residual
 from vitkernels.ops.layer_norm_residual import BACKENDS
@@ -13,7 +14,7 @@ NAMES = ("branch_bias_C", "layer_scale_C")
 
 
 def make(device, shape, x_dtype, branch_dtype, extras):
-    """x, branch, weight, bias and the extras; far from unit variance and zero mean, so that both matter."""
+    """Return x, branch, weight, bias and the extras; x is far from zero mean and unit variance, so that both matter."""
     B, C = shape[0], shape[-1]
     draw = {
         "x": 3 * torch.randn(shape) + 1,
@@ -38,7 +39,7 @@ def outputs_and_gradients(call, tensors, d_total, d_normed):
 
 
 def exact(x, branch, weight_C, bias_C, branch_bias_C=None, layer_scale_C=None, sample_scale_B=None, eps=1e-6):
-    """Written out in the inputs' own (float64) arithmetic, apart from the package."""
+    """Compute the op in float64, independently of the package."""
     added = branch if branch_bias_C is None else branch + branch_bias_C
     added = added if layer_scale_C is None else added * layer_scale_C
     if sample_scale_B is not None:
@@ -48,12 +49,12 @@ def exact(x, branch, weight_C, bias_C, branch_bias_C=None, layer_scale_C=None, s
     return total, centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt() * weight_C + bias_C
 
 
-def error(got, want):
+def relative_error(got, want):
     return float((got.double() - want).norm() / want.norm().clamp_min(1e-300))
 
 
-# Rounding: float32 sums of C terms cancel to about 1e-6; bfloat16 rounds by 0.17 % in the mean, up to three times here:
-# the sum, its norm, and the gradient.
+# float32 sums of C terms have a relative error of about 1e-6. bfloat16 rounds by 0.17 % on average, up to three times
+# here: the sum, its norm, and the gradient.
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
 
 
@@ -66,14 +67,14 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
     ids=str,
 )
-def test_values_and_gradients(device, name, shape, extras, x_dtype, branch_dtype):
+def test_layer_norm_residual__matches_float64(device, name, shape, extras, x_dtype, branch_dtype):
     check(device, name, shape, extras, x_dtype, branch_dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", BACKENDS.names())
 @pytest.mark.parametrize("shape, eps", [((2, 5, 96), 1e-2), ((6, 67, 24), 1e-6)], ids=["eps", "many rows"])
-def test_another_eps_and_many_rows(device, name, shape, eps):
+def test_layer_norm_residual__matches_float64_for_another_eps_and_many_rows(device, name, shape, eps):
     check(device, name, shape, (*NAMES, "sample_scale_B"), torch.float32, torch.float32, eps=eps)
 
 
@@ -85,13 +86,13 @@ def check(device, name, shape, extras, x_dtype, branch_dtype, **settings):
     got = outputs_and_gradients(partial(layer_norm_residual, backend=name, **settings), tensors, d_total, d_normed)
     want = outputs_and_gradients(partial(exact, **settings), wide, d_total, d_normed)
     for what, tensor in want.items():
-        # The norm of a sum that was rounded to the stream's dtype carries that rounding.
+        # The norm of a sum that was rounded to x's dtype inherits that rounding.
         dtype = torch.bfloat16 if torch.bfloat16 in (got[what].dtype, x_dtype) else torch.float32
-        assert error(got[what], tensor) < TOLERANCE[dtype], what
+        assert relative_error(got[what], tensor) < TOLERANCE[dtype], what
 
 
 @pytest.mark.parametrize("name", BACKENDS.names())
-def test_no_branch(name):
+def test_layer_norm_residual__normalizes_x_without_a_branch(name):
     torch.manual_seed(0)
     tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, ())
     del tensors["branch"]
@@ -105,11 +106,11 @@ def test_no_branch(name):
         {k: v.double() for k, v in tensors.items()}, gradient, gradient,
     )  # fmt: skip
     for what, tensor in want.items():
-        assert error(got[what], tensor) < TOLERANCE[torch.float32], what
+        assert relative_error(got[what], tensor) < TOLERANCE[torch.float32], what
 
 
 @pytest.mark.parametrize("name", BACKENDS.names())
-def test_only_one_output_used(name):
+def test_layer_norm_residual__differentiates_one_output(name):
     torch.manual_seed(0)
     tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, NAMES)
     for index in (0, 1):
@@ -118,13 +119,13 @@ def test_only_one_output_used(name):
         wide = {k: v.double().requires_grad_() for k, v in tensors.items()}
         exact(**wide)[index].square().sum().backward()
         for key in ("x", "branch", *NAMES):
-            assert error(leaves[key].grad, wide[key].grad) < TOLERANCE[torch.float32], (index, key)
+            assert relative_error(leaves[key].grad, wide[key].grad) < TOLERANCE[torch.float32], (index, key)
 
 
 @pytest.mark.parametrize("name", BACKENDS.names())
 @pytest.mark.parametrize("wanted", [("weight_C", "bias_C"), ("branch",), *((k,) for k in NAMES)], ids="+".join)
-def test_some_gradients_alone(name, wanted):
-    """As where the layers below are frozen, and x with them."""
+def test_layer_norm_residual__computes_only_the_required_gradients(name, wanted):
+    """As for a model whose first layers are frozen, so that x needs no gradient."""
     torch.manual_seed(0)
     tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, (*NAMES, "sample_scale_B"))
     d_normed = torch.randn(2, 5, 96)
@@ -136,11 +137,11 @@ def test_some_gradients_alone(name, wanted):
     got = gradients(partial(layer_norm_residual, backend=name), tensors)
     want = gradients(exact, {k: v.double() for k, v in tensors.items()})
     for what, ours, theirs in zip(wanted, got, want, strict=True):
-        assert error(ours, theirs) < TOLERANCE[torch.float32], what
+        assert relative_error(ours, theirs) < TOLERANCE[torch.float32], what
 
 
 @pytest.mark.parametrize("name", BACKENDS.names())
-def test_an_empty_batch(name):
+def test_layer_norm_residual__accepts_an_empty_batch(name):
     tensors = make("cpu", (0, 5, 96), torch.float32, torch.float32, (*NAMES, "sample_scale_B"))
     leaves = {k: v.requires_grad_(k != "sample_scale_B") for k, v in tensors.items()}
     total, normed = layer_norm_residual(**leaves, backend=name)
@@ -150,7 +151,7 @@ def test_an_empty_batch(name):
 
 
 @pytest.mark.parametrize("name", BACKENDS.names())
-def test_autocast_decides_the_norms_dtype(name):
+def test_layer_norm_residual__returns_the_norm_in_autocasts_dtype(name):
     tensors = make("cpu", (2, 5, 96), torch.float32, torch.bfloat16, NAMES)
     with torch.autocast("cpu", torch.bfloat16):
         total, normed = layer_norm_residual(**tensors, backend=name)
@@ -159,7 +160,7 @@ def test_autocast_decides_the_norms_dtype(name):
     assert normed.dtype == torch.float32
 
 
-def test_reruns_are_bit_equal():
+def test_layer_norm_residual__is_bitwise_reproducible():
     tensors = make("cpu", (3, 50, 96), torch.float32, torch.float32, NAMES)
     runs = [
         outputs_and_gradients(
@@ -173,7 +174,7 @@ def test_reruns_are_bit_equal():
     assert all(torch.equal(runs[0][k], runs[1][k]) for k in runs[0])
 
 
-def test_it_compiles_whole():
+def test_layer_norm_residual__compiles_to_one_graph():
     tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, NAMES)
     gradient = torch.randn(2, 5, 96)
     call = partial(layer_norm_residual, backend="triton")
@@ -185,21 +186,40 @@ def test_it_compiles_whole():
 
 
 @pytest.mark.parametrize(
-    "change,message",
+    "change, code, fields",
     [
-        ({"branch": torch.zeros(2, 5, 95)}, "branch must be floating, of shape (2, 5, 96)"),
-        ({"weight_C": torch.zeros(95)}, "weight must be floating, of shape (96,)"),
-        ({"sample_scale_B": torch.zeros(5)}, "sample_scale must be floating, of shape (2,)"),
-        ({"branch": None}, "branch is None"),
-        ({"x": torch.zeros(2, 5, 96, dtype=torch.int32)}, "x must be floating"),
-        ({"x": torch.zeros(2, 5, 0)}, "one channel at least; got torch.float32 (2, 5, 0)"),
-        ({"x": torch.tensor(1.0)}, "x must be floating, of shape (batch, ..., channels)"),
-        ({"backend": "tritn"}, "Did you mean 'triton'?"),
-        ({"x": torch.zeros(2, 5, 96).double(), "backend": "triton"}, "float64 would lose digits"),
+        ({"branch": torch.zeros(2, 5, 95)}, "shape", {"argument": "branch", "expected": (2, 5, 96)}),
+        ({"weight_C": torch.zeros(95)}, "shape", {"argument": "weight", "expected": (96,)}),
+        ({"sample_scale_B": torch.zeros(5)}, "shape", {"argument": "sample_scale", "expected": (2,)}),
+        ({"bias_C": torch.zeros(96, dtype=torch.int32)}, "dtype", {"argument": "bias"}),
+        ({"bias_C": torch.zeros(96, device="meta")}, "device", {"argument": "bias", "device": "meta"}),
+        ({"branch": None}, "no_branch", {}),
+        ({"x": torch.zeros(2, 5, 96, dtype=torch.int32)}, "dtype", {"argument": "x"}),
+        ({"x": torch.zeros(2, 5, 0)}, "shape", {"argument": "x", "shape": (2, 5, 0)}),
+        ({"x": torch.tensor(1.0)}, "shape", {"argument": "x", "shape": ()}),
     ],
 )  # fmt: skip
-def test_errors(change, message):
+def test_layer_norm_residual__refuses_invalid_arguments(change, code, fields):
     tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, NAMES)
-    with pytest.raises(ValueError) as caught:
+    with error(f"ops.layer_norm_residual.{code}", **fields):
         layer_norm_residual(**{**tensors, **change})
-    assert message in str(caught.value)
+
+
+def test_layer_norm_residual__refuses_backends():
+    tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, NAMES)
+    with error("unknown_name", name="tritn", near=["triton"]):
+        layer_norm_residual(**tensors, backend="tritn")
+    with error("registry.unsupported", backend="triton"):
+        layer_norm_residual(**tensors | {"x": torch.zeros(2, 5, 96).double()}, backend="triton")
+
+
+def test_layer_norm_residual__message_of_a_refusal():
+    tensors = make("cpu", (2, 5, 96), torch.float32, torch.float32, NAMES)
+    with error("ops.layer_norm_residual.shape") as caught:
+        layer_norm_residual(**tensors | {"branch": torch.zeros(2, 5, 95)})
+    assert str(caught.value) == "branch must have shape (2, 5, 96), got (2, 5, 95)"
+    with error("registry.unsupported") as caught:
+        layer_norm_residual(**tensors | {"x": torch.zeros(2, 5, 96).double()}, backend="triton")
+    assert str(caught.value).endswith(
+        "supports float32, bfloat16 and float16, got torch.float64. Use backend='reference'"
+    )

@@ -1,5 +1,7 @@
-"""The Hopper kernels of linear_gelu and mlp: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU
-itself, where the conformance suite runs them too."""
+"""The Hopper kernels of linear_gelu and mlp: interpreted on the CPU, lowered on any machine, and run on a GPU.
+
+On a GPU the conformance suite runs them too.
+"""
 
 from functools import partial
 
@@ -22,8 +24,7 @@ def gelu_and_slope(pre, tanh):
     return act.detach(), torch.autograd.grad(act.sum(), leaf)[0]
 
 
-# A pair of blocks and both groups with work and without, more steps than the ring has slots, rows beyond the last,
-# both widths of a tile.
+# Blocks and consumers with and without tiles, more steps than ring slots, rows out of bounds, both tile widths.
 @needs_new_jax
 @pytest.mark.parametrize(
     "M, N, K, dtype, tanh, keep",
@@ -34,18 +35,17 @@ def gelu_and_slope(pre, tanh):
         (40, 256, 64, torch.float16, True, True),
     ],
 )
-def test_interpreted(M, N, K, dtype, tanh, keep):
+def test_linear_gelu_hopper__matches_float64_interpreted(M, N, K, dtype, tanh, keep):
     import jax.numpy as jnp
 
-    from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
+    from vitkernels.ops.linear_gelu.pallas_hopper_kernel import GeluLinearBackward, LinearGelu
 
     array = lambda x: jnp.asarray(x.float().numpy(), str(dtype).removeprefix("torch."))  # noqa: E731
     tensor = lambda a: torch.tensor(a.astype("float32").tolist())  # noqa: E731
     x, weight = torch.randn(M, K).to(dtype), (torch.randn(N, K) * K**-0.5).to(dtype)
     bias = torch.randn(N)
-    forward, backward = (
-        partial(kind, M, N, K, str(dtype).removeprefix("torch."), 1, interpret=True) for kind in (Forward, Backward)
-    )
+    fields = M, N, K, str(dtype).removeprefix("torch."), 1
+    forward, backward = (partial(kind, *fields, interpret=True) for kind in (LinearGelu, GeluLinearBackward))
 
     saved, act = map(tensor, forward(True, tanh, keep)(array(x), array(weight), jnp.asarray(bias.numpy())))
     pre = F.linear(x.double(), weight.double(), bias.double())
@@ -61,14 +61,14 @@ def test_interpreted(M, N, K, dtype, tanh, keep):
 
 @needs_new_jax
 @pytest.mark.parametrize("N, K, dtype", [(3072, 768, "bfloat16"), (5120, 1280, "float16")])
-def test_lowers_for_the_gpu(N, K, dtype):
-    """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
+def test_linear_gelu_hopper__lowers_for_the_gpu(N, K, dtype):
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.bridge.mosaic_gpu import mosaic_module
-    from vitkernels.ops.linear_gelu.pallas_hopper_kernel import Backward, Forward
+    from vitkernels.ops.linear_gelu.pallas_hopper_kernel import GeluLinearBackward, LinearGelu
 
     for keep in (False, True):
-        problem = 25216, N, K, dtype, 66
-        for product in (Forward(*problem, True, False, keep), Backward(*problem, False, keep)):
+        fields = 25216, N, K, dtype, 66
+        for product in (LinearGelu(*fields, True, False, keep), GeluLinearBackward(*fields, False, keep)):
             assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
 
 
@@ -91,8 +91,10 @@ def draw(M, K, N, dtype):
 
 
 def half_of_square(out):
-    """Its gradient is the output itself. And backward passes begin with no product: PyTorch warns where the first thing
-    that their thread does is cuBLAS."""
+    """Return a scalar whose gradient is the output.
+
+    The backward pass then does not start with a product: PyTorch warns if its thread starts with cuBLAS.
+    """
     return out.double().square().sum() / 2
 
 
@@ -112,7 +114,7 @@ def results(leaves, approximate="none", **settings):
         (33000, 768, 3072, torch.float16, "none"),
     ],
 )
-def test_against_float64(M, K, N, dtype, approximate):
+def test_linear_gelu_hopper__matches_float64(M, K, N, dtype, approximate):
     leaves = draw(M, K, N, dtype)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     out = F.linear(F.gelu(F.linear(*wide[:3]), approximate=approximate), wide[3])
@@ -120,19 +122,19 @@ def test_against_float64(M, K, N, dtype, approximate):
     for keep in (False, True):
         found = results(leaves, approximate, keep_activation=keep, backend="pallas_hopper")
         for name, x, y in zip(("out", "dx", "dweight1", "dbias1", "dweight2"), found, exact, strict=True):
-            # Twice: the hidden tensor is rounded, and the output, which is also the gradient that comes back.
+            # Two roundings: of the hidden tensor, and of the output, which is also the incoming gradient.
             assert error(x, y) < 2 * TOLERANCE[dtype], (name, keep)
 
 
 @on_hopper
-def test_same_bits_again():
+def test_linear_gelu_hopper__is_bitwise_reproducible():
     leaves = draw(4096, 768, 3072, torch.bfloat16)
     for x, y in zip(*(results(leaves, backend="pallas_hopper") for _ in range(2)), strict=True):
         assert torch.equal(x, y)
 
 
 @on_hopper
-def test_in_a_cuda_graph_and_at_odd_addresses():
+def test_linear_gelu_hopper__runs_in_cuda_graphs_and_on_unaligned_tensors():
     x, weight, bias, _ = (t.detach() for t in draw(128, 128, 256, torch.bfloat16))
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
     expected = linear_gelu(shifted, weight, bias, backend="pallas_hopper")
@@ -146,7 +148,7 @@ def test_in_a_cuda_graph_and_at_odd_addresses():
 
 
 @on_hopper
-def test_whole_graph():
+def test_linear_gelu_hopper__compiles_to_one_graph():
     leaves = draw(256, 128, 512, torch.bfloat16)
     run = lambda *leaves: mlp(*leaves, keep_activation=True, backend="pallas_hopper") * 2  # noqa: E731
     compiled = torch.compile(run, fullgraph=True)

@@ -1,4 +1,4 @@
-"""linear_gelu's Pallas kernel compiles for TPU at the sizes of models and at odd ones, by libtpu's own compiler."""
+"""Compile linear_gelu's Pallas kernel for TPU, at model sizes and odd sizes, by libtpu's compiler, without a TPU."""
 
 import functools
 
@@ -24,6 +24,6 @@ pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(c
         (7, 5, 3, jnp.float32, True),
     ],
 )
-def test_compiles(M, K, N, dtype, tanh):
+def test_linear_gelu_tpu__compiles(M, K, N, dtype, tanh):
     shapes = [jax.ShapeDtypeStruct(*x) for x in (((M, K), dtype), ((N, K), dtype), ((N,), jnp.float32))]
     compiler.compile_jax(functools.partial(kernel.linear_gelu, tanh=tanh), shapes)

@@ -1,5 +1,7 @@
-"""The Hopper kernel of linear: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU itself, where
-the conformance suite runs it too."""
+"""The Hopper kernel of linear: interpreted on the CPU, lowered on any machine, and run on a GPU.
+
+On a GPU the conformance suite runs it too.
+"""
 
 from types import SimpleNamespace
 
@@ -17,48 +19,47 @@ from vitkernels.ops.linear_gelu import pallas_hopper as gelu_hopper
 TOLERANCE = {torch.bfloat16: 2.5e-3, torch.float16: 4e-4}  # relative to the norm: one rounding
 
 
-# A pair of blocks and both groups with work and without, more steps than the ring has slots, rows beyond the last,
-# both widths of a tile.
+# Blocks and consumers with and without tiles, more steps than ring slots, rows out of bounds, both tile widths.
 @needs_new_jax
 @pytest.mark.parametrize(
     "M, N, K, dtype, has_bias",
     [(72, 384, 192, torch.bfloat16, True), (136, 256, 512, torch.float16, False), (40, 128, 64, torch.bfloat16, True)],
 )
-def test_interpreted(M, N, K, dtype, has_bias):
+def test_linear_hopper__matches_float64_interpreted(M, N, K, dtype, has_bias):
     import jax.numpy as jnp
 
-    from vitkernels.ops.linear.pallas_hopper_kernel import Linear
+    from vitkernels.ops.linear.pallas_hopper_kernel import LinearProduct
 
     name = str(dtype).removeprefix("torch.")
     x, weight, bias = torch.randn(M, K).to(dtype), (torch.randn(N, K) * K**-0.5).to(dtype), torch.randn(N)
     given = [jnp.asarray(t.float().numpy(), name) for t in (x, weight)]
     given += [jnp.asarray(bias.numpy())] if has_bias else []
-    (y,) = Linear(M, N, K, name, 1, has_bias, interpret=True)(*given)
+    (y,) = LinearProduct(M, N, K, name, 1, has_bias, interpret=True)(*given)
     exact = F.linear(x.double(), weight.double(), bias.double() if has_bias else None)
     assert y.dtype == name and error(torch.tensor(y.astype("float32").tolist()), exact) < TOLERANCE[dtype]
 
 
 @needs_new_jax
 @pytest.mark.parametrize("N, K, dtype", [(3072, 1024, "bfloat16"), (1024, 1024, "float16")])
-def test_lowers_for_the_gpu(N, K, dtype):
-    """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
+def test_linear_hopper__lowers_for_the_gpu(N, K, dtype):
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.bridge.mosaic_gpu import mosaic_module
-    from vitkernels.ops.linear.pallas_hopper_kernel import Linear
+    from vitkernels.ops.linear.pallas_hopper_kernel import LinearProduct
 
     for has_bias in (False, True):
-        product = Linear(25216, N, K, dtype, 66, has_bias)
+        product = LinearProduct(25216, N, K, dtype, 66, has_bias)
         assert mosaic_module(product, product.inputs()).startswith(b"ML")  # MLIR bytecode
 
 
 @pytest.mark.parametrize("op, instead", [(pallas_hopper, "triton"), (gelu_hopper, "passes")])
-def test_refuses_what_its_kernels_have_not(monkeypatch, op, instead):
+def test_linear_hopper__refuses_unsupported_products(monkeypatch, op, instead):
     def reason(rows=(2, 20), K=64, N=128, dtype=torch.bfloat16, device="cuda"):
         x = SimpleNamespace(shape=torch.Size((*rows, K)), dtype=dtype, device=torch.device(device))
         return op.unsupported(x, SimpleNamespace(shape=torch.Size((N, K))), None, False)
 
     if pallas_hopper._reason is not None:
         assert pallas_hopper._reason in reason()
-    monkeypatch.setattr(pallas_hopper, "_reason", None)  # as on a Hopper GPU; nothing is launched here
+    monkeypatch.setattr(pallas_hopper, "_reason", None)  # as on a Hopper GPU; nothing is launched
     assert reason() is None
     assert "x is on cpu" in reason(device="cpu")
     assert "torch.float32" in reason(dtype=torch.float32)
@@ -74,7 +75,7 @@ def on_hopper(test):
 
 
 def draw(M, K, N, dtype):
-    """x, weight and bias; under autocast the parameters would be float32."""
+    """Return x in `dtype`, and weight and bias in float32, as under autocast."""
     shapes = (M, K), (N, K), (N,)
     scales = 1.0, K**-0.5, 1.0
     x, weight, bias = (torch.randn(s, device="cuda") * scale for s, scale in zip(shapes, scales, strict=True))
@@ -98,7 +99,7 @@ def results(leaves, dtype, **settings):
         (33000, 768, 2304, torch.float16),
     ],
 )
-def test_against_float64(M, K, N, dtype):
+def test_linear_hopper__matches_float64(M, K, N, dtype):
     leaves = draw(M, K, N, dtype)
     x, weight, bias = (t.detach().double() for t in leaves)
     exact = F.linear(x, weight.to(dtype).double(), bias)
@@ -112,14 +113,14 @@ def test_against_float64(M, K, N, dtype):
 
 
 @on_hopper
-def test_same_bits_again():
+def test_linear_hopper__is_bitwise_reproducible():
     leaves = draw(4096, 768, 2304, torch.bfloat16)
     for x, y in zip(*(results(leaves, torch.bfloat16, is_qkv=True) for _ in range(2)), strict=True):
         assert torch.equal(x, y)
 
 
 @on_hopper
-def test_in_a_cuda_graph_and_at_odd_addresses():
+def test_linear_hopper__runs_in_cuda_graphs_and_on_unaligned_tensors():
     x, weight, bias = (t.detach() for t in draw(128, 128, 256, torch.bfloat16))
     weight = weight.to(x.dtype)
     shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x).copy_(x)
@@ -135,7 +136,7 @@ def test_in_a_cuda_graph_and_at_odd_addresses():
 
 
 @on_hopper
-def test_whole_graph():
+def test_linear_hopper__compiles_to_one_graph():
     leaves = draw(256, 128, 384, torch.bfloat16)
 
     def run(*leaves):

@@ -1,4 +1,4 @@
-"""quantized_matmul's Pallas kernel compiles for TPU v5e by libtpu's own compiler. No TPU is needed, none is used."""
+"""Compile quantized_matmul's Pallas kernel for TPU v5e by libtpu's compiler, without a TPU."""
 
 import functools
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(c
     ("M", "K", "N", "block_size", "asymmetric"),
     [(197, 768, 1000, -1, True), (50, 97, 10, -1, False), (197, 256, 384, 64, True)],
 )
-def test_schemes(M, K, N, block_size, asymmetric, bits, activation_bits):
+def test_quantized_matmul_tpu__compiles_each_scheme(M, K, N, block_size, asymmetric, bits, activation_bits):
     shape = jax.ShapeDtypeStruct
     S = 1 if block_size == -1 else K // block_size
     unit = -(-(K // S) // (2 if bits == 4 else 1))

@@ -1,4 +1,4 @@
-"""Products of two 8-bit matrices whose rows have scales: the engine that measured fastest on each device.
+"""Products of two 8-bit matrices with one scale per row, by the kernel that measured fastest on each device.
 
 Shape suffixes: M rows of a, N rows of b, K the summed dimension.
 """
@@ -19,44 +19,47 @@ if find_spec("triton"):
     " -> Tensor"
 )
 def product_of_rows(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype):
-    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias: both int8 with exact sums, or both fp8 (e4m3).
+    """Return (a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias, (M, N), in out_dtype.
 
-    A scale that is None is one everywhere. On CUDA K must be a multiple of 16.
+    a and b are both int8, with exact sums, or both fp8 (e4m3). Scales are float32, or None for ones. On CUDA, K must be
+    a multiple of 16.
     """
     if a_MK.device.type == "cuda":
-        if bias_N is None and triton_long.takes(a_MK, b_NK) and _is_faster_in_runs(a_MK, b_NK):
+        if bias_N is None and triton_long.takes(a_MK, b_NK) and _stream_k_is_faster(a_MK, b_NK):
             return triton_long.product(a_MK, b_NK, out_dtype, a_scale_M, b_scale_N)
         if a_MK.dtype == torch.int8:
             return scaled.product(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
-        return _by_library(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
+        return _scaled_mm(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
     out_MN = _sums(a_MK, b_NK).float()
     for scale in (None if a_scale_M is None else a_scale_M[:, None], b_scale_N):
         out_MN = out_MN if scale is None else out_MN * scale
     return (out_MN if bias_N is None else out_MN + bias_N).to(out_dtype)
 
 
-def _is_faster_in_runs(a_MK: Tensor, b_NK: Tensor) -> bool:
-    """In fp8 the library is the faster one, until not even a quarter of the multiprocessors gets one of its tiles."""
+def _stream_k_is_faster(a_MK: Tensor, b_NK: Tensor) -> bool:
+    """Return whether triton_long is the fastest kernel. In fp8 the library is, unless it has few 128 x 128 tiles."""
     few = triton_long.programs_on(a_MK.device) // 3
     return a_MK.dtype == torch.int8 or -(-a_MK.shape[0] // 128) * -(-b_NK.shape[0] // 128) <= few
 
 
-def _by_library(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype) -> Tensor:
+def _scaled_mm(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype) -> Tensor:
+    """Multiply fp8 matrices by cuBLAS."""
     scale_a, scale_b = (
         torch.ones(len(t), device=t.device) if scale is None else scale
         for t, scale in ((a_MK, a_scale_M), (b_NK, b_scale_N))
     )
     options = {"scale_a": scale_a[:, None], "scale_b": scale_b[None], "out_dtype": out_dtype, "use_fast_accum": True}
-    if bias_N is None or out_dtype == torch.float32:  # it adds biases to 16-bit results alone
+    if bias_N is None or out_dtype == torch.float32:  # it adds a bias only to 16-bit results
         out_MN = torch._scaled_mm(a_MK, b_NK.T, **options)
         return out_MN if bias_N is None else out_MN + bias_N
     return torch._scaled_mm(a_MK, b_NK.T, bias=bias_N.to(out_dtype), **options)
 
 
 def _sums(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """Return a bᵀ without scales in plain PyTorch, or on XLA devices by its 8-bit product."""
     if a_MK.device.type != "xla":
-        wide = torch.float64 if a_MK.dtype == torch.int8 else torch.float32  # float64 holds sums of integers exactly
-        return a_MK.to(wide) @ b_NK.to(wide).T  # torch._int_mm on the CPU is slower than this by far
+        wide = torch.float64 if a_MK.dtype == torch.int8 else torch.float32  # float64 sums integers exactly
+        return a_MK.to(wide) @ b_NK.to(wide).T  # on the CPU far faster than torch._int_mm
     import torch_xla
 
     sums = torch.int32 if a_MK.dtype == torch.int8 else torch.float32

@@ -1,4 +1,4 @@
-"""Loss and gradient from one reading of the logits: the backward pass only scales what the forward pass left.
+"""Loss and gradient from one read of the logits: the backward pass only scales the saved gradient.
 
 Shape suffixes: B rows (images), C classes.
 """
@@ -10,21 +10,20 @@ from torch import Tensor
 
 from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.bridge.triton import next_power_of_2, triton_call
+from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 
-_LARGEST_C = 65536  # a row must fit into one program's registers
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_C = 65536  # a row must fit in the registers of one program
 
 
 def unsupported(logits: Tensor, targets: Tensor, label_smoothing: float, ignore_index: int) -> str | None:
-    if logits.device.type not in ("cuda", "cpu"):
-        return f"Triton runs on NVIDIA GPUs, and interpreted on CPUs; logits are on {logits.device}"
-    wrong = [x.dtype for x in (logits, targets) if x.dtype.is_floating_point and x.dtype not in _DTYPES]
-    if wrong:
-        return f"it calculates in float32; {wrong[0]} would lose digits. Use backend='reference'"
+    floating = [x.dtype for x in (logits, targets) if x.dtype.is_floating_point]
+    reason = unless_triton_device("logits", logits) or unless_dtypes(floating)
+    if reason is not None:
+        return reason
     if logits.shape[1] > _LARGEST_C:
-        return f"a row of {logits.shape[1]} classes does not fit into one program; at most {_LARGEST_C}"
+        return f"one program holds a row of at most {_LARGEST_C} classes, got {logits.shape[1]}"
     if targets.requires_grad:
-        return "it has no gradient for targets. Detach them, or use backend='reference'"
+        return "has no gradient for targets. Detach them, or use backend='reference'"
     return None
 
 
@@ -41,7 +40,7 @@ def _rows_kernel(
     logits_BC, targets, loss_B, counts_B, gradient_BC, stride_logits, C, smoothing, ignore_index,
     BLOCK_C: tl.constexpr, SOFT: tl.constexpr,
 ):  # fmt: skip
-    """A row's loss, whether it counts, and its gradient."""
+    """Compute a row's loss, its weight in the mean (0 if ignored, else 1), and its gradient."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK_C)
     inside = columns < C
@@ -82,15 +81,16 @@ def _rows_kernel(
 
 @triton.jit
 def _mean_kernel(loss_B, counts_B, mean, counted, B, BLOCK_B: tl.constexpr):
+    """Average the losses of the rows that count, in a fixed order."""
     loss = tl.zeros([BLOCK_B], tl.float32)
     count = tl.zeros([BLOCK_B], tl.float32)
     for start in range(0, B, BLOCK_B):
         rows = start + tl.arange(0, BLOCK_B)
         loss += tl.load(loss_B + rows, mask=rows < B, other=0.0)
         count += tl.load(counts_B + rows, mask=rows < B, other=0.0)
-    rows_that_count = tl.sum(count, 0)
-    tl.store(mean, tl.where(rows_that_count > 0, tl.sum(loss, 0) / tl.maximum(rows_that_count, 1.0), float("nan")))
-    tl.store(counted, rows_that_count)
+    total = tl.sum(count, 0)
+    tl.store(mean, tl.where(total > 0, tl.sum(loss, 0) / tl.maximum(total, 1.0), float("nan")))
+    tl.store(counted, total)
 
 
 # --- operator ---------------------------------------------------------------------------------------------------------
@@ -101,7 +101,10 @@ def _mean_kernel(loss_B, counts_B, mean, counted, B, BLOCK_B: tl.constexpr):
     " -> (Tensor, Tensor, Tensor)"
 )
 def loss_and_gradient(logits, targets, label_smoothing, ignore_index, needs_gradient):
-    """The mean loss, how many rows it is over, and each row's own gradient in the logits' dtype (or nothing)."""
+    """Return the mean loss, the number of rows in the mean, and the gradient of each row's loss in the logits' dtype.
+
+    The gradient is empty unless needs_gradient.
+    """
     dtype = logits.dtype
     logits, targets = interpretable(logits), interpretable(targets.contiguous())
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
@@ -134,7 +137,7 @@ def _save(ctx, inputs, output):
 @differentiable_once("cross_entropy by triton")
 def _scale(ctx, dloss, _dcount, _dgradient):
     count, gradient = ctx.saved_tensors
-    # As torch's: no gradient where nothing counts, though the mean is no number.
+    # As in torch: if all rows are ignored, the gradient is zero although the mean is NaN.
     return gradient * (dloss / count.clamp(min=1)).to(torch.float32), None, None, None, None
 
 

@@ -1,23 +1,19 @@
-"""The Pallas backend, for TPU and, interpreted, for the CPU."""
+"""The Pallas backend for TPU, interpreted on the CPU."""
 
+import torch
 from torch import Tensor
 
 from vitkernels.bridge import pallas_op
 from vitkernels.ops.generalized_box_iou.pallas_tpu_kernel import giou, giou_vjp
+from vitkernels.ops.refusals import if_empty, unless_dtypes, unless_tpu_device
 
 _giou = pallas_op(giou, vjp=giou_vjp, name="generalized_box_iou_tpu", shard_batch=True)
 
-_DTYPES = ("torch.float32", "torch.bfloat16")
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def unsupported(preds: Tensor, targets: Tensor, eps: float | None) -> str | None:
-    if preds.device.type not in ("cpu", "xla"):
-        return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {preds.device.type}"
-    if str(preds.dtype) not in _DTYPES:
-        return f"it takes float32 and bfloat16, got {preds.dtype}"
-    if not preds.numel():
-        return "it has no empty calls"
-    return None
+    return unless_tpu_device("preds", preds) or unless_dtypes((preds.dtype,), _DTYPES) or if_empty(preds)
 
 
 def run(preds: Tensor, targets: Tensor, eps: float | None) -> Tensor:

@@ -1,9 +1,9 @@
-"""Generalized IoU and its gradient in Pallas for TPU, on boxes as XLA keeps them.
+"""Generalized IoU and its gradient in Pallas for TPU, in XLA's layout of boxes.
 
-4 values on 128 lanes would waste the rest, so XLA lays an array of boxes (B, N, 4) out with N on the lanes, in tiles of
-4 × 128: x1 of 128 boxes side by side, then their y1, and so on. Row by row of 128 that is a matrix, which the kernels
-take without a copy; they read every fourth row of it, so that a register holds one corner of eight times 128 boxes.
-Two rows of bfloat16 are one of 32-bit words, x in the lower and y in the upper halves.
+4 values would waste most of 128 lanes, so XLA stores boxes (B, N, 4) with N on the lanes, in tiles of 4 × 128: x1 of
+128 boxes, then their y1, and so on. The kernels read this memory as a matrix of 128 columns, without a copy, and load
+every fourth row, so that a register holds one corner of 8 × 128 boxes. Two rows of bfloat16 form one row of 32-bit
+words, with x in the lower and y in the upper halves.
 
 Shape suffixes: B images, N boxes of each, 4 = x1, y1, x2, y2.
 """
@@ -18,25 +18,28 @@ from jax.experimental.pallas import tpu as pltpu
 
 f32, i32 = jnp.float32, jnp.int32
 LANES = 128
-TILES = 512  # of 128 boxes in a block: 1 MiB, enough to hide a copy's latency, and few enough that copies overlap
+TILES = 512  # tiles of 128 boxes per block: 1 MiB hides a copy's latency and leaves enough blocks to overlap copies
 
 
 def giou(preds_BN4, targets_BN4, *, eps: float | None):
-    """(B, N) in float32."""
+    """Return the GIoU (B, N) in float32."""
     return _call(_forward_kernel, (), (preds_BN4, targets_BN4), eps)[0]
 
 
 def giou_vjp(primals, outputs, cotangents, *, eps: float | None):
-    """Gradients of both arrays of boxes, in their own dtype."""
+    """Return the gradients of both arrays of boxes, in their dtype."""
     return tuple(_call(_backward_kernel, cotangents, primals, eps))
 
 
 def _call(kernel, scores, boxes, eps):
-    """`kernel` on scores (B, N) and boxes (B, N, 4); from scores it makes boxes, else scores."""
+    """Run `kernel` on scores (B, N), if any, and boxes (B, N, 4).
+
+    With scores, the gradients of GIoU, it returns boxes, else scores.
+    """
     B, N, _ = boxes[0].shape
     if B >= 32 and N <= 16 * LANES:
         images, width = B, -(-N // LANES) * LANES
-    else:  # of few images, or many boxes, 128 boxes are as good as an image
+    else:  # for few images or many boxes, treat each 128 boxes as an image
         images, width = -(-B * N // LANES), LANES
     group = partial(_group, images=images, width=width)
     b = min(-(-images // 8) * 8, max(8, TILES * LANES // width // 8 * 8))
@@ -61,7 +64,7 @@ def _call(kernel, scores, boxes, eps):
 
 
 def _group(x, images: int, width: int):
-    """(B, N, ...) as (images, width, ...), filled up with zeros."""
+    """Reshape (B, N, ...) to (images, width, ...), padded with zeros."""
     B, N, *rest = x.shape
     if images == B:
         return jnp.pad(x, [(0, 0), (0, width - N)] + [(0, 0)] * len(rest))
@@ -70,38 +73,39 @@ def _group(x, images: int, width: int):
 
 
 def _ungroup(x, B: int, N: int):
+    """Undo `_group`."""
     if x.shape[0] == B:
         return x[:, :N]
     return x.reshape(-1, *x.shape[2:])[: B * N].reshape(B, N, *x.shape[2:])
 
 
 def _rows(boxes):
-    """(B, N, 4), N whole tiles, as the matrix of 128 columns that it is in memory, 4 rows a tile."""
+    """Return (B, N, 4), N a multiple of 128, as the matrix of 128 columns that it is in memory, 4 rows per tile."""
     B, N, _ = boxes.shape
     return jnp.swapaxes(boxes.reshape(B, N // LANES, LANES, -1), 2, 3).reshape(-1, LANES)
 
 
 def _boxes(rows, B: int, N: int):
-    """The opposite of `_rows`."""
+    """Undo `_rows`."""
     return jnp.swapaxes(rows.reshape(B, N // LANES, 4, LANES), 2, 3).reshape(B, N, 4)
 
 
 def _tiles(scores_ref):
-    """The tiles of a block's images: each one's place among the scores, its number, and how many there are."""
+    """Yield each tile of a block's images: its index into the scores, its number, and the number of tiles."""
     tiles = scores_ref.shape[1] // LANES
     for tile in range(tiles):
         yield (slice(None), slice(tile * LANES, (tile + 1) * LANES)), tile, tiles
 
 
 def _rows_of(words, tile: int, tiles: int):
-    """Where each row of all images' tile lies in a block: 4 rows of float32, or 2 of pairs of bfloat16."""
+    """Return the index of each row of a tile, for all images of a block: 4 rows of float32, 2 of bfloat16 pairs."""
     rows = 4 if words.dtype == f32 else 2
     images = words.shape[0] // (rows * tiles)
     return [(pl.ds(tile * rows + row, images, tiles * rows), slice(None)) for row in range(rows)]
 
 
 def _corners(words, tile: int, tiles: int):
-    """x1, y1, x2, y2 of a tile, each (b, 128) in float32."""
+    """Return x1, y1, x2, y2 of a tile, each (b, 128) in float32."""
     rows = [words[at] for at in _rows_of(words, tile, tiles)]
     if words.dtype == f32:
         return rows
@@ -109,6 +113,7 @@ def _corners(words, tile: int, tiles: int):
 
 
 def _store_corners(words, tile: int, tiles: int, x1, y1, x2, y2):
+    """Store the corners of a tile; the inverse of `_corners`."""
     if words.dtype == f32:
         values = x1, y1, x2, y2
     else:
@@ -119,7 +124,7 @@ def _store_corners(words, tile: int, tiles: int, x1, y1, x2, y2):
 
 
 def _words(refs, scratch):
-    """Blocks of boxes in 32-bit words: as they are, or of bfloat16 the scratch memory that they are copied to."""
+    """Return blocks of boxes as 32-bit words: float32 blocks themselves, or scratch copies of bfloat16 blocks."""
     for ref, words in zip(refs, scratch, strict=False):
         words[...] = pltpu.bitcast(ref[...], i32)
     return scratch or refs
@@ -133,7 +138,10 @@ def _forward_kernel(preds_ref, targets_ref, out_ref, *scratch, eps):
 
 def _backward_kernel(grad_ref, preds_ref, targets_ref, d_preds_ref, d_targets_ref, *scratch, eps):
     preds, targets = _words((preds_ref, targets_ref), scratch)
-    results = scratch or (d_preds_ref, d_targets_ref)  # in place in the scratch: a tile is read before it is written
+    results = scratch or (
+        d_preds_ref,
+        d_targets_ref,
+    )  # scratch is updated in place, tile by tile
     for at, *tile in _tiles(grad_ref):
         gradients = _gradients(grad_ref[at], _corners(preds, *tile), _corners(targets, *tile), eps)
         for words, corners in zip(results, gradients, strict=True):
@@ -143,7 +151,7 @@ def _backward_kernel(grad_ref, preds_ref, targets_ref, d_preds_ref, d_targets_re
 
 
 def _extents(p1, p2, t1, t2):
-    """Of the intersection and of the enclosing box along one axis; negative where there is none."""
+    """Return the extents of the intersection and of the enclosing box along one axis; negative if empty."""
     return jnp.minimum(p2, t2) - jnp.maximum(p1, t1), jnp.maximum(p2, t2) - jnp.minimum(p1, t1)
 
 
@@ -164,7 +172,7 @@ def _gradients(grad, preds, targets, eps):
     (px1, py1, px2, py2), (tx1, ty1, tx2, ty2) = preds, targets
     (width, hull_width), (height, hull_height) = _extents(px1, px2, tx1, tx2), _extents(py1, py2, ty1, ty2)
     if eps is None:
-        # A clamp's gradient passes at 0 too, as in PyTorch.
+        # The gradient of a clamp passes at 0, as in PyTorch.
         along_x, along_y = (
             jnp.where(own >= 0, jnp.maximum(other, 0.0), 0.0) for own, other in ((width, height), (height, width))
         )
@@ -191,8 +199,11 @@ def _gradients(grad, preds, targets, eps):
 
 
 def _axis(p1, p2, t1, t2, d_extent, d_hull, d_union, p_across, t_across):
-    """Gradients of p1, p2, t1, t2 on one axis, from those of the extents along it."""
-    low, high = _share(p1, t1), _share(p2, t2)  # preds' part of a maximum; 1 less that is targets', and of a minimum
+    """Return the gradients of p1, p2, t1, t2 along one axis from those of the extents."""
+    low, high = (
+        _share(p1, t1),
+        _share(p2, t2),
+    )  # preds' share of a maximum, and targets' of a minimum
     return (
         -d_union * p_across - d_extent * low - d_hull * (1 - low),
         d_union * p_across + d_extent * (1 - high) + d_hull * high,
@@ -202,5 +213,5 @@ def _axis(p1, p2, t1, t2, d_extent, d_hull, d_union, p_across, t_across):
 
 
 def _share(a, b):
-    """The part of a maximum's gradient that is a's: all, none, or half of a tie."""
+    """Return a's share of the gradient of max(a, b): 1, 0, or 0.5 for a tie."""
     return jnp.where(a > b, 1.0, jnp.where(a == b, 0.5, 0.0))

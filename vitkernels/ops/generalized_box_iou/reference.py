@@ -1,11 +1,11 @@
-"""The reference: generalized IoU in plain PyTorch, differentiated by autograd."""
+"""The reference in plain PyTorch, differentiated by autograd."""
 
 import torch
 from torch import Tensor
 
 
-def unsupported(preds: Tensor, targets: Tensor, eps: float | None) -> str | None:
-    return None
+def unsupported(*args) -> None:
+    """Accept every call."""
 
 
 def run(preds: Tensor, targets: Tensor, eps: float | None) -> Tensor:

@@ -1,14 +1,13 @@
-"""The Triton backend, for NVIDIA GPUs and, interpreted, for any CPU."""
+"""The Triton backend for NVIDIA GPUs, interpreted on the CPU."""
 
 from torch import Tensor
 
 from vitkernels.ops.generalized_box_iou.triton_op import giou
+from vitkernels.ops.refusals import unless_triton_device
 
 
 def unsupported(preds: Tensor, targets: Tensor, eps: float | None) -> str | None:
-    if preds.device.type not in ("cuda", "cpu"):
-        return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {preds.device.type}"
-    return None
+    return unless_triton_device("preds", preds)
 
 
 def run(preds: Tensor, targets: Tensor, eps: float | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Generalized IoU and its gradient in Triton: one thread has whole boxes, read and written 16 bytes at a time.
+"""Generalized IoU and its gradient in Triton. Each thread processes complete boxes and moves 16 bytes at a time.
 
 Shape suffixes: none; every tensor is a block of boxes.
 """
@@ -26,13 +26,13 @@ def _store_boxes(ptr, x1, y1, x2, y2, box, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _extents(p1, p2, t1, t2):
-    """Of the intersection and of the enclosing box along one axis; negative where there is none."""
+    """Return the extents of the intersection and of the enclosing box along one axis; negative if empty."""
     return tl.minimum(p2, t2) - tl.maximum(p1, t1), tl.maximum(p2, t2) - tl.minimum(p1, t1)
 
 
 @triton.jit
 def forward_kernel(preds_ptr, targets_ptr, out_ptr, eps, count, LOSS: tl.constexpr, BLOCK: tl.constexpr):
-    """LOSS: eps in the denominators; otherwise extents clamped at 0."""
+    """Compute GIoU: with LOSS with eps in the denominators, else with extents clamped at 0."""
     box = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     px1, py1, px2, py2 = _load_boxes(preds_ptr, box, count, BLOCK, out_ptr.dtype.element_ty)
     tx1, ty1, tx2, ty2 = _load_boxes(targets_ptr, box, count, BLOCK, out_ptr.dtype.element_ty)
@@ -54,13 +54,13 @@ def forward_kernel(preds_ptr, targets_ptr, out_ptr, eps, count, LOSS: tl.constex
 
 @triton.jit
 def _share(a, b):
-    """The part of a maximum's gradient that is a's: all, none, or half of a tie."""
+    """Return a's share of the gradient of max(a, b): 1, 0, or 0.5 for a tie."""
     return tl.where(a > b, 1.0, tl.where(a == b, 0.5, 0.0))
 
 
 @triton.jit
 def _axis_gradients(p1, p2, t1, t2, d_extent, d_hull, d_area_p, d_area_t):
-    """From gradients of the extents of intersection, hull and both boxes along one axis to those of its corners."""
+    """Return the corners' gradients along one axis from those of the extents of intersection, hull and both boxes."""
     d_p1 = -d_area_p - d_extent * _share(p1, t1) - d_hull * _share(t1, p1)
     d_p2 = d_area_p + d_extent * _share(t2, p2) + d_hull * _share(p2, t2)
     d_t1 = -d_area_t - d_extent * _share(t1, p1) - d_hull * _share(p1, t1)
@@ -73,7 +73,7 @@ def backward_kernel(
     grad_ptr, preds_ptr, targets_ptr, d_preds_ptr, d_targets_ptr, eps, count,
     LOSS: tl.constexpr, BLOCK: tl.constexpr, CALC: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of preds and, where d_targets_ptr is given, of targets; nothing of the forward pass is needed."""
+    """Store gradients of preds, and of targets if d_targets_ptr is given, recomputing the forward pass."""
     box = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     px1, py1, px2, py2 = _load_boxes(preds_ptr, box, count, BLOCK, CALC)
     tx1, ty1, tx2, ty2 = _load_boxes(targets_ptr, box, count, BLOCK, CALC)

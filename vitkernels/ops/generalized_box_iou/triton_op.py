@@ -1,4 +1,4 @@
-"""The Triton kernels as PyTorch operations: opaque to torch.compile, with gradients and fake outputs."""
+"""The Triton kernels as PyTorch operators: opaque to torch.compile, with gradients and fake outputs."""
 
 import torch
 import triton.language as tl
@@ -8,8 +8,8 @@ from vitkernels.bridge.operator import differentiable_once, interpretable, opera
 from vitkernels.bridge.triton import triton_call
 from vitkernels.ops.generalized_box_iou.triton_kernel import backward_kernel, forward_kernel
 
-# Four boxes a thread: the compiled code then reads and writes 16 bytes at a time, with several loads under way, and
-# exchanges next to nothing between threads (with two a thread the backward pass goes through shared memory).
+# Four boxes per thread: the compiled code loads and stores 16 bytes at a time, keeps several loads in flight and rarely
+# exchanges data between threads. With two boxes per thread the backward pass goes through shared memory.
 _OPTIONS = {"BLOCK": 512, "num_warps": 4}
 
 
@@ -26,7 +26,7 @@ def _launch(kernel, tensors, eps: float | None, count: int, **constants) -> None
 
 @operator("generalized_box_iou(Tensor preds, Tensor targets, float? eps) -> Tensor")
 def giou(preds: Tensor, targets: Tensor, eps: float | None) -> Tensor:
-    """(..., 4) twice to (...)."""
+    """Return the GIoU (...) of boxes (..., 4)."""
     out = preds.new_empty(preds.shape[:-1], dtype=_wide(preds.dtype))
     boxes = (interpretable(x).contiguous() for x in (preds, targets))
     _launch(forward_kernel, (*boxes, out), eps, out.numel())
@@ -45,7 +45,7 @@ def _(preds, targets, eps):
 def giou_backward(
     grad: Tensor, preds: Tensor, targets: Tensor, eps: float | None, of_targets: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of preds and of targets; the latter is empty where it is not wanted."""
+    """Return the gradients of preds and of targets, the latter empty unless of_targets."""
     inputs = [interpretable(x).contiguous() for x in (grad, preds, targets)]
     d_preds = torch.empty_like(inputs[1])
     d_targets = torch.empty_like(inputs[2]) if of_targets else None

@@ -1,9 +1,8 @@
-"""A linear layer's product in int8 for NVIDIA Hopper, in Pallas (Mosaic GPU): exact sums, scaled behind the tensor
-cores' work.
+"""A scaled int8 product for NVIDIA Hopper, in Pallas (Mosaic GPU): exact sums, scaled in an overlapped epilogue.
 
-The schedule is that of the 16-bit products (vitkernels.ops.linear.pallas_hopper_kernel): a ring of pieces, two groups
-of warps that take turns. A piece is twice as many numbers wide and takes the tensor cores as long, so that a tile is
-done in half the time: what its epilogue needs beside the sums comes to shared memory while they are being made.
+The schedule is that of the 16-bit products (vitkernels.ops.linear.pallas_hopper_kernel): a ring buffer and two
+alternating consumer warpgroups. A slice holds twice as many numbers and takes the tensor cores as long, so a tile takes
+half the time. The scales and the bias of a tile are therefore copied to shared memory while its sums are computed.
 
 Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns.
 """
@@ -15,44 +14,46 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.ops.linear.pallas_hopper_kernel import BY_COLUMN, GROUPS, PART, WGMMA, Product
+from vitkernels.ops.linear.pallas_hopper_kernel import BY_COLUMN, CONSUMERS, PART, WGMMA, HopperProduct
 
 BY_ROW = WGMMA.reduce(1)
-SHARED_MEMORY = 227 * 1024  # bytes that a thread block can have
-RESERVED = 2 * 1024  # bytes of it: barriers, and gaps, because all that lies there begins at a multiple of 1024
+SHARED_MEMORY = 227 * 1024  # bytes per thread block
+RESERVED = 2 * 1024  # bytes of it for barriers, and for gaps: every buffer starts at a multiple of 1024
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows and columns of a tile, and whether the blocks of a pair share the left factor's pieces or the right one's:
-    the larger, so that less is read."""
+    """Rows and columns of a tile, and whether a pair of blocks shares the left factor's slices or the right one's.
+
+    The larger is shared, to read less.
+    """
 
     rows: int
     columns: int
     shares_left: bool = False
 
 
-# First those for which the least is read.
+# In order of the bytes read, fewest first.
 TILINGS = Tiling(192, 128, shares_left=True), Tiling(128, 192), Tiling(64, 256), Tiling(128, 128)
 
 
 @dataclass(frozen=True)
-class ScaledProduct(Product):
-    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias: int8 factors, exact sums, the rest in float32.
+class ScaledProduct(HopperProduct):
+    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias: int8 factors, exact sums, scaled in float32.
 
-    out_dtype: float32 or of 16 bits. bias_dtype: None where there is no bias.
+    out_dtype: float32 or 16 bits wide. bias_dtype: None without a bias.
     """
 
     out_dtype: str
     bias_dtype: str | None
     tiling: Tiling
 
-    registers = 240, 24  # the columns' scales and the bias are many
+    registers = 240, 24  # the columns' scales and the bias need registers
 
     @classmethod
-    def best(cls, *problem) -> "ScaledProduct":
-        """With the first of the tilings whose busiest block has the least to do. problem: all fields but the tiling."""
-        candidates = (cls(*problem, tiling) for tiling in TILINGS)
+    def best(cls, *fields) -> "ScaledProduct":
+        """Return the product with the first tiling that minimizes the busiest block's work; fields: all but tiling."""
+        candidates = (cls(*fields, tiling) for tiling in TILINGS)
         return min((c for c in candidates if c.N % c.pair_shape[1] == 0), key=lambda c: c.busiest)
 
     @property
@@ -65,8 +66,8 @@ class ScaledProduct(Product):
 
     @property
     def stages(self) -> int:
-        scales_and_bias = GROUPS * 4 * (self.rows + 2 * self.columns)
-        results = GROUPS * 2 * PART * PART * jnp.dtype(self.out_dtype).itemsize
+        scales_and_bias = CONSUMERS * 4 * (self.rows + 2 * self.columns)
+        results = CONSUMERS * 2 * PART * PART * jnp.dtype(self.out_dtype).itemsize
         room = SHARED_MEMORY - RESERVED - results - scales_and_bias
         return room // ((self.rows + self.columns) * self.step)
 
@@ -76,8 +77,8 @@ class ScaledProduct(Product):
 
     @property
     def busiest(self) -> int:
-        """Numbers of the result that the busiest block makes, what lies beyond its end included."""
-        return pl.cdiv(self.turns_m * self.turns_n, self.pairs) * self.rows * self.columns
+        """Elements that the busiest block computes, including those out of bounds."""
+        return pl.cdiv(self.pair_tiles_m * self.pair_tiles_n, self.pairs) * self.rows * self.columns
 
     def inputs(self) -> tuple:
         factors = self.array(self.M, self.K), self.array(self.N, self.K)
@@ -85,13 +86,13 @@ class ScaledProduct(Product):
         return (*factors, *scales, self.array(self.N, dtype=self.bias_dtype)) if self.bias_dtype else factors + scales
 
     def __call__(self, a_MK, b_NK, a_scale_M, b_scale_N, *bias_N):
-        """(M, N) in out_dtype."""
+        """Return (M, N) in out_dtype."""
         vectors = [(self.rows, "float32"), (self.columns, "float32")]
         vectors += [(self.columns, self.bias_dtype)] if self.bias_dtype else []
         scratch = {
-            "buffer": self.shared(GROUPS, 2, PART, PART, dtype=self.out_dtype),
-            "vectors": tuple(plgpu.SMEM((GROUPS, length), jnp.dtype(dtype)) for length, dtype in vectors),
-            "vectors_arrived": plgpu.Barrier(num_arrivals=len(vectors), num_barriers=GROUPS),
+            "buffer": self.shared(CONSUMERS, 2, PART, PART, dtype=self.out_dtype),
+            "vectors": tuple(plgpu.SMEM((CONSUMERS, length), jnp.dtype(dtype)) for length, dtype in vectors),
+            "vectors_arrived": plgpu.Barrier(num_arrivals=len(vectors), num_barriers=CONSUMERS),
         }
         out_type = self.array(self.M, self.N, dtype=self.out_dtype)
         return self.kernel(self._body, out_type, scratch)(a_MK, b_NK, a_scale_M, b_scale_N, *bias_N)
@@ -100,7 +101,7 @@ class ScaledProduct(Product):
         *vector_refs, out_ref = refs
 
         def fetch_vectors(group, row, column):
-            """The scales and the bias of the tile at (row, column)."""
+            """Start copying the scales and the bias of the tile at (row, column)."""
             rows, columns = pl.ds(row, self.rows), pl.ds(column, self.columns)
             for ref, smem, here in zip(vector_refs, vectors, (rows, columns, columns), strict=False):
                 plgpu.copy_gmem_to_smem(ref.at[here], smem.at[group], vectors_arrived.at[group])
@@ -126,8 +127,8 @@ class ScaledProduct(Product):
                     part += part_of_vector(2, group, c, BY_COLUMN)
                 return (part,)
 
-            # The last of its barriers between the group's warps is behind the last reads of the vectors, which the next
-            # tile's replace.
+            # Its last barrier between the warps of the group follows their last reads of the vectors, which the next
+            # tile's copies overwrite.
             self.store(group, row, column, (buffer,), (out_ref,), results_of)
 
-        self.divide_roles(a_ref, b_ref, ring, compute)
+        self.run_warpgroups(a_ref, b_ref, ring, compute)

@@ -1,4 +1,4 @@
-"""Launches the Hopper kernel of scaled int8 products on torch tensors; importable without jax.
+"""Launch the Hopper kernel of scaled int8 products on torch tensors. Importable without jax.
 
 Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns.
 """
@@ -22,8 +22,10 @@ def takes(
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
 ) -> bool:
-    """Whether the kernel can make this product here, and there is a tile for every multiprocessor: where there are
-    fewer, smaller tiles are the better ones."""
+    """Return whether the kernel supports this product, and it has at least one tile per multiprocessor.
+
+    Triton's smaller tiles are faster for fewer.
+    """
     if not a_MK.is_cuda or a_MK.dtype != torch.int8 or a_scale_M is None or b_scale_N is None:
         return False
     (M, K), N = a_MK.shape, len(b_NK)
@@ -54,9 +56,9 @@ def product(
     out_dtype: torch.dtype,
     tiling=None,
 ) -> Tensor:
-    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias (M, N) of int8 factors, for what `takes` is true.
+    """Return (a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias, (M, N), for int8 arguments that `takes` accepts.
 
-    Scales: float32. Compiled at the first call with these sizes and dtypes. tiling: None, the best one.
+    Compiles at the first call with these sizes and dtypes. Scales are float32. tiling: None for the best one.
     """
     (M, K), N = a_MK.shape, len(b_NK)
     vectors = (a_scale_M, b_scale_N) if bias_N is None else (a_scale_M, b_scale_N, bias_N)
@@ -73,6 +75,6 @@ def _compiled(M: int, N: int, K: int, out_dtype: torch.dtype, bias_dtype: torch.
     from vitkernels.ops.int8_matmul.pallas_hopper_kernel import ScaledProduct
     from vitkernels.ops.linear.pallas_hopper_launch import name_of, pairs_on
 
-    problem = M, N, K, "int8", pairs_on(device), name_of(out_dtype), bias_dtype and name_of(bias_dtype)
-    product = ScaledProduct.best(*problem) if tiling is None else ScaledProduct(*problem, tiling)
+    fields = M, N, K, "int8", pairs_on(device), name_of(out_dtype), bias_dtype and name_of(bias_dtype)
+    product = ScaledProduct.best(*fields) if tiling is None else ScaledProduct(*fields, tiling)
     return Kernel(product, product.inputs())

@@ -1,19 +1,16 @@
-"""The Pallas backend, for TPU and, interpreted, for the CPU."""
+"""The Pallas backend for TPU, interpreted on the CPU."""
 
 from torch import Tensor
 
 from vitkernels.bridge import pallas_op
 from vitkernels.ops.int8_matmul.pallas_tpu_kernel import matmul
+from vitkernels.ops.refusals import if_empty, unless_tpu_device
 
 _matmul = pallas_op(matmul, name="int8_matmul_tpu")
 
 
 def unsupported(x_MK: Tensor, w_KN: Tensor) -> str | None:
-    if x_MK.device.type not in ("cpu", "xla"):
-        return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {x_MK.device.type}"
-    if 0 in (*x_MK.shape, *w_KN.shape):
-        return "it has no empty calls"
-    return None
+    return unless_tpu_device("x", x_MK) or if_empty(x_MK, w_KN)
 
 
 def run(x_MK: Tensor, w_KN: Tensor) -> Tensor:
@@ -23,5 +20,5 @@ def run(x_MK: Tensor, w_KN: Tensor) -> Tensor:
 
 
 def _is_transposed(w_KN: Tensor) -> bool:
-    """Whether w lies in memory as (N, K). XLA tensors do not tell: theirs are what they say they are."""
+    """Return whether w is stored as (N, K). XLA tensors do not expose strides and count as stored in their shape."""
     return w_KN.device.type == "cpu" and w_KN.T.is_contiguous() and not w_KN.is_contiguous()

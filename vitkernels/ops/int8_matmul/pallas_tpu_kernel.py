@@ -1,7 +1,7 @@
-"""A blocked product in Pallas for TPU: int8 with int32 sums, and bfloat16 with float32 ones to compare it with.
+"""A blocked product in Pallas for TPU: int8 with int32 sums, and for comparison bfloat16 with float32 sums.
 
-The sums of a block of the output stay in VMEM while the grid walks along K. Blocks reach past the edges of matrices
-that are no multiple of them: rows and columns beyond are not stored, and what lies beyond K is made zero.
+The sums of an output block stay in VMEM while the grid advances along K. If the matrix is not a multiple of the block,
+the last blocks extend past its edge: rows and columns out of bounds are not stored, and values beyond K are zeroed.
 
 Shape suffixes: M rows, K the summed dimension, N columns.
 """
@@ -19,7 +19,7 @@ VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own defaul
 
 
 @dataclass(frozen=True)
-class Blocks:
+class MatmulBlocks:
     """Rows, depth and columns of a block."""
 
     m: int
@@ -27,20 +27,21 @@ class Blocks:
     n: int
 
 
-def blocks_for(M: int, K: int, N: int, dtype: str) -> Blocks:
-    """The fastest by libtpu's schedules for v5e; a matrix smaller than a block is a block of its own."""
-    large = Blocks(1024, 2048 if dtype == "int8" else 1024, 1024)
-    wanted = Blocks(512, 1024, 512) if max(M, N) <= 1024 else large  # more of the small ones, so that copies overlap
-    return Blocks(min(wanted.m, M), min(wanted.k, K), min(wanted.n, N))
+def choose_blocks(M: int, K: int, N: int, dtype: str) -> MatmulBlocks:
+    """Return the fastest blocks according to libtpu's schedules for v5e, at most as large as the matrices."""
+    large = MatmulBlocks(1024, 2048 if dtype == "int8" else 1024, 1024)
+    # Small matrices need several blocks for copies to overlap with products.
+    wanted = MatmulBlocks(512, 1024, 512) if max(M, N) <= 1024 else large
+    return MatmulBlocks(min(wanted.m, M), min(wanted.k, K), min(wanted.n, N))
 
 
-def matmul(x_MK, w, *, transposed: bool = False, blocks: Blocks | None = None):
-    """x w: int8 to int32, or bfloat16 to bfloat16. w is (K, N); `transposed`: (N, K)."""
+def matmul(x_MK, w, *, transposed: bool = False, blocks: MatmulBlocks | None = None):
+    """Return x w: int8 to int32, or bfloat16 to bfloat16. w is (K, N), or (N, K) if transposed."""
     M, K = x_MK.shape
     N = w.shape[0 if transposed else 1]
-    if N == 1:  # Mosaic has no integer product of rows with one row
+    if N == 1:  # Mosaic does not support integer products with a single row as (N, K)
         w, transposed = w.reshape(K, 1), False
-    blocks = blocks or blocks_for(M, K, N, x_MK.dtype.name)
+    blocks = blocks or choose_blocks(M, K, N, x_MK.dtype.name)
     is_int = x_MK.dtype == jnp.int8
     sums = jnp.int32 if is_int else jnp.float32
     w_block = (blocks.n, blocks.k) if transposed else (blocks.k, blocks.n)
@@ -75,7 +76,7 @@ def _kernel(x_ref, w_ref, out_ref, sums_ref, *, K: int, transposed: bool):
 
     if rest:
         pl.when(step < last)(lambda: add(x_ref[...], w_ref[...]))
-        pl.when(step == last)(lambda: add(_clear(x_ref[...], 1, rest), _clear(w_ref[...], k_axis, rest)))
+        pl.when(step == last)(lambda: add(_zero_from(x_ref[...], 1, rest), _zero_from(w_ref[...], k_axis, rest)))
     else:
         add(x_ref[...], w_ref[...])
 
@@ -84,6 +85,6 @@ def _kernel(x_ref, w_ref, out_ref, sums_ref, *, K: int, transposed: bool):
         out_ref[...] = sums_ref[...].astype(out_ref.dtype)
 
 
-def _clear(x, axis: int, valid: int):
-    """x with zeros from `valid` on."""
+def _zero_from(x, axis: int, valid: int):
+    """Return x with zeros from index `valid` on."""
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, axis) < valid, x, jnp.zeros_like(x))

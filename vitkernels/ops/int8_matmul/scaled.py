@@ -1,5 +1,4 @@
-"""int8 products whose rows have scales, by the faster of two engines: on NVIDIA Hopper the Mosaic-GPU kernel for what
-it takes (pallas_hopper_product.takes says what that is), everywhere else Triton's.
+"""Scaled int8 products by the faster of two kernels: Mosaic GPU's on NVIDIA Hopper if it takes the call, else Triton's.
 
 Shape suffixes: M rows of a, N rows of b, K the summed dimension.
 """
@@ -18,9 +17,11 @@ def product(
     bias_N: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """(a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias (M, N) with exact sums. Scales: float32, contiguous; None:
-    ones."""
-    bias_N = None if bias_N is None else bias_N.contiguous()  # a model's own, of any strides
+    """Return (a · a_scale[:, None]) (b · b_scale[:, None])ᵀ + bias, (M, N), with exact int32 sums.
+
+    Scales are float32 and contiguous, or None for ones. The bias may have any strides.
+    """
+    bias_N = None if bias_N is None else bias_N.contiguous()
     if pallas_hopper_product.takes(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype):
         return pallas_hopper_product.product(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
     return triton_product.product(a_MK, b_NK.T, out_dtype, a_scale_M, b_scale_N, bias_N=bias_N)

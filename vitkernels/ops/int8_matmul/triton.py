@@ -1,10 +1,11 @@
-"""The Triton backend, for NVIDIA GPUs and, interpreted, for any CPU."""
+"""The Triton backend for NVIDIA GPUs, interpreted on the CPU."""
 
 import torch
 from torch import Tensor
 
 from vitkernels.bridge.operator import operator
 from vitkernels.ops.int8_matmul.triton_product import product
+from vitkernels.ops.refusals import unless_triton_device
 
 
 @operator("int8_matmul(Tensor x, Tensor w) -> Tensor")
@@ -18,9 +19,7 @@ def _(x, w):
 
 
 def unsupported(x_MK: Tensor, w_KN: Tensor) -> str | None:
-    if x_MK.device.type not in ("cuda", "cpu"):
-        return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {x_MK.device.type}"
-    return None
+    return unless_triton_device("x", x_MK)
 
 
 def run(x_MK: Tensor, w_KN: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The device code of 8-bit products: x w with wide sums, and scales of rows and columns where they are given.
+"""Triton kernels of 8-bit products: x w with 32-bit sums, and optional scales of rows and columns.
 
 Shape suffixes: M rows, K the summed dimension, N columns.
 """
@@ -8,8 +8,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _tile_of(program, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """A program's row and column of tiles: GROUP rows at a time, so that neighbours share operands in the cache."""
+def grouped_tile(program, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
+    """Return the row and column of a program's tile.
+
+    Programs advance down the columns of GROUP rows of tiles, so that neighbors share operands in the cache.
+    """
     rows, columns = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
     group = program // (GROUP * columns)
     height = min(rows - group * GROUP, GROUP)
@@ -23,13 +26,13 @@ def product_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
     OVERLAP: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of out (M, N), row-major; x and w are descriptors, which read zeros past the edges.
+    """Compute tiles of out (M, N), row-major; x and w are descriptors, which read zeros out of bounds.
 
-    OVERLAP: the next tile's loads begin while this one is stored. SUM: the dtype of the sums.
+    OVERLAP: load the next tile while this one is stored. SUM: the dtype of the sums.
     """
     tiles = tl.cdiv(M, TILE_M) * tl.cdiv(N, TILE_N)
     for tile in tl.range(tl.program_id(0), tiles, programs, flatten=OVERLAP):
-        tile_m, tile_n = _tile_of(tile, M, N, TILE_M, TILE_N, GROUP)
+        tile_m, tile_n = grouped_tile(tile, M, N, TILE_M, TILE_N, GROUP)
         acc = tl.zeros([TILE_M, TILE_N], SUM)
         for k in range(0, K, TILE_K):
             x, w = x_MK.load([tile_m * TILE_M, k]), w_NK.load([tile_n * TILE_N, k])
@@ -48,7 +51,7 @@ def product_kernel(
 
 @triton.jit
 def copy_kernel(x_ptr, out_ptr, x_stride_r, x_stride_k, out_stride_r, R, K, TILE_R: tl.constexpr, TILE_K: tl.constexpr):
-    """A matrix (R, K) of any strides to one with K last."""
+    """Copy a matrix (R, K) with any strides to one that is contiguous along K."""
     r = (tl.program_id(0) * TILE_R + tl.arange(0, TILE_R)).to(tl.int64)
     k = (tl.program_id(1) * TILE_K + tl.arange(0, TILE_K)).to(tl.int64)
     inside = (r[:, None] < R) & (k[None, :] < K)
@@ -57,18 +60,19 @@ def copy_kernel(x_ptr, out_ptr, x_stride_r, x_stride_k, out_stride_r, R, K, TILE
 
 
 @triton.jit
-def pieces_kernel(
-    x_MK, w_NK, pieces_ptr, ACROSS, STEPS, RUN, TOTAL,
+def partial_sums_kernel(
+    x_MK, w_NK, partials_ptr, ACROSS, STEPS, RUN, TOTAL,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
-    """RUN steps along K of the TOTAL, tile after tile: a piece of one tile, and of the next (programs, 2, tile).
+    """Compute RUN of the TOTAL steps along K, which end in the tile where they start or in the next one.
 
-    ACROSS: tiles in a row of them. STEPS: to a tile.
+    The partial sums of both tiles go to partials (programs, 2, tile). ACROSS: tiles per row of tiles. STEPS: steps per
+    tile.
     """
     program = tl.program_id(0)
     start = program * RUN
     end = min(start + RUN, TOTAL)
-    for piece in range(2):
+    for index in range(2):
         if start < end:
             tile = start // STEPS
             first = start - tile * STEPS
@@ -79,24 +83,24 @@ def pieces_kernel(
                 w = w_NK.load([tile % ACROSS * TILE_N, step * TILE_K])
                 acc = tl.dot(x, w.T, acc, out_dtype=SUM)
             at = tl.arange(0, TILE_M)[:, None] * TILE_N + tl.arange(0, TILE_N)[None, :]
-            tl.store(pieces_ptr + (program * 2 + piece).to(tl.int64) * (TILE_M * TILE_N) + at, acc)
+            tl.store(partials_ptr + (program * 2 + index).to(tl.int64) * (TILE_M * TILE_N) + at, acc)
             start += last - first
 
 
 @triton.jit
-def join_kernel(
-    pieces_ptr, out_ptr, x_scale_ptr, w_scale_ptr, M, N, ACROSS, STEPS, RUN,
+def add_partials_kernel(
+    partials_ptr, out_ptr, x_scale_ptr, w_scale_ptr, M, N, ACROSS, STEPS, RUN,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of a tile of out (M, N): the sum of its pieces, in order, times the scales."""
+    """Compute ROWS rows of a tile of out (M, N): its partial sums, added in a fixed order, times the scales."""
     tile = tl.program_id(0)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, TILE_N)
-    total = tl.zeros([ROWS, TILE_N], pieces_ptr.dtype.element_ty)
+    total = tl.zeros([ROWS, TILE_N], partials_ptr.dtype.element_ty)
     for program in range(tile * STEPS // RUN, (tile * STEPS + STEPS - 1) // RUN + 1):
-        piece = program * 2 + (program * RUN // STEPS != tile).to(tl.int32)
-        at = piece.to(tl.int64) * (TILE_M * TILE_N) + row[:, None] * TILE_N + column[None, :]
-        total += tl.load(pieces_ptr + at)
+        partial = program * 2 + (program * RUN // STEPS != tile).to(tl.int32)
+        at = partial.to(tl.int64) * (TILE_M * TILE_N) + row[:, None] * TILE_N + column[None, :]
+        total += tl.load(partials_ptr + at)
     m, n = tile // ACROSS * TILE_M + row, tile % ACROSS * TILE_N + column
     out = total.to(tl.float32)
     if x_scale_ptr is not None:

@@ -1,4 +1,4 @@
-"""One pass over the activations forward, one backward; sums over tokens go through per-program partial sums.
+"""One pass over the activations forward, one backward. Each program sums its tokens; a second kernel adds the sums.
 
 Shape suffixes: M rows (all images' tokens), C channels, B images, P programs, S sums over rows.
 """
@@ -10,20 +10,17 @@ from torch import Tensor
 
 from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
+from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 
-_LARGEST_C = 8192  # a row must fit into one program's registers
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_LARGEST_C = 8192  # a row must fit in the registers of one program
 
 
 def unsupported(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, out_dtype) -> str | None:
-    if x.device.type not in ("cuda", "cpu"):
-        return f"Triton runs on NVIDIA GPUs, and interpreted on CPUs; x is on {x.device}"
-    wrong = [t.dtype for t in (x, branch) if t is not None and t.dtype not in _DTYPES]
-    if wrong or out_dtype not in _DTYPES:
-        return f"it calculates in float32; {(wrong or [out_dtype])[0]} would lose digits. Use backend='reference'"
-    if x.shape[-1] > _LARGEST_C:
-        return f"a row of {x.shape[-1]} channels does not fit into one program; at most {_LARGEST_C}"
-    return None
+    dtypes = (x.dtype, out_dtype) if branch is None else (x.dtype, branch.dtype, out_dtype)
+    reason = unless_triton_device("x", x) or unless_dtypes(dtypes)
+    if reason is None and x.shape[-1] > _LARGEST_C:
+        return f"one program holds a row of at most {_LARGEST_C} channels, got {x.shape[-1]}"
+    return reason
 
 
 def run(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, out_dtype) -> tuple[Tensor, Tensor]:
@@ -40,7 +37,7 @@ def run(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, ou
 
 
 @triton.jit
-def _row(pointer, offsets, keep):
+def _load(pointer, offsets, keep):
     return tl.load(pointer + offsets, mask=keep, other=0.0).to(tl.float32)
 
 
@@ -51,26 +48,27 @@ def _forward_kernel(
     M, rows_per_image, eps,
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
+    """Add the branch to ROWS rows of x, and normalize the sum as it was rounded to the stream's dtype."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_C)
     in_rows, in_columns = rows < M, columns < C
     keep = in_rows[:, None] & in_columns[None, :]
     offsets = rows.to(tl.int64)[:, None] * C + columns[None, :]
-    total = _row(x_MC, offsets, keep)
+    total = _load(x_MC, offsets, keep)
     if branch_MC is not None:
-        branch = _row(branch_MC, offsets, keep)
+        branch = _load(branch_MC, offsets, keep)
         if branch_bias_C is not None:
-            branch += _row(branch_bias_C, columns, in_columns)[None, :]
+            branch += _load(branch_bias_C, columns, in_columns)[None, :]
         if layer_scale_C is not None:
-            branch *= _row(layer_scale_C, columns, in_columns)[None, :]
+            branch *= _load(layer_scale_C, columns, in_columns)[None, :]
         if sample_scale_B is not None:
-            branch *= _row(sample_scale_B, rows // rows_per_image, in_rows)[:, None]
+            branch *= _load(sample_scale_B, rows // rows_per_image, in_rows)[:, None]
         total = (total + branch).to(total_MC.dtype.element_ty).to(tl.float32)
         tl.store(total_MC + offsets, total, mask=keep)
     mean = tl.sum(total, 1) / C
     centred = tl.where(keep, total - mean[:, None], 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / C + eps)
-    weight, bias = _row(weight_C, columns, in_columns), _row(bias_C, columns, in_columns)
+    weight, bias = _load(weight_C, columns, in_columns), _load(bias_C, columns, in_columns)
     normed = centred * rstd[:, None] * weight[None, :] + bias[None, :]
     tl.store(normed_MC + offsets, normed, mask=keep)
     tl.store(mean_M + rows, mean, mask=in_rows)
@@ -86,10 +84,11 @@ def _backward_kernel(
     C: tl.constexpr, BLOCK_C: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     SUM_BRANCH: tl.constexpr, SUM_SCALE: tl.constexpr,
 ):  # fmt: skip
+    """Compute dx and dbranch for every `programs`-th block of rows, and this program's partial sums over rows."""
     program, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_C)
     in_columns = columns < C
-    weight = _row(weight_C, columns, in_columns)
+    weight = _load(weight_C, columns, in_columns)
     dweight = tl.zeros([BLOCK_C], tl.float32)
     dbias = tl.zeros([BLOCK_C], tl.float32)
     dbranch_bias = tl.zeros([BLOCK_C], tl.float32)
@@ -99,9 +98,9 @@ def _backward_kernel(
         in_rows = rows < M
         keep = in_rows[:, None] & in_columns[None, :]
         offsets = rows.to(tl.int64)[:, None] * C + columns[None, :]
-        dnormed = _row(dnormed_MC, offsets, keep)
-        mean, rstd = _row(mean_M, rows, in_rows), _row(rstd_M, rows, in_rows)
-        normed = tl.where(keep, (_row(total_MC, offsets, keep) - mean[:, None]) * rstd[:, None], 0.0)
+        dnormed = _load(dnormed_MC, offsets, keep)
+        mean, rstd = _load(mean_M, rows, in_rows), _load(rstd_M, rows, in_rows)
+        normed = tl.where(keep, (_load(total_MC, offsets, keep) - mean[:, None]) * rstd[:, None], 0.0)
         dweight += tl.sum(dnormed * normed, 0)
         dbias += tl.sum(dnormed, 0)
         dnormed *= weight[None, :]
@@ -109,19 +108,19 @@ def _backward_kernel(
         level = tl.sum(dnormed, 1) / C
         dx = (dnormed - normed * along[:, None] - level[:, None]) * rstd[:, None]
         if dtotal_MC is not None:
-            dx += _row(dtotal_MC, offsets, keep)
+            dx += _load(dtotal_MC, offsets, keep)
         tl.store(dx_MC + offsets, dx, mask=keep)
         if dbranch_MC is not None or SUM_BRANCH:
             dbranch = tl.where(keep, dx, 0.0)
             if sample_scale_B is not None:
-                dbranch *= _row(sample_scale_B, rows // rows_per_image, in_rows)[:, None]
+                dbranch *= _load(sample_scale_B, rows // rows_per_image, in_rows)[:, None]
             if SUM_SCALE:
-                branch = _row(branch_MC, offsets, keep)
+                branch = _load(branch_MC, offsets, keep)
                 if branch_bias_C is not None:
-                    branch += _row(branch_bias_C, columns, in_columns)[None, :]
+                    branch += _load(branch_bias_C, columns, in_columns)[None, :]
                 dlayer_scale += tl.sum(dbranch * branch, 0)
             if layer_scale_C is not None:
-                dbranch *= _row(layer_scale_C, columns, in_columns)[None, :]
+                dbranch *= _load(layer_scale_C, columns, in_columns)[None, :]
             if dbranch_MC is not None:
                 tl.store(dbranch_MC + offsets, dbranch, mask=keep)
             if SUM_BRANCH:
@@ -137,6 +136,7 @@ def _backward_kernel(
 
 @triton.jit
 def _sum_kernel(parts_PK, out_K, P, K, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Add the programs' partial sums in a fixed order."""
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
     total = tl.zeros([BLOCK_P, BLOCK_K], tl.float32)
     for start in range(0, P, BLOCK_P):
@@ -169,13 +169,13 @@ def _forward(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scal
 
 
 def _forward_tile(block: int) -> tuple[int, int]:
-    """Rows and warps of a program."""
+    """Return rows and warps per program."""
     return max(1, 2048 // block), 4 if block <= 2048 else 8
 
 
 def _backward_tile(block: int, bytes_per_number: int) -> tuple[int, int, int, int]:
-    """Rows at a time, warps, pipeline stages, and programs per multiprocessor."""
-    stages = 2 if bytes_per_number == 4 else 3  # what fits into shared memory beside three other programs
+    """Return rows per iteration, warps, pipeline stages, and programs per multiprocessor."""
+    stages = 2 if bytes_per_number == 4 else 3  # what fits in shared memory with four programs per multiprocessor
     return max(1, 2048 // block), 4 if block <= 1024 else 8, stages, 4 if block <= 1024 else 2
 
 
@@ -183,7 +183,10 @@ def _backward(
     dtotal, dnormed, total, mean, rstd, weight, branch, branch_bias, layer_scale, sample_scale,
     branch_dtype, needs_dbranch, needs_dlayer_scale,
 ):  # fmt: skip
-    """dx, dbranch (None where not needed) and the sums over rows (S, C): dweight, dbias, dbranch_bias, dlayer_scale."""
+    """Return dx, dbranch (None if not needed) and the sums over rows (S, C).
+
+    The sums are dweight, dbias, then dbranch_bias and dlayer_scale if the forward pass had them.
+    """
     C = total.shape[-1]
     M = total.numel() // C
     dx = torch.empty_like(interpretable(total))
@@ -212,7 +215,7 @@ def _backward(
 
 
 def _readable(x: Tensor | None) -> Tensor | None:
-    """Rows and vectors alike: the kernels go through memory from number to number, whatever the strides."""
+    """Return x contiguous, in a dtype the kernels can read: they ignore strides."""
     return None if x is None else interpretable(x).contiguous()
 
 
@@ -229,7 +232,7 @@ def _multiprocessors(device: torch.device) -> int:
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def add_layer_norm(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, out_dtype):
-    """The sum, its norm, and per row the sum's mean and reciprocal standard deviation for the backward pass."""
+    """Return the sum, its norm, and for the backward pass each row's mean and reciprocal standard deviation."""
     return _forward(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, out_dtype)
 
 
@@ -237,6 +240,7 @@ def add_layer_norm(x, branch, weight, bias, eps, branch_bias, layer_scale, sampl
     "layer_norm(Tensor x, Tensor weight, Tensor bias, float eps, ScalarType out_dtype) -> (Tensor, Tensor, Tensor)"
 )
 def layer_norm(x, weight, bias, eps, out_dtype):
+    """Return the norm of x, and for the backward pass each row's mean and reciprocal standard deviation."""
     return _forward(x, None, weight, bias, eps, None, None, None, out_dtype)[1:]
 
 
@@ -246,7 +250,7 @@ def layer_norm(x, weight, bias, eps, out_dtype):
     "bool needs_dbranch, bool needs_dlayer_scale) -> (Tensor, Tensor, Tensor)"
 )
 def add_layer_norm_backward(dtotal, dnormed, total, *rest):
-    """dx, dbranch (empty where not needed), and the sums over rows."""
+    """Return dx, dbranch (empty if not needed), and the sums over rows."""
     dx, dbranch, sums = _backward(dtotal, dnormed, total, *rest)
     return dx, total.new_empty(0) if dbranch is None else dbranch, sums
 
@@ -289,7 +293,7 @@ def _differentiate_add(ctx, dtotal, dnormed, _dmean, _drstd):
     if dnormed is None:
         dnormed = torch.zeros_like(total)
     scaled = layer_scale is not None or sample_scale is not None
-    needs_dbranch = scaled or ctx.branch_dtype != total.dtype  # otherwise it is dx itself
+    needs_dbranch = scaled or ctx.branch_dtype != total.dtype  # otherwise dbranch equals dx
     dx, dbranch, sums = add_layer_norm_backward(
         dtotal, dnormed, total, mean, rstd, weight, branch, branch_bias, layer_scale, sample_scale,
         ctx.branch_dtype, needs_dbranch, layer_scale is not None,

@@ -1,6 +1,6 @@
-"""Gradients of a linear layer's parameters, as PyTorch operators that torch.compile does not look into.
+"""Gradients of a linear layer's parameters, as PyTorch operators that torch.compile does not trace into.
 
-Shape suffixes: M rows (tokens), K input features, N output features, G groups of columns, P parts of the rows.
+Shape suffixes: M rows (tokens), K input features, N output features, G groups of columns, P partial sums over rows.
 """
 
 from contextlib import nullcontext
@@ -16,9 +16,9 @@ from vitkernels.bridge.triton import cdiv, triton_call
 
 @operator("weight_gradient(Tensor dy, Tensor x, ScalarType dtype) -> Tensor")
 def weight_gradient(dy: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """dyᵀ x in `dtype`, rounded once: (M, N), (M, K) -> (N, K)."""
-    within = torch.is_autocast_enabled(dy.device.type)  # a backward pass may be called within autocast
-    with torch.autocast(dy.device.type, enabled=False) if within else nullcontext():
+    """Return dyᵀ x in `dtype`, summed in float32 and rounded once: (M, N), (M, K) -> (N, K)."""
+    autocasting = torch.is_autocast_enabled(dy.device.type)  # a backward pass may run inside an autocast region
+    with torch.autocast(dy.device.type, enabled=False) if autocasting else nullcontext():
         if dtype == dy.dtype:
             return dy.mT @ x
         if dy.is_cuda and dtype == torch.float32:
@@ -33,7 +33,7 @@ def _(dy, x, dtype):
 
 @operator("column_sums(Tensor x) -> Tensor")
 def column_sums(x: Tensor) -> Tensor:
-    """Sums over rows in float32, the same bits every time: (M, N) -> (N), or (M, G, N) -> (G, N)."""
+    """Return float32 sums over rows, bitwise reproducible: (M, N) -> (N), or (M, G, N) -> (G, N)."""
     x = interpretable(x)
     x_MGN = x if x.ndim == 3 else x.unsqueeze(1)
     return sums_over_rows(x_MGN if x.stride(-1) == 1 else x_MGN.contiguous()).view(x.shape[1:])
@@ -45,7 +45,7 @@ def _(x):
 
 
 def sums_over_rows(x_MGN: Tensor) -> Tensor:
-    """(M, G, N), without gaps along N, -> (G, N): in one launch where rows are few, else by partial sums."""
+    """Return the sums (G, N) of x (M, G, N), whose last stride is 1: one launch for few rows, else by partial sums."""
     M, G, N = x_MGN.shape
     rows, columns = 32, 64
     steps = 16 if M > 2048 else max(1, cdiv(M, rows))
@@ -65,7 +65,7 @@ def column_sums_kernel(
     x, sums, stride_row, stride_group, M, columns, N,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums over ROWS * STEPS rows of (M, columns), which are groups of N."""
+    """Sum ROWS * STEPS rows of (M, columns); the columns are groups of N, stride_group apart."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     place = column // N * stride_group + column % N
     first = tl.program_id(1) * (ROWS * STEPS)

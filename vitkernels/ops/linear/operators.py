@@ -1,7 +1,8 @@
-"""The linear layer as a PyTorch operator, opaque to torch.compile. Its gradients: the library's products, the weight's
-in float32 at once, and the bias' in one pass over what it sums.
+"""The linear layer as a PyTorch operator, opaque to torch.compile.
 
-`form` says how the forward product is made: "triton" or "pallas_hopper", as the backends are named.
+The backward pass uses the library's products, with the weight's gradient directly in float32, and sums the bias'
+gradient in one pass. `form` selects the forward product by the name of the backend: "triton" (the library's) or
+"pallas_hopper".
 
 Shape suffixes: M rows (tokens), K input features, N output features.
 """
@@ -16,10 +17,12 @@ from vitkernels.ops.linear.gradients import column_sums, weight_gradient
 
 @operator("linear(Tensor x, Tensor weight, Tensor rounded, Tensor? bias, bool is_qkv, str form) -> Tensor")
 def linear(x: Tensor, weight: Tensor, rounded: Tensor, bias: Tensor | None, is_qkv: bool, form: str) -> Tensor:
-    """x roundedᵀ + bias. `rounded` is the weight in x's dtype, and no gradient goes there: autograd would want it in
-    that dtype. It goes to `weight`."""
+    """Return x roundedᵀ + bias, where `rounded` is the weight in x's dtype.
+
+    The gradient goes to `weight`; through `rounded`, autograd would round it to x's dtype.
+    """
     if form == "pallas_hopper":
-        from vitkernels.ops.linear import pallas_hopper_launch  # needs a newer JAX than all else
+        from vitkernels.ops.linear import pallas_hopper_launch  # needs a newer JAX than the rest of the package
 
         y_MN = pallas_hopper_launch.linear(x.reshape(-1, x.shape[-1]), rounded, bias)
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])

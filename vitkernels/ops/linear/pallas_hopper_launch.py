@@ -1,4 +1,4 @@
-"""The Hopper kernels on torch tensors, compiled once per shape.
+"""Run the Hopper kernels on torch tensors, compiled once per shape.
 
 Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns.
 """
@@ -10,37 +10,42 @@ from torch import Tensor
 
 from vitkernels.bridge.mosaic_gpu import Kernel
 from vitkernels.bridge.operator import aligned
-from vitkernels.ops.linear.pallas_hopper_kernel import Linear, Product
+from vitkernels.ops.linear.pallas_hopper_kernel import HopperProduct, LinearProduct
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
-    """x weightᵀ + bias, which is added before the sum is rounded."""
+    """Return x weightᵀ + bias, rounded after the bias is added."""
     y_MN = x_MK.new_empty(x_MK.shape[0], weight_NK.shape[0])
-    launch_forward(Linear, x_MK, weight_NK, bias_N, (y_MN,))
+    launch_forward(LinearProduct, x_MK, weight_NK, bias_N, (y_MN,))
     return y_MN
 
 
 def launch_forward(
-    kind: type[Linear], x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, outputs: tuple[Tensor, ...], *options
+    kind: type[LinearProduct],
+    x_MK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None,
+    outputs: tuple[Tensor, ...],
+    *options,
 ) -> None:
-    """Fills the outputs, (M, N) each. options: the kind's fields beyond Linear's."""
+    """Fill the outputs, (M, N) each. options: the fields of `kind` beyond LinearProduct's."""
     biases = () if bias_N is None else (bias_N.float().contiguous(),)
     kernel = compiled(kind, *x_MK.shape, weight_NK.shape[0], x_MK.dtype, x_MK.device, bool(biases), *options)
     kernel(aligned(x_MK), aligned(weight_NK), *biases, *outputs)
 
 
 @cache
-def compiled(kind: type[Product], M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
-    """options: the kind's fields beyond Product's."""
+def compiled(kind: type[HopperProduct], M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
+    """Return the compiled kernel. options: the fields of `kind` beyond HopperProduct's."""
     product = kind(M, N, K, name_of(dtype), pairs_on(device), *options)
     return Kernel(product, product.inputs())
 
 
 def pairs_on(device) -> int:
-    """Pairs of thread blocks, one block for each multiprocessor."""
+    """Return the number of pairs of thread blocks, with one block per multiprocessor."""
     return torch.cuda.get_device_properties(device).multi_processor_count // 2
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As JAX knows it."""
+    """Return JAX's name of the dtype."""
     return str(dtype).removeprefix("torch.")

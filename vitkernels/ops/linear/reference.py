@@ -1,4 +1,4 @@
-"""Plain PyTorch: what every other backend is held against."""
+"""The reference in plain PyTorch, against which all other backends are tested."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 def unsupported(*args) -> None:
-    """It takes everything."""
+    """Accept every call."""
 
 
 def run(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, is_qkv: bool) -> Tensor:

@@ -1,6 +1,6 @@
-"""A linear layer and its GELU: the first half of a transformer's MLP. The whole MLP is `vitkernels.ops.mlp`.
+"""A linear layer followed by GELU: the first half of a transformer's MLP. `vitkernels.ops.mlp` is the complete MLP.
 
-Shape suffixes: K input features, N output features; "..." any dimensions before them (images, tokens).
+Shape suffixes: K input features, N output features; "..." any leading dimensions (images, tokens).
 """
 
 from torch import Tensor
@@ -21,21 +21,23 @@ BACKENDS = Op.in_folder(
 def linear_gelu(
     x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, approximate: str = "none", *, backend: str = "auto"
 ) -> Tensor:
-    """gelu(x weightᵀ + bias): (..., K) -> (..., N).
+    """Return gelu(x weightᵀ + bias): (..., K) -> (..., N).
 
     Args:
-        x: floating, (..., K).
-        weight_NK, bias_N: as in nn.Linear(K, N). The bias may have another dtype; its gradient has that too.
+        x: floating point, (..., K).
+        weight_NK, bias_N: the parameters of nn.Linear(K, N). The bias may have another dtype, and so has its gradient.
         approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
-        backend: "auto" or a name. passes: the library's product, then one pass; triton: GELU in the epilogue of a
-            product of its own; pallas_hopper: that too, behind the tensor cores' work, on NVIDIA Hopper.
+        backend: "auto" or a name from BACKENDS.names(). They differ in where GELU is computed. passes: the library's
+            matrix product, then an elementwise pass over the result. triton: in the epilogue of a Triton product.
+            pallas_hopper: in the epilogue of a Mosaic-GPU product for NVIDIA Hopper, overlapped with the tensor cores.
+            pallas_tpu: in the epilogue of a Pallas product for TPU.
 
     Returns:
-        (..., N) in autocast's dtype where autocast is on, else in x's. GELU is calculated in float32 from the product
-        rounded to that dtype, as F.gelu(F.linear(...)) does (pallas_hopper: from the product before it is rounded).
+        (..., N) in autocast's dtype if autocast is on, else in x's. GELU is computed in float32 from the product
+        rounded to that dtype, as F.gelu(F.linear(...)) does (pallas_hopper: from the unrounded product).
 
     Raises:
-        UsageError (a ValueError): shapes, dtypes or `approximate` that do not fit, or a named backend that cannot take
+        UsageError (a ValueError): invalid shapes, dtypes, devices or `approximate`, or a named backend that cannot take
             the call.
     """
     check_gelu(approximate)
@@ -46,5 +48,9 @@ def linear_gelu(
 
 
 def check_gelu(approximate: str) -> None:
+    """Raise UsageError for a GELU other than "none" and "tanh"."""
     if approximate not in ("none", "tanh"):
-        raise UsageError(f"approximate must be 'none' (exact) or 'tanh', got {approximate!r}")
+        raise UsageError(
+            f"approximate must be 'none' (exact) or 'tanh', got {approximate!r}",
+            code="ops.linear_gelu.approximate", approximate=approximate,
+        )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Which kernel, which tiles, which grid: from matrices to launches.
+"""Choose kernels, tiles and grids, and launch them.
 
-Tiles are those that measured best on one H200 (notes/fused_ops.md).
+Tiles are the fastest measured on one H200 (notes/fused_ops.md).
 
 Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns.
 """
@@ -23,14 +23,14 @@ from vitkernels.ops.linear_gelu.triton_kernels import (
 def forward(
     x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool, keep: bool, form: str
 ) -> tuple[Tensor, Tensor]:
-    """gelu(x weightᵀ + bias), and for the backward pass what GELU was given, or with `keep` its slope there."""
+    """Return gelu(x weightᵀ + bias), and to save for backward the pre-activation, or with `keep` GELU's slope."""
     M, N = len(x_MK), len(weight_NK)
     if form == "pallas_hopper":
-        from vitkernels.ops.linear_gelu import pallas_hopper_launch  # needs a newer JAX than all else
+        from vitkernels.ops.linear_gelu import pallas_hopper_launch  # needs a newer JAX than the rest of the package
 
         return pallas_hopper_launch.forward(x_MK, weight_NK, bias_N, tanh, keep)
     if form == "passes" or not M:
-        with torch.autocast(x_MK.device.type, enabled=False):  # the CPU's float32 stands for bfloat16 already
+        with torch.autocast(x_MK.device.type, enabled=False):  # interpreted, float32 already stands in for bfloat16
             pre_MN = F.linear(x_MK, weight_NK, None if bias_N is None else bias_N.to(x_MK.dtype))
         return gelu_pass(pre_MN, tanh, pre_MN if keep else None), pre_MN
     act_MN, saved_MN = (x_MK.new_empty(M, N) for _ in range(2))
@@ -42,9 +42,9 @@ def forward(
 def backward(
     dy_MK: Tensor, weight_KN: Tensor, saved_MN: Tensor, tanh: bool, kept: bool, form: str
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dpre = (dy weight) gelu'(pre), gelu(pre) again unless it was kept, and dpre's sums over rows.
+    """Return dpre = (dy weight) gelu'(pre), gelu(pre) recomputed (None if kept), and dpre's sums over rows.
 
-    saved_MN: pre, or gelu'(pre) where gelu(pre) was kept.
+    saved_MN: pre, or gelu'(pre) if gelu(pre) was kept.
     """
     M, N = saved_MN.shape
     if form == "pallas_hopper":
@@ -64,14 +64,17 @@ def backward(
 
 
 def _tiles(x: Tensor) -> tuple[int, int, int]:
-    """Rows, columns and depth of a product's tiles: small where they are interpreted."""
+    """Return rows, columns and depth of a product's tiles, which are small on the CPU, where they are interpreted."""
     return (128, 128, 64) if x.is_cuda else (32, 64, 16)
 
 
 def _product(
     kernel, plain: Tensor, a_MK: Tensor, b: Tensor, b_is_NK: bool, tiles_MN: tuple, tanh: bool, keep: bool
 ) -> None:
-    """`plain` goes to the kernel as it is; the matrices as descriptors, which load and store whole tiles."""
+    """Launch a product kernel on tensor descriptors of its matrices, which load and store entire tiles.
+
+    plain: the argument that the kernel takes as a pointer, the bias or the sums over rows.
+    """
     M, K = a_MK.shape
     N = tiles_MN[0].shape[1]
     tile_m, tile_n, tile_k = _tiles(a_MK)
@@ -82,7 +85,7 @@ def _product(
     )
     grid = (cdiv(M, tile_m) * cdiv(N, tile_n),)
     constants = {"TILE_M": tile_m, "TILE_N": tile_n, "TILE_K": tile_k, "TANH": tanh, "KEEP": keep, "PRECISION": "ieee"}
-    if a_MK.is_cuda:  # triton_call's launcher does not know descriptors
+    if a_MK.is_cuda:  # triton_call's fast launcher does not support descriptors
         with torch.cuda.device(a_MK.device):
             kernel[grid](plain, *descriptors, M, N, K, **constants, num_warps=4, num_stages=3)
     else:
@@ -90,7 +93,7 @@ def _product(
 
 
 def gelu_pass(pre_MN: Tensor, tanh: bool, slopes_MN: Tensor | None = None) -> Tensor:
-    """gelu(pre); fills slopes_MN, which may be pre_MN, with gelu'(pre) if it is given."""
+    """Return gelu(pre). If slopes_MN is given, which may be pre_MN, fill it with gelu'(pre)."""
     act_MN = torch.empty_like(pre_MN)
     size, block = pre_MN.numel(), 2048
     if size:
@@ -109,10 +112,11 @@ def backward_pass(
     dpre_MN: Tensor | None = None,
     act_MN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """dpre = dact gelu'(pre) and its sums over rows; fills act_MN with gelu(pre) if it is given.
+    """Return dpre = dact gelu'(pre), act_MN and dpre's sums over rows.
 
-    saved_MN: pre, or gelu'(pre) where gelu(pre) was kept.
-    dpre_MN: where dpre goes, by default into new memory. It may be dact_MN: each number is read before it is written.
+    saved_MN: pre, or gelu'(pre) if gelu(pre) was kept.
+    dpre_MN: the output buffer of dpre, by default a new one. It may be dact_MN, which is read before it is overwritten.
+    act_MN: a buffer to fill with gelu(pre), or None.
     """
     M, N = saved_MN.shape
     dpre_MN = torch.empty_like(saved_MN) if dpre_MN is None else dpre_MN

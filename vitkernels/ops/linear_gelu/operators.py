@@ -1,6 +1,6 @@
-"""The linear layer with GELU as PyTorch operators, opaque to torch.compile; the MLP's backward builds on them too.
+"""The linear layer with GELU as PyTorch operators, opaque to torch.compile. The MLP's backward pass uses them too.
 
-`form` says how: "passes", "triton" or "pallas_hopper", as the backends are named.
+`form` selects the kernels by the name of a backend: "passes", "triton" or "pallas_hopper".
 
 Shape suffixes: M rows (tokens), K input features, N output features.
 """
@@ -14,8 +14,10 @@ from vitkernels.ops.linear_gelu import launch
 
 @operator("linear_gelu(Tensor x, Tensor weight, Tensor? bias, bool tanh, bool keep, str form) -> (Tensor, Tensor)")
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, keep: bool, form: str):
-    """gelu(x weightᵀ + bias), and for the backward pass what GELU was given, pre; or, for one who keeps the first
-    result, gelu'(pre) instead: both at once take little more work than one of them."""
+    """Return gelu(pre) with pre = x weightᵀ + bias, and for the backward pass pre, or gelu'(pre) if keep.
+
+    keep: the caller keeps gelu(pre), and needs only the slope; both together cost little more than one of them.
+    """
     x_MK, weight_NK = (interpretable(t).contiguous() for t in (x.reshape(-1, x.shape[-1]), weight))
     bias_N = None if bias is None else interpretable(bias).contiguous()
     act_MN, saved_MN = launch.forward(x_MK, weight_NK, bias_N, tanh, keep, form)
@@ -31,7 +33,7 @@ def _(x, weight, bias, tanh, keep, form):
 
 @operator("gelu_backward_with_sums(Tensor dact, Tensor pre, bool tanh) -> (Tensor, Tensor)")
 def gelu_backward_with_sums(dact: Tensor, pre: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
-    """dpre = dact gelu'(pre), both (M, N), and dpre's sums over rows (N) in float32."""
+    """Return dpre = dact gelu'(pre), (M, N), and its float32 sums over rows (N)."""
     dpre, _, sums = launch.backward_pass(interpretable(dact).contiguous(), interpretable(pre), tanh)
     return dpre.to(pre.dtype), sums
 
@@ -46,10 +48,16 @@ def _(dact, pre, tanh):
     " -> (Tensor, Tensor, Tensor)"
 )
 def linear_into_gelu_backward(dy: Tensor, weight: Tensor, saved: Tensor, tanh: bool, kept: bool, form: str):
-    """Back through y = gelu(pre) weightᵀ: dpre (M, N), gelu(pre) again (empty where it was kept), and dpre's sums
-    over rows in float32.
+    """Differentiate y = gelu(pre) weightᵀ.
 
-    dy (M, K); weight (K, N); saved (M, N), linear_gelu's second result.
+    Args:
+        dy: (M, K).
+        weight: (K, N).
+        saved: (M, N), linear_gelu's second result.
+        kept: whether the caller kept gelu(pre), so that `saved` is gelu'(pre).
+
+    Returns:
+        dpre (M, N), gelu(pre) recomputed (empty if kept), and dpre's float32 sums over rows (N).
     """
     given = interpretable(dy).contiguous(), interpretable(weight).contiguous(), interpretable(saved)
     dpre, act, sums = launch.backward(*given, tanh, kept, form)
@@ -64,7 +72,7 @@ def _(dy, weight, saved, tanh, kept, form):
 
 def _save(ctx, inputs, output):
     x, weight, bias, ctx.tanh, keep, _ = inputs
-    assert not keep, "who keeps the result has a backward pass of its own, as the MLP"
+    assert not keep, "callers that keep the activation, such as the MLP, have their own backward pass"
     ctx.save_for_backward(x, weight, output[1])
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(output[1])

@@ -1,13 +1,13 @@
-"""Mosaic-GPU Pallas products for NVIDIA Hopper, with GELU and its gradient hidden behind the tensor cores' work."""
+"""Mosaic-GPU Pallas products for NVIDIA Hopper, with GELU and its gradient in epilogues that overlap with them."""
 
 from torch import Tensor
 
-from vitkernels.ops.linear.pallas_hopper import why_not
+from vitkernels.ops.linear.pallas_hopper import unsupported_product
 from vitkernels.ops.linear_gelu.operators import linear_gelu
 
 
 def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> str | None:
-    reason = why_not(x, weight_NK)
+    reason = unsupported_product(x, weight_NK)
     return reason and f"{reason}. Use backend='passes'"
 
 

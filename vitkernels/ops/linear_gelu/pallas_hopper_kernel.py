@@ -1,4 +1,4 @@
-"""Matrix products for NVIDIA Hopper with GELU, or its gradient, behind the tensor cores' work; in Pallas (Mosaic GPU).
+"""Matrix products for NVIDIA Hopper with GELU or its gradient in an overlapped epilogue; in Pallas (Mosaic GPU).
 
 Shape suffixes: M rows (tokens), K the inner dimension of a product, N its columns, T tiles of rows.
 """
@@ -11,15 +11,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.ops.linear.pallas_hopper_kernel import GROUPS, PART, ROWS, WGMMA, Linear, Product, tiles_m
+from vitkernels.ops.linear.pallas_hopper_kernel import (
+    CONSUMERS,
+    PART,
+    ROWS,
+    WGMMA,
+    HopperProduct,
+    LinearProduct,
+    tiles_m,
+)
 
 
 @dataclass(frozen=True)
-class Forward(Linear):
-    """gelu(x weightᵀ + bias): what is saved for the backward pass, and what GELU gives.
+class LinearGelu(LinearProduct):
+    """Two outputs: what the backward pass needs, and gelu(x weightᵀ + bias), computed from the unrounded product.
 
-    GELU is calculated from the product before it is rounded.
-    keep: gelu's slope is saved, for gelu's result is kept; else what it was given.
+    keep: the first output is GELU's slope, because the caller keeps the activation; else it is the pre-activation.
     """
 
     tanh: bool
@@ -37,8 +44,8 @@ class Forward(Linear):
 
 
 @dataclass(frozen=True)
-class Backward(Product):
-    """(dy weight) gelu'(pre), where `saved` is pre or, with `keep`, gelu'(pre)."""
+class GeluLinearBackward(HopperProduct):
+    """(dy weight) gelu'(pre), where `saved` is pre, or gelu'(pre) if keep."""
 
     tanh: bool
     keep: bool
@@ -51,14 +58,14 @@ class Backward(Product):
         return self.array(self.M, self.K), self.array(self.K, self.N), self.array(self.M, self.N)
 
     def __call__(self, dy_MK, weight_KN, saved_MN):
-        """dpre (M, N), and its sums over each tile's rows, (tiles_m(M), N) in float32."""
+        """Return dpre (M, N), and its float32 sums over each tile's rows, (tiles_m(M), N)."""
         out_type = self.array(self.M, self.N), self.array(tiles_m(self.M), self.N, dtype="float32")
         parts = self.columns // PART
         scratch = {
-            "saved_smem": self.shared(GROUPS, parts, ROWS, PART),
-            "ones_smem": self.shared(GROUPS, PART, PART),
-            "sums_smem": plgpu.SMEM((GROUPS, self.columns), jnp.float32),
-            "saved_arrived": plgpu.Barrier(num_arrivals=parts, num_barriers=GROUPS),
+            "saved_smem": self.shared(CONSUMERS, parts, ROWS, PART),
+            "ones_smem": self.shared(CONSUMERS, PART, PART),
+            "sums_smem": plgpu.SMEM((CONSUMERS, self.columns), jnp.float32),
+            "saved_arrived": plgpu.Barrier(num_arrivals=parts, num_barriers=CONSUMERS),
         }
         return self.kernel(self._body, out_type, scratch)(dy_MK, weight_KN, saved_MN)
 
@@ -73,7 +80,7 @@ class Backward(Product):
         def compute(group, i):
             row, column = self.tile(i)
             places = [(pl.ds(row, ROWS), pl.ds(column + part * PART, PART)) for part in range(parts)]
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # dpre of the tile before, which lies where `saved` will
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last tile's dpre, in the memory that `saved` reuses
             for part, place in enumerate(places):
                 plgpu.copy_gmem_to_smem(saved_ref.at[place], saved_smem.at[group, part], saved_arrived.at[group])
 
@@ -89,7 +96,7 @@ class Backward(Product):
                         piece[...] = (dact * slope).astype(self.dtype)
                     plgpu.commit_smem()
                     plgpu.copy_smem_to_gmem(saved_smem.at[group, part], dpre_ref.at[places[part]])
-                    # dpreᵀ times a column of ones, eight times over: across warps, shuffles take longer.
+                    # Column sums as dpreᵀ times eight columns of ones: shuffles across warps take longer.
                     for piece in pieces:
                         ones = ones_smem.at[group, pl.ds(0, 8)].transpose((1, 0))
                         plgpu.wgmma(sum_ref, piece.transpose((1, 0)), ones)
@@ -103,15 +110,17 @@ class Backward(Product):
             sum_refs = [plgpu.ACC((PART, 8), jnp.float32)] * parts
             pl.run_scoped(finish, plgpu.ACC((ROWS, self.columns), jnp.float32), *sum_refs)
 
-        self.divide_roles(dy_ref, weight_ref, ring, compute, prepare)
+        self.run_warpgroups(dy_ref, weight_ref, ring, compute, prepare)
 
 
 # --- GELU -------------------------------------------------------------------------------------------------------------
 
 
 def gelu_and_slope(x, tanh: bool, interpret: bool):
-    """gelu(x) and gelu'(x); the compiler drops what is not used. gelu without the cumulative distribution function,
-    in fewer instructions."""
+    """Return gelu(x) and gelu'(x); the compiler drops an unused one.
+
+    gelu(x) = max(x, 0) - |x| Φ(-|x|) takes fewer instructions than x Φ(x).
+    """
     if tanh:
         cdf = _logistic(x, interpret)
         return x * cdf, cdf + x * cdf * (1.0 - cdf) * (1.5957691216057308 + 0.2140644488 * x * x)
@@ -122,12 +131,12 @@ def gelu_and_slope(x, tanh: bool, interpret: bool):
 
 
 def _logistic(x, interpret: bool):
-    """(1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = sqrt(2/π) (x + 0.044715 x³)"""
+    """Return (1 + tanh u) / 2 = 1 / (1 + exp(-2u)) with u = sqrt(2/π) (x + 0.044715 x³)."""
     return _reciprocal(1.0 + jnp.exp2(x * (-2.302208198144325 - 0.1029432396 * x * x)), interpret)
 
 
 def _tail(x, interpret: bool):
-    """exp(-x²/2), and what it must be multiplied with to give Φ(-|x|): Abramowitz and Stegun 7.1.26, error 0.75e-7."""
+    """Return exp(-x²/2) and Φ(-|x|) / exp(-x²/2), by Abramowitz and Stegun 7.1.26 (error 0.75e-7)."""
     bell = jnp.exp2(-0.5 / math.log(2) * x * x)
     t = _reciprocal(1.0 + 0.23164190 * jnp.abs(x), interpret)  # 0.3275911 / sqrt(2)
     tail = (((0.5307027145 * t - 0.7265760135) * t + 0.7107068705) * t - 0.142248368) * t + 0.127414796
@@ -135,7 +144,7 @@ def _tail(x, interpret: bool):
 
 
 def _reciprocal(x, interpret: bool):
-    """One instruction, which JAX has no name for; a division is nine."""
+    """Return 1 / x by one instruction that JAX does not expose; a division takes nine."""
     if interpret:
         return 1.0 / x
 

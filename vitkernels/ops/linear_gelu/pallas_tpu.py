@@ -1,25 +1,25 @@
-"""The Pallas backend, for TPU and, interpreted, for the CPU."""
+"""The Pallas backend for TPU, interpreted on the CPU."""
 
+import torch
 from torch import Tensor
 
 from vitkernels.bridge import pallas_op
 from vitkernels.ops.linear_gelu.pallas_tpu_kernel import linear_gelu, linear_gelu_vjp
+from vitkernels.ops.refusals import if_empty, unless_dtypes, unless_tpu_device
 
 _linear_gelu = pallas_op(linear_gelu, vjp=linear_gelu_vjp, name="linear_gelu_tpu")
 
-_DTYPES = ("torch.float32", "torch.bfloat16")
-_LARGEST_ROW = 16384  # bytes, of which 128 must fit beside each other in VMEM
+_DTYPES = (torch.float32, torch.bfloat16)
+_LARGEST_ROW = 16384  # bytes: a block has at least 128 rows of the weight, all in VMEM
 
 
 def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> str | None:
-    if x.device.type not in ("cpu", "xla"):
-        return f"its kernel is for TPU (device xla) and, interpreted, for cpu; got {x.device.type}"
-    if str(x.dtype) not in _DTYPES:
-        return f"it takes float32 and bfloat16, got {x.dtype}. Use backend='reference'"
-    if not x.numel() or not weight_NK.numel():
-        return "it has no empty calls. Use backend='reference'"
-    if weight_NK.shape[1] * x.element_size() > _LARGEST_ROW:
-        return f"rows of {weight_NK.shape[1]} numbers are too long for its blocks. Use backend='reference'"
+    reason = unless_tpu_device("x", x) or unless_dtypes((x.dtype,), _DTYPES) or if_empty(x, weight_NK)
+    if reason is not None:
+        return reason
+    row = weight_NK.shape[1] * x.element_size()
+    if row > _LARGEST_ROW:
+        return f"blocks hold rows of at most {_LARGEST_ROW} bytes, got {row}. Use backend='reference'"
     return None
 
 

@@ -1,7 +1,7 @@
-"""linear_gelu for TPU: the quickstart's matrix product grown a bias, the exact GELU and odd sizes.
+"""linear_gelu for TPU: the matrix product of Pallas' quickstart, extended by a bias, the exact GELU and odd sizes.
 
-Each step of the grid multiplies a block of rows of x with a block of rows of the weight over all of K, so that GELU can
-follow at once. Blocks that hang over the end calculate on whatever is there, and what hangs over is not written.
+Each grid step multiplies a block of rows of x by a block of rows of the weight over all of K, so GELU can follow
+immediately. Blocks that extend past the end compute on undefined values, and their out-of-bounds part is not written.
 
 Shape suffixes: M rows (tokens), K input features, N output features.
 """
@@ -13,11 +13,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-_BLOCK_BYTES = 2**21  # of one factor; with both double-buffered and three blocks of results, most of 16 MB of VMEM
+_BLOCK_BYTES = 2**21  # of one factor; two double-buffered factors and three result blocks fill most of 16 MB VMEM
 
 
 def gelu_and_slope(x, tanh: bool):
-    """gelu(x) and gelu'(x) in float32. Mosaic has no erf: Φ(-|x|) by Abramowitz and Stegun 7.1.26, error 0.75e-7."""
+    """Return gelu(x) and gelu'(x) in float32.
+
+    Mosaic has no erf, so Φ(-|x|) is computed by Abramowitz and Stegun 7.1.26 (error 0.75e-7).
+    """
     if tanh:
         scale = math.sqrt(2 / math.pi)
         cdf = 0.5 * (1.0 + jnp.tanh(scale * x * (1.0 + 0.044715 * x * x)))
@@ -31,7 +34,7 @@ def gelu_and_slope(x, tanh: bool):
 
 
 def _kernel(x_ref, weight_ref, bias_ref, act_ref, pre_ref, *, tanh):
-    # A float32 product of honest float32: the MXU would otherwise round its inputs to bfloat16.
+    # By default the MXU rounds float32 inputs to bfloat16.
     precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
     product = jax.lax.dot_general(
         x_ref[...], weight_ref[...], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
@@ -42,16 +45,16 @@ def _kernel(x_ref, weight_ref, bias_ref, act_ref, pre_ref, *, tanh):
 
 
 def block_rows(rows: int, K: int, dtype, multiple: int) -> int:
-    """How many rows of K numbers a block has: up to 512, in multiples of `multiple`; or all of them."""
+    """Return the rows of K numbers per block: at most 512, a multiple of `multiple` unless it is all of them."""
     fitting = _BLOCK_BYTES // (K * jnp.dtype(dtype).itemsize) // multiple * multiple
     return min(rows, max(multiple, min(512, fitting)))
 
 
 def linear_gelu(x_MK, weight_NK, bias_N, *, tanh: bool):
-    """gelu(x weightᵀ + bias), and what GELU was given, both in x's dtype."""
+    """Return gelu(x weightᵀ + bias) and the pre-activation, both in x's dtype."""
     (M, K), N = x_MK.shape, weight_NK.shape[0]
     m = block_rows(M, K, x_MK.dtype, 16)
-    n = block_rows(N, K, weight_NK.dtype, 128)  # the result's columns: whole lanes
+    n = block_rows(N, K, weight_NK.dtype, 128)  # columns of the result fill lanes
     result = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
     return pl.pallas_call(
         functools.partial(_kernel, tanh=tanh),
@@ -67,7 +70,7 @@ def linear_gelu(x_MK, weight_NK, bias_N, *, tanh: bool):
 
 
 def linear_gelu_vjp(primals, outputs, cotangents, *, tanh: bool):
-    """GELU's gradient from what GELU was given; XLA fuses it with the bias sums, and its products need no help."""
+    """Return the gradients, from the pre-activation. XLA fuses GELU's gradient with the bias sums."""
     x_MK, weight_NK, bias_N = primals
     _, pre_MN = outputs
     slope = gelu_and_slope(pre_MN.astype(jnp.float32), tanh)[1]

@@ -10,9 +10,9 @@ from vitkernels.ops.linear_gelu.operators import linear_gelu
 def unsupported(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, tanh: bool) -> str | None:
     N, K = weight_NK.shape
     if K % 16 or N % 16 or not K or not N:
-        return f"it loads rows in pieces of 16, and weight is {N} x {K}. Use backend='passes'"
+        return f"rows are loaded in groups of 16; weight is {N} x {K}. Use backend='passes'"
     if x.dtype == torch.float32 and x.device.type == "cuda":
-        return "its tiles are made for 16-bit tensor cores, and x is float32. Use backend='passes'"
+        return "tiles are tuned for 16-bit tensor cores; x is float32. Use backend='passes'"
     return passes.unsupported(x, weight_NK, bias_N, tanh)
 
 

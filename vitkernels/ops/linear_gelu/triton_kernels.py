@@ -1,4 +1,4 @@
-"""Kernels for GELU beside matrix products: in a product's epilogue, and as one pass of their own.
+"""Triton kernels for GELU and its gradient, in the epilogue of a matrix product and as elementwise passes.
 
 Shape suffixes: M rows (tokens), K columns of the left factor, N columns of the product.
 """
@@ -11,10 +11,10 @@ LOG2E = tl.constexpr(1.4426950408889634)  # exp2 is one instruction
 
 @triton.jit
 def gelu_and_slope(x, TANH: tl.constexpr):
-    """gelu(x) and gelu'(x) in float32, from two special-function instructions and a dozen others.
+    """Return gelu(x) and gelu'(x) in float32, from two special-function instructions and about twelve others.
 
-    Exact: x Φ(x), with Φ(-|x|) by Abramowitz and Stegun 7.1.26 (error at most 0.75e-7), whose exp(-x²/2) is Φ' too.
-    Reciprocals are squared reciprocal roots, one instruction each where a division takes nine.
+    The exact form is x Φ(x), with Φ(-|x|) by Abramowitz and Stegun 7.1.26 (error at most 0.75e-7), whose exp(-x²/2)
+    also gives Φ'. Reciprocals are squared reciprocal square roots, one instruction each; a division takes nine.
     """
     if TANH:
         # (1 + tanh u) / 2 = 1 / (1 + exp(-2u)), u = sqrt(2/π) (x + 0.044715 x³)
@@ -40,7 +40,7 @@ def gelu_and_slope(x, TANH: tl.constexpr):
 @triton.jit
 def _product(a, b, m, n, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
              B_IS_NK: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
-    """Rows m.. and columns n.. of a b (or a bᵀ), in float32. Descriptors give zeros outside of the matrices."""
+    """Return the tile of a b (or a bᵀ) that starts at (m, n), in float32. Descriptors read zeros out of bounds."""
     acc = tl.zeros([TILE_M, TILE_N], tl.float32)
     for k in range(0, K, TILE_K):
         if B_IS_NK:
@@ -52,13 +52,13 @@ def _product(a, b, m, n, K, TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: 
 
 @triton.jit
 def _halves(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The left and the right half of a tile's columns."""
+    """Split a tile's columns in two."""
     return tl.split(tl.permute(tl.reshape(x, [ROWS, 2, COLUMNS // 2]), [0, 2, 1]))
 
 
 @triton.jit
 def _quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """A tile's columns in four parts: an epilogue of the whole at once needs more registers than there are."""
+    """Split a tile's columns in four: an epilogue over the entire tile at once spills registers."""
     left, right = _halves(x, ROWS, COLUMNS)
     first, second = _halves(left, ROWS, COLUMNS // 2)
     third, fourth = _halves(right, ROWS, COLUMNS // 2)
@@ -69,6 +69,7 @@ def _quarters(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def _activate(
     acc, bias_N, saved_MN, act_MN, m, n, N, COLUMNS: tl.constexpr, TANH: tl.constexpr, KEEP: tl.constexpr
 ):  # fmt: skip
+    """Store GELU's results for COLUMNS columns of a tile of the product."""
     columns = n + tl.arange(0, COLUMNS)
     pre = acc + tl.load(bias_N + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
     pre = pre.to(act_MN.dtype)
@@ -83,11 +84,13 @@ def linear_gelu_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     TANH: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """act = gelu(x weightᵀ + bias), and what gelu was given, or with KEEP its slope there. Matrices come as
-    descriptors."""
+    """Store gelu(x weightᵀ + bias) and the pre-activation, or with KEEP GELU's slope there.
+
+    Matrices are passed as descriptors.
+    """
     tiles_n = tl.cdiv(N, TILE_N)
     tile = tl.program_id(0)
-    m, n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N  # a row of tiles reads x from memory once
+    m, n = tile // tiles_n * TILE_M, tile % tiles_n * TILE_N  # x is read from memory once per row of tiles
     acc = _product(x_MK, weight_NK, m, n, K, TILE_M, TILE_N, TILE_K, True, PRECISION)
     quarter: tl.constexpr = TILE_N // 4
     first, second, third, fourth = _quarters(acc, TILE_M, TILE_N)
@@ -102,6 +105,7 @@ def _deactivate(
     dact, saved_MN, dpre_MN, act_MN, sums_TN, m, n, tile_m, N,
     COLUMNS: tl.constexpr, TANH: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
+    """Store GELU's gradients for COLUMNS columns of a tile of dact."""
     slope = saved_MN.load([m, n]).to(tl.float32)
     if not KEEP:
         act, slope = gelu_and_slope(slope, TANH)
@@ -109,7 +113,7 @@ def _deactivate(
     dpre = dact * slope
     dpre_MN.store([m, n], dpre.to(dpre_MN.dtype))
     columns = n + tl.arange(0, COLUMNS)
-    # Rows beyond M have dact = 0, and add nothing.
+    # Rows beyond M have dact = 0 and do not contribute.
     tl.store(sums_TN + tile_m.to(tl.int64) * N + columns, tl.sum(dpre, 0), mask=columns < N)
 
 
@@ -119,8 +123,10 @@ def gelu_linear_backward_kernel(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr,
     TANH: tl.constexpr, KEEP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dpre = (dy weight) gelu'(pre), its sums over each tile's rows, and gelu(pre) again; with KEEP gelu'(pre) is
-    what was saved."""
+    """Store dpre = (dy weight) gelu'(pre), its sums over each tile's rows, and gelu(pre).
+
+    With KEEP, saved_MN is gelu'(pre), and gelu(pre) is not stored.
+    """
     tiles_n = tl.cdiv(N, TILE_N)
     tile_m, tile_n = tl.program_id(0) // tiles_n, tl.program_id(0) % tiles_n
     m, n = tile_m * TILE_M, tile_n * TILE_N
@@ -133,12 +139,12 @@ def gelu_linear_backward_kernel(
     _deactivate(fourth, saved_MN, dpre_MN, act_MN, sums_TN, m, n + 3 * quarter, tile_m, N, quarter, TANH, KEEP)
 
 
-# --- as passes of their own -------------------------------------------------------------------------------------------
+# --- as elementwise passes --------------------------------------------------------------------------------------------
 
 
 @triton.jit
 def gelu_kernel(pre, act, slopes, size, BLOCK: tl.constexpr, TANH: tl.constexpr):
-    """act = gelu(pre), elementwise, and gelu'(pre) where `slopes` is given, which may be `pre`."""
+    """Store gelu(pre), and gelu'(pre) if `slopes` is given, which may be `pre`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(pre + at, mask=at < size, other=0.0).to(tl.float32)
     value, slope = gelu_and_slope(x, TANH)
@@ -152,8 +158,10 @@ def gelu_backward_kernel(
     dact_MN, saved_MN, dpre_MN, act_MN, sums_PN, M, N,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr, TANH: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
-    """dpre = dact gelu'(pre) and its sums over ROWS * STEPS rows; gelu(pre) again where act_MN is given. With KEEP
-    gelu'(pre) is what was saved."""
+    """Store dpre = dact gelu'(pre), its sums over ROWS * STEPS rows, and gelu(pre) if act_MN is given.
+
+    With KEEP, saved_MN is gelu'(pre).
+    """
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     first = tl.program_id(1) * (ROWS * STEPS)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)

@@ -1,4 +1,4 @@
-"""A transformer's MLP: linear, GELU, linear, with GELU and both bias gradients inside the products' own passes.
+"""A transformer's MLP: linear, GELU, linear, with GELU and the bias gradients fused into or next to the products.
 
 Shape suffixes: K input features, N hidden features, O output features; "..." images, tokens.
 """
@@ -33,25 +33,25 @@ def mlp(
     keep_activation: bool = False,
     backend: str = "auto",
 ) -> Tensor:
-    """gelu(x weight1ᵀ + bias1) weight2ᵀ + bias2: (..., K) -> (..., O).
+    """Return gelu(x weight1ᵀ + bias1) weight2ᵀ + bias2: (..., K) -> (..., O).
 
-    For the backward pass it keeps x and what GELU was given, and calculates GELU again; or GELU's result and slope.
+    For the backward pass the op saves x and the pre-activation, from which it recomputes GELU.
 
     Args:
-        x: floating, (..., K).
-        weight1_NK, bias1_N, weight2_ON, bias2_O: as in nn.Linear. Leave bias2 out where `layer_norm_residual` adds it:
-            there its gradient costs no pass of its own.
+        x: floating point, (..., K).
+        weight1_NK, bias1_N, weight2_ON, bias2_O: the parameters of two nn.Linear. Omit bias2 if `layer_norm_residual`
+            adds it: its gradient then needs no pass of its own.
         approximate: "none", the exact x Φ(x), or "tanh" (Hendrycks and Gimpel 2016, arXiv 1606.08415).
-        keep_activation: keep GELU's result, and its slope instead of what it was given: as much memory again per
-            layer, for a backward pass that has no GELU to calculate and writes a tensor of that size less.
-        backend: "auto" or a name. `linear_gelu` says what passes, triton and pallas_hopper are.
+        keep_activation: save the activation and GELU's slope instead of the pre-activation. The backward pass then
+            computes no GELU and writes one hidden tensor less, for one more hidden tensor of memory per layer.
+        backend: "auto" or a name from BACKENDS.names(); they are the backends of `linear_gelu`, which describes them.
 
     Returns:
-        (..., O) in autocast's dtype where autocast is on, else in x's.
+        (..., O) in autocast's dtype if autocast is on, else in x's.
 
     Raises:
-        UsageError (a ValueError): shapes, dtypes or `approximate` that do not fit, or a named backend that cannot take
-            the call.
+        UsageError (a ValueError): invalid shapes, dtypes, devices or `approximate`, or a named backend that cannot take
+            the call. Codes begin with "ops.linear." or "ops.linear_gelu.".
     """
     check_gelu(approximate)
     check_linear(x, weight1_NK, bias1_N, "1")

@@ -1,8 +1,11 @@
-"""The MLP as one PyTorch operator, opaque to torch.compile; its backward's plain products are left to the compiler.
+"""The MLP as one PyTorch operator, opaque to torch.compile.
+
+`form` selects the kernels by the name of a linear_gelu backend: "passes", "triton" or "pallas_hopper".
 
 Shape suffixes: M rows (tokens), K input features, N hidden features, O output features.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 
 import torch
@@ -14,15 +17,18 @@ from vitkernels.ops.linear.gradients import column_sums, weight_gradient
 from vitkernels.ops.linear_gelu.operators import linear_gelu, linear_into_gelu_backward
 
 
-def run_form(x, weight1, bias1, weight2, bias2, tanh: bool, keep: bool, form: str) -> Tensor:
-    """The MLP by a form of linear_gelu; the parameters may be wider than x."""
-    rounded1, rounded2 = (weight.detach().to(x.dtype) for weight in (weight1, weight2))
-    return mlp(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh, keep, form)[0]
+def backend_functions(first_layer: ModuleType, form: str) -> tuple[Callable, Callable]:
+    """Return `unsupported` and `run` of the MLP backend that builds on a backend of linear_gelu."""
 
+    def unsupported(x: Tensor, weight1, bias1, weight2, bias2, tanh: bool, keep: bool) -> str | None:
+        # The backward pass fuses GELU's gradient into the product with the second weight, which must fit as well.
+        return first_layer.unsupported(x, weight1, bias1, tanh) or first_layer.unsupported(x, weight2.mT, None, tanh)
 
-def unsupported_second(first_layer: ModuleType, x: Tensor, weight2_ON: Tensor, tanh: bool) -> str | None:
-    """The second weight takes part in the product that is fused in the backward pass, so it must suit it too."""
-    return first_layer.unsupported(x, weight2_ON.mT, None, tanh)
+    def run(x: Tensor, weight1, bias1, weight2, bias2, tanh: bool, keep: bool) -> Tensor:
+        rounded1, rounded2 = (weight.detach().to(x.dtype) for weight in (weight1, weight2))
+        return mlp(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh, keep, form)[0]
+
+    return unsupported, run
 
 
 @operator(
@@ -30,9 +36,10 @@ def unsupported_second(first_layer: ModuleType, x: Tensor, weight2_ON: Tensor, t
     " bool tanh, bool keep, str form) -> (Tensor, Tensor, Tensor)"
 )
 def mlp(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh: bool, keep: bool, form: str):
-    """The output, and for the backward pass what GELU was given; or with `keep` its slope there, and what it gave.
+    """Return the output, and for the backward pass the pre-activation, or with `keep` GELU's slope and the activation.
 
-    rounded1, rounded2: the weights in x's dtype, without a gradient of their own: it would be rounded to that dtype.
+    rounded1, rounded2: the weights in x's dtype. Gradients go to weight1 and weight2; through the rounded weights,
+        autograd would round them to x's dtype.
     """
     act, saved = linear_gelu(x, rounded1, bias1, tanh, keep, form)
     y = F.linear(act, rounded2, None if bias2 is None else bias2.to(x.dtype))
@@ -62,12 +69,12 @@ def _differentiate(ctx, dy, _dsaved, _dact):
     dtype1, bias_dtype1, dtype2, bias_dtype2 = ctx.dtypes
     (N, K), O = rounded1.shape, len(rounded2)
     dy_MO = dy.reshape(-1, O)
-    dpre_MN, again_MN, dbias1 = linear_into_gelu_backward(
+    dpre_MN, recomputed_MN, dbias1 = linear_into_gelu_backward(
         dy_MO, rounded2, saved.view(-1, N), ctx.tanh, ctx.keep, ctx.form
     )
-    act_MN = act.view(-1, N) if ctx.keep else again_MN
+    act_MN = act.view(-1, N) if ctx.keep else recomputed_MN
     dweight2 = weight_gradient(dy_MO, act_MN, dtype2) if needs_dweight2 else None
-    del act_MN, again_MN  # as large as anything here
+    del act_MN, recomputed_MN  # among the largest tensors of the backward pass
     dweight1 = weight_gradient(dpre_MN, x.reshape(-1, K), dtype1) if needs_dweight1 else None
     dx = (dpre_MN @ rounded1).view(x.shape) if needs_dx else None
     dbias1 = None if bias_dtype1 is None else dbias1.to(bias_dtype1)

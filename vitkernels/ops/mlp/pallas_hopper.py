@@ -1,16 +1,6 @@
-"""Mosaic-GPU Pallas products for NVIDIA Hopper, with GELU and its gradient hidden behind the tensor cores' work."""
-
-from torch import Tensor
+"""Mosaic-GPU Pallas products for NVIDIA Hopper, with GELU and its gradient in epilogues that overlap with them."""
 
 from vitkernels.ops.linear_gelu import pallas_hopper as first_layer
-from vitkernels.ops.mlp.operators import run_form, unsupported_second
+from vitkernels.ops.mlp.operators import backend_functions
 
-
-def unsupported(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep
-) -> str | None:
-    return first_layer.unsupported(x, weight1, bias1, tanh) or unsupported_second(first_layer, x, weight2, tanh)
-
-
-def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep) -> Tensor:
-    return run_form(x, weight1, bias1, weight2, bias2, tanh, keep, "pallas_hopper")
+unsupported, run = backend_functions(first_layer, "pallas_hopper")

@@ -1,16 +1,6 @@
-"""The library's products; GELU, its gradient and the bias sums each in one pass of a Triton kernel."""
-
-from torch import Tensor
+"""The library's products; GELU, its gradient and the bias sums in elementwise passes of Triton kernels."""
 
 from vitkernels.ops.linear_gelu import passes as first_layer
-from vitkernels.ops.mlp.operators import run_form, unsupported_second
+from vitkernels.ops.mlp.operators import backend_functions
 
-
-def unsupported(
-    x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep
-) -> str | None:
-    return first_layer.unsupported(x, weight1, bias1, tanh) or unsupported_second(first_layer, x, weight2, tanh)
-
-
-def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep) -> Tensor:
-    return run_form(x, weight1, bias1, weight2, bias2, tanh, keep, "passes")
+unsupported, run = backend_functions(first_layer, "passes")

@@ -1,4 +1,4 @@
-"""Plain PyTorch: what every other backend is held against."""
+"""The reference in plain PyTorch, against which all other backends are tested."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from vitkernels.ops.linear_gelu import reference as first_layer
 
 
 def unsupported(*args) -> None:
-    """It takes everything."""
+    """Accept every call."""
 
 
 def run(x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2, tanh: bool, keep) -> Tensor:

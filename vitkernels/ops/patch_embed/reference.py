@@ -1,4 +1,4 @@
-"""Plain PyTorch, as timm writes it: what every other backend is held against."""
+"""The reference in plain PyTorch, as timm writes it, against which all other backends are tested."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch.nn import functional as F
 
 
 def unsupported(*args) -> None:
-    """It takes everything."""
+    """Accept every call."""
 
 
 def run(images_BCHW: Tensor, weight_EChw: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
-"""One pass that cuts the images into the rows of a matrix, and the library's matrix product.
+"""Unfold the images into the rows of a matrix in one pass, then use the library's matrix product.
 
-cuDNN's convolution rounds and transposes the images in passes of its own, and its weight gradient is slow for a stride
-as wide as the kernel. Products this size run at the library's full speed, so only the layout is worth a kernel.
+cuDNN's convolution rounds and transposes the images in separate passes, and its weight gradient is slow if the stride
+equals the kernel size. The library runs products of this size at full speed, so only the layout needs a kernel.
 
 Shape suffixes: B images, C channels, H and W pixels, P patches of all images, K = C * patch pixels, E embedding.
 """
@@ -13,17 +13,13 @@ from torch.nn import functional as F
 from vitkernels.bridge.operator import operator
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 from vitkernels.ops.patch_embed.triton_kernels import unfold_kernel
+from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WIDTH = 128  # pixels of a strip that a program takes
+_WIDTH = 128  # pixels of an image row that one program copies
 
 
 def unsupported(images: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> str | None:
-    if images.device.type not in ("cuda", "cpu"):
-        return f"Triton runs on NVIDIA GPUs, and interpreted on CPUs; images are on {images.device}"
-    if images.dtype not in _DTYPES or dtype not in _DTYPES:
-        return f"it takes float32, bfloat16 and float16, got {images.dtype} for {dtype}. Use backend='reference'"
-    return None
+    return unless_triton_device("images", images) or unless_dtypes((images.dtype, dtype))
 
 
 def run(images_BCHW: Tensor, weight_EChw: Tensor, bias_E: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -38,7 +34,7 @@ def run(images_BCHW: Tensor, weight_EChw: Tensor, bias_E: Tensor | None, dtype: 
 
 @operator("unfold_patches(Tensor images, int patch_h, int patch_w, ScalarType dtype) -> Tensor")
 def unfold(images: Tensor, patch_h: int, patch_w: int, dtype: torch.dtype) -> Tensor:
-    """(B, C, H, W) -> (P, K) in `dtype`: a row is a patch, channel by channel, line by line."""
+    """Return the patches as rows, (B, C, H, W) -> (P, K) in `dtype`, pixels ordered by channel, row and column."""
     cpu = images.device.type == "cpu"
     source = images.float() if cpu else images  # Triton's interpreter has no bfloat16
     B, C, H, W = images.shape
@@ -65,7 +61,7 @@ def _save(ctx, inputs, output):
 
 
 def _fold(ctx, dpatches_PK):
-    """Every pixel is in one patch, so its gradient is moved and not summed; training seldom asks for it."""
+    """Return the images' gradient. Each pixel is in one patch, so nothing is summed. Rarely needed."""
     B, C, H, W = ctx.shape
     h, w = ctx.patch_h, ctx.patch_w
     dimages = dpatches_PK.view(B, H // h, W // w, C, h, w).permute(0, 3, 1, 4, 2, 5).reshape(ctx.shape)

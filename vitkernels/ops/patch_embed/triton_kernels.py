@@ -1,4 +1,4 @@
-"""Images cut into patches: one pass that reads pixels as they lie and writes the rows of a matrix.
+"""Unfold images into patches: one pass that reads pixels with any strides and writes contiguous rows.
 
 Shape suffixes: B images, C channels, H and W pixels, P patches (B * grid rows * grid columns), K = C * patch pixels.
 """
@@ -12,7 +12,7 @@ def unfold_kernel(
     images_BCHW, patches_PK, stride_b, stride_c, stride_h, stride_w, channels, grid_rows, grid_columns,
     PATCH_H: tl.constexpr, PATCH_W: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one channel of a row of patches, WIDTH pixels of it; a patch's row is (channel, y, x)."""
+    """Copy WIDTH pixels of one channel of a row of patches; pixels of a patch are ordered (channel, y, x)."""
     program = tl.program_id(0)
     c = program % channels
     strip = program // channels  # (image, grid row)

@@ -1,7 +1,7 @@
-"""Two 4-bit integers to a byte.
+"""Store two 4-bit integers per byte.
 
-A byte's low digit is entry j of the packed dimension, its high digit entry j + ⌈size/2⌉: both halves come out as
-contiguous runs, so that a kernel multiplies one half after the other and never interleaves digits.
+The low nibble of byte j is entry j of the packed dimension, the high nibble entry j + ⌈size/2⌉. Each half is
+contiguous, so a kernel multiplies one half after the other and never interleaves nibbles.
 """
 
 import torch
@@ -11,14 +11,20 @@ from vitkernels.errors import UsageError
 
 
 def pack_int4(w: Tensor) -> Tensor:
-    """int8 of −8 … 7 to uint8 of half the size along the in features: (N, K) to (N, ⌈K/2⌉), (S, B, N) to (S, ⌈B/2⌉, N).
+    """Pack int8 in −8 … 7 into uint8, two in features per byte: (N, K) -> (N, ⌈K/2⌉), (S, B, N) -> (S, ⌈B/2⌉, N).
 
-    Raises UsageError for another dtype, another number of dimensions, or values that 4 bits cannot hold.
+    Raises UsageError for another dtype, another number of dimensions, or values outside −8 … 7.
     """
     if w.dtype != torch.int8 or w.ndim not in (2, 3):
-        raise UsageError(f"pack_int4 takes int8 of 2 or 3 dimensions, got {w.dtype} of shape {tuple(w.shape)}")
+        raise UsageError(
+            f"pack_int4 needs int8 with 2 or 3 dimensions, got {w.dtype} {tuple(w.shape)}",
+            code="ops.quantized_matmul.pack", dtype=w.dtype, shape=tuple(w.shape),
+        )  # fmt: skip
     if w.numel() and (int(w.min()) < -8 or int(w.max()) > 7):
-        raise UsageError(f"4 bits hold -8 to 7; w runs from {int(w.min())} to {int(w.max())}")
+        raise UsageError(
+            f"4-bit weights must be in -8 to 7, got {int(w.min())} to {int(w.max())}",
+            code="ops.quantized_matmul.pack_range", min=int(w.min()), max=int(w.max()),
+        )  # fmt: skip
     half = -(-w.shape[1] // 2)
     low, high = w[:, :half], w[:, half:]
     if high.shape[1] < half:
@@ -27,12 +33,13 @@ def pack_int4(w: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor, size: int) -> Tensor:
-    """What `pack_int4` packed, as int8; `size` is that of dimension 1 before packing, which may be odd."""
+    """Return the int8 weights that `pack_int4` packed; `size` is their dimension 1, which may be odd."""
     if packed.dtype != torch.uint8 or packed.ndim not in (2, 3) or -(-size // 2) != packed.shape[1]:
         raise UsageError(
-            f"unpack_int4 takes uint8 whose dimension 1 is half of size={size}, "
-            f"got {packed.dtype} {tuple(packed.shape)}"
-        )
+            f"unpack_int4 needs uint8 with {-(-size // 2)} bytes along dimension 1 for size={size}, "
+            f"got {packed.dtype} {tuple(packed.shape)}",
+            code="ops.quantized_matmul.unpack", dtype=packed.dtype, shape=tuple(packed.shape), size=size,
+        )  # fmt: skip
     low, high = (packed & 15).to(torch.int8), (packed >> 4).to(torch.int8)
-    digits = torch.cat([low, high], 1)[:, :size]
-    return digits - ((digits & 8) << 1)
+    nibbles = torch.cat([low, high], 1)[:, :size]
+    return nibbles - ((nibbles & 8) << 1)

@@ -1,7 +1,7 @@
-"""quantized_matmul in Pallas for TPU: weights stay 8 or 4 bits wide until they are in VMEM.
+"""quantized_matmul in Pallas for TPU: weights are unpacked in VMEM.
 
-The grid walks over rows and columns of the result, and along K inside them; sums stay in VMEM. int8 activations are
-multiplied as int8 (twice the rate of bfloat16 on v5e), others in their own dtype, in which 8-bit weights are exact.
+The grid covers rows and columns of the result, with K innermost; sums stay in VMEM. int8 activations are multiplied as
+int8 (twice the rate of bfloat16 on v5e), others in their own dtype, which represents 8-bit weights exactly.
 
 Shape suffixes: M tokens, K in features, N out features, S blocks of K, U stored rows of a block.
 """
@@ -14,14 +14,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vitkernels.ops.eight_bit_format import MIN_MAGNITUDE
+
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
-LEAST = 1e-30  # a token whose largest magnitude is below this counts as this: nothing is divided by zero
 
 
 def quantized_matmul(
     x_MK, w, scale, *optional, has_zero: bool, has_bias: bool, block_size: int, weight_bits: int, activation_bits: int
 ):
-    """As the op; w int8 (N, K) or (S, B, N), or with weight_bits=4 bytes of two digits; optional: zero_point, bias."""
+    """Return what the op does.
+
+    w: int8 (N, K) or (S, B, N), or with weight_bits=4 uint8 from pack_int4. optional: zero_point and bias, as has_zero
+    and has_bias say.
+    """
     optional = list(optional)
     zero_point = optional.pop(0) if has_zero else None
     bias = optional.pop(0) if has_bias else None
@@ -46,7 +51,7 @@ def quantized_matmul(
     per_channel = block_size == -1
     unit = w_SUN.shape[2 if per_channel else 1]
     halves = [x_MSB]
-    if weight_bits == 4:  # a byte's low digit belongs to row j of its block, the high one to row unit + j
+    if weight_bits == 4:  # a byte's low nibble is row j of its block, the high one row unit + j
         high = jnp.pad(x_MSB[:, :, unit:], ((0, 0), (0, 0), (0, 2 * unit - block)))
         halves = [x_MSB[:, :, :unit], high]
     scaled = scale.astype(jnp.float32).reshape(S, 1, N)
@@ -56,7 +61,7 @@ def quantized_matmul(
 
 def _quantize_tokens(x_MK):
     x = x_MK.astype(jnp.float32)
-    scale = jnp.maximum(jnp.abs(x).max(1, keepdims=True), LEAST) / 127
+    scale = jnp.maximum(jnp.abs(x).max(1, keepdims=True), MIN_MAGNITUDE) / 127
     return jnp.round(x / scale).astype(jnp.int8), scale
 
 
@@ -64,7 +69,7 @@ def _product(halves, w_SUN, scale_S1N, x_scale_M1, offset, *, per_channel: bool,
     M, S, unit = halves[0].shape
     N = scale_S1N.shape[2]
     m, n = min(256, M), min(512, N)
-    # Along K: a part of the one block, or some whole blocks.
+    # A step along K covers a part of the only block, or several complete blocks.
     depth = min(1024, unit) if per_channel else unit
     blocks = 1 if per_channel else _blocks_at_once(S, unit)
     steps = pl.cdiv(unit, depth) if per_channel else S // blocks
@@ -97,7 +102,7 @@ def _product(halves, w_SUN, scale_S1N, x_scale_M1, offset, *, per_channel: bool,
 
 
 def _blocks_at_once(S: int, unit: int) -> int:
-    """Blocks per step, about 1024 in features: a step has a cost of its own."""
+    """Return the blocks per step, about 1024 in features, to amortize the fixed cost of a step."""
     return next(count for count in range(min(S, max(1, 1024 // unit)), 0, -1) if S % count == 0)
 
 

@@ -1,4 +1,4 @@
-"""Plain PyTorch: what every other backend is held against. float32, and float64 where sums of integers must be exact.
+"""The reference in plain PyTorch, in float32, or in float64 if sums of integers must be exact.
 
 Shape suffixes: M tokens, K in features, N out features, S blocks, B block size.
 """
@@ -6,13 +6,12 @@ Shape suffixes: M tokens, K in features, N out features, S blocks, B block size.
 import torch
 from torch import Tensor
 
+from vitkernels.ops.eight_bit_format import MIN_MAGNITUDE
 from vitkernels.ops.quantized_matmul.packing import unpack_int4
-
-LEAST = 1e-30  # a token whose largest magnitude is below this counts as this: nothing is divided by zero
 
 
 def unsupported(*args) -> None:
-    """It takes everything."""
+    """Accept every call."""
 
 
 def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor:
@@ -20,7 +19,7 @@ def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor
     x, x_scale = x_MK.to(torch.promote_types(x_MK.dtype, torch.float32)), None
     if activation_bits == 8:
         x, x_scale = quantize_tokens(x) if w.dtype != torch.float8_e4m3fn else _quantize_tokens_to_fp8(x)
-        x = x.to(torch.float64 if x.device.type != "xla" else torch.float32)  # a TPU has no float64
+        x = x.to(torch.float64 if x.device.type != "xla" else torch.float32)  # TPUs have no float64
     w_SBN = blocks_of(w, K, block_size).to(x.dtype)
     x_MSB = x.reshape(M, *w_SBN.shape[:2])
     scale_SN = scale.reshape(w_SBN.shape[0], -1).to(x.dtype)
@@ -35,25 +34,25 @@ def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor
 
 
 def quantize_tokens(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers from −127 to 127 in x's dtype, and the scale (M, 1) of each token."""
-    scale = x_MK.abs().amax(1, keepdim=True).clamp(min=LEAST) / 127
+    """Return integers from −127 to 127 in x's dtype, and the scale (M, 1) of each token."""
+    scale = x_MK.abs().amax(1, keepdim=True).clamp(min=MIN_MAGNITUDE) / 127
     return torch.round(x_MK / scale), scale
 
 
 def _quantize_tokens_to_fp8(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x_MK.abs().amax(1, keepdim=True).clamp(min=LEAST) / 448
+    scale = x_MK.abs().amax(1, keepdim=True).clamp(min=MIN_MAGNITUDE) / 448
     return (x_MK / scale).to(torch.float8_e4m3fn).to(x_MK.dtype), scale
 
 
 def blocks_of(w: Tensor, K: int, block_size: int) -> Tensor:
-    """Weights of any layout as (S, B, N), one number to an entry."""
+    """Return weights of any layout as (S, B, N), one weight per element."""
     if w.dtype == torch.uint8:
         w = unpack_int4(w, K if block_size == -1 else block_size)
     return w.T[None] if block_size == -1 else w
 
 
 def dequantize(w: Tensor, scale: Tensor, zero_point: Tensor | None, K: int, block_size: int) -> Tensor:
-    """The float32 weight (N, K) that w, scale and zero_point stand for."""
+    """Return the float32 weight (N, K) that w, scale and zero_point represent."""
     w_SBN = blocks_of(w, K, block_size)
     scale_SN = scale.reshape(w_SBN.shape[0], -1).float()
     weight_SBN = w_SBN.float() * scale_SN[:, None]

@@ -1,4 +1,4 @@
-"""The device code of quantized_matmul: one product, its weights unpacked and its sums scaled on the way.
+"""The Triton kernel of quantized_matmul: one product that unpacks weights and scales sums.
 
 Shape suffixes: M rows of x, K summed dimension, N columns of the result.
 """
@@ -6,21 +6,30 @@ Shape suffixes: M rows of x, K summed dimension, N columns of the result.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _tile_of(program, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROUP: tl.constexpr):
-    """A program's row and column of tiles: GROUP rows at a time, so that neighbours share operands in the cache."""
-    rows, columns = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
-    group = program // (GROUP * columns)
-    height = min(rows - group * GROUP, GROUP)
-    within = program % (GROUP * columns)
-    return group * GROUP + within % height, within // height
+from vitkernels.ops.int8_matmul.triton_kernel import grouped_tile
 
 
 @triton.jit
 def _dot(x, w, acc, SUM: tl.constexpr):
-    """x w + acc; weights of few bits are exact in x's dtype."""
+    """Return x w + acc; x's dtype represents weights of 8 or fewer bits exactly."""
     return tl.dot(x, w.to(x.dtype), acc, input_precision="ieee", out_dtype=SUM)
+
+
+@triton.jit
+def _columns(ptr, n, in_n):
+    """Return the vector's entries n as a float32 row, zero out of bounds."""
+    return tl.load(ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _store(total, x_scale_ptr, bias_ptr, out_ptr, m, n, in_m, in_n, N):
+    """Scale rows, add the bias, and store the tile."""
+    if x_scale_ptr is not None:
+        total *= tl.load(x_scale_ptr + m, mask=in_m, other=0.0)[:, None]
+    if bias_ptr is not None:
+        total += _columns(bias_ptr, n, in_n)
+    at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
 
 
 @triton.jit
@@ -30,17 +39,17 @@ def product_kernel(
     PACKED: tl.constexpr, BLOCKWISE: tl.constexpr, RAGGED: tl.constexpr, SUM: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out (M, N) = (x w · scale − Σx · zero) · x_scale + bias.
+    """Compute one tile of out (M, N) = (x w · scale − Σx · zero) · x_scale + bias.
 
-    BLOCK: inputs that share a scale. UNIT: its stored rows, BLOCK or (PACKED) the half of it: a byte's low digit is row
-    j of the block, the high one row UNIT + j. STEPS: tiles to a unit. TOTAL: tiles in all. RAGGED: the last of a unit
-    is not full.
+    BLOCK: inputs that share a scale. UNIT: stored rows of a block, BLOCK, or half of it if PACKED: the low nibble of
+    byte j is row j of the block, the high one row UNIT + j. STEPS: tiles per unit along K. TOTAL: tiles along K.
+    RAGGED: the last tile of a unit is not full.
     """
-    tile_m, tile_n = _tile_of(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
+    tile_m, tile_n = grouped_tile(tl.program_id(0), M, N, TILE_M, TILE_N, GROUP)
     m = tile_m * TILE_M + tl.arange(0, TILE_M)
     n = tile_n * TILE_N + tl.arange(0, TILE_N)
     in_m, in_n = m < M, n < N
-    # Past the edge rows and columns come round again: loads need no mask, and what they give is not stored.
+    # Rows and columns out of bounds wrap around, so loads need no mask; their results are not stored.
     x_row = x_ptr + (m % M).to(tl.int64)[:, None] * K
     w_column = w_ptr + (n % N).to(tl.int64)[None, :] * w_stride_n
     acc = tl.zeros([TILE_M, TILE_N], SUM)
@@ -61,32 +70,24 @@ def product_kernel(
             x_sum = tl.zeros([TILE_M], tl.float32)
         summand = x.to(tl.float32)
         if PACKED:
-            digits = w.to(tl.int8, bitcast=True)
-            acc = _dot(x, (digits << 4) >> 4, acc, SUM)
+            nibbles = w.to(tl.int8, bitcast=True)
+            acc = _dot(x, (nibbles << 4) >> 4, acc, SUM)
             if RAGGED:
                 x = tl.load(x_at + UNIT, mask=(j[None, :] < UNIT) & (j[None, :] + UNIT < BLOCK), other=0.0)
             else:
                 x = tl.load(x_at + UNIT)
             summand += x.to(tl.float32)
-            acc = _dot(x, digits >> 4, acc, SUM)
+            acc = _dot(x, nibbles >> 4, acc, SUM)
         else:
             acc = _dot(x, w, acc, SUM)
         if zero_ptr is not None:
-            x_sum += tl.sum(summand, axis=1)  # one sum a step: Triton 3.6 fails to compile two
+            x_sum += tl.sum(summand, axis=1)  # one sum per step: Triton 3.6 fails to compile two
         if BLOCKWISE:
-            total += (
-                acc.to(tl.float32) * tl.load(scale_ptr + block * N + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-            )
+            total += acc.to(tl.float32) * _columns(scale_ptr + block * N, n, in_n)
             if zero_ptr is not None:
-                zero = tl.load(zero_ptr + block * N + n, mask=in_n, other=0.0).to(tl.float32)
-                total -= x_sum[:, None] * zero[None, :]
+                total -= x_sum[:, None] * _columns(zero_ptr + block * N, n, in_n)
     if not BLOCKWISE:
-        total = acc.to(tl.float32) * tl.load(scale_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+        total = acc.to(tl.float32) * _columns(scale_ptr, n, in_n)
         if zero_ptr is not None:
-            total -= x_sum[:, None] * tl.load(zero_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    if x_scale_ptr is not None:
-        total *= tl.load(x_scale_ptr + m, mask=in_m, other=0.0)[:, None]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
-    at = out_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
+            total -= x_sum[:, None] * _columns(zero_ptr, n, in_n)
+    _store(total, x_scale_ptr, bias_ptr, out_ptr, m, n, in_m, in_n, N)

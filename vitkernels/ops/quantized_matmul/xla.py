@@ -1,4 +1,4 @@
-"""torch_xla's own operations, on an XLA device of any kind: its products take 8-bit weights as they are.
+"""torch_xla's own operations, on any XLA device: XLA multiplies 8-bit weights without converting them first.
 
 Shape suffixes: M tokens, K in features, N out features, S blocks, B block size.
 """
@@ -13,15 +13,15 @@ from vitkernels.ops.quantized_matmul.reference import quantize_tokens
 
 def unsupported(x_MK, w, *args) -> str | None:
     if w.dtype == torch.float8_e4m3fn:
-        return "it multiplies int8; fp8 weights are for NVIDIA GPUs, or backend='reference'"
-    return None if x_MK.device.type == "xla" else f"it is for torch_xla's devices, got {x_MK.device.type}"
+        return "supports int8 weights; fp8 weights need backend='triton' or 'reference'"
+    return None if x_MK.device.type == "xla" else f"runs on torch_xla's devices; x is on {x_MK.device}"
 
 
 def run(*args) -> Tensor:
     return _quantized_matmul(*args)
 
 
-# An operator, because torch.compile(backend="openxla") traces with fake tensors, which XLA's own functions refuse.
+# An operator, because torch.compile(backend="openxla") traces with fake tensors, which XLA's functions do not accept.
 @operator(
     "quantized_matmul_xla(Tensor x, Tensor w, Tensor scale, Tensor? zero_point, Tensor? bias, int block_size, "
     "int activation_bits) -> Tensor"
@@ -35,7 +35,7 @@ def _quantized_matmul(x_MK, w, scale, zero_point, bias, block_size, activation_b
         x, x_scale = quantize_tokens(x.float())
         x = x.to(torch.int8)
     if block_size == -1:
-        # The whole sum leaves XLA in x's dtype, as from torch_xla's own op.
+        # The sum is rounded to x's dtype before it is scaled, as in torch_xla's own op.
         out = _dot(x, w, (([1], [1]), ([], [])), x.dtype).float() * scale.float()
         x_MS = x.float().sum(1, keepdim=True)
     else:
@@ -50,7 +50,7 @@ def _quantized_matmul(x_MK, w, scale, zero_point, bias, block_size, activation_b
 
 
 def _dot(x: Tensor, w: Tensor, dimensions, dtype: torch.dtype) -> Tensor:
-    """In `dtype`; of int8 factors in int32."""
+    """Return the product in `dtype`, or in int32 for int8 factors."""
     import torch_xla
 
     dtype = torch.int32 if x.dtype == torch.int8 else dtype

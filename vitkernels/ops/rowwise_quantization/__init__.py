@@ -1,7 +1,9 @@
-"""8-bit quantization with one scale per row or column, in Triton on CUDA (interpreted on CPUs for tests) and in torch.
+"""8-bit quantization with one scale per row or column: Triton kernels on CUDA, plain PyTorch elsewhere.
 
-Symmetric: value ≈ q · scale, the row's largest magnitude at 127 (int8) or 448 (fp8, e4m3). Nothing is sampled or
-carried over from earlier steps. Shape suffixes: M rows (tokens), C columns (channels).
+Symmetric: value ≈ q · scale, with the row's largest magnitude at 127 (int8) or 448 (fp8, e4m3). Scales depend on the
+tensor alone: nothing is sampled or carried over from earlier steps.
+
+Shape suffixes: M rows (tokens), C columns (channels).
 """
 
 from importlib.util import find_spec
@@ -11,11 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vitkernels.bridge.operator import operator
+from vitkernels.ops.eight_bit_format import LARGEST, MIN_MAGNITUDE, padded
 
-LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-_LEAST = 1e-30  # a row whose largest value is below this counts as this: its reciprocal must stay finite
-_COMPILED_WIDTH = 1024  # of rows that Inductor holds in registers: longer ones it would read twice, 3 × slower
-_ALIGNMENT = 16  # bytes: what matrix units want of a row's length
+_COMPILED_WIDTH = 1024  # longest rows that Inductor holds in registers; it reads longer ones twice, 3 × slower
 
 if find_spec("triton"):
     from vitkernels.ops.rowwise_quantization import triton as rowwise_triton
@@ -23,16 +23,11 @@ else:
     rowwise_triton = None
 
 
-def padded(rows: int) -> int:
-    """Columns of a transposed copy of so many rows; the last of them, beyond the rows, hold zeros."""
-    return -(-rows // _ALIGNMENT) * _ALIGNMENT
-
-
 def quantize_rows(x_MC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Rows to 8 bits: q (M, C) and its scales (M,)."""
+    """Quantize rows: return q (M, C) and its scales (M,)."""
     x_MC = x_MC.contiguous()
     if torch.compiler.is_compiling() and x_MC.shape[1] <= _COMPILED_WIDTH:
-        # The compiler rounds x in the pass that makes it.
+        # The compiler fuses the rounding into the pass that computes x.
         return _quantized(x_MC.float(), dtype, 1)
     return _quantize_rows(x_MC, dtype)
 
@@ -46,7 +41,7 @@ def _quantize_rows(x_MC, dtype):
 
 @operator("quantize_gelu(Tensor x, Tensor? gradient, ScalarType dtype) -> (Tensor, Tensor)")
 def quantize_gelu(x_MC, gradient_MC, dtype):
-    """As quantize_rows, of gelu(x), or with a gradient of gradient · gelu'(x): read and rounded in one pass."""
+    """Quantize rows of gelu(x), or of gradient · gelu'(x) if a gradient is given, in one pass."""
     x_MC, gradient_MC = x_MC.contiguous(), None if gradient_MC is None else gradient_MC.contiguous()
     if x_MC.device.type == "cuda":
         return rowwise_triton.quantize_rows(x_MC, gradient_MC, dtype, True)
@@ -57,7 +52,7 @@ def quantize_gelu(x_MC, gradient_MC, dtype):
 
 @operator("transpose_rows(Tensor q, Tensor scale, bool sums) -> (Tensor, Tensor)")
 def transpose_rows(q_MC, scale_M, sums):
-    """qᵀ (C, padded(M)), and where asked for float32 sums (C,) over rows of q · scale; else they are empty."""
+    """Return qᵀ (C, padded(M)), and if `sums` the float32 sums (C,) over rows of q · scale, else an empty tensor."""
     if q_MC.device.type == "cuda":
         return rowwise_triton.transpose_rows(q_MC, scale_M, sums)
     return _transposed(q_MC), _sums(q_MC, scale_M, sums)
@@ -68,10 +63,16 @@ def transpose_rows(q_MC, scale_M, sums):
     " -> (Tensor, Tensor, Tensor)"
 )
 def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums):
-    """Columns of x · factor[:, None] · other_factor[:, None] to 8 bits: qᵀ (C, padded(M)) and its scales (C,); and
-    where asked for float32 sums (C,) over rows of x · factor, else empty.
+    """Quantize columns of x · factor[:, None] · other_factor[:, None].
 
-    x may be 8-bit itself, its scales the factor. Factors come both or not at all.
+    Args:
+        x_MC: floating point, or 8-bit with its scales as factor_M.
+        factor_M, other_factor_M: both or neither.
+        sums: whether to sum.
+
+    Returns:
+        qᵀ (C, padded(M)), its scales (C,), and if `sums` the float32 sums (C,) over rows of x · factor, else an empty
+        tensor.
     """
     x_MC = x_MC.contiguous()
     if x_MC.device.type == "cuda":
@@ -85,13 +86,13 @@ def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums):
 
 def _quantized(value: Tensor, dtype: torch.dtype, dim: int) -> tuple[Tensor, Tensor]:
     largest = LARGEST[dtype]
-    top = value.abs().amax(dim, keepdim=True).clamp(min=_LEAST) if value.numel() else value.new_empty(0)
+    top = value.abs().amax(dim, keepdim=True).clamp(min=MIN_MAGNITUDE) if value.numel() else value.new_empty(0)
     scaled = (value * (largest / top)).clamp(-largest, largest)
     return (scaled.round() if dtype == torch.int8 else scaled).to(dtype), (top / largest).flatten()
 
 
 def _transposed(q: Tensor) -> Tensor:
-    bits = q if q.dtype == torch.int8 else q.view(torch.int8)  # not every device copies 8-bit floats; XLA has no views
+    bits = q if q.dtype == torch.int8 else q.view(torch.int8)  # some devices cannot copy 8-bit floats; XLA has no views
     out = F.pad(bits.T, (0, padded(q.shape[0]) - q.shape[0]))
     return out if q.dtype == torch.int8 else out.view(q.dtype)
 

@@ -1,13 +1,13 @@
-"""Launches of the quantization kernels: from tensors to tiles and grids. Nothing is checked here.
+"""Launch the quantization kernels: choose tiles and grids. Nothing is checked.
 
-Tiles are the fastest seen on an H200 (notes/quant.md). Shape suffixes: M rows (tokens), C columns (channels).
+Tiles are the fastest measured on an H200 (notes/quant.md). Shape suffixes: M rows (tokens), C columns (channels).
 """
 
 import torch
 import triton.language as tl
 
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
-from vitkernels.ops import rowwise_quantization as rowwise
+from vitkernels.ops.eight_bit_format import LARGEST, padded
 from vitkernels.ops.rowwise_quantization.triton_kernel import (
     column_tops_kernel,
     columns_kernel,
@@ -16,10 +16,11 @@ from vitkernels.ops.rowwise_quantization.triton_kernel import (
 )
 
 _DTYPES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv}
-_PROGRAMS = 528  # four for each multiprocessor of an H200
+_PROGRAMS = 528  # four per multiprocessor of an H200
 
 
 def quantize_rows(x_MC, gradient_MC, dtype, gelu):
+    """Return q (M, C) and its scales (M,), of x, of gelu(x), or of gradient · gelu'(x)."""
     M, C = x_MC.shape
     q_MC = torch.empty_like(x_MC, dtype=dtype)
     scale_M = x_MC.new_empty(M, dtype=torch.float32)
@@ -31,16 +32,17 @@ def quantize_rows(x_MC, gradient_MC, dtype, gelu):
     triton_call(
         x_MC, gradient_MC, _bits(q_MC), scale_M, M, C,
         kernel=rows_kernel, grid=(cdiv(M, rows),),
-        GELU=gelu, LARGEST=rowwise.LARGEST[dtype], DTYPE=_DTYPES[dtype], ROWS=rows, FIRST=first, SECOND=second,
+        GELU=gelu, LARGEST=LARGEST[dtype], DTYPE=_DTYPES[dtype], ROWS=rows, FIRST=first, SECOND=second,
         num_warps=min(32, max(4, first // 1024)),
     )  # fmt: skip
     return q_MC, scale_M
 
 
 def transpose_rows(q_MC, scale_M, sums: bool):
+    """Return qᵀ (C, padded(M)) and the sums (C,) of q · scale over rows, empty unless `sums`."""
     rows = columns = 128
     M, C = q_MC.shape
-    M_padded = rowwise.padded(M)
+    M_padded = padded(M)
     programs = cdiv(M_padded, rows)
     qt_CM = q_MC.new_empty(C, M_padded)
     sums_PC = scale_M.new_empty(programs, C) if sums else None
@@ -54,9 +56,10 @@ def transpose_rows(q_MC, scale_M, sums: bool):
 
 
 def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums: bool):
+    """Return qᵀ (C, padded(M)), its scales (C,) and the sums (C,) of x · factor over rows, empty unless `sums`."""
     rows, columns = 64, 128
     M, C = x_MC.shape
-    M_padded = rowwise.padded(M)
+    M_padded = padded(M)
     kind = _DTYPES.get(x_MC.dtype)
     x_MC = x_MC if kind is None else _bits(x_MC)
     tiles = cdiv(M, rows)
@@ -74,7 +77,7 @@ def quantize_columns(x_MC, factor_M, other_factor_M, dtype, sums: bool):
         triton_call(
             x_MC, factor_M, other_factor_M, top_C, _bits(qt_CM), scale_C, M, M_padded, C,
             kernel=columns_kernel, grid=(cdiv(M_padded, 128), cdiv(C, columns)),
-            KIND=kind, LARGEST=rowwise.LARGEST[dtype], DTYPE=_DTYPES[dtype], ROWS=128, COLUMNS=columns, num_warps=4,
+            KIND=kind, LARGEST=LARGEST[dtype], DTYPE=_DTYPES[dtype], ROWS=128, COLUMNS=columns, num_warps=4,
         )  # fmt: skip
     return qt_CM, scale_C, scale_C.new_empty(0) if sums_PC is None else sums_PC.sum(0)
 

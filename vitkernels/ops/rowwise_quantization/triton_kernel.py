@@ -1,7 +1,7 @@
-"""The device code of 8-bit quantization: scales along rows and columns, and the transposed copies that 8-bit tensor
-cores want (Hopper multiplies 8-bit operands only where both lie in memory with the summed dimension last).
+"""Triton kernels of 8-bit quantization: scales along rows and columns, and transposed copies.
 
-What is stored is bits: q and qt are int8 pointers whatever the dtype, for a copy needs to know of none.
+Hopper's 8-bit tensor cores require both operands to be contiguous along the summed dimension, hence the transposed
+copies. q and qt are int8 pointers for every dtype: the kernels store bits.
 
 Shape suffixes: M rows (tokens), C columns (channels).
 """
@@ -9,24 +9,24 @@ Shape suffixes: M rows (tokens), C columns (channels).
 import triton
 import triton.language as tl
 
+from vitkernels.ops.eight_bit_format import MIN_MAGNITUDE
 from vitkernels.ops.linear_gelu.triton_kernels import gelu_and_slope
 
-# Below this a row's largest value counts as this: its reciprocal must stay finite.
-LEAST = tl.constexpr(1e-30)
+LEAST = tl.constexpr(MIN_MAGNITUDE)
 
 
 @triton.jit
 def _quantized(scaled, DTYPE: tl.constexpr):
-    """The bits, as int8, of values within a rounding of the largest of DTYPE, halves to even."""
+    """Return the bits, as int8, of values rounded half to even; they exceed DTYPE's range by one rounding at most."""
     if DTYPE == tl.int8:  # noqa: SIM300
-        # 1.5 · 2²³: what is left of the sum's digits are whole numbers, the lowest eight of them int8's own bits.
+        # Adding 1.5 · 2²³ leaves an integer in the mantissa, whose lowest eight bits are those of the int8.
         return (scaled + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
     return scaled.to(DTYPE).to(tl.int8, bitcast=True)
 
 
 @triton.jit
 def _value(x_ptr, gradient_ptr, m, c, M, C, GELU: tl.constexpr):
-    """x; with GELU: gelu(x), or with a gradient too: gradient · gelu'(x). Zero past the edges."""
+    """Return x, or with GELU gelu(x), or gradient · gelu'(x) if a gradient is given; zero out of bounds."""
     at = m[:, None] * C + c[None, :]
     mask = (m[:, None] < M) & (c[None, :] < C)
     x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -45,9 +45,9 @@ def rows_kernel(
     GELU: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr,
     ROWS: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of q (M, C) and their scales. A row is read once, as FIRST columns and up to SECOND more.
+    """Compute ROWS rows of q (M, C) and their scales. A row is read once, as FIRST columns and up to SECOND more.
 
-    Two powers of two: the next one above 768, 1152 or 3072 would be a third of idle lanes.
+    Both are powers of two. A single power of two above 768, 1152 or 3072 would leave a third of the lanes idle.
     """
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.arange(0, FIRST)
@@ -67,7 +67,7 @@ def rows_kernel(
 
 @triton.jit
 def _floats(q, DTYPE: tl.constexpr):
-    """Values of which these are the bits, in float32; DTYPE None: they are floating already."""
+    """Return the float32 values of bits of DTYPE, or of floating-point numbers if DTYPE is None."""
     if DTYPE is not None:
         q = q.to(DTYPE, bitcast=True)
     return q.to(tl.float32)
@@ -78,7 +78,7 @@ def transpose_kernel(
     q_ptr, scale_ptr, qt_ptr, sums_ptr, M, M_PADDED, C,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of qt (C, M_PADDED), zeros past M, and the sums over its rows of q · scale into sums (programs, C)."""
+    """Store one tile of qt (C, M_PADDED), zeros past M, and its sums of q · scale over rows in sums (programs, C)."""
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     q = tl.load(q_ptr + m[:, None] * C + c[None, :], mask=(m[:, None] < M) & (c[None, :] < C), other=0)
@@ -94,9 +94,10 @@ def column_tops_kernel(
     x_ptr, factor_ptr, other_factor_ptr, top_ptr, sums_ptr, M, C, STEPS,
     KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """The largest |x · factors| of each column into top (C), which is zero before: a maximum knows no order.
+    """Update top (C), initially zero, with the largest |x · factors| of each column.
 
-    And the sums over this program's rows of x · factor into sums (programs, C). KIND: what x is the bits of, or None.
+    The atomic maximum does not depend on the order of programs. The sums of x · factor over this program's rows go to
+    sums (programs, C). KIND: the 8-bit dtype of x, or None.
     """
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     top = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -121,7 +122,7 @@ def columns_kernel(
     x_ptr, factor_ptr, other_factor_ptr, top_ptr, qt_ptr, scale_ptr, M, M_PADDED, C,
     KIND: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of qt (C, M_PADDED): x · factors over its column's scale."""
+    """Store one tile of qt (C, M_PADDED), x · factors divided by its column's scale."""
     m = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     top = tl.maximum(tl.load(top_ptr + c, mask=c < C, other=0.0), LEAST)
