@@ -1,4 +1,4 @@
-"""Step times as the device saw them, with all that is not training left out."""
+"""Time training steps as the device sees them, excluding everything that is not training."""
 
 import itertools
 import time
@@ -10,30 +10,35 @@ import numpy as np
 
 from vitkernels.runtime import Runtime
 
-_NO_WAIT_MS = 1.0  # for input: after more of it an idle device says nothing of how fast the host launches
+_NO_WAIT_MS = 1.0  # after a longer input wait, an idle device says nothing about how fast the host launches
 
 
 @dataclass
 class Window:
-    """The steps between two moments at which the device was synchronized."""
+    """The steps between two synchronizations of the device."""
 
     step_ms: list[float] = field(default_factory=list)
     input_wait_ms: list[float] = field(default_factory=list)
-    forward_done_ms: list[float] = field(default_factory=list)  # from a step's begin: all that waits for no other rank
-    host_was_late: list[bool] = field(default_factory=list)  # of the steps that can tell, see StepTimer.forward_done
+    forward_done_ms: list[float] = field(
+        default_factory=list
+    )  # from the start of the step; contains no wait for other ranks
+    host_was_late: list[bool] = field(default_factory=list)  # for the steps that can tell; see StepTimer.forward_done
 
 
 class StepTimer:
-    """Times every training step after the first `warmup_steps` of this process, without waiting for the device.
+    """Time every training step after the first `warmup_steps` of this process, without waiting for the device.
 
-    A step lasts from the end of the step before it to its own end, so gaps in which the device waits for the host
-    or for input count. Where only windows can be seen (XLA), each step of a window gets the window's mean.
-    Between `stop` and `start` nothing counts: evaluation, checkpoints and logging stay outside.
+    A step lasts from the end of the previous step to its own end, so it includes gaps in which the device waits for
+    the host or for input. If the device cannot time single steps (XLA), each step gets its window's mean. Nothing
+    between `stop` and `start` counts: evaluation, checkpoints and logging are excluded.
 
-    steps_wait: whether each step ends when the device has done it, which tells nothing of how fast the host launches.
+    Per step: `with waiting(): batch = next(...)`, forward, forward_done(), backward and so on, step_done(). At log
+    boundaries: stop(), then start(). A timer that was never started times nothing until `start`.
 
-    Usage: start(); per step: `with waiting(): batch = next(...)`, forward, forward_done(), ..., step_done(); at log
-    boundaries stop(), start().
+    Args:
+        runtime: the device's clock.
+        warmup_steps: first steps to exclude: compilation, autotuning, caches.
+        steps_wait: whether each step waits for the device at its end, which hides how fast the host launches.
     """
 
     def __init__(self, runtime: Runtime, warmup_steps: int, steps_wait: bool = False):
@@ -48,9 +53,10 @@ class StepTimer:
         self._late: list[bool] = []
         self._waits: list[float] = []
         self._wait = 0.0
+        self._forward = None
 
     def start(self) -> None:
-        """Begin a window. The device must be idle: at the beginning, or after `stop`."""
+        """Begin a window. The device must be idle, as it is before the first step and after `stop`."""
         self._stamps = [self.runtime.stamp()]
         self._forwards = []
         self._late = []
@@ -60,16 +66,16 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around the host's wait for its next batch."""
+        """Measure the host's wait for its next batch."""
         begin = time.perf_counter()
         yield
         self._wait += (time.perf_counter() - begin) * 1e3
 
     def forward_done(self) -> None:
-        """After a forward pass; of several in a step the last counts.
+        """Mark the end of a forward pass on the host; if a step has several, the last counts.
 
-        Once it is launched, a device that has done the whole step before had nothing to do while the host launched it.
-        (The first step of a window cannot tell: the device was waited for.)
+        If the device has completed the previous step by now, it was idle while the host launched this forward pass. The
+        first step of a window cannot tell, because the device was synchronized before it.
         """
         if not self.runtime.per_step_clock:
             return
@@ -88,11 +94,11 @@ class StepTimer:
         if self.warmup_left > 0:
             self.warmup_left -= 1
             if self.warmup_left == 0 and not self.runtime.per_step_clock:
-                self.runtime.synchronize()  # so that no warm-up work is left in the first timed window
+                self.runtime.synchronize()  # so that the first timed window contains no warm-up work
             self.start()
 
     def stop(self) -> Window:
-        """Wait for the device and return the window's steps; they also go into the run's totals."""
+        """Wait for the device and return the window's steps, which also go into the run's totals."""
         self.runtime.synchronize()
         stamps = self._stamps
         if not self.runtime.per_step_clock and len(stamps) > 1:
@@ -109,8 +115,11 @@ class StepTimer:
         return window
 
     def summary(self) -> dict:
-        """{"step_time_ms": {median, p10, p90, mean, n}, "input_wait_ms": mean, "host_bound": 0 to 1, the part of the
-        steps for whose kernels the device waited}; null where no step was timed, or where it cannot be told."""
+        """Return {"step_time_ms": {median, p10, p90, mean, n}, "input_wait_ms": mean, "host_bound": share of steps}.
+
+        host_bound is the share, 0 to 1, of steps in which the device waited for kernel launches. Entries are None if no
+        step was timed or the device cannot tell.
+        """
         n = len(self.step_ms)
         if n == 0:
             nothing = dict.fromkeys(("median", "p10", "p90", "mean"))
