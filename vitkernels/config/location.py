@@ -1,16 +1,28 @@
-"""Find the configuration folder and train.py: in a checkout, or in the installed package."""
+"""Find the configuration and train.py: in a checkout next to the package, in an installed package inside it."""
 
+import sys
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+_IS_INSTALLED = (_PACKAGE / "conf").is_dir()
+_HOME = _PACKAGE if _IS_INSTALLED else _PACKAGE.parent
+
+# How a user starts training here, for messages.
+PROGRAM = "vitkernels train" if _IS_INSTALLED else "python train.py"
 
 
 def conf_dir() -> Path:
-    """Return the folder with config.yaml and its groups."""
-    checkout = _PACKAGE.parent / "conf"
-    return checkout if (checkout / "config.yaml").is_file() else _PACKAGE / "conf"
+    """Return the folder of config.yaml and its groups."""
+    return _HOME / "conf"
 
 
 def train_script() -> Path:
-    """Return train.py, which lies next to the configuration folder."""
-    return conf_dir().parent / "train.py"
+    """Return the path of train.py."""
+    return _HOME / "train.py"
+
+
+def train_command() -> list[str]:
+    """Return the words that start train.py in a process of its own."""
+    # -P keeps the package's folder, where train.py is installed, off sys.path: its modules are not top-level ones.
+    options = ["-P"] if _IS_INSTALLED else []
+    return [sys.executable, *options, str(train_script())]

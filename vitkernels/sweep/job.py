@@ -20,6 +20,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from vitkernels.config.location import train_command
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError
 from vitkernels.files import read_json, write_json
 from vitkernels.sweep import slots, verdict
@@ -212,7 +213,7 @@ def _run_in_own_process(
     """
     words = [word for word in overrides if not word.startswith("resume=")]
     words += [f"resume={quoted(config.resume or 'auto')}", f"hydra.run.dir={quoted(folder)}"]
-    command = [sys.executable, str(_script()), *words]
+    command = [*train_command(), *words]
     preemption = _preemption_signal()
     stopped_by = None
 
@@ -244,12 +245,6 @@ def _run_in_own_process(
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4096))
         return code, output.read().decode(errors="replace"), stopped_by
-
-
-def _script() -> Path:
-    """Return the path of train.py, next to the configuration; in a launcher's process, sys.argv names the launcher."""
-    sources = HydraConfig.get().runtime.config_sources
-    return Path(next(source.path for source in sources if source.provider == "main")).parent / "train.py"
 
 
 def quoted(path: Path | str) -> str:

@@ -1,0 +1,85 @@
+"""The `vitkernels` command: train, eval, doctor and tune."""
+
+import difflib
+import importlib.util
+import os
+import runpy
+import sys
+from collections.abc import Callable
+
+from vitkernels import __version__
+from vitkernels.config.location import train_script
+
+USAGE = """usage: vitkernels COMMAND ...
+
+  train [SETTING=VALUE ...]       train, or with -m run a sweep; `vitkernels train --help` lists all settings
+  eval RUN [SETTING=VALUE ...]    evaluate a run, a checkpoint or a file of weights
+  doctor                          print versions, devices and the backends that run on this machine
+  tune [--model NAME ...]         measure the backends of each op on this GPU, for backend="auto"
+
+  --version                       print the version
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command of the console; return its exit status."""
+    command, *words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if command in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if command == "--version":
+        print(f"vitkernels {__version__}")
+        return 0
+    if command not in _COMMANDS:
+        near = difflib.get_close_matches(command, _COMMANDS, n=1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        if "=" in command:
+            hint = f" Settings follow a command: vitkernels train {command}"
+        print(f"error: unknown command {command!r}; known: {', '.join(_COMMANDS)}.{hint}", file=sys.stderr)
+        return 2
+    return _COMMANDS[command](words) or 0
+
+
+def train(words: list[str]) -> int:
+    """Run train.py with these settings and options of Hydra; return its exit status."""
+    if importlib.util.find_spec("hydra") is None:
+        print("error: training needs further packages: pip install 'vitkernels[train]'", file=sys.stderr)
+        return 2
+    sys.argv = [str(train_script()), *words]
+    try:
+        runpy.run_path(str(train_script()), run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(bool(end.code))
+    return 0
+
+
+def evaluate(words: list[str]) -> int:
+    """Run train.py with mode=eval; a first word that is a path is the checkpoint."""
+    if words and not words[0].startswith(("-", "checkpoint=")) and ("=" not in words[0] or os.path.exists(words[0])):
+        from vitkernels.sweep.job import quoted
+
+        words = [f"checkpoint={quoted(words[0])}", *words[1:]]
+    return train(["mode=eval", *words])
+
+
+def doctor(words: list[str]) -> int:
+    """Print what this machine can run."""
+    from vitkernels.cli.doctor import main as run
+
+    if words:
+        print(f"error: doctor takes no arguments; got {' '.join(words)}", file=sys.stderr)
+        return 2
+    run()
+    return 0
+
+
+def tune(words: list[str]) -> None:
+    """Measure the backends of each op on this GPU."""
+    from vitkernels.cli.tune import main as run
+
+    run(words)
+
+
+_COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
+    "train": train, "eval": evaluate, "doctor": doctor, "tune": tune,
+}  # fmt: skip
