@@ -6,7 +6,7 @@ LOCK   := requirements/lock.txt
 NEWEST := requirements/newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test newest test-newest lint lock clean
+.PHONY: help setup train test test-all test-gpu newest test-newest lint docs lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,20 +16,30 @@ setup: $(VENV)/.ready ## Make .venv with locked versions (on Linux x86-64 with t
 train: setup ## Train a small ViT on handwritten digits, on this machine, in a minute or two; ARGS="..." adds settings
 	$(BIN)/python train.py $(ARGS)
 
-test: setup ## Run the tests; ARGS="..." goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+# One file stays in one process: its fixtures are made once, and torch_xla starts once.
+PYTEST := -m pytest --dist loadfile
+
+test: setup ## Run the tests but those marked slow, on all cores; ARGS="..." goes to pytest
+	$(BIN)/python $(PYTEST) -n auto -m "not slow" $(ARGS)
+
+test-all: setup ## Run all tests, on all cores; ARGS="..." goes to pytest
+	$(BIN)/python $(PYTEST) -n auto $(ARGS)
+
+test-gpu: ## Run the tests that need an NVIDIA GPU, ten at a time, with the Python on the PATH
+	$(PYTHON) -m pytest -n 10 -m gpu -p no:benchmark $(ARGS)
 
 newest: $(VENV)/newest/.ready ## Make .venv/newest: Python 3.12 with the newest JAX, and PyTorch as GPU images have it
 
 test-newest: newest ## Run the tests of the bridge and of pallas_flash there
 	$(VENV)/newest/bin/python -m pytest tests/bridge tests/attention/test_pallas_flash_faithful.py $(ARGS)
 
-lint: setup ## Check style with ruff, and shell scripts with shellcheck
+lint: setup ## Check style (ruff), layers (import-linter), types (mypy) and shell scripts (shellcheck)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	$(BIN)/shellcheck scripts/*.sh .ci/run
 
-lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt anew from pyproject.toml and newest.in
+lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt from pyproject.toml and newest.in
 	$(VENV)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	  --extra train --extra tpu --extra cuda --extra cluster --group dev --group docs --no-annotate --no-header --upgrade --output-file $(LOCK)
 	$(VENV)/uv/bin/uv pip compile requirements/newest.in --python-version 3.12 --generate-hashes \
