@@ -1,25 +1,25 @@
-"""HostRows whose flags are late."""
+"""SharedHostRows with delayed flags."""
 
 import random
 import time
 
-from vitkernels.parallel.host_memory import HostRows
+from vitkernels.parallel.host_memory import SharedHostRows
 
 
-class Late(HostRows):
-    """Ranks that say at random moments what they have done, and learn at others what the others have."""
+class Late(SharedHostRows):
+    """Signal and wait with random delays."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._chance, self.most = random.Random(self.rank), 0.005  # seconds
+        self._random, self.max_delay = random.Random(self.rank), 0.005  # seconds
 
-    def announce(self, *args):
-        super().announce(*args)
-        self._linger()
+    def signal(self, *args):
+        super().signal(*args)
+        self._delay()
 
-    def expect(self, *args):
-        super().expect(*args)
-        self._linger()
+    def wait(self, *args):
+        super().wait(*args)
+        self._delay()
 
-    def _linger(self):
-        time.sleep(self._chance.choice([0, 0, 0, self.most]))
+    def _delay(self):
+        time.sleep(self._random.choice([0, 0, 0, self.max_delay]))

@@ -1,6 +1,6 @@
-"""Ranks of `train.py` with the environment that torchrun gives them, forked from a server that has all imported.
+"""Ranks of `train.py` in torchrun's environment, forked from a server that has imported everything.
 
-Torchrun itself starts each rank with seconds of imports; one test does that.
+torchrun itself pays seconds of imports for each rank; one test uses it.
 """
 
 import logging
@@ -17,22 +17,22 @@ import torch.distributed as dist
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# For the server, which does not look where this process does.
+# For the fork server, which does not inherit sys.path.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-PRELOADED = ["train", "vitkernels.parallel.processes", "vitkernels.data.digits", "sklearn.model_selection"]
-PRELOADED += ["sklearn.datasets", "settled"]
+PRELOADED = ["train", "vitkernels.parallel.ddp", "vitkernels.parallel.fsdp", "vitkernels.data.digits"]
+PRELOADED += ["sklearn.model_selection", "sklearn.datasets", "settled"]
 
 SMALL = ["runtime=cpu", "attn=sdpa", "+model.kwargs.embed_dim=32", "+model.kwargs.num_heads=2", "+model.kwargs.depth=2"]
 SMALL += ["schedule=constant", "schedule.warmup_epochs=0", "trainer.log_every=2", "trainer.warmup_steps=0"]
 
 
-# Not the one that multiprocessing keeps: a test of data workers may have started that without these imports.
+# Not multiprocessing's own server, which a test of data workers may have started without these imports.
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(PRELOADED)
 
 
 def fork(target, *args) -> multiprocessing.context.ForkServerProcess:
-    """A process, begun, that runs target(*args) with all imported."""
+    """Start a process that runs target(*args) with everything imported."""
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
     with mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
         process.start()
@@ -40,24 +40,24 @@ def fork(target, *args) -> multiprocessing.context.ForkServerProcess:
 
 
 class Ranks:
-    """`world` processes that run train.py with these overrides. before: code that is run in `rank`s first, by rank."""
+    """`world` processes that run train.py with these overrides. before: code to run first, by rank."""
 
     def __init__(self, world: int, folder: Path, *overrides: str, before: dict[int, str] | None = None):
         folder.mkdir(parents=True, exist_ok=True)
         words = [str(ROOT / "train.py"), *SMALL, *overrides, f"hydra.run.dir={folder}"]
         codes = [(before or {}).get(rank, "") for rank in range(world)]
-        self._begin(folder, [(_train, words, code) for code in codes])
+        self._start(folder, [(_train, words, code) for code in codes])
 
     @classmethod
     def of(cls, world: int, folder: Path, function, *args) -> "Ranks":
-        """`world` processes that run function(*args), logs beside `folder`."""
+        """Start `world` processes that run function(*args), with logs next to `folder`."""
         ranks = cls.__new__(cls)
-        ranks._begin(folder, [(function, *args)] * world)
+        ranks._start(folder, [(function, *args)] * world)
         return ranks
 
-    def _begin(self, folder: Path, tasks: list[tuple]) -> None:
+    def _start(self, folder: Path, tasks: list[tuple]) -> None:
         self.logs = [folder.with_name(f"{folder.name}.rank{rank}") for rank in range(len(tasks))]
-        # The store that torchrun keeps for its ranks, so that it outlives any of them.
+        # As torchrun does, keep the store outside the ranks, so that it outlives any of them.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         for rank, task in enumerate(tasks):
@@ -69,33 +69,33 @@ class Ranks:
                 "MASTER_PORT": str(self._store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",
             }
-            self.processes.append(fork(_be, environment, str(self.logs[rank]), *task))
+            self.processes.append(fork(_run_rank, environment, str(self.logs[rank]), *task))
 
     def finish(self, seconds: float = 180) -> list[int]:
-        """The exit codes."""
+        """Wait for all ranks and return their exit codes."""
         deadline = time.monotonic() + seconds
         try:
             for process in self.processes:
                 process.join(max(0.0, deadline - time.monotonic()))
-            assert all(p.exitcode is not None for p in self.processes), self.said()
+            assert all(p.exitcode is not None for p in self.processes), self.output()
         finally:
             for process in self.processes:
                 process.kill()
         return [process.exitcode for process in self.processes]
 
-    def said(self, rank: int | None = None) -> str:
-        """What a rank, or all of them, wrote on the terminal."""
+    def output(self, rank: int | None = None) -> str:
+        """Return what one rank, or all, wrote to stdout and stderr."""
         logs = self.logs if rank is None else [self.logs[rank]]
         return "\n".join(path.read_text() for path in logs if path.exists())
 
     def wait_until(self, condition, seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
-            assert time.monotonic() < deadline and any(p.is_alive() for p in self.processes), self.said()
+            assert time.monotonic() < deadline and any(p.is_alive() for p in self.processes), self.output()
             time.sleep(0.01)
 
 
-def _be(environment: dict[str, str], log: str, function, *args) -> None:
+def _run_rank(environment: dict[str, str], log: str, function, *args) -> None:
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)

@@ -1,4 +1,4 @@
-"""The last that the server of ranks.py imports: ranks need not go over what it made, as they do when they settle."""
+"""Freeze the garbage collector's objects; the fork server imports this last, so ranks do not traverse them again."""
 
 import gc
 

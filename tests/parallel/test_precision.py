@@ -1,27 +1,27 @@
-"""Training in bfloat16 on several processes: calculated as on one, unless what is gathered is to be rounded."""
+"""Training in bfloat16 on several processes matches one process, unless gather="bf16" rounds all parameters."""
 
 import os
 
 import pytest
 import torch
+from expecting import error
 from ranks import Ranks
 from timm.models import VisionTransformer
 from torch.nn import functional as F
 
 from vitkernels import parallel
-from vitkernels.errors import UsageError
 from vitkernels.parallel.base import Parallel
 from vitkernels.runtime.base import Runtime
 
-AS_ALONE = [("ddp", {})]
-AS_ALONE += [("fsdp", {"overlap": o, "gather": gather}) for o in (True, False) for gather in ("auto", "fp32")]
+EXACT = [("ddp", {})]
+EXACT += [("fsdp", {"overlap": o, "gather": gather}) for o in (True, False) for gather in ("auto", "fp32")]
 ROUNDED = [("fsdp", {"overlap": overlap, "gather": "bf16"}) for overlap in (True, False)]
 
 
 def train(engine, compiled=False):
-    """Losses of three steps, and what dtypes the residual stream has before each block and after the last."""
+    """Return the losses of three steps, and the residual stream's dtypes before each block and after the last."""
     torch.manual_seed(0)
-    depth = 1 if compiled else 2  # compilation takes long
+    depth = 1 if compiled else 2  # compilation is slow
     model = VisionTransformer(16, 4, num_classes=10, embed_dim=32, depth=depth, num_heads=2, init_values=0.1)
     images, targets = torch.randn(8, 3, 16, 16), torch.randint(10, (8,))
     net = engine.wrap(model, compiled)
@@ -41,31 +41,31 @@ def train(engine, compiled=False):
     return losses, stream
 
 
-def train_beside_one_process():
-    """Each process has the same images, so that the mean of their gradients is the gradient, to the last bit."""
+def train_alongside_one_process():
+    """All processes have the same images, so the mean of their gradients is bit-equal to each."""
     runtime = Runtime("bf16")
     alone, stream = train(Parallel(runtime))
     assert set(stream) == {torch.float32} and alone[2] < alone[0]
-    for number, (name, how) in enumerate(AS_ALONE + ROUNDED):
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # keys of its own in the store that all share
-        with parallel.create(name, runtime, **how) as engine:
+    for number, (name, settings) in enumerate(EXACT + ROUNDED):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # separate keys in the shared store
+        with parallel.create(name, runtime, **settings) as engine:
             losses, found = train(engine)
-        case = f"{name} {how}: {losses}, alone {alone}; stream {found}"
-        if (name, how) in AS_ALONE:
+        case = f"{name} {settings}: {losses}, alone {alone}; stream {found}"
+        if (name, settings) in EXACT:
             assert found == stream, case
             assert losses == alone, case
         else:
             assert set(found) == {torch.bfloat16}, case
-            assert losses == pytest.approx(alone, rel=4e-3), case  # 2**-8, of numbers rounded to 8 bits
+            assert losses == pytest.approx(alone, rel=4e-3), case  # 2**-8: numbers rounded to 8 bits
 
 
-def test_everything_is_calculated_as_on_one_process_but_what_is_gathered_in_bf16(tmp_path):
-    ranks = Ranks.of(2, tmp_path / "log", train_beside_one_process)
-    assert ranks.finish() == [0, 0], ranks.said()
+def test_losses__equal_one_process_unless_gathered_in_bf16(tmp_path):
+    ranks = Ranks.of(2, tmp_path / "log", train_alongside_one_process)
+    assert ranks.finish() == [0, 0], ranks.output()
 
 
 def train_compiled():
-    """The compiler forgets between the two: code that it compiles once more, it lets have varying sizes."""
+    """Dynamo is reset in between, since it recompiles seen code with dynamic sizes."""
     runtime = Runtime("bf16")
     with parallel.create("fsdp", runtime, overlap=False) as engine:
         losses = train(engine, compiled=True)
@@ -73,58 +73,80 @@ def train_compiled():
         assert losses == train(Parallel(runtime), compiled=True)
 
 
-def test_compiled_as_a_whole_too_it_is_calculated_as_on_one_process(tmp_path):
+def test_losses__equal_one_process_when_compiled_as_one_graph(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", train_compiled)
-    assert ranks.finish(600) == [0, 0], ranks.said()
+    assert ranks.finish(600) == [0, 0], ranks.output()
 
 
-@pytest.mark.parametrize(("setting", "known"), [("reduce", "bf16, fp32"), ("gather", "auto, bf16, fp32")])
-def test_an_unknown_precision_is_an_error_that_names_the_setting(setting, known):
-    with pytest.raises(UsageError, match=rf"unknown parallel.{setting} 'fp16'; known: {known}"):
+@pytest.mark.parametrize(("setting", "known"), [("reduce", ["bf16", "fp32"]), ("gather", ["auto", "bf16", "fp32"])])
+def test_unknown_precision__lists_the_known_ones(setting, known):
+    with error("unknown_name", name="fp16", choices=known) as refused:
         parallel.create("none", Runtime(), **{setting: "fp16"})
+    assert refused.value.fields["kind"] == f"parallel {setting}"
 
 
 @pytest.mark.parametrize("gather", ["auto", "fp32"])
-def test_one_process_takes_settings_that_are_for_fsdp(gather):
+def test_none__accepts_harmless_fsdp_settings(gather):
     assert type(parallel.create("none", Runtime(), gather=gather)) is Parallel
 
 
-def test_gathering_in_bf16_is_for_fsdp_in_bf16():
+def test_gather_bf16__needs_fsdp_and_bf16():
     for name, precision in (("fsdp", "fp32"), ("ddp", "bf16"), ("auto", "bf16")):
-        with pytest.raises(UsageError, match=rf"gather=bf16 is for .*; this is parallel={name} with .* {precision}"):
+        with error("parallel.setting", setting="gather", value="bf16", strategy=name):
             parallel.create(name, Runtime(precision), gather="bf16")
 
 
 @pytest.mark.parametrize("gather", ["auto", "fp32"])
-def test_xla_takes_settings_that_are_for_fsdp(monkeypatch, gather):
-    monkeypatch.setattr(parallel, "_spmd", lambda name, *_: name)
+def test_xla__accepts_harmless_fsdp_settings(monkeypatch, gather):
+    monkeypatch.setattr(parallel.factory, "_create_spmd", lambda name, *_: name)
     runtime = Runtime("bf16")
     runtime.name = "xla"
     assert parallel.create("fsdp", runtime, gather=gather) == "fsdp"
 
 
 @pytest.mark.parametrize("setting", [{"overlap": True}, {"reduce": "bf16"}, {"reshard": True}, {"send": "copy"}])
-def test_what_xla_would_not_heed_is_refused(setting):
+def test_xla__refuses_settings_that_it_would_ignore(setting):
     runtime = Runtime("fp32")
     runtime.name = "xla"
-    with pytest.raises(UsageError, match="XLA decides"):
+    ((name, value),) = setting.items()
+    with error("parallel.setting", strategy="xla", setting=name, value=value):
         parallel.create("ddp", runtime, **setting)
 
 
 @pytest.mark.parametrize(
-    ("name", "setting", "message"),
-    [
-        ("none", {"overlap": True}, "none averages no gradients: .*; got overlap=True and reduce=fp32"),
-        ("none", {"reduce": "bf16"}, "none averages no gradients: .*; got overlap=auto and reduce=bf16"),
-        ("ddp", {"reshard": True}, "reshard=true is for parallel=fsdp; for parallel=ddp"),
-    ],
+    ("strategy", "setting", "value"),
+    [("none", "overlap", True), ("none", "reduce", "bf16"), ("ddp", "reshard", True)],
 )
-def test_what_an_engine_would_not_heed_is_refused(name, setting, message):
-    with pytest.raises(UsageError, match=message):
-        parallel.create(name, Runtime(), **setting)
+def test_strategy__refuses_settings_that_it_would_ignore(strategy, setting, value):
+    with error("parallel.setting", strategy=strategy, setting=setting, value=value):
+        parallel.create(strategy, Runtime(), **{setting: value})
 
 
-def test_gradients_may_be_clipped_that_are_listed_once():
+@pytest.mark.parametrize(("setting", "value"), [("lost_after", 2.9), ("overlap", "yes")])
+def test_create__refuses_values_out_of_range(setting, value):
+    with error("parallel.value", setting=setting, value=value):
+        parallel.create("none", Runtime(), **{setting: value})
+
+
+def test_reshard__refused_without_overlap():
+    with error("parallel.setting", strategy="fsdp", setting="reshard"):
+        parallel.create("fsdp", Runtime(), reshard=True, overlap=False)
+
+
+def test_none__refuses_several_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with error("parallel.world", world=2) as refused:
+        parallel.create("none", Runtime())
+    assert str(refused.value) == "strategy none runs one process, but torchrun started 2: use ddp or fsdp"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_torchrun_strategy__refuses_a_process_that_torchrun_did_not_start(strategy):
+    with error("parallel.launch"):
+        parallel.create(strategy, Runtime())
+
+
+def test_clip_gradients__takes_an_iterator():
     layer = torch.nn.Linear(3, 2)
     layer(torch.ones(1, 3)).sum().backward()
     norm = Parallel(Runtime()).clip_gradients(layer.parameters(), limit=0.5)

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.skipif(xla.unavailable() is not None, reason="torch_xla
 
 COMMON = ["trainer.eval_every=null", "checkpoints.every_steps=2", "++model.kwargs.depth=1"]
 STEPS, IMAGES = 4, 16
-# LLVM's costly passes make each graph take 12 s to compile instead of 2, and then run in no time either way. How the
-# first parameter's moments lie on the devices is told, once they have come from a checkpoint.
+# LLVM's costly passes take each graph's compilation from 2 s to 12 s and gain nothing here. The hook prints how a
+# parameter's moments are sharded after they are loaded from a checkpoint.
 BEFORE = """
 import os
 os.environ["CPU_NUM_DEVICES"] = "{devices}"
@@ -23,12 +23,12 @@ os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable
 import torch_xla
 from vitkernels.parallel.tpu_spmd import SpmdFsdp
 place_state = SpmdFsdp.place_state
-def told(self, optimizer):
+def print_sharding(self, optimizer):
     place_state(self, optimizer)
     for parameter, state in optimizer.state.items():
         if parameter.shape == (96, 32):
             print("moment", torch_xla._XLAC._get_xla_sharding_spec(state["exp_avg"]))
-SpmdFsdp.place_state = told
+SpmdFsdp.place_state = print_sharding
 """
 
 
@@ -41,7 +41,7 @@ def losses(folder):
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cpu") / "run"
     alone = Ranks(1, folder, *COMMON, f"data.batch_size={IMAGES}", f"trainer.max_steps={STEPS}")
-    assert alone.finish() == [0], alone.said()
+    assert alone.finish() == [0], alone.output()
     return losses(folder)
 
 
@@ -49,19 +49,19 @@ def train(folder, engine, devices, steps):
     words = [*COMMON, "runtime=xla", "runtime.precision=fp32", f"parallel={engine}", "resume=auto"]
     words += [f"data.batch_size={IMAGES // devices}", f"trainer.max_steps={steps}"]
     one = Ranks(1, folder, *words, before={0: BEFORE.format(devices=devices)})
-    assert one.finish(300) == [0], one.said()
-    return one.said()
+    assert one.finish(300) == [0], one.output()
+    return one.output()
 
 
-def test_four_devices_train_as_one(tmp_path, expected):
+def test_spmd_ddp__four_devices_match_one(tmp_path, expected):
     train(tmp_path / "run", "ddp", 4, steps=3)
     assert losses(tmp_path / "run") == pytest.approx(expected[:3], rel=1e-4)
 
 
-def test_a_sharded_run_of_four_devices_goes_on_with_two(tmp_path, expected):
-    """What is saved is whole; on the other devices each has its half of the weights and moments again."""
+def test_spmd_fsdp__checkpoint_of_four_devices_resumes_on_two(tmp_path, expected):
+    """Checkpoints are unsharded; after loading on two devices each holds half of the weights and moments."""
     folder = tmp_path / "run"
     train(folder, "fsdp", 4, steps=2)
-    said = train(folder, "fsdp", 2, steps=STEPS)
-    assert f"resumed from {folder}" in said and "moment {devices=[2,1]0,1}" in said
+    output = train(folder, "fsdp", 2, steps=STEPS)
+    assert f"resumed from {folder}" in output and "moment {devices=[2,1]0,1}" in output
     assert losses(folder) == pytest.approx(expected, rel=1e-4) and len(expected) == STEPS

@@ -1,4 +1,4 @@
-"""The step over several chips of v5e, as train.py gives it to torch_xla, compiled by libtpu; no TPU is used."""
+"""train.py's step over several v5e chips, as torch_xla receives it, compiled by libtpu without a TPU."""
 
 import json
 import math
@@ -14,12 +14,12 @@ pytestmark = pytest.mark.skipif(
     compiler.unavailable() is not None or xla.unavailable() is not None,
     reason=f"{compiler.unavailable()} {xla.unavailable()}",
 )
-BATCH = 3  # of each chip: no size of the model is it, nor 12, 24 or 48, so that activations can be told from weights
+BATCH = 3  # per chip. Neither 3 nor 12, 24 or 48 is a size of the model, so shapes tell activations from weights
 QKV = [288, 96]
 
 
 def compiled(chips, engines, words, results, log):
-    """In a process of its own, where it is torch_xla's first use."""
+    """Run in a separate process, before any other use of torch_xla."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -27,7 +27,7 @@ def compiled(chips, engines, words, results, log):
 
 
 @pytest.mark.parametrize(("chips", "engines"), [(4, ("ddp", "fsdp")), (8, ("ddp", "fsdp")), (16, ("fsdp",))])
-def test_each_chip_runs_the_kernels_on_its_images_and_only_weights_and_gradients_travel(chips, engines, tmp_path):
+def test_compiled_step__runs_kernels_on_own_images_and_sends_no_activations(chips, engines, tmp_path):
     words = ["model=vit_digits", "+model.kwargs.depth=1", "attn=pallas_flash", f"data.batch_size={BATCH}"]
     results, log = tmp_path / "results.json", tmp_path / "log"
     process = fork(compiled, chips, engines, words, results, log)
@@ -42,11 +42,11 @@ def test_each_chip_runs_the_kernels_on_its_images_and_only_weights_and_gradients
     if "ddp" in engines:
         assert set(found["ddp"]["collectives"]) == {"all-reduce"}
         assert QKV in found["ddp"]["collectives"]["all-reduce"]
-        assert found["ddp"]["results"].count(QKV) == 3, "the weight and its two moments, whole"
+        assert found["ddp"]["results"].count(QKV) == 3, "the weight and its two moments, replicated"
     fsdp = found["fsdp"]
-    gathered = [math.prod(shape) for shape in fsdp["collectives"]["all-gather"]]  # XLA gives some another shape
+    gathered = [math.prod(shape) for shape in fsdp["collectives"]["all-gather"]]  # XLA reshapes some
     assert math.prod(QKV) in gathered
-    # So small a model's gradients are summed whole over 16 chips, each of which then keeps its part.
+    # On 16 chips XLA all-reduces the gradients of so small a model, and each chip keeps its shard.
     assert fsdp["collectives"].get("reduce-scatter") or (chips == 16 and QKV in fsdp["collectives"]["all-reduce"])
-    part = [QKV[0] // chips, QKV[1]]
-    assert part in fsdp["arguments"] and fsdp["results"].count(part) == 3 and QKV not in fsdp["results"]
+    shard = [QKV[0] // chips, QKV[1]]
+    assert shard in fsdp["arguments"] and fsdp["results"].count(shard) == 3 and QKV not in fsdp["results"]

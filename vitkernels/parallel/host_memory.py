@@ -1,7 +1,7 @@
-"""Host memory that the processes of one host share, and that their GPUs read and write in stream order.
+"""Host memory shared by the processes of one host, read and written by their GPUs in stream order.
 
-GPUs signal each other through it as well, by the stream memory operations of the CUDA driver API
-(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html): no host waits for another, and no kernel does.
+GPUs also signal each other through it, by the CUDA driver's stream memory operations
+(https://docs.nvidia.com/cuda/cuda-driver-api/group__CUDA__MEMOP.html), so neither host threads nor kernels wait.
 """
 
 import contextlib
@@ -20,20 +20,20 @@ _PAGE = mmap.PAGESIZE
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 
 
-class HostRows:
-    """For each rank a row of `length` bytes and `flags` numbers, 0 at first; it writes its own, and all ranks read all.
+class SharedHostRows:
+    """One row of `length` bytes and `flags` int32 flags per rank: a rank writes its own row, all ranks read all rows.
 
-    rows: uint8, by rank; for GPUs they are pinned.
-    On GPUs `announce` and `expect` take their turn in the current stream, as copies do; on CPUs they happen at once.
-    gather: gives every rank's value, by rank. All ranks must make their HostRows at the same time.
-    Raises OSError or RuntimeError where there is no such memory, maybe on some ranks only.
+    rows: uint8 tensors of `length` bytes by rank, pinned for GPUs. Flags start at 0.
+    On GPUs `signal` and `wait` are ordered in the current stream, as copies are; on CPUs they run at once.
+    gather: returns every rank's value, by rank. All ranks must construct their SharedHostRows together.
+    Raises OSError or RuntimeError if the memory cannot be had, possibly on some ranks only.
     """
 
     def __init__(self, length: int, flags: int, rank: int, device: torch.device, gather: Callable[[object], list]):
         self.rank, self.device = rank, device
         flags_begin = -(-length // _PAGE) * _PAGE
         size = flags_begin + 4 * flags
-        memory = [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in _mapped_by_all(size, gather)]
+        memory = [torch.frombuffer(mapping, dtype=torch.uint8) for mapping in _map_all_ranks(size, gather)]
         if device.type == "cuda":
             pinned: list[Tensor] = []
             weakref.finalize(self, _unpin, pinned, device).atexit = False
@@ -44,15 +44,15 @@ class HostRows:
         self._flags = [one[flags_begin:].view(torch.int32) for one in memory]
         self._addresses = [flags_of_one.data_ptr() for flags_of_one in self._flags]
 
-    def announce(self, flag: int, value: int) -> None:
-        """Set one of this rank's flags, once what was copied to its row before is there for the others to read."""
+    def signal(self, flag: int, value: int) -> None:
+        """Set one of this rank's flags, after earlier copies to its row are visible to the other ranks."""
         if self.device.type == "cuda":
             _stream_operation("cuStreamWriteValue32_v2", self.device, self._addresses[self.rank] + 4 * flag, value, 0)
         else:
             self._flags[self.rank][flag] = value
 
-    def expect(self, rank: int, flag: int, value: int) -> None:
-        """Wait until a rank has announced this value or a greater one."""
+    def wait(self, rank: int, flag: int, value: int) -> None:
+        """Wait until a rank has set its flag to `value` or more."""
         if self.device.type == "cuda":
             address = self._addresses[rank] + 4 * flag
             _stream_operation("cuStreamWaitValue32_v2", self.device, address, value, _AT_LEAST)
@@ -62,23 +62,23 @@ class HostRows:
 
 
 def unavailable(rank: int, device: torch.device, gather: Callable[[object], list]) -> str | None:
-    """Why this rank cannot have HostRows, seen by trying; None if it can. All ranks must call it."""
+    """Return why this rank cannot share host memory, found by trying; None if it can. All ranks must call this."""
     try:
-        host = HostRows(1, 1, rank, device, gather)
-        host.announce(0, 1)
-        host.expect(rank, 0, 1)
+        host = SharedHostRows(1, 1, rank, device, gather)
+        host.signal(0, 1)
+        host.wait(rank, 0, 1)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
     except (OSError, RuntimeError) as error:
-        return f"memory shared by the processes of this host fails: {str(error).splitlines()[0]}"
+        return f"sharing memory between this host's processes failed: {str(error).splitlines()[0]}"
     return None
 
 
-def _mapped_by_all(size: int, gather: Callable[[object], list]) -> list[mmap.mmap]:
-    """`size` bytes of each rank, by rank, in the address space of this one."""
+def _map_all_ranks(size: int, gather: Callable[[object], list]) -> list[mmap.mmap]:
+    """Map `size` bytes of each rank into this process; return the mappings by rank."""
     own, path, error = None, None, None
     try:
-        # Without a name, so that nothing is left behind, and not in /dev/shm, of which containers have little.
+        # Unnamed, so nothing is left behind, and not in /dev/shm, which is small in containers.
         own = os.memfd_create("vitkernels")
         os.posix_fallocate(own, 0, size)
         path = f"/proc/{os.getpid()}/fd/{own}"
@@ -88,14 +88,14 @@ def _mapped_by_all(size: int, gather: Callable[[object], list]) -> list[mmap.mma
     try:
         if any(errors):
             raise OSError(next(filter(None, errors)))
-        return [_mapped(path, size) for path in paths]
+        return [_map(path, size) for path in paths]
     finally:
-        gather(None)  # each has opened all
+        gather(None)  # every rank has opened every file
         if own is not None:
             os.close(own)
 
 
-def _mapped(path: str, size: int) -> mmap.mmap:
+def _map(path: str, size: int) -> mmap.mmap:
     file = os.open(path, os.O_RDWR)
     try:
         return mmap.mmap(file, size)
@@ -104,10 +104,11 @@ def _mapped(path: str, size: int) -> mmap.mmap:
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
+    """Register memory with CUDA as page-locked. RuntimeError if CUDA refuses."""
     try:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
     except RuntimeError:
-        # CUDA remembers it, and whoever launches the next kernel would be told: that is the one here.
+        # CUDA reports the error again at the next kernel launch; launch one here to clear it.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=device)
         raise
@@ -115,15 +116,16 @@ def _pin(memory: Tensor, device: torch.device) -> None:
 
 def _unpin(pinned: list[Tensor], device: torch.device) -> None:
     with torch.cuda.device(device):
-        torch.cuda.synchronize()  # nothing is copied from or to it any more
+        torch.cuda.synchronize()  # no copy from or to it is pending
         for one in pinned:
             torch.cuda.cudart().cudaHostUnregister(one.data_ptr())
 
 
 def _stream_operation(name: str, device: torch.device, address: int, value: int, flags: int) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(device.index)  # of torch.cuda.current_stream, but for its Python
+    """Enqueue a write or wait of one int32 flag in the current stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index)  # skips torch.cuda.current_stream's Python
     if error := getattr(_driver(), name)(stream, address, value, flags):
-        raise RuntimeError(f"{name} of the CUDA driver ends with error {error}")
+        raise RuntimeError(f"the CUDA driver's {name} failed with error {error}")
 
 
 @cache

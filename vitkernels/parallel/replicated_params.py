@@ -1,46 +1,51 @@
-"""What fsdp leaves whole on every process, so that it can gather the rest as autocast would round it.
+"""The parameters that FSDP replicates, so that it can gather all others in the precision to which autocast rounds them.
 
-Autocast rounds the weights of linear layers and convolutions wherever it uses them, and their gradients: rounded before
-they travel, they give the same bits. Biases, norms and embeddings it does not round, and FSDP2 has one dtype for the
-gradients of all that it gathers together. They are some 1 MB of a ViT: whole on every process, averaged as ddp would.
+Autocast rounds the weights of linear layers and convolutions wherever it uses them, and their gradients: rounding them
+before they travel gives the same bits. It does not round biases, norms and embeddings, and FSDP2 has one dtype for the
+gradients of all parameters that it gathers together. These parameters are about 1 MB of a ViT, so they are replicated,
+and their gradients averaged as DDP would.
 """
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_ROUNDED_BY_AUTOCAST = (nn.Linear, nn.Conv2d)  # and no class made of them, which may use its weight in another way
-_FEW = 0.1  # of all elements
+_ROUNDED_BY_AUTOCAST = (nn.Linear, nn.Conv2d)  # but no subclass, which may use its weight in another way
+_MAX_REPLICATED = 0.1  # of all elements
 
 
 def has_weights_in_float32(model: nn.Module) -> bool:
-    """Whether a module says `weights_in_float32`: it uses weights of its own, or of layers in it, as they are, or gives
-    them gradients that are not rounded, as the fused operations do."""
+    """Return whether any module sets `weights_in_float32`.
+
+    Such a module reads its weights, or those of layers in it, in float32, or gives them gradients that are not rounded,
+    as the fused ops do.
+    """
     return any(getattr(module, "weights_in_float32", False) for module in model.modules())
 
 
-def stay_whole(model: nn.Module) -> list[nn.Parameter] | None:
-    """The parameters that autocast does not round; None where they are too many to be left whole.
+def parameters_to_replicate(model: nn.Module) -> list[nn.Parameter] | None:
+    """Return the parameters that autocast does not round; None if they are too many to replicate.
 
-    None too where the model has weights in float32: then no layer can be told by its class.
+    Also None if the model has weights in float32, since then a layer's class does not tell whether it is rounded.
     """
     if has_weights_in_float32(model):
         return None
-    whole = {
-        parameter: None  # in the same order everywhere, as in a set it would not be
+    replicated = {
+        parameter: None  # a dict, whose order is the same on all processes
         for module in model.modules()
         for name, parameter in module.named_parameters(recurse=False)
         if name != "weight" or type(module) not in _ROUNDED_BY_AUTOCAST
     }
-    few = sum(p.numel() for p in whole) <= _FEW * sum(p.numel() for p in model.parameters())
-    return list(whole) if few else None
+    few = sum(p.numel() for p in replicated) <= _MAX_REPLICATED * sum(p.numel() for p in model.parameters())
+    return list(replicated) if few else None
 
 
-class WholeGradients:
-    """Averages gradients of whole parameters over all processes, as one, where a backward pass through `model` ends.
+class ReplicatedGradients:
+    """Averages the gradients of replicated parameters in one all-reduce at the end of backward through `model`.
 
-    dtype: what they are averaged in. last: whether the next backward pass is the last of its step; before it they add
-    up. As all processes send one tensor, all must have gradients of the same parameters.
+    dtype: the dtype of the all-reduce.
+    last: whether the next backward pass is the last of its step; gradients accumulate locally before it.
+    All processes send one tensor, so all must have gradients of the same parameters.
     """
 
     def __init__(self, model: nn.Module, parameters: list[nn.Parameter], dtype: torch.dtype):
@@ -48,7 +53,7 @@ class WholeGradients:
         model.register_forward_hook(self._expect_backward)
 
     def _expect_backward(self, model: nn.Module, inputs: tuple, logits: Tensor) -> None:
-        """One hook where backward begins costs the host less than one at each parameter, of which it has a hundred."""
+        """Queue the all-reduce by one hook where backward begins: cheaper on the host than one per parameter."""
         if logits.requires_grad:
             engine = torch.autograd.Variable._execution_engine
             logits.register_hook(lambda _: engine.queue_callback(self._average))

@@ -1,11 +1,11 @@
-"""Several hosts of a TPU slice: one process on each, and one program over all chips.
+"""Several hosts of a TPU slice: one process on each, and one SPMD program over all chips.
 
-As torch_xla documents it: a gloo group for talk on the host, and ShardingSpec's `minibatch`, by which each process
-gives the rows of a batch that its own chips get. These are side by side in the mesh, in the order of the processes.
-Hosts are numbered as in the slice's metadata, and not as torch_xla's `xla://` rendezvous does, by the TPU's driver: who
-writes the run's folder is so known before the TPU is opened, and nothing relies on how the two numbers go together.
+As torch_xla documents it: a gloo group communicates on the host, and with ShardingSpec's `minibatch` each process
+supplies the rows of a batch for its own chips, which are adjacent in the mesh, in the order of the processes. Hosts are
+numbered by the slice's metadata, not by torch_xla's `xla://` rendezvous, which asks the TPU's driver: the process that
+writes the run's folder is then known before the TPU is opened, and nothing depends on how the two numberings match.
 
-What is wrong here would be wrong in silence, so that all is tried before it is used: see Pod._check.
+A mistake here would silently corrupt training, so every assumption is probed before use: see Multihost._check.
 """
 
 import os
@@ -19,41 +19,44 @@ import torch.distributed as dist
 from torch import nn
 
 from vitkernels.errors import UsageError
-from vitkernels.parallel.heartbeat import Watch
-from vitkernels.parallel.processes import Group
-from vitkernels.parallel.tpu_spmd import SpmdData, SpmdFsdp
+from vitkernels.parallel.heartbeat import Heartbeat
+from vitkernels.parallel.process_group import ProcessGroup
+from vitkernels.parallel.tpu_spmd import SpmdDdp, SpmdFsdp
 from vitkernels.runtime import Runtime
 from vitkernels.runtime.xla import Host
 
-PORT = 12355  # where torch_xla too would have the hosts meet, unless MASTER_PORT is set
-MEET_SECONDS = 300  # until all hosts must have come
-PROBE_SECONDS = 300  # of the first program together, compilation included
+PORT = 12355  # torch_xla's rendezvous port; MASTER_PORT overrides it
+RENDEZVOUS_SECONDS = 300  # until all hosts must have arrived
+PROBE_SECONDS = 300  # for the first joint program, including its compilation
 
 
-class Pod(Group):
-    """One host of several, before an engine of spmd.py among the base classes: it then works for all chips.
+class Multihost(ProcessGroup):
+    """One host of several. List it before an SPMD strategy among the base classes, which then covers all chips.
 
-    Raises UsageError, on all hosts, where chips, batches, sums, parameters or weights are not what training relies on.
+    Raises UsageError, on all hosts, if chips, batches, sums, parameters or weights are not what training relies on.
     """
 
     def __init__(self, runtime: Runtime, host: Host, lost_after: float):
         self.rank, self.world = host.rank, len(host.addresses)
         address = host.addresses[0], int(os.environ.get("MASTER_PORT", PORT))
-        store = _meet(address, self.rank, self.world)
-        self._join("gloo", Watch(self.rank, self.world, lost_after, address, keeps_store=self.is_main), store=store)
-        with self._leaving_on_errors():
+        store = _rendezvous(address, self.rank, self.world)
+        heartbeat = Heartbeat(self.rank, self.world, lost_after, address, keeps_store=self.is_main)
+        self._join("gloo", heartbeat, store=store)
+        with self._leave_on_error():
             super().__init__(runtime)
             self._check()
 
-    def _chips(self) -> list[int]:
-        """Each host's own chips side by side, in the order in which torch_xla deals its rows out to them."""
-        everyone = self.gather(_own_chips())
-        chips = [chip for own in everyone for chip in own]
-        sizes = {len(own) for own in everyone}
-        if sorted(chips) != super()._chips() or len(sizes) > 1:
+    def _mesh_chips(self) -> list[int]:
+        """Return each host's chips in turn, in the order in which torch_xla assigns them its rows."""
+        chips_by_rank = self.gather(_own_chips())
+        chips = [chip for own in chips_by_rank for chip in own]
+        all_chips = super()._mesh_chips()
+        if sorted(chips) != all_chips or len({len(own) for own in chips_by_rank}) > 1:
             raise UsageError(
-                f"the hosts of this slice do not share its {len(super()._chips())} chips evenly, each chip on one "
-                f"host: by rank they have {everyone}. Start train.py once on each host of one slice"
+                f"the hosts of this slice must split its {len(all_chips)} chips evenly, each chip on one host, but by "
+                f"rank they have {chips_by_rank}. Start one process on each host of one slice",
+                code="parallel.chips",
+                chips_by_rank=chips_by_rank,
             )
         return chips
 
@@ -61,17 +64,17 @@ class Pod(Group):
         return f"{super().describe()} of {self.world} hosts"
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
-        """Raises UsageError where the hosts have made different weights: each gives its chips its own."""
-        mend = "all need the same versions of all packages, and the same file where model.pretrained names one"
-        self.expect_same("the model's weights", _checksum(model), mend)
+        """Wrap the model. UsageError if the hosts built different weights, since each loads its own to its chips."""
+        fix = "all hosts need the same package versions, and the same file of pretrained weights if there is one"
+        self.expect_same("the model's weights", _checksum(model), fix)
         return super().wrap(model, compiled, mode)
 
     # ---- before training ----
 
     def _check(self) -> None:
-        """Raise UsageError, on all hosts, unless numbers that go the ways of training come out as they must."""
-        late = f"the hosts' first program together was not done within {PROBE_SECONDS} s: not all are in one slice"
-        alarm = threading.Timer(PROBE_SECONDS, self._watch.end_all, [late])
+        """Raise UsageError, on all hosts, unless a probe of everything that training relies on gives known numbers."""
+        timeout = f"the hosts' first joint program did not finish within {PROBE_SECONDS} s: not all are in one slice"
+        alarm = threading.Timer(PROBE_SECONDS, self._heartbeat.abort_all, [timeout])
         alarm.daemon = True
         alarm.start()
         try:
@@ -82,55 +85,62 @@ class Pod(Group):
         expected = {
             "the rows of a batch": list(rows),
             "the sum over a batch": sum(rows),
-            "the number of images beside their targets": len(rows),
-            "a split parameter": [row // (2 * self.local_devices) for row in rows],
+            "the number of images with their own targets": len(rows),
+            "a sharded parameter": [row // (2 * self.local_devices) for row in rows],
         }
         for rank, one in enumerate(self.gather(found)):
             for what, value in expected.items():
                 if one[what] != value:
                     raise UsageError(
-                        f"this slice's {self.world} hosts cannot train together: on rank {rank}, {what} came to "
-                        f"{reprlib.repr(one[what])} and not to {reprlib.repr(value)}. Nothing was trained"
+                        f"this slice's {self.world} hosts cannot train together: on rank {rank}, {what} should be "
+                        f"{reprlib.repr(value)} but is {reprlib.repr(one[what])}. Nothing was trained",
+                        code="parallel.probe",
+                        rank=rank,
+                        what=what,
+                        found=one[what],
+                        expected=value,
                     )
 
     def _probe(self) -> dict:
-        """What becomes of two rows for each chip, and of a parameter that holds the number of the host that gave it."""
+        """Return how a batch of two rows per chip, and a parameter filled with its host's rank, come back."""
         own = 2 * self.local_devices
         rows = torch.arange(own) + own * self.rank
         ((images, targets),) = self.feed([(rows[:, None].float(), rows)])
         total, matches = self.runtime.read([images.sum(), (images[:, 0].long() == targets).sum()])
         parameter = torch.full((2 * self.devices,), float(self.rank)).to(self.runtime.device)
-        self._place(parameter, 0)
+        self._shard(parameter, 0)
         return {
             "the rows of a batch": images.flatten().cpu().tolist(),
             "the sum over a batch": total,
-            "the number of images beside their targets": matches,
-            "a split parameter": parameter.cpu().tolist(),
+            "the number of images with their own targets": matches,
+            "a sharded parameter": parameter.cpu().tolist(),
         }
 
 
-class PodData(Pod, SpmdData):
-    """Every chip of all hosts has the whole model and its part of each batch."""
+class MultihostDdp(Multihost, SpmdDdp):
+    """Every chip of all hosts holds a replica of the model and its shard of each batch."""
 
 
-class PodFsdp(Pod, SpmdFsdp):
-    """Every chip of all hosts has a part of each parameter and its part of each batch."""
+class MultihostFsdp(Multihost, SpmdFsdp):
+    """Every chip of all hosts holds a shard of each parameter and its shard of each batch."""
 
 
-def _meet(address: tuple[str, int], rank: int, world: int) -> dist.Store:
-    """A store that the first host keeps, once all have come to it."""
+def _rendezvous(address: tuple[str, int], rank: int, world: int) -> dist.Store:
+    """Return a store kept by the first host, once all hosts have connected to it."""
     try:
-        return dist.TCPStore(*address, world, is_master=rank == 0, timeout=timedelta(seconds=MEET_SECONDS))
+        return dist.TCPStore(*address, world, is_master=rank == 0, timeout=timedelta(seconds=RENDEZVOUS_SECONDS))
     except dist.DistError as error:
         where = "{}:{}".format(*address)
         raise UsageError(
-            f"the {world} hosts of this slice did not meet at {where} within {MEET_SECONDS} s ({error}): start "
-            "train.py on every host, and end what is left of a run before; MASTER_PORT chooses another port"
+            f"the {world} hosts of this slice did not meet at {where} within {RENDEZVOUS_SECONDS} s ({error}): start "
+            "the program on every host, after ending what is left of an earlier run; MASTER_PORT sets another port",
+            code="parallel.rendezvous",
+            address=where,
         ) from error
 
 
 def _own_chips() -> list[int]:
-    """This process's chips, by their numbers in torch_xla, in the order in which it deals rows out to them."""
+    """Return this process's chips by torch_xla's numbers, in the order in which it assigns them its rows."""
     import torch_xla
 
     return [int(name.rpartition(":")[2]) for name in torch_xla._XLAC._xla_get_runtime_devices()]
