@@ -1,26 +1,28 @@
-"""Fused operations in a timm model: the same parameters, the same function."""
+"""set_ops: fused ops in a timm model compute the same function of the same parameters."""
 
 import copy
 
 import pytest
 import torch
+from expecting import error
 from timm.layers import Attention
 
 from vitkernels import models
-from vitkernels.models import fusing
-from vitkernels.models.fused_blocks import FusedBlock, FusedBlocks
+from vitkernels.errors import UsageError
+from vitkernels.models import model_ops
+from vitkernels.models.fused_modules import FusedBlock, FusedBlocks
 from vitkernels.quant import quantize_
 
 ALL = {"layer_norm_residual": "triton", "linear": "triton", "mlp": "passes", "patch_embed": "triton"}
 
 
 def pair(ops, residual_dtype=None, keep_activation=False, **kwargs):
-    """The model as timm has it, and one of the same weights with these ops."""
+    """Return a model with timm's modules, and one with the same weights and these ops."""
     torch.manual_seed(0)
     plain, fused = (models.create_model("vit_digits", "native", num_classes=10, depth=2, **kwargs) for _ in range(2))
     with torch.no_grad():
         for parameter in plain.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and scales start at constants
+            parameter.add_(0.05 * torch.randn_like(parameter))  # biases and scales are initialized to constants
     fused.load_state_dict(plain.state_dict())
     return plain, models.set_ops(fused, ops, residual_dtype, keep_activation)
 
@@ -50,24 +52,24 @@ def losses_and_gradients(model, images):
         "plain", "scale and class token", "tanh GELU, no projection bias", "norms of q and k", "no qkv bias",
     ],
 )  # fmt: skip
-def test_the_same_function_and_gradients(ops, kwargs):
+def test_set_ops__same_function_and_gradients(ops, kwargs):
     plain, fused = pair(ops, **kwargs)
     assert list(plain.state_dict()) == list(fused.state_dict())
     images = torch.randn(3, 1, 16, 16)
     (loss, want), (got_loss, got) = (losses_and_gradients(m, images) for m in (plain, fused))
     assert got_loss == pytest.approx(loss, rel=1e-5)
     for name, gradient in want.items():
-        # float32 sums in another order; of the keys' bias, and of their norm's, nothing but rounding is left
+        # Summation order differs; gradients of the keys' bias and of its norm are zero up to rounding.
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
 
 
-def test_only_keys_that_reach_the_scores_as_they_are_need_no_bias():
+def test_fused_linear__is_qkv_only_without_a_norm_of_the_keys():
     for kwargs, expected in (({}, True), ({"qk_norm": True}, False)):
         attn = pair(ALL, **kwargs)[1].blocks[0].attn
         assert (attn.qkv.is_qkv, attn.proj.is_qkv) == (expected, False)
 
 
-def test_keeping_the_activation_saves_one_more_hidden_tensor_and_changes_no_gradient():
+def test_keep_activation__saves_one_more_hidden_tensor_and_the_same_gradients():
     images, found = torch.randn(3, 1, 16, 16), {}
     for keep in (False, True):
         torch.manual_seed(1)
@@ -82,19 +84,19 @@ def test_keeping_the_activation_saves_one_more_hidden_tensor_and_changes_no_grad
         assert torch.equal(found[True][1][name], gradient), name
 
 
-def test_drop_path_drops_whole_images_and_keeps_the_mean():
+def test_drop_path__drops_per_image_and_keeps_the_mean():
     plain, fused = pair({"layer_norm_residual": "reference"}, drop_path_rate=0.5)
     images = torch.randn(1, 1, 16, 16).expand(512, -1, -1, -1)
     plain.train(), fused.train()
     torch.manual_seed(1)
     want, got = plain(images).mean(0), fused(images).mean(0)
-    assert len(fused(images[:64]).unique(dim=0)) > 1  # images differ by what was dropped
+    assert len(fused(images[:64]).unique(dim=0)) > 1  # each image drops its own branches
     assert torch.allclose(got, want, atol=0.15)  # means of 512 draws, each with a deviation near 1
     plain.eval(), fused.eval()
     assert torch.allclose(plain(images[:2]), fused(images[:2]), atol=1e-5)
 
 
-def test_dropout_between_linear_and_seam():
+def test_dropout__applies_in_training_only():
     _, fused = pair(ALL, proj_drop_rate=0.5)
     images = torch.randn(2, 1, 16, 16)
     fused.train()
@@ -103,7 +105,7 @@ def test_dropout_between_linear_and_seam():
     assert torch.equal(fused(images), fused(images))
 
 
-def test_a_block_alone_is_timms_block():
+def test_fused_block__alone_matches_timm():
     plain, fused = pair(ALL)
     tokens = torch.randn(2, 16, 96)
     assert isinstance(fused.blocks, FusedBlocks) and isinstance(fused.blocks[0], FusedBlock)
@@ -111,28 +113,28 @@ def test_a_block_alone_is_timms_block():
     assert len(fused.forward_intermediates(torch.randn(2, 1, 16, 16))[1]) == 2
 
 
-def test_a_bfloat16_stream_is_close():
+def test_residual_dtype__bfloat16_stays_close():
     plain, fused = pair({"layer_norm_residual": "triton"}, torch.bfloat16)
     images = torch.randn(3, 1, 16, 16)
     with torch.autocast("cpu", torch.bfloat16):
         want, got = plain(images).float(), fused(images).float()
     assert not torch.equal(got, want)
-    assert (got - want).norm() < 0.05 * want.norm()  # four roundings of 0.2 % along the stream, and its norms
+    assert (got - want).norm() < 0.05 * want.norm()  # four roundings of 0.2 % along the stream, amplified by its norms
 
 
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8_fp8"])
-def test_a_model_can_be_quantized_before_its_ops_are_set_or_after(scheme):
-    """... under autocast, where integers and 8-bit floats would be cast like weights."""
+def test_quantize__before_or_after_set_ops(scheme):
+    """Under autocast, because integers and 8-bit floats must not be cast like weights."""
     plain, fused = pair({"layer_norm_residual": "reference", "linear": "reference", "mlp": "reference"})
     for model in (plain, fused):
         quantize_(model, scheme)
     images = torch.randn(2, 1, 16, 16)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         want, got = plain(images), fused(images)
-    assert (got - want).norm() < 0.02 * want.norm()  # bfloat16 rounds what passes between layers at other places
+    assert (got - want).norm() < 0.02 * want.norm()  # bfloat16 rounds activations at different places
 
 
-def test_it_compiles_whole():
+def test_set_ops__compiles_without_graph_breaks():
     _, fused = pair(ALL)
     images = torch.randn(2, 1, 16, 16)
     want = losses_and_gradients(fused, images)
@@ -140,52 +142,66 @@ def test_it_compiles_whole():
     assert got[0] == pytest.approx(want[0], rel=1e-6)
 
 
-def test_auto_leaves_what_does_not_fit(caplog):
+@pytest.fixture
+def as_on_gpu(monkeypatch):
+    """Give "auto" a kernel for every op."""
+    monkeypatch.setattr(model_ops, "_has_kernel", lambda *_: True)
+
+
+def test_unsupported_architecture__named_raises_and_auto_falls_back(caplog):
     model = models.create_model("vit_digits", "native", num_classes=10, qk_norm=True, norm_layer="rmsnorm")
-    with pytest.raises(
-        ValueError, match=r"cannot run VisionTransformer.*layer_norm_residual=triton: it normalizes with RmsNorm"
-    ):
+    with error("models.op_unsupported", model="VisionTransformer") as caught:
         models.set_ops(model, {"layer_norm_residual": "triton"})
+    assert "RmsNorm" in caught.value.fields["reasons"]["layer_norm_residual"]
     with caplog.at_level("INFO", "vitkernels"):
         models.set_ops(model, {"layer_norm_residual": "auto"})
-    assert not isinstance(model.blocks, FusedBlocks) and "stays as timm has it" in caplog.text
+    assert not isinstance(model.blocks, FusedBlocks) and "falling back" in caplog.text
 
 
-def test_what_does_not_fit_takes_no_residual_dtype_either(monkeypatch):
-    monkeypatch.setattr("vitkernels.models.fusing._has_kernel", lambda *_: True)  # as on a GPU
+def test_unsupported_architecture__message():
+    """A snapshot of the wording."""
     model = models.create_model("vit_digits", "native", num_classes=10, norm_layer="rmsnorm")
-    with pytest.raises(ValueError, match="needs layer_norm_residual, which is eager here"):
+    with pytest.raises(UsageError) as caught:
+        models.set_ops(model, {"layer_norm_residual": "triton"})
+    assert str(caught.value) == (
+        "VisionTransformer does not support layer_norm_residual='triton' (its norm is RmsNorm, "
+        'expected LayerNorm with weight and bias); set these ops to "eager" or "auto"'
+    )
+
+
+def test_residual_dtype__requires_layer_norm_residual_after_auto_fell_back(as_on_gpu):
+    model = models.create_model("vit_digits", "native", num_classes=10, norm_layer="rmsnorm")
+    with error("models.op_option", option="residual_dtype", op="layer_norm_residual"):
         models.set_ops(model, {"layer_norm_residual": "auto"}, torch.bfloat16)
 
 
-def test_auto_leaves_patches_that_do_not_cover_the_image(monkeypatch, caplog):
-    """timm's convolution passes over the pixels at the end."""
-    monkeypatch.setattr("vitkernels.models.fusing._has_kernel", lambda *_: True)  # as on a GPU
+def test_auto__falls_back_if_patches_do_not_cover_the_image(as_on_gpu, caplog):
+    """timm's convolution ignores the remaining pixels."""
     model = models.create_model("vit_digits", "native", num_classes=10, depth=1, img_size=18)
     with caplog.at_level("INFO", "vitkernels"):
         models.set_ops(model, {"patch_embed": "auto"})
-    assert "18 x 18 pixels do not divide into patches of 4" in caplog.text
+    assert "patch_embed: falling back" in caplog.text and "18 x 18" in caplog.text
     assert model(torch.randn(2, 1, 18, 18)).shape == (2, 10)
 
 
-def test_blocks_without_attention(monkeypatch, caplog):
-    monkeypatch.setattr("vitkernels.models.fusing._has_kernel", lambda *_: True)  # as on a GPU
+def test_unsupported_architecture__blocks_without_standard_attention(as_on_gpu, caplog):
     model = models.create_model("vit_small_patch16_18x2_224", "native", depth=1)
     with caplog.at_level("INFO", "vitkernels"):
         models.set_ops(model, dict.fromkeys(models.MODEL_OPS, "auto"))
-    assert "linear stays as timm has it: ParallelThingsBlock.attn.qkv is NoneType, not Linear" in caplog.text
-    with pytest.raises(ValueError, match=r"(?s)set to eager or auto: layer_norm_residual=triton: .*; linear=triton: "):
+    assert "ParallelThingsBlock.attn.qkv is NoneType" in caplog.text
+    with error("models.op_unsupported") as caught:
         models.set_ops(model, ALL)
+    assert caught.value.fields["reasons"].keys() == {"layer_norm_residual", "linear", "mlp"}
 
 
-def test_layers_with_a_parametrization_stay():
+def test_quantize__leaves_parametrized_layers():
     _, model = pair(ALL)
     qkv = torch.nn.utils.parametrizations.weight_norm(model.blocks[0].attn.qkv)
     quantize_(model, "w8a16")
     assert model.blocks[0].attn.qkv is qkv and type(model.blocks[1].attn.qkv).__name__ == "QuantizedLinear"
 
 
-def test_a_later_call_decides_alone():
+def test_set_ops__later_call_replaces_the_earlier_one():
     plain, model = pair(ALL, torch.bfloat16)
     models.set_ops(model, {"patch_embed": "eager"})
     assert str(model) == str(plain)
@@ -194,7 +210,7 @@ def test_a_later_call_decides_alone():
 
 
 @pytest.mark.parametrize("fused_attn, backend", [(True, "sdpa"), (False, "native")])
-def test_timms_own_attention_goes_on_as_the_backend_that_calculates_the_same(fused_attn, backend):
+def test_set_ops__replaces_timm_attention_by_the_equivalent_backend(fused_attn, backend):
     torch.manual_seed(0)
     plain = models.timm_model("vit_digits", num_classes=10, depth=2)
     for block in plain.blocks:
@@ -204,45 +220,50 @@ def test_timms_own_attention_goes_on_as_the_backend_that_calculates_the_same(fus
     assert fused.blocks[0].attn.qkv.is_qkv and list(fused.state_dict()) == list(plain.state_dict())
     (loss, want), (got_loss, got) = (losses_and_gradients(m, images) for m in (plain, fused))
     assert got_loss == pytest.approx(loss, rel=1e-5)
-    for name, gradient in want.items():  # as above; the keys' bias has none but timm's rounding
+    for name, gradient in want.items():  # as above; the gradient of the keys' bias is zero up to rounding
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
     assert type(models.set_ops(copy.deepcopy(plain), {"patch_embed": "triton"}).blocks[0].attn) is Attention
 
 
-def test_ops_in_words_names_the_exceptions():
+def test_describe_ops__message():
+    """A snapshot of the wording."""
     eager = dict.fromkeys(models.MODEL_OPS, "eager")
-    assert models.ops_in_words(eager) == "eager"
-    assert models.ops_in_words(eager | {"layer_norm_residual": "mine"}) == "eager but layer_norm_residual=mine"
-    assert models.ops_in_words(ALL) == "triton but mlp=passes"
+    assert models.describe_ops(eager) == "eager"
+    assert models.describe_ops(eager | {"layer_norm_residual": "mine"}) == "eager except layer_norm_residual=mine"
+    assert models.describe_ops(ALL) == "triton except mlp=passes"
+
+
+def tiny():
+    return models.create_model("vit_digits", "native", num_classes=10)
 
 
 @pytest.mark.parametrize(
-    "ops,residual,message",
-    [
-        ({"layer_norm": "triton"}, None, "Did you mean 'layer_norm_residual'?"),
-        ({"patch_embed": "tritn"}, None, "Did you mean 'triton'?"),
-        ({"mlp": "triton"}, None, "mlp=triton: it is fused together with layer_norm_residual"),
-        ({"mlp": "passes", "layer_norm_residual": "auto"}, None, "mlp=passes: it is fused together with"),
-        ({"patch_embed": "triton"}, torch.bfloat16, "needs layer_norm_residual"),
-    ],
+    ("backends", "near"), [({"layer_norm": "triton"}, "layer_norm_residual"), ({"patch_embed": "tritn"}, "triton")]
 )
-def test_errors(ops, residual, message):
-    with pytest.raises(ValueError) as caught:
-        models.set_ops(models.create_model("vit_digits", "native", num_classes=10), ops, residual)
-    assert message in str(caught.value)
+def test_set_ops__unknown_names_suggest_near_ones(backends, near):
+    with error("unknown_name") as caught:
+        models.set_ops(tiny(), backends)
+    assert near in caught.value.fields["near"]
 
 
-def test_mlp_by_itself_stays_where_its_partner_does(monkeypatch, caplog):
-    monkeypatch.setattr(fusing, "place_of", lambda device: "cuda")
-    plain = models.create_model("vit_digits", "native", num_classes=10)
+@pytest.mark.parametrize("backends", [{"mlp": "triton"}, {"mlp": "passes", "layer_norm_residual": "auto"}], ids=str)
+def test_mlp__named_requires_layer_norm_residual(backends):
+    with error("models.op_requires", op="mlp", requires="layer_norm_residual"):
+        models.set_ops(tiny(), backends)
+
+
+def test_mlp__auto_falls_back_without_layer_norm_residual(monkeypatch, caplog):
+    monkeypatch.setattr(model_ops, "place_of", lambda device: "cuda")
+    plain = tiny()
     model = copy.deepcopy(plain)
     with caplog.at_level("INFO", "vitkernels"):
         models.set_ops(model, {"mlp": "auto", "layer_norm_residual": "eager"}, keep_activation=True)
     assert str(model) == str(plain)
-    assert "mlp stays as timm has it: it is fused together with layer_norm_residual" in caplog.text
+    assert "mlp: falling back" in caplog.text and "requires layer_norm_residual" in caplog.text
 
 
-def test_an_option_of_an_op_that_is_eager_is_an_error():
-    model = models.create_model("vit_digits", "native", num_classes=10)
-    with pytest.raises(ValueError, match="keep_activation is an option of mlp, which is eager"):
-        models.set_ops(model, {"layer_norm_residual": "triton"}, keep_activation=True)
+def test_options__require_their_op():
+    with error("models.op_option", option="residual_dtype", op="layer_norm_residual"):
+        models.set_ops(tiny(), {"patch_embed": "triton"}, torch.bfloat16)
+    with error("models.op_option", option="keep_activation", op="mlp"):
+        models.set_ops(tiny(), {"layer_norm_residual": "triton"}, keep_activation=True)

@@ -1,7 +1,7 @@
-"""VisionTransformers that timm has no name for. Keys are VisionTransformer arguments."""
+"""VisionTransformers without a name in timm, as arguments of timm's VisionTransformer."""
 
 PRESETS = {
-    # ViT-B/16 at 256 px as benchmarks of TPU kernels use it: 256 tokens, no class token, average pooling.
+    # ViT-B/16 at 256 px, common in TPU kernel benchmarks: 256 tokens, no class token, average pooling.
     "vit_b16_256": {
         "img_size": 256,
         "patch_size": 16,
@@ -11,7 +11,7 @@ PRESETS = {
         "class_token": False,
         "global_pool": "avg",
     },
-    # Small enough to learn the handwritten digits on two CPU cores in a minute: 16 tokens.
+    # 16 tokens; learns the handwritten digits on two CPU cores in a minute.
     "vit_digits": {
         "img_size": 16,
         "patch_size": 4,

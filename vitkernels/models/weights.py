@@ -1,4 +1,4 @@
-"""Weights in and out: timm's parameter names everywhere, so files travel between backends and plain timm."""
+"""Read, adapt and load weights under timm's parameter names, which are the same for every backend."""
 
 import argparse
 import logging
@@ -16,77 +16,97 @@ from vitkernels.errors import UsageError
 
 log = logging.getLogger("vitkernels")
 
-# Under what names training programs keep weights in their checkpoints, timm's among them; averages are the better ones.
+# Keys under which training programs, timm among them, store weights in their checkpoints; averages are preferred.
 _EMA_KEYS = ("ema", "state_dict_ema", "model_ema")
 _KEYS = (*_EMA_KEYS, "state_dict", "model")
 
 
 def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
-    """The state dict in a .safetensors file, a torch file, or a training checkpoint (its EMA where it has one).
+    """Return the state dict in a .safetensors file, a torch file, or a training checkpoint (its EMA if it has one).
 
-    A training checkpoint is a folder of ours, made by any number of processes, or a file of timm's. The prefixes of
-    torch's wrappers (module., _orig_mod.) are taken off names, by timm.
+    A training checkpoint is a checkpoint folder of this package, written by any number of processes, or a file of
+    timm's. Prefixes of torch's wrappers (module., _orig_mod.) are removed from parameter names. Torch files are read
+    with weights_only, which executes nothing in them.
 
-    Torch files are read with weights_only: nothing in them is executed. Raises UsageError when the file is missing,
-    truncated or holds something else.
+    Raises:
+        UsageError: "models.weights_missing" if nothing is at `path`, "models.weights_unreadable" if the file is
+            truncated or holds no state dict.
     """
     path = Path(path)
     if path.is_dir():
-        return _of_checkpoint(path)
+        return _from_checkpoint(path)
     if not path.is_file():
-        raise UsageError(f"no weights at {path}: no such file; give a run's checkpoints/best, or a file of weights")
-    try:
-        if path.suffix == ".safetensors":
-            return clean_state_dict(load_file(path))
-        with torch.serialization.safe_globals([argparse.Namespace]):  # timm notes its arguments
-            content = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
-        raise UsageError(f"{path} cannot be read as weights: {error}") from error
-    except Exception as error:  # pickle errors have no common base, and give advice on how to be unsafe
-        expected = "it is no .safetensors file, nor a state dict that torch.save wrote"
-        raise UsageError(f"{path} cannot be read as weights: {expected} ({type(error).__name__})") from error
+        message = f"no weights at {path}: no such file; expected a run's checkpoints/best, or a file of weights"
+        raise UsageError(message, code="models.weights_missing", path=str(path))
+    if path.suffix == ".safetensors":
+        return clean_state_dict(_read(path, load_file))
+    content = _read(path, _load_torch_file)
     key = next((k for k in _KEYS if isinstance(content, dict) and isinstance(content.get(k), dict)), None)
     if key is not None:
-        log.info("weights: %s (%s) of %s", "the EMA" if key in _EMA_KEYS else "the model", key, path)
+        log.info("weights: %s (%s) from %s", "EMA" if key in _EMA_KEYS else "model", key, path)
         content = content[key]
     if not isinstance(content, dict) or not all(
         isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in content.items()
     ):
-        raise UsageError(f"{path} holds no state dict; expected parameter names mapped to tensors")
+        raise _unreadable(path, "it contains no state dict; expected parameter names mapped to tensors")
     return clean_state_dict(content)
 
 
-def _of_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
-    from vitkernels.checkpoint import checkpoints  # which imports torch.distributed: only where it is needed
+def _read(path: Path, read):
+    """Return `read(path)`, with its errors as UsageError."""
+    try:
+        return read(path)
+    except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+        raise _unreadable(path, str(error)) from error
+    except Exception as error:  # pickle's errors share no base class, and recommend weights_only=False
+        expected = f"expected a .safetensors file, or a state dict saved by torch.save ({type(error).__name__})"
+        raise _unreadable(path, expected) from error
+
+
+def _load_torch_file(path: Path):
+    with torch.serialization.safe_globals([argparse.Namespace]):  # timm stores its command line arguments
+        return torch.load(path, map_location="cpu", weights_only=True)
+
+
+def _unreadable(path: Path, reason: str) -> UsageError:
+    return UsageError(f"could not read weights from {path}: {reason}", code="models.weights_unreadable", path=str(path))
+
+
+def _from_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    from vitkernels.checkpoint import checkpoints  # imports torch.distributed, which other paths do not need
 
     checkpoints.load_state(folder)
     averages = checkpoints.load_tensors(folder, "ema")
-    log.info("weights: %s of %s", "the EMA" if averages else "the model", folder)
+    log.info("weights: %s from %s", "EMA" if averages else "model", folder)
     return averages or checkpoints.load_tensors(folder, "model")
 
 
-def fitted(state_dict: dict[str, torch.Tensor], model: nn.Module, new_classes: bool) -> dict[str, torch.Tensor]:
-    """The state dict, to go on from with other images or classes: what `load_weights` takes. The log says what changed.
+def adapt_state_dict(
+    state_dict: dict[str, torch.Tensor], model: nn.Module, new_classes: bool
+) -> dict[str, torch.Tensor]:
+    """Return a state dict for fine-tuning `model` at another image size or with other classes; log each change.
 
-    Position embeddings for another number of patches are resampled, by timm. A head that is not there, or of other
-    classes, of which `new_classes` tells where their number does not, is the model's own instead.
+    Position embeddings of another number of patches are resampled by timm. The model's own classifier head is used if
+    the state dict has no head, if its class count differs, or with `new_classes`, which covers other classes of the
+    same count. Load the result with `load_weights`.
     """
-    own, fits = model.state_dict(), dict(state_dict)
-    positions, there = own.get("pos_embed"), state_dict.get("pos_embed")
-    if positions is not None and there is not None and _only_tokens_differ(positions, there):
+    own, adapted = model.state_dict(), dict(state_dict)
+    positions, loaded = own.get("pos_embed"), state_dict.get("pos_embed")
+    if positions is not None and loaded is not None and _only_tokens_differ(positions, loaded):
         prefix = 0 if getattr(model, "no_embed_class", False) else getattr(model, "num_prefix_tokens", 0)
-        if math.isqrt(there.shape[1] - prefix) ** 2 == there.shape[1] - prefix:  # a square of patches
-            fits["pos_embed"] = resample_abs_pos_embed(there, model.patch_embed.grid_size, num_prefix_tokens=prefix)
-            log.info("pos_embed is resampled: %d tokens there, %d here", there.shape[1], positions.shape[1])
+        if math.isqrt(loaded.shape[1] - prefix) ** 2 == loaded.shape[1] - prefix:  # a square grid
+            grid = model.patch_embed.grid_size
+            adapted["pos_embed"] = resample_abs_pos_embed(loaded, grid, num_prefix_tokens=prefix)
+            log.info("position embedding resampled from %d to %d tokens", loaded.shape[1], positions.shape[1])
     head = {name: own[name] for name in own if name.partition(".")[0] in ("head", "head_dist")}
     shapes = [(tuple(state_dict[name].shape), tuple(x.shape)) for name, x in head.items() if name in state_dict]
     if head and not shapes:
-        fits |= head
-        log.info("the head begins anew: the weights have none")
+        adapted |= head
+        log.info("classifier head reinitialized: the weights have no head")
     elif new_classes or any(a != b and a[1:] == b[1:] for a, b in shapes):
-        fits |= {name: x for name, x in head.items() if name in state_dict}
-        log.info("the head begins anew: its classes are others")
-    return fits
+        adapted |= {name: x for name, x in head.items() if name in state_dict}
+        log.info("classifier head reinitialized: the classes differ")
+    return adapted
 
 
 def _only_tokens_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -94,22 +114,33 @@ def _only_tokens_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def load_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
-    """Load a state dict strictly; a mismatch raises UsageError that names what is missing, left over or misshapen."""
+    """Load a state dict strictly.
+
+    source: where it came from, for the error.
+
+    Raises:
+        UsageError: "models.weights_mismatch" with the lists of names `missing`, `unexpected` and `misshapen`.
+    """
     own = model.state_dict()
-    missing = [name for name in own if name not in state_dict]
-    extra = [name for name in state_dict if name not in own]
-    misshapen = [
-        f"{name} {tuple(state_dict[name].shape)}, the model has {tuple(own[name].shape)}"
-        for name in own
-        if name in state_dict and own[name].shape != state_dict[name].shape
-    ]
-    complaints = [
-        f"{label}: {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
-        for label, names in (("missing", missing), ("left over", extra), ("of another shape", misshapen))
+    mismatches = {
+        "missing": [name for name in own if name not in state_dict],
+        "unexpected": [name for name in state_dict if name not in own],
+        "misshapen": [name for name in own if name in state_dict and own[name].shape != state_dict[name].shape],
+    }
+    if not any(mismatches.values()):
+        model.load_state_dict(state_dict)
+        return
+    shapes = {
+        name: f"{name} {tuple(state_dict[name].shape)} (the model has {tuple(own[name].shape)})"
+        for name in mismatches["misshapen"]
+    }
+    problems = [
+        f"{label} {', '.join(shapes.get(name, name) for name in names[:4])}"
+        + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+        for label, names in mismatches.items()
         if names
     ]
-    if complaints:
-        if own.keys() == state_dict.keys() and all(name.startswith("pos_embed ") for name in misshapen):
-            complaints.append("they were trained on images of another size, model.img_size")
-        raise UsageError(f"{source} belongs to another model: {'; '.join(complaints)}")
-    model.load_state_dict(state_dict)
+    if mismatches == {"missing": [], "unexpected": [], "misshapen": ["pos_embed"]}:
+        problems.append("the weights were trained at another image size: set img_size, or use adapt_state_dict")
+    message = f"weights of {source} do not match the model: {'; '.join(problems)}"
+    raise UsageError(message, code="models.weights_mismatch", source=source, **mismatches)

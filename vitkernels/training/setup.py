@@ -131,7 +131,7 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
     for module in filter(None, (model, quantized, ema and ema.module)):
         models.set_ops(module, ops, residual, cfg.ops.keep_activation)
     in_8_bits = "" if cfg.quant.name == "none" else f", quant {cfg.quant.name}"
-    size, ops_text = f"{facts.parameters / 1e6:.1f} M parameters", models.ops_in_words(ops)
+    size, ops_text = f"{facts.parameters / 1e6:.1f} M parameters", models.describe_ops(ops)
     log.info("model: %s, %s, attention %s, ops %s%s", cfg.model.name, size, attn, ops_text, in_8_bits)
 
     def wrap(module: nn.Module) -> nn.Module:
@@ -187,7 +187,7 @@ def _load_weights(cfg: Config, parallel: Parallel, model: nn.Module, data: Data,
         parallel.on_main(source.check_data, cfg.checkpoint, trained_on, data.class_names, data.preprocessing)
     else:
         new_classes = trained_on.class_names not in (None, data.class_names)
-        weights = models.fitted(weights, model, new_classes)
+        weights = models.adapt_state_dict(weights, model, new_classes)
     models.load_weights(model, weights, str(cfg.checkpoint))
 
 

@@ -1,4 +1,4 @@
-"""timm's self-attention module with the kernel swapped: same parameters, same names, any backend.
+"""timm's self-attention module with an attention backend: same parameters and state-dict keys.
 
 Shape suffixes: B batch, N tokens, C channels, H heads, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -9,6 +9,7 @@ from timm.layers import Attention
 from torch import Tensor, nn
 
 from vitkernels.attention import AttentionBackend
+from vitkernels.module_swap import instance_sharing_state
 
 
 class BackendAttention(Attention):
@@ -17,22 +18,22 @@ class BackendAttention(Attention):
     backend: AttentionBackend
 
     @classmethod
-    def adopt(cls, module: Attention) -> "BackendAttention":
-        """This class around an existing module's parameters, which stay the same tensors."""
-        adopted = cls.__new__(cls)
-        nn.Module.__init__(adopted)
-        adopted.__dict__.update({k: v for k, v in module.__dict__.items() if k != "backend"})
-        return adopted
+    def from_module(cls, module: Attention) -> "BackendAttention":
+        """Return an instance that shares the parameters, buffers and submodules of `module`."""
+        return instance_sharing_state(cls, module, without=("backend",))
 
     def __reduce__(self):
-        """For pickle, which would look for the class by its name, and it was made at run time."""
-        return _unpickled, (self.backend,), self.__dict__
+        """Let pickle rebuild the class, which `attention_layer` makes at run time and no module holds by name."""
+        return _unpickle, (self.backend,), self.__dict__
 
     def forward(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return self.proj_drop(self.proj(self.attend(x_BNC, attn_mask, is_causal)))
 
     def attend(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """All but the output projection and its dropout: (B, N, C) -> (B, N, E)."""
+        """Return attention's result before the output projection: (B, N, C) -> (B, N, E).
+
+        attn_mask: a bias if it is floating point, otherwise a boolean mask that is True at positions to keep.
+        """
         qkv_BN3HD = self.qkv(x_BNC).unflatten(-1, (3, self.num_heads, self.head_dim))
         keywords = {
             "is_causal": is_causal,
@@ -45,7 +46,7 @@ class BackendAttention(Attention):
             out_BNE = self.backend.qkvpacked(qkv_BN3HD, **keywords)
         else:
             q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
-            # Norms leave autocast in float32; the kernel gets one dtype.
+            # Under autocast the norms return float32; backends expect one dtype.
             q_BHND, k_BHND = self.q_norm(q_BHND).to(v_BHND.dtype), self.k_norm(k_BHND).to(v_BHND.dtype)
             out_BNE = self.backend(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
         out_BNE = self.norm(out_BNE)
@@ -55,12 +56,12 @@ class BackendAttention(Attention):
         return out_BNE
 
 
-@cache  # so that layers that were copied have the class of the others, and torch.compile does not tell them apart
+@cache  # one class per backend, so torch.compile does not specialize on copied layers
 def attention_layer(backend: AttentionBackend) -> type[BackendAttention]:
-    """The class to pass to timm as `attn_layer`."""
+    """Return the class to pass to timm as `attn_layer`."""
     return type(f"{backend.name.title().replace('_', '')}Attention", (BackendAttention,), {"backend": backend})
 
 
-def _unpickled(backend: AttentionBackend) -> BackendAttention:
+def _unpickle(backend: AttentionBackend) -> BackendAttention:
     layer = attention_layer(backend)
     return layer.__new__(layer)

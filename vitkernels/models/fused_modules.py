@@ -1,0 +1,248 @@
+"""timm's blocks, projections and patch embedding, rewritten over fused ops; same parameters and state-dict keys.
+
+A FusedBlock computes each residual addition together with the LayerNorm that follows it. A sublayer's result therefore
+stays separate from the residual stream until the next LayerNorm, which may be in the next block.
+
+Shape suffixes: B images, N tokens, C channels, E channels of the sublayer or the patch embedding, H x W pixels,
+P patch size.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from timm.layers import Attention, DropPath, LayerScale, Mlp
+from timm.layers.activations import GELU, GELUTanh
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitkernels.models.backend_attention import BackendAttention
+from vitkernels.module_swap import SwappedModule
+from vitkernels.ops import layer_norm_residual, linear, mlp, patch_embed
+
+
+class Branch(NamedTuple):
+    """A sublayer's result, with the operations to apply before it is added to the residual stream.
+
+    A tuple, because FSDP searches a block's arguments and results for tensors.
+    """
+
+    value_BNC: Tensor
+    bias_C: Tensor | None
+    layer_scale_C: Tensor | None
+    sample_scale_B: Tensor | None
+
+    def added_to(self, x_BNC: Tensor) -> Tensor:
+        """Return x + (value + bias) * layer scale * sample scale."""
+        value = self.value_BNC
+        if self.bias_C is not None:
+            value = value + self.bias_C
+        if self.layer_scale_C is not None:
+            value = value * self.layer_scale_C
+        if self.sample_scale_B is not None:
+            value = value * self.sample_scale_B[:, None, None]
+        return x_BNC + value
+
+
+class FusedLinear(SwappedModule, nn.Linear):
+    """nn.Linear over the op `linear`, whose backend computes the gradients.
+
+    backend: the backend of the op.
+    is_qkv: the output is attention's packed q, k and v, and k reaches the scores unchanged.
+    """
+
+    backend: str
+    is_qkv: bool
+    weights_in_float32 = True  # weight gradients are float32; under autocast they would be rounded
+
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        return linear(x, self.weight, self.bias if add_bias else None, is_qkv=self.is_qkv, backend=self.backend)
+
+
+class FusedBlock(SwappedModule, Block):
+    """timm's Block with fused residual additions; it can return its last branch instead of adding it.
+
+    ops: op name -> backend. layer_norm_residual is required; without mlp, the MLP runs as timm's modules.
+    keep_activation: option of the op mlp.
+    """
+
+    ops: Mapping[str, str]
+    keep_activation: bool
+
+    @property
+    def weights_in_float32(self) -> bool:
+        """Whether weight gradients are float32, where under autocast they would be rounded: true of the op mlp."""
+        return self.ops.get("mlp", "eager") != "eager"
+
+    def forward(
+        self,
+        x_BNC: Tensor,
+        attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        branch: Branch | None = None,
+        return_branch: bool = False,
+    ) -> Tensor | tuple[Tensor, Branch]:
+        """Apply timm's block to x + branch.
+
+        Returns the residual stream (B, N, C); with return_branch, the stream and the MLP's branch, not yet added.
+        """
+        x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm1)
+        attended_BNC = self.attn.attend(normed_BNC, attn_mask, is_causal)
+        branch = self._project(attended_BNC, self.attn.proj, self.attn.proj_drop, self.ls1, self.drop_path1)
+        x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm2)
+        branch = self._mlp(normed_BNC)
+        if not return_branch:
+            return branch.added_to(x_BNC)
+        # FSDP frees a block's parameters when the block returns, so the next block gets copies.
+        bias_C, layer_scale_C = (None if p is None else p.clone() for p in (branch.bias_C, branch.layer_scale_C))
+        return x_BNC, branch._replace(bias_C=bias_C, layer_scale_C=layer_scale_C)
+
+    def _add_and_norm(self, x_BNC: Tensor, branch: Branch | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """Return x + branch and its LayerNorm."""
+        extras = {}
+        if branch is not None:
+            extras = {
+                "branch_bias_C": branch.bias_C,
+                "layer_scale_C": branch.layer_scale_C,
+                "sample_scale_B": branch.sample_scale_B,
+            }
+        value = None if branch is None else branch.value_BNC
+        backend = self.ops["layer_norm_residual"]
+        return layer_norm_residual(x_BNC, value, norm.weight, norm.bias, norm.eps, **extras, backend=backend)
+
+    def _project(
+        self, x_BNE: Tensor, last: nn.Linear, drop: nn.Dropout, scale: nn.Module, drop_path: nn.Module
+    ) -> Branch:
+        """Apply the sublayer's last linear layer. Its bias is added by layer_norm_residual, whose backward pass
+        computes the bias gradient at no extra cost."""
+        if self.training and drop.p > 0:  # dropout follows the bias
+            return _branch(drop(last(x_BNE)), None, scale, drop_path)
+        if type(last) is FusedLinear:
+            return _branch(last(x_BNE, add_bias=False), last.bias, scale, drop_path)
+        if type(last) is nn.Linear:
+            return _branch(F.linear(x_BNE, last.weight), last.bias, scale, drop_path)
+        return _branch(last(x_BNE), None, scale, drop_path)  # quantized
+
+    def _mlp(self, x_BNC: Tensor) -> Branch:
+        m = self.mlp
+        backend = self.ops.get("mlp", "eager")
+        if type(m) is not Mlp:  # gated, or an EightBitMlp: opaque
+            return _branch(m(x_BNC), None, self.ls2, self.drop_path2)
+        plain = type(m.fc1) is type(m.fc2) is nn.Linear  # false if they were quantized after set_ops
+        if backend == "eager" or not plain or (self.training and m.drop1.p > 0):
+            hidden = m.norm(m.drop1(m.act(m.fc1(x_BNC))))
+            return self._project(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)
+        last_bias = m.fc2.bias
+        value_BNC = mlp(
+            x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None, _gelu_kind(m.act),
+            keep_activation=self.keep_activation, backend=backend,
+        )  # fmt: skip
+        if self.training and m.drop2.p > 0:
+            value_BNC, last_bias = m.drop2(value_BNC if last_bias is None else value_BNC + last_bias), None
+        return _branch(value_BNC, last_bias, self.ls2, self.drop_path2)
+
+
+class FusedBlocks(nn.Sequential):
+    """A sequence of FusedBlocks; only the last branch is added without a LayerNorm.
+
+    residual_dtype: dtype of the residual stream; None for that of the input.
+    """
+
+    residual_dtype: torch.dtype | None = None
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        x_BNC, branch = x_BNC.to(self.residual_dtype or x_BNC.dtype), None
+        for block in self:
+            x_BNC, branch = block(x_BNC, branch=branch, return_branch=True)
+        return x_BNC if branch is None else branch.added_to(x_BNC)
+
+
+class FusedPatchConv(SwappedModule, nn.Conv2d):
+    """A convolution over non-overlapping patches as one matrix product, over the op `patch_embed`."""
+
+    backend: str
+
+    def forward(self, images_BCHW: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, E, H / P, W / P): a view of (B, N, E), which timm's flatten and transpose restore."""
+        tokens_BNE = patch_embed(images_BCHW, self.weight, self.bias, backend=self.backend)
+        rows = images_BCHW.shape[2] // self.stride[0]
+        return tokens_BNE.transpose(1, 2).unflatten(2, (rows, -1))
+
+
+def _branch(value_BNC: Tensor, bias_C: Tensor | None, scale: nn.Module, drop_path: nn.Module) -> Branch:
+    layer_scale_C = scale.gamma if isinstance(scale, LayerScale) else None
+    return Branch(value_BNC, bias_C, layer_scale_C, _sample_scale(drop_path, value_BNC))
+
+
+def _sample_scale(drop_path: nn.Module, x_BNC: Tensor) -> Tensor | None:
+    """Return drop path's random factor for each image's branch; None if drop path is inactive."""
+    if not isinstance(drop_path, DropPath) or drop_path.drop_prob == 0.0 or not drop_path.training:
+        return None
+    keep = 1.0 - drop_path.drop_prob
+    drawn_B = torch.empty(x_BNC.shape[0], device=x_BNC.device).bernoulli_(keep)
+    return drawn_B.div_(keep) if drop_path.scale_by_keep and keep > 0.0 else drawn_B
+
+
+def _gelu_kind(act: nn.Module) -> str | None:
+    """Return F.gelu's `approximate` for a GELU module; None for any other activation."""
+    if type(act) is nn.GELU:
+        return act.approximate
+    return {GELU: "none", GELUTanh: "tanh"}.get(type(act))
+
+
+# --- checks of the architecture: each returns why an op does not fit, or None -----------------------------------------
+
+
+def block_unsupported(block: nn.Module) -> str | None:
+    """Return why the block's residual additions cannot be fused with its norms; None if they can."""
+    if type(block) not in (Block, FusedBlock):
+        return f"its blocks are {type(block).__name__}, expected timm's pre-norm Block"
+    if not (isinstance(block.attn, BackendAttention) or type(block.attn) is Attention):
+        return f"its attention is {type(block.attn).__name__}, expected timm's Attention"
+    for norm in (block.norm1, block.norm2):
+        if not isinstance(norm, nn.LayerNorm) or norm.weight is None or norm.bias is None:
+            return f"its norm is {type(norm).__name__}, expected LayerNorm with weight and bias"
+    for scale in (block.ls1, block.ls2):
+        if not isinstance(scale, LayerScale | nn.Identity):
+            return f"its branch scale is {type(scale).__name__}, expected LayerScale"
+    return None
+
+
+def projections_unsupported(block: nn.Module) -> str | None:
+    """Return why attention's projections cannot run as the op `linear`; None if they can."""
+    attn = getattr(block, "attn", None)
+    for name in ("qkv", "proj"):
+        layer = getattr(attn, name, None)
+        if type(layer) not in (nn.Linear, FusedLinear):
+            return f"{type(block).__name__}.attn.{name} is {type(layer).__name__}, expected Linear"
+    return None
+
+
+def mlp_unsupported(block: nn.Module) -> str | None:
+    """Return why the block's MLP cannot run as the op `mlp`; None if it can."""
+    m = block.mlp
+    if type(m) is not Mlp:
+        return f"its MLP is {type(m).__name__}, expected timm's Mlp"
+    for layer in (m.fc1, m.fc2):
+        if type(layer) is not nn.Linear:
+            return f"its MLP has a {type(layer).__name__} layer, expected Linear"
+    if _gelu_kind(m.act) is None:
+        return f"its MLP's activation is {type(m.act).__name__}, expected GELU"
+    if not isinstance(m.norm, nn.Identity):
+        return f"its MLP contains a norm, {type(m.norm).__name__}"
+    return None
+
+
+def patch_embed_unsupported(model: nn.Module) -> str | None:
+    """Return why the model's patch embedding cannot run as the op `patch_embed`; None if it can."""
+    embed = getattr(model, "patch_embed", None)
+    conv = getattr(embed, "proj", None)
+    if not isinstance(conv, nn.Conv2d):
+        return f"its patch embedding is {type(conv).__name__}, expected a Conv2d"
+    if conv.kernel_size != conv.stride or any(conv.padding) or conv.groups != 1 or conv.dilation != (1, 1):
+        return f"its patch embedding is {conv}, whose patches overlap or leave gaps"
+    pixels = getattr(embed, "img_size", None) or ()  # None if the model accepts any size
+    if any(size % patch for size, patch in zip(pixels, conv.stride, strict=False)):
+        return f"its image size {pixels[0]} x {pixels[1]} is not a multiple of the patch size {conv.stride[0]}"
+    return None

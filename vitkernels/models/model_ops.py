@@ -1,0 +1,229 @@
+"""Select fused ops for a timm model, in place; parameters and state-dict keys stay the same.
+
+MODEL_OPS lists the ops. To add one, write its module in `fused_modules` and its entry here.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from timm.layers import Attention
+from torch import nn
+
+from vitkernels import attention, ops
+from vitkernels.errors import UsageError, unknown_name
+from vitkernels.models.backend_attention import BackendAttention, attention_layer
+from vitkernels.models.fused_modules import (
+    FusedBlock,
+    FusedBlocks,
+    FusedLinear,
+    FusedPatchConv,
+    block_unsupported,
+    mlp_unsupported,
+    patch_embed_unsupported,
+    projections_unsupported,
+)
+from vitkernels.registry.op import op_of, place_of
+
+log = logging.getLogger("vitkernels")
+
+
+@dataclass(frozen=True)
+class OpSelection:
+    """The ops to fuse in one model.
+
+    backends: op name -> backend, or "auto"; ops that are absent stay timm's.
+    residual_dtype, keep_activation: see `set_ops`.
+    """
+
+    backends: Mapping[str, str]
+    residual_dtype: torch.dtype | None
+    keep_activation: bool
+
+
+@dataclass(frozen=True)
+class ModelOp:
+    """An op that can replace part of a timm model.
+
+    op: the function of `vitkernels.ops`.
+    unsupported: returns why the op does not fit a model's architecture, or None if it does.
+    apply: installs the op's modules in a model if the selection contains the op, and otherwise restores timm's.
+        None if the modules of the op `requires` compute this op too.
+    requires: name of an op that must be fused as well.
+    """
+
+    op: Callable
+    unsupported: Callable[[nn.Module], str | None]
+    apply: Callable[[nn.Module, OpSelection], None] | None
+    requires: str | None = None
+
+
+def _every_block(*checks: Callable[[nn.Module], str | None]) -> Callable[[nn.Module], str | None]:
+    """Return a check of a model that returns the first reason of `checks` over its blocks."""
+
+    def unsupported(model: nn.Module) -> str | None:
+        if not isinstance(getattr(model, "blocks", None), nn.Sequential):
+            return "it has no sequence of blocks, model.blocks"
+        reasons = (check(block) for check in checks for block in model.blocks)
+        return next((reason for reason in reasons if reason is not None), None)
+
+    return unsupported
+
+
+def _apply_layer_norm_residual(model: nn.Module, selection: OpSelection) -> None:
+    """Replace the blocks by FusedBlocks, which also compute the op mlp."""
+    if "layer_norm_residual" in selection.backends:
+        _give_attention_a_backend(model)
+        settings = {"ops": dict(selection.backends), "keep_activation": selection.keep_activation}
+        model.blocks = FusedBlocks(*(FusedBlock.from_module(block, **settings) for block in model.blocks))
+        model.blocks.residual_dtype = selection.residual_dtype
+    elif isinstance(getattr(model, "blocks", None), FusedBlocks):  # from an earlier call
+        model.blocks = nn.Sequential(*(block.to_original() for block in model.blocks))
+
+
+def _give_attention_a_backend(model: nn.Module) -> None:
+    """Replace timm's own Attention by the equivalent backend: FusedBlock needs its result before the projection."""
+    for block in model.blocks:
+        if type(block.attn) is Attention:
+            backend = attention.get("sdpa" if block.attn.fused_attn else "native")
+            block.attn = attention_layer(backend).from_module(block.attn)
+
+
+def _apply_linear(model: nn.Module, selection: OpSelection) -> None:
+    """Replace attention's projections."""
+    backend = selection.backends.get("linear")
+    for attn in (getattr(block, "attn", None) for block in getattr(model, "blocks", ())):
+        for name in ("qkv", "proj"):
+            layer = getattr(attn, name, None)
+            if backend is not None:
+                is_qkv = name == "qkv" and _keys_reach_scores_unchanged(attn)
+                setattr(attn, name, FusedLinear.from_module(layer, backend=backend, is_qkv=is_qkv))
+            elif type(layer) is FusedLinear:  # from an earlier call
+                setattr(attn, name, layer.to_original())
+
+
+def _keys_reach_scores_unchanged(attn: nn.Module) -> bool:
+    return (
+        isinstance(attn, BackendAttention)
+        and isinstance(attn.q_norm, nn.Identity)
+        and isinstance(attn.k_norm, nn.Identity)
+    )
+
+
+def _apply_patch_embed(model: nn.Module, selection: OpSelection) -> None:
+    conv = getattr(getattr(model, "patch_embed", None), "proj", None)
+    if "patch_embed" in selection.backends:
+        model.patch_embed.proj = FusedPatchConv.from_module(conv, backend=selection.backends["patch_embed"])
+    elif isinstance(conv, FusedPatchConv):  # from an earlier call
+        model.patch_embed.proj = conv.to_original()
+
+
+MODEL_OPS = {
+    "layer_norm_residual": ModelOp(
+        ops.layer_norm_residual, _every_block(block_unsupported), _apply_layer_norm_residual
+    ),
+    "linear": ModelOp(ops.linear, _every_block(projections_unsupported), _apply_linear),
+    "mlp": ModelOp(ops.mlp, _every_block(block_unsupported, mlp_unsupported), None, requires="layer_norm_residual"),
+    "patch_embed": ModelOp(ops.patch_embed, patch_embed_unsupported, _apply_patch_embed),
+}
+
+
+def set_ops(
+    model: nn.Module,
+    backends: Mapping[str, str],
+    residual_dtype: torch.dtype | None = None,
+    keep_activation: bool = False,
+) -> nn.Module:
+    """Select the backends that compute the ops of a timm model, in place, and return the model.
+
+    Each call replaces the selection of the previous one. Call it before the model is compiled or wrapped.
+
+    If residual additions are fused, timm's own attention is replaced by the equivalent backend: sdpa, or native if its
+    fused_attn is off. Forward hooks run for blocks, qkv and proj, but not for modules inside a block whose parameters
+    are passed to a fused op, such as norm1, attn and mlp.fc1.
+
+    Args:
+        backends: op (a key of MODEL_OPS) -> backend, "auto", or "eager" for timm's modules; absent ops are "eager".
+            mlp requires layer_norm_residual, which adds the MLP's last bias. linear applies to attention's projections.
+        residual_dtype: dtype of the residual stream between blocks and of its gradient. None keeps timm's, which is
+            float32 under autocast. bfloat16 halves the memory traffic of each residual addition, and rounds the stream.
+        keep_activation: option of mlp: a faster backward pass, for one more hidden activation in memory per block.
+
+    Raises:
+        UsageError: "unknown_name" for an op or backend; "models.op_unsupported" if a named backend's op does not fit
+            the architecture (with "auto", timm's modules stay and the reason is logged); "models.op_requires" for mlp
+            without layer_norm_residual; "models.op_option" for an option of an op that is not fused.
+    """
+    for name, backend in backends.items():
+        if name not in MODEL_OPS:
+            raise unknown_name("op of a model", name, MODEL_OPS)
+        if backend not in ("eager", "auto"):
+            op_of(MODEL_OPS[name].op).get(backend)
+    selection = OpSelection(_select(model, backends), residual_dtype, keep_activation)
+    _check_options(backends, selection)
+    for model_op in MODEL_OPS.values():
+        if model_op.apply is not None:
+            model_op.apply(model, selection)
+    return model
+
+
+def describe_ops(backends: Mapping[str, str]) -> str:
+    """Return the argument of `set_ops` as text for a log, such as "eager except layer_norm_residual=triton"."""
+    usual = Counter(backends.values()).most_common(1)[0][0]
+    others = [f"{name}={backend}" for name, backend in backends.items() if backend != usual]
+    return usual + (f" except {', '.join(others)}" if others else "")
+
+
+def _select(model: nn.Module, backends: Mapping[str, str]) -> dict[str, str]:
+    """Return the entries of `backends` to fuse: not "eager", and for "auto" only if a kernel exists and fits."""
+    device = next(model.parameters()).device
+    selected = {name: b for name, b in backends.items() if b != "eager" and (b != "auto" or _has_kernel(name, device))}
+    reasons = {name: reason for name in selected if (reason := MODEL_OPS[name].unsupported(model)) is not None}
+    named = [f"{name}={selected[name]!r} ({reason})" for name, reason in reasons.items() if selected[name] != "auto"]
+    if named:
+        kind = type(model).__name__
+        message = f'{kind} does not support {", ".join(named)}; set these ops to "eager" or "auto"'
+        raise UsageError(message, code="models.op_unsupported", model=kind, reasons=reasons)
+    for name, reason in reasons.items():
+        _log_fallback(name, reason)
+        del selected[name]
+    for name in list(selected):
+        required = MODEL_OPS[name].requires
+        if required is None or required in selected:
+            continue
+        if selected[name] != "auto":
+            message = f"{name}={selected[name]!r} requires {required}, which is eager here; name a backend for both"
+            raise UsageError(message, code="models.op_requires", op=name, requires=required)
+        _log_fallback(name, f"it requires {required}, which is eager here")
+        del selected[name]
+    return selected
+
+
+def _has_kernel(name: str, device: torch.device) -> bool:
+    """Return whether "auto" has a backend for this device; without one, log the fallback."""
+    if op_of(MODEL_OPS[name].op).auto.get(place_of(device.type)):
+        return True
+    _log_fallback(name, f"no kernel for {device.type}")
+    return False
+
+
+def _log_fallback(name: str, reason: str) -> None:
+    log.info("%s: falling back to timm: %s", name, reason)
+
+
+def _check_options(backends: Mapping[str, str], selection: OpSelection) -> None:
+    if selection.keep_activation and "mlp" not in selection.backends and backends.get("mlp", "eager") != "auto":
+        message = (
+            "keep_activation=True requires the op mlp, which is eager here; name its backend, such as mlp='passes'"
+        )
+        raise UsageError(message, code="models.op_option", option="keep_activation", op="mlp")
+    if selection.residual_dtype is not None and "layer_norm_residual" not in selection.backends:
+        raise UsageError(
+            f"residual_dtype={selection.residual_dtype} requires the op layer_norm_residual, which is eager here; "
+            "name its backend, such as layer_norm_residual='triton', or set residual_dtype=None",
+            code="models.op_option",
+            option="residual_dtype",
+            op="layer_norm_residual",
+        )
