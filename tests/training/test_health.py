@@ -1,6 +1,6 @@
 """Non-finite losses stop a run with what is needed to find the cause; a host-bound GPU is logged.
 
-Slow ranks: tests/parallel/test_processes.py.
+Slow ranks: tests/parallel/test_torchrun.py.
 """
 
 import math

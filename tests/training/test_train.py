@@ -203,7 +203,7 @@ def test_sigterm__writes_a_checkpoint_that_another_folder_resumes(uninterrupted,
 
 def test_resume__refuses_the_checkpoint_of_another_run(settings, tmp_path):
     train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path / "a")
-    with error("weights.mismatch"):
+    with error("models.weights_mismatch"):
         train.run(settings(*SMALL, "+model.kwargs.mlp_ratio=2", f"resume={tmp_path / 'a'}"), tmp_path / "b")
     with error("run.checkpoint_mismatch", entries=["seed"]):
         train.run(settings(*SMALL, "seed=1", f"resume={tmp_path / 'a'}"), tmp_path / "c")
@@ -221,7 +221,8 @@ def test_nonfinite_loss__stops_the_run_before_a_checkpoint(settings, tmp_path):
 
 def test_lost_summary__is_written_again_without_training(settings, losses, tmp_path):
     """The summary is missing if a run is killed after its last checkpoint. Also resumes with optimizer kwargs."""
-    cfg = settings(*SMALL, "trainer.max_steps=4", "+optim.kwargs.betas=[0.9,0.95]", "resume=auto")
+    betas = ["+optim.kwargs.betas=[0.9,0.95]"]
+    cfg = settings(*SMALL, "trainer.max_steps=4", *betas, "resume=auto")
     first, later = tmp_path / "2026-01-01_00-00-00", tmp_path / "2026-01-02_00-00-00"
     train.run(cfg, first)
     summary = json.loads((first / "summary.json").read_text())
@@ -236,10 +237,10 @@ def test_lost_summary__is_written_again_without_training(settings, losses, tmp_p
     train.run(cfg, later)
     assert not (later / "metrics.jsonl").exists()
     with error("run.settings_differ", differences=["optim.lr was 0.001 and is now 0.5"]):
-        train.run(settings(*SMALL, "trainer.max_steps=4", "resume=auto", "optim.lr=0.5"), first)
+        train.run(settings(*SMALL, "trainer.max_steps=4", *betas, "resume=auto", "optim.lr=0.5"), first)
     assert json.loads((first / "summary.json").read_text()) == again
     # Going back in the same folder would overwrite it; an extended run continues.
-    longer = ["trainer.max_steps=6", "+optim.kwargs.betas=[0.9,0.95]", "checkpoints.keep=5"]
+    longer = ["trainer.max_steps=6", *betas, "checkpoints.keep=5"]
     train.run(settings(*SMALL, *longer, "resume=auto"), first)
     assert list(losses(first)) == [1, 2, 3, 4, 5, 6]
     older = first / "checkpoints" / "step_00000004"
@@ -397,8 +398,8 @@ def test_option__trains(option, settings, tmp_path):
         (["runtime=cpu", "optim.opt=adamww"], "unknown_name"),
         (["model.name=vit_base_patch16_223"], "unknown_name"),
         (["runtime=cpu", "trainer.accum_steps=1000"], "plan.accum_steps"),
-        (["checkpoint=nowhere.pt"], "weights.missing"),
-        (["model.name=resnet50"], "model.not_swappable"),
+        (["checkpoint=nowhere.pt"], "models.weights_missing"),
+        (["model.name=resnet50"], "models.attention"),
     ],
 )
 def test_impossible_settings__are_refused(settings, tmp_path, overrides, code):
@@ -458,7 +459,7 @@ def test_sweep__stops_on_sigterm(tmp_path):
     assert wait_until(lambda: logged_steps(folder) >= 4, process)
     process.send_signal(signal.SIGTERM)
     output = finish(process, EXIT_INTERRUPTED)
-    assert "the same command continues the sweep" in output
+    assert "to continue the sweep" in output
     assert list((folder / "checkpoints").glob("step_*"))
     assert not (tmp_path / "trainer.max_steps=1001").exists()
 
