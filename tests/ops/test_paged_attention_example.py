@@ -1,12 +1,12 @@
-"""The worked example: frames streamed one by one give what full attention over the frames so far gives."""
+"""The worked example: streamed frames match attention over all frames so far."""
 
 import copy
 
 import pytest
 import torch
+from expecting import error
 from timm.models.vision_transformer import VisionTransformer
 
-from vitkernels.errors import UsageError
 from vitkernels.ops.paged_attention.example import VideoStream, main
 
 
@@ -19,7 +19,7 @@ def make_vit():
 
 @torch.no_grad()
 def features_of(vit, video):
-    """The last frame's, all frames (F, 3, height, width) computed anew with timm's own attention under a mask."""
+    """Return the last frame's features, computed from all frames (F, 3, height, width) by timm's masked attention."""
     tokens_FNC = vit.norm_pre(vit._pos_embed(vit.patch_embed(video)))
     frame = torch.arange(len(video)).repeat_interleave(tokens_FNC.shape[1])
     x = tokens_FNC.flatten(0, 1)[None]
@@ -29,8 +29,8 @@ def features_of(vit, video):
 
 
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_streamed_frames_are_as_good_as_whole_videos(backend):
-    """17 tokens a frame on pages of 8: no frame ends at a page's edge. Streams interleave, one ends, one begins."""
+def test_video_stream__matches_attention_over_the_entire_video(backend):
+    """17 tokens per frame on pages of 8, so frames end inside pages. Streams interleave; one ends and one starts."""
     vit = make_vit()
     video = VideoStream(copy.deepcopy(vit), streams=2, pages=16, page_size=8, backend=backend)
     seen = {0: [], 1: []}
@@ -40,7 +40,7 @@ def test_streamed_frames_are_as_good_as_whole_videos(backend):
         for stream, frame in zip(streams, frames, strict=True):
             seen[stream].append(frame)
         for stream, features in zip(streams, video.push(frames, list(streams)), strict=True):
-            # Two blocks' float32 sums in another order, of features near 1.
+            # Float32 sums of two blocks in a different order, of features near 1.
             torch.testing.assert_close(features, features_of(vit, torch.stack(seen[stream])), atol=2e-5, rtol=0)
 
     push(0)
@@ -52,14 +52,14 @@ def test_streamed_frames_are_as_good_as_whole_videos(backend):
     push(0, 1)
 
 
-def test_an_empty_pool_says_so():
+def test_video_stream__refuses_a_frame_without_free_pages():
     video = VideoStream(make_vit(), streams=1, pages=3, page_size=8)
     video.push(torch.randn(1, 3, 32, 32), [0])
-    with pytest.raises(UsageError, match="2 pages needed, 0 left: release a stream"):
+    with error("ops.paged_attention.pool_full", needed=2, free=0):
         video.push(torch.randn(1, 3, 32, 32), [0])
 
 
-def test_the_printed_walk_through(capsys):
+def test_example__prints_tokens_and_pages(capsys):
     main()
     printed = capsys.readouterr().out
-    assert "tokens [195, 195, 0]" in printed and "stream 0 gone, 2 begun: pages [[], [" in printed
+    assert "tokens [195, 195, 0]" in printed and "pages [[], [" in printed

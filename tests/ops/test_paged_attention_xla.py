@@ -1,6 +1,6 @@
-"""paged_attention inside torch_xla's lazy graph (PJRT_DEVICE=CPU stands for the TPU).
+"""paged_attention in torch_xla's lazy graph (PJRT_DEVICE=CPU replaces the TPU).
 
-The checks run one after another in one process of their own: torch_xla takes longer to import than they to run.
+All checks run in one subprocess, because importing torch_xla takes longer than the checks.
 """
 
 import importlib.util
@@ -20,18 +20,18 @@ needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, re
 
 
 def agrees_with_torch_xla():
-    """torch_xla's paged_attention has no implementation off a TPU; its form for several queries has, and takes one."""
+    """Compare with torch_xla's multi-query form, which also runs off a TPU, unlike its paged_attention."""
     import torch
     import torch_xla
     import torch_xla.debug.metrics as metrics
-    from test_paged_attention import error, exact, make
+    from test_paged_attention import exact, make, relative_error
     from torch_xla.experimental.custom_kernel import multi_queries_paged_attention
 
     from vitkernels.ops import paged_attention
 
-    tensors = make("cpu", [1, 19, 16, 48], table_dtype=torch.int64)  # theirs has no length of 0
+    tensors = make("cpu", [1, 19, 16, 48], table_dtype=torch.int64)  # theirs does not support a length of 0
     tensors = [t.nan_to_num() if t.is_floating_point() else t.clamp(0, 10**6) for t in tensors]
-    tensors[4].clamp_(0, 19)  # and looks at every entry of the table
+    tensors[4].clamp_(0, 19)  # and reads every entry of the table
     query, key_cache, value_cache, lens, table = lazy = [t.to("xla") for t in tensors]
     ones = torch.ones_like(lens).int()
     theirs = multi_queries_paged_attention(
@@ -43,11 +43,12 @@ def agrees_with_torch_xla():
     ours = {name: paged_attention(*lazy, 2, backend=name) for name in ("pallas_tpu", "reference", "auto")}
     table[0, 0] = 20
     broken = paged_attention(*lazy, 2, backend="pallas_tpu")
-    assert metrics.metric_data("TransferFromDeviceTime") is None, "the host was involved"
+    assert metrics.metric_data("TransferFromDeviceTime") is None, "a device-to-host transfer happened"
     assert "paged_attention_tpu" in torch_xla._XLAC._get_xla_tensors_text([ours["pallas_tpu"]])
-    torch_xla.sync()  # all of them in one program
+    torch_xla.sync()  # all in one program
     for out in ours.values():
-        assert error(out.cpu(), exact(*tensors)) < 3e-6 and error(out.cpu(), theirs.double()) < 3e-6
+        assert relative_error(out.cpu(), exact(*tensors)) < 3e-6
+        assert relative_error(out.cpu(), theirs.double()) < 3e-6
     assert broken[0].isnan().all() and broken[1:].isfinite().all()
 
 
@@ -68,7 +69,7 @@ def has_torch_xlas_signature():
 
 
 def compiles_in_a_tpus_graph(head_dim: int):
-    """Projection, tables from the graph, attention, projection, as torch_xla builds them, with the TPU's kernel."""
+    """Compile a torch_xla graph of projection, paged attention with the TPU kernel, and projection."""
     from functools import partial
 
     import torch
@@ -76,11 +77,11 @@ def compiles_in_a_tpus_graph(head_dim: int):
     import torch_xla.core.xla_builder as xla_builder
 
     from vitkernels.bridge.pallas_devices import Trace
-    from vitkernels.ops.paged_attention import pallas_tpu_kernel
+    from vitkernels.ops.paged_attention.tpu.attend import attend
     from vitkernels.tpu_estimate import compiler
 
     B, K, P, S, T, D = 4, 2, 32, 16, 8, head_dim
-    attend = partial(pallas_tpu_kernel.attend, pages_per_compute_block=4, megacore_mode=None, soft_cap=None)
+    kernel = partial(attend, pages_per_compute_block=4, megacore_mode=None, soft_cap=None)
     like = {"dtype": torch.bfloat16, "device": "xla"}
     tensors = [
         torch.nn.Linear(64, K * D, **like)(torch.randn(B, 64, **like)).view(B, K, D),
@@ -90,7 +91,7 @@ def compiles_in_a_tpus_graph(head_dim: int):
         torch.randint(0, P, (B, T), device="xla").int(),
     ]
     shapes = tuple((tuple(t.shape), t.dtype) for t in tensors)
-    module = Trace.of("paged", attend, shapes).hlo("tpu")
+    module = Trace.of("paged", kernel, shapes).hlo("tpu")
     computation = xla_builder.computation_from_module_proto("paged", module)
     out = xla_builder.xla_computation_as_func(computation)(tensors)[0]
     out = torch.nn.Linear(K * D, 64, **like)(out.flatten(1))
@@ -108,7 +109,7 @@ CHECKS = {
 
 
 def run_all() -> None:
-    """In the process of their own: a line of JSON with what each check failed of, None if it passed."""
+    """Print a line of JSON: check -> its traceback, or null if it passed. Runs in the subprocess."""
     failures = {}
     for name, check in CHECKS.items():
         try:
@@ -139,5 +140,5 @@ def failures() -> dict[str, str | None]:
 @pytest.mark.parametrize(
     "name", ["agrees", "signature", *[pytest.param(f"compiles, {d}", marks=needs_libtpu) for d in (64, 128)]]
 )
-def test_in_torch_xla(name, failures):
+def test_paged_attention_xla__passes_in_a_torch_xla_process(name, failures):
     assert failures[name] is None, failures[name]

@@ -29,9 +29,9 @@ def build(contender: str, sizes: dict, pages_per_compute_block: int):
     tables = shape((B,), "int32"), shape((B, T), "int32")
     arrays = (shape((B, case.query_heads, D), "bfloat16"), cache, cache, *tables)
     if contender == "pallas_tpu":
-        from vitkernels.ops.paged_attention import pallas_tpu_kernel
+        from vitkernels.ops.paged_attention.tpu.attend import attend as ours
 
-        attend = partial(pallas_tpu_kernel.attend, megacore_mode=None, soft_cap=None)
+        attend = partial(ours, megacore_mode=None, soft_cap=None)
     else:
         from jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel import paged_attention as attend
     return partial(attend, pages_per_compute_block=pages_per_compute_block), arrays
@@ -43,12 +43,11 @@ def prefetched(contender: str, case: Case, pages_per_compute_block: int, lens: n
     tables = np.random.default_rng(0).permutation(len(lens) * T).reshape(len(lens), T)
     if contender == "jax":  # which half of its buffer, and whether nothing has been loaded yet
         return [lens, tables.reshape(-1), np.array([0]), np.array([1])]
-    from vitkernels.ops.paged_attention.pallas_tpu_parts import Plan
+    from vitkernels.ops.paged_attention.tpu.page_grid import PageGrid
 
     _, (query, cache, _, _, table) = build(contender, vars(case), pages_per_compute_block)
-    return [
-        np.asarray(x) for x in Plan.of(query, cache, table, pages_per_compute_block, None, None).order(lens, tables)
-    ]
+    grid = PageGrid.of(query, cache, table, pages_per_compute_block, None, None)
+    return [np.asarray(x) for x in grid.schedule(lens, tables)]
 
 
 def estimate(contender: str, case: Case, pages_per_compute_block: int, lens: np.ndarray) -> program.Program:

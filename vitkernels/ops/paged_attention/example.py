@@ -1,13 +1,13 @@
-"""A worked example: a ViT looks at videos as their frames come in, with its keys and values in a paged cache.
+"""A worked example: a ViT encodes videos frame by frame, with its keys and values in a paged cache.
 
     python -m vitkernels.ops.paged_attention.example
 
-Every token of a new frame attends to the whole frame and to all frames before it. What those gave as keys and values
-lies in the cache, so a new frame costs one frame's work, not the video's. Streams start, end and grow at their own pace
-and share one pool of pages: none is reserved for frames that may never come.
+Every token of a new frame attends to its entire frame and to all earlier frames, whose keys and values are cached, so a
+new frame costs the work of one frame instead of the entire video. Streams start, end and grow independently and share
+one pool of pages; no page is reserved for future frames.
 
-paged_attention takes one query token per sequence. A frame's tokens share their context, as query heads share a key
-head in grouped-query attention: so they go in as such, N query heads to each key head.
+paged_attention takes one query token per sequence. The tokens of a frame share their context, as query heads share a
+key head in grouped-query attention, so they are passed as N query heads per key head.
 
 Shape suffixes: B streams, N tokens of a frame, C channels, H heads, D head dim, P pages, S tokens per page.
 """
@@ -20,7 +20,7 @@ from vitkernels.ops import paged_attention
 
 
 class PagedCache:
-    """Keys and values of one attention layer, and which pages of the pool belong to which stream."""
+    """Store the keys and values of one attention layer, and the pages of the pool that each stream owns."""
 
     def __init__(self, streams: int, heads: int, pages: int, page_size: int, head_dim: int, **like):
         self.keys, self.values = (torch.empty(heads, pages, page_size, head_dim, **like) for _ in range(2))
@@ -29,13 +29,16 @@ class PagedCache:
         self._free = list(range(pages))
 
     def append(self, stream: int, k_HND: Tensor, v_HND: Tensor) -> None:
-        """Adds tokens at a stream's end; raises UsageError when the pool has too few pages left."""
+        """Append tokens to a stream; UsageError if the pool has too few free pages."""
         S = self.keys.shape[2]
         first, end = self.tokens[stream], self.tokens[stream] + k_HND.shape[1]
         table = self.tables[stream]
         needed = -(-end // S) - len(table)
         if needed > len(self._free):
-            raise UsageError(f"{needed} pages needed, {len(self._free)} left: release a stream, or make a larger pool")
+            raise UsageError(
+                f"{needed} pages needed, {len(self._free)} free; release a stream, or use a larger pool",
+                code="ops.paged_attention.pool_full", needed=needed, free=len(self._free),
+            )  # fmt: skip
         table += [self._free.pop() for _ in range(needed)]
         at_N = torch.arange(first, end)
         page_N, row_N = torch.tensor(table)[at_N // S], at_N % S
@@ -44,20 +47,20 @@ class PagedCache:
         self.tokens[stream] = end
 
     def release(self, stream: int) -> None:
-        """Gives a stream's pages back."""
+        """Return a stream's pages to the pool."""
         self._free += self.tables[stream]
         self.tables[stream], self.tokens[stream] = [], 0
 
     def lookup(self, streams: list[int]) -> tuple[Tensor, Tensor]:
-        """context_lens and block_tables of these streams."""
+        """Return context_lens and block_tables of these streams."""
         longest = max(len(self.tables[b]) for b in streams)
-        tables = [self.tables[b] + [-1] * (longest - len(self.tables[b])) for b in streams]  # -1 is never looked at
+        tables = [self.tables[b] + [-1] * (longest - len(self.tables[b])) for b in streams]  # -1 entries are never read
         device = self.keys.device
         return torch.tensor([self.tokens[b] for b in streams], device=device), torch.tensor(tables, device=device)
 
 
 class StreamingAttention(nn.Module):
-    """timm's Attention with the same parameters, over all frames that its streams have brought so far."""
+    """timm's Attention, sharing its parameters, over all frames that its streams have received."""
 
     def __init__(self, attention: nn.Module, streams: int, pages: int, page_size: int, backend: str = "auto"):
         super().__init__()
@@ -65,11 +68,14 @@ class StreamingAttention(nn.Module):
         weight = attention.qkv.weight
         like = {"device": weight.device, "dtype": weight.dtype}
         self.cache = PagedCache(streams, attention.num_heads, pages, page_size, attention.head_dim, **like)
-        self.streams = list(range(streams))  # whose frames the next call brings
+        self.streams = list(range(streams))  # the streams of the next call's frames
 
     def forward(self, x_BNC: Tensor, attn_mask: None = None, is_causal: bool = False) -> Tensor:
         if attn_mask is not None or is_causal:
-            raise UsageError("what a frame sees is fixed: itself and the frames before it")
+            raise UsageError(
+                "StreamingAttention fixes the mask: a frame attends to itself and to earlier frames",
+                code="ops.paged_attention.mask",
+            )
         B, N, C = x_BNC.shape
         attention = self.attention
         qkv = attention.qkv(x_BNC).view(B, N, 3, attention.num_heads, attention.head_dim)
@@ -89,9 +95,9 @@ class StreamingAttention(nn.Module):
 
 
 class VideoStream:
-    """A timm VisionTransformer over streams of frames. Takes the model over: its attention layers get caches.
+    """Run a timm VisionTransformer over streams of frames. Replaces the model's attention layers.
 
-    pages: of each layer's pool, for all streams together.
+    pages: the size of each layer's pool, shared by all streams.
     """
 
     def __init__(self, vit: nn.Module, streams: int, pages: int, page_size: int = 16, backend: str = "auto"):
@@ -101,19 +107,19 @@ class VideoStream:
 
     @torch.no_grad()
     def push(self, frames: Tensor, streams: list[int]) -> Tensor:
-        """One new frame (3, height, width) for each of these streams; their tokens' features (B, N, C)."""
+        """Encode one new frame (3, height, width) of each of these streams; return the features (B, N, C)."""
         for block in self.vit.blocks:
             block.attn.streams = streams
         return self.vit.forward_features(frames)
 
     def release(self, stream: int) -> None:
-        """Forgets a stream: its pages go to others."""
+        """End a stream and free its pages."""
         for block in self.vit.blocks:
             block.attn.cache.release(stream)
 
 
 def main() -> None:
-    """Two streams at their own pace, then a third on the pages of the first."""
+    """Encode two interleaved streams, then a third one on the pages of the first."""
     from timm.models.vision_transformer import VisionTransformer
 
     torch.manual_seed(0)
@@ -125,7 +131,7 @@ def main() -> None:
         print(f"frames for {streams}: features {tuple(features.shape)}, tokens {vit.blocks[0].attn.cache.tokens}")
     video.release(0)
     video.push(torch.randn(1, 3, 64, 64, device=device), [2])
-    print(f"stream 0 gone, 2 begun: pages {vit.blocks[0].attn.cache.tables}")
+    print(f"stream 0 released, stream 2 started: pages {vit.blocks[0].attn.cache.tables}")
 
 
 if __name__ == "__main__":

@@ -1,57 +1,37 @@
-"""The Triton backend, for NVIDIA GPUs and, interpreted, for any CPU."""
+"""The Triton backend for NVIDIA GPUs, interpreted on the CPU."""
 
-import torch
 from torch import Tensor
 
 from vitkernels.bridge.operator import interpretable, operator
+from vitkernels.ops.paged_attention.decode_batch import DecodeBatch
 from vitkernels.ops.paged_attention.triton_launch import attend
-
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 
 
 @operator(
     "paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor context_lens, Tensor block_tables, "
     "float? soft_cap) -> Tensor"
 )
-def _paged_attention(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    soft_cap: float | None,
-) -> Tensor:
+def _paged_attention(query, key_cache, value_cache, context_lens, block_tables, soft_cap):
     arrays = map(interpretable, (query, key_cache, value_cache))
     return attend(*arrays, context_lens, block_tables, soft_cap).to(query.dtype)
 
 
-@torch.library.register_fake("vitkernels::paged_attention")
-def _(query, key_cache, value_cache, context_lens, block_tables, soft_cap):
+@_paged_attention.register_fake
+def _(query, *others):
     return query.new_empty(query.shape)
 
 
-def unsupported(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, context_lens: Tensor, block_tables: Tensor, *options
-) -> str | None:
-    if query.device.type not in ("cuda", "cpu"):
-        return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {query.device.type}"
-    if query.dtype not in _DTYPES:
-        return f"its kernels take bfloat16, float16 and float32, got {query.dtype}; use backend='reference'"
-    if query.shape[2] > 256:
-        return f"its tiles hold head dims up to 256, got {query.shape[2]}"
-    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
-        return "it reads caches whose last dimension is contiguous, and copies none: lay them out with .contiguous()"
+def unsupported(batch: DecodeBatch) -> str | None:
+    reason = unless_triton_device("query", batch.query) or unless_dtypes((batch.query.dtype,))
+    if reason is not None:
+        return reason
+    if batch.query.shape[2] > 256:
+        return f"supports head dims up to 256, got {batch.query.shape[2]}"
+    if batch.key_cache.stride(3) != 1 or batch.value_cache.stride(3) != 1:
+        return "reads caches that are contiguous along the head dim and copies none; pass .contiguous() caches"
     return None
 
 
-def run(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    context_lens: Tensor,
-    block_tables: Tensor,
-    pages_per_compute_block: int,
-    megacore_mode: str | None,
-    attn_logits_soft_cap: float | None,
-) -> Tensor:
-    return _paged_attention(query, key_cache, value_cache, context_lens, block_tables, attn_logits_soft_cap)
+def run(batch: DecodeBatch) -> Tensor:
+    return _paged_attention(*batch[:5], batch.soft_cap)

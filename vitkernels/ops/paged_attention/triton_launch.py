@@ -1,6 +1,6 @@
-"""Launches the paged-attention kernels: how many parts a sequence is cut into, and which tiles.
+"""Launch the paged-attention kernels: choose how many splits a sequence has, and the tiles.
 
-Tiles are chosen here once and for all, from measurements on one H200: the first call searches nothing.
+Tiles are fixed choices from measurements on one H200, so no call pays for autotuning.
 Shape suffixes: B sequences, H query heads, K key heads, D head dim, S tokens per page, T pages per sequence.
 """
 
@@ -11,14 +11,19 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
-from vitkernels.ops.paged_attention.triton_kernel import combine_kernel, part_kernel
+from vitkernels.ops.paged_attention.triton_kernel import combine_kernel, split_kernel
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Tokens of a part and of a tile; most query heads of a tile; warps per program; loads under way."""
+class DecodeTiling:
+    """Launch parameters of split_kernel.
 
-    part: int
+    split: tokens of a split, a multiple of n.
+    n: tokens of a tile.
+    g: upper bound of the query heads of a tile.
+    """
+
+    split: int
     n: int
     g: int = 64
     num_warps: int = 4
@@ -32,38 +37,38 @@ def attend(
     context_lens: Tensor,
     block_tables: Tensor,
     soft_cap: float | None,
-    tiles: Tiles | None = None,
+    tiling: DecodeTiling | None = None,
 ) -> Tensor:
-    """(B, H, D). Tensors of any strides, but for the caches' last dimension, which is contiguous. Checks nothing."""
+    """Return (B, H, D). Tensors may have any strides, except for the caches' last, which is 1. Nothing is checked."""
     B, H, D = query.shape
     K, P, S, _ = key_cache.shape
     capacity = block_tables.shape[1] * S
-    tiles = tiles or choose_tiles(B * K, H // K, capacity, D, query.dtype, query.device)
-    parts = cdiv(capacity, tiles.part)
+    tiling = tiling or choose_tiling(B * K, H // K, capacity, D, query.dtype, query.device)
+    splits = cdiv(capacity, tiling.split)
     out_BHD = query.new_empty(B, H, D)
-    if parts == 1:
+    if splits == 1:
         written, lse = out_BHD, None
     else:
-        written = query.new_empty(B, H, parts, D, dtype=torch.float32)
-        lse = query.new_empty(B, H, parts, dtype=torch.float32)
+        written = query.new_empty(B, H, splits, D, dtype=torch.float32)
+        lse = query.new_empty(B, H, splits, dtype=torch.float32)
     caches = (key_cache, value_cache)
     strides = [stride for cache in caches for stride in cache.stride()[:3]]
     G = H // K
-    tile_d, tile_g = max(16, next_power_of_2(D)), min(tiles.g, max(16, next_power_of_2(G)))
+    tile_d, tile_g = max(16, next_power_of_2(D)), min(tiling.g, max(16, next_power_of_2(G)))
     triton_call(
         query, *caches, context_lens, block_tables, written, lse,
         *query.stride(), *strides, context_lens.stride(0), *block_tables.stride(),
-        written.stride(0), written.stride(1), written.stride(2) if parts > 1 else 0,
-        K, P, capacity, tiles.part, parts, soft_cap,
-        kernel=part_kernel,
-        grid=(B * K * parts * cdiv(G, tile_g),),
+        written.stride(0), written.stride(1), written.stride(2) if splits > 1 else 0,
+        K, P, capacity, tiling.split, splits, soft_cap,
+        kernel=split_kernel,
+        grid=(B * K * splits * cdiv(G, tile_g),),
         G=G, TILE_G=tile_g, D=D, TILE_D=tile_d, S=S,
-        TILE_N=tiles.n, SPLIT=parts > 1, ALIGNED=all(stride % 8 == 0 for stride in strides),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        TILE_N=tiling.n, SPLIT=splits > 1, ALIGNED=all(stride % 8 == 0 for stride in strides),
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
     )  # fmt: skip
-    if parts > 1:
+    if splits > 1:
         triton_call(
-            written, lse, context_lens, out_BHD, context_lens.stride(0), H, capacity, tiles.part, parts,
+            written, lse, context_lens, out_BHD, context_lens.stride(0), H, capacity, tiling.split, splits,
             kernel=combine_kernel,
             grid=(B * H,),
             D=D, TILE_D=tile_d, TILE_C=16,
@@ -72,21 +77,21 @@ def attend(
     return out_BHD
 
 
-def choose_tiles(pairs: int, G: int, capacity: int, D: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """For that many pairs of a sequence and a key head, each with G query heads: the fastest seen on an H200.
+def choose_tiling(pairs: int, G: int, capacity: int, D: int, dtype: torch.dtype, device: torch.device) -> DecodeTiling:
+    """Return the fastest tiling measured on an H200 for `pairs` of a sequence and a key head with G query heads each.
 
-    Parts: two programs for each multiprocessor where the longest sequences allow, and none so long that one of a
-    ragged batch keeps the GPU waiting.
+    Splits are as long as two programs per multiprocessor allow, within bounds, so that no long split of a ragged batch
+    keeps the GPU waiting.
     """
     if dtype == torch.float32 or D > 128:
-        tiles = Tiles(0, 32)
-    elif G > 16:  # a tensor core's rows are full: arithmetic counts
-        tiles = Tiles(0, 64)
+        tiling = DecodeTiling(0, 32)
+    elif G > 16:  # the rows of a tensor core are full: compute-bound
+        tiling = DecodeTiling(0, 64)
     else:
-        tiles = Tiles(0, 128, num_stages=2)
-    part = capacity * pairs // (2 * _multiprocessors(device))
+        tiling = DecodeTiling(0, 128, num_stages=2)
+    split = capacity * pairs // (2 * _multiprocessors(device))
     shortest, longest = 256, 2048 if G > 16 else 1024
-    return replace(tiles, part=-(-min(max(part, shortest), longest) // tiles.n) * tiles.n)
+    return replace(tiling, split=-(-min(max(split, shortest), longest) // tiling.n) * tiling.n)
 
 
 @cache

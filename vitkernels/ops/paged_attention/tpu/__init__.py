@@ -1,0 +1,1 @@
+"""The device code of paged attention on TPU: one entry point, `attend.attend`, and two kernels."""
