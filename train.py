@@ -26,7 +26,7 @@ from timm.utils import random_seed
 from vitkernels import parallel as strategies
 from vitkernels import runtime as runtimes
 from vitkernels.cli import command_line
-from vitkernels.config import Config, check_precision
+from vitkernels.config import Config, check_precision, from_run
 from vitkernels.data.loader import BadImagesError, WorkerDiedError
 from vitkernels.errors import UsageError
 from vitkernels.parallel import Parallel
@@ -100,7 +100,7 @@ def main(config: DictConfig) -> float | list[float] | None:
     if job.is_sweep_job():
         return job.run_job(config)
     try:
-        run(config, Path(HydraConfig.get().runtime.output_dir))
+        run(from_run(config, HydraConfig.get().overrides.task), Path(HydraConfig.get().runtime.output_dir))
     except (UsageError, NonFiniteLossError, BadImagesError, WorkerDiedError) as error:
         log.error("error: %s", error)
         sys.exit(2 if isinstance(error, UsageError) else 1)

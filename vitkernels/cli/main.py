@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable
 
 from vitkernels import __version__
-from vitkernels.config.location import train_script
 
 USAGE = """usage: vitkernels COMMAND ...
 
@@ -45,6 +44,8 @@ def train(words: list[str]) -> int:
     if importlib.util.find_spec("hydra") is None:
         print("error: training needs further packages: pip install 'vitkernels[train]'", file=sys.stderr)
         return 2
+    from vitkernels.config.location import train_script
+
     sys.argv = [str(train_script()), *words]
     try:
         runpy.run_path(str(train_script()), run_name="__main__")

@@ -3,6 +3,7 @@
 A kernel that faults takes its process down and, on a GPU, poisons its CUDA context. Jobs therefore never share one.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -20,6 +21,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
+from vitkernels.config import from_run
 from vitkernels.config.location import train_command
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError
 from vitkernels.files import read_json, write_json
@@ -86,6 +88,8 @@ def run_job(config: DictConfig) -> float | list[float] | None:
     """
     slots.check(config.sweep.slots)
     hydra = HydraConfig.get()
+    with contextlib.suppress(UsageError):  # the job's process raises it again, and its failure is recorded
+        config = from_run(config, hydra.overrides.task)
     folder = Path(hydra.runtime.output_dir)
     variant = hydra.job.override_dirname or "default"
     now = circumstances(_plain(config))

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
+from vitkernels.config.saved import read_settings
 from vitkernels.errors import UsageError
 from vitkernels.files import read_json, write_json
 from vitkernels.provenance import code_hash, versions
@@ -58,22 +59,6 @@ def circumstances(settings: dict) -> dict:
     table = tuning_table.user_table()  # decides what `auto` chooses
     tuned = hashlib.sha256(table.read_bytes()).hexdigest()[:8] if table.is_file() else None
     return json.loads(json.dumps({**settings, "code": code_hash(), "versions": versions(), "tuned": tuned}))
-
-
-def read_settings(folder: Path) -> dict:
-    """Return the identity of the run in the folder, {} if there is none.
-
-    Settings that older versions did not have get the value that these versions used.
-    """
-    settings = read_json(folder / "config.json") or {}
-    target = settings.get("data", {}).get("_target_", "")
-    if target.startswith("data."):  # the data sets were not part of the package
-        settings["data"]["_target_"] = f"vitkernels.{target}"
-    if "schedule" in settings:
-        settings["schedule"].setdefault("warmup_cap", 0.1)
-    if "crop_pct" in settings.get("data", {}):
-        settings["data"].setdefault("crop_mode", "center")
-    return settings
 
 
 def differences(before: dict, now: dict, may_change: tuple[str, ...] = (), prefix: str = "") -> list[str]:
