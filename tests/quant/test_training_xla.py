@@ -1,6 +1,6 @@
-"""int8 training inside torch_xla: the graph of a step multiplies int8 with int8, and gives what the CPU gives.
+"""int8 training under torch_xla: a step's graph multiplies int8 by int8, and matches the CPU.
 
-In a process of its own, because the order of imports matters to torch_xla. PJRT_DEVICE=CPU stands for the TPU.
+The test runs in a subprocess, because torch_xla depends on the order of imports. PJRT_DEVICE=CPU stands in for a TPU.
 """
 
 import importlib.util
@@ -37,16 +37,16 @@ x = torch.randn(5, 3, 32)
 found = run(copy.deepcopy(model).to("xla"), x.to("xla"))
 hlo = torch_xla._XLAC._get_xla_tensors_hlo(found)
 products = re.findall(r"= (\\w+)\\[[^=]*? dot\\((\\w+)\\[[^%]*%[\\w.]+, (\\w+)\\[", hlo)
-assert products == [("s32", "s8", "s8")] * (3 * 4 - 1), products  # four layers; nobody asks for the gradient of x
+assert products == [("s32", "s8", "s8")] * (3 * 4 - 1), products  # four layers; the gradient of x is not computed
 torch_xla.sync()
 for name, ours, expected in zip(("out", *dict(model.named_parameters())), found, run(model, x), strict=True):
-    # float32 around exact sums: a number on a tie may be rounded the other way, one step of 127 in one operand.
+    # float32 around exact sums: a value at a tie may round the other way, one step of 127 in one operand.
     assert (ours.cpu() - expected).norm() < 2e-3 * expected.norm(), name
 print("passed")
 """
 
 
-def test_a_step_on_xla():
+def test_training_step__multiplies_int8_and_matches_the_cpu():
     done = subprocess.run(
         [sys.executable, "-c", CODE],
         env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=300,

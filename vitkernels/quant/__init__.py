@@ -1,9 +1,8 @@
-"""Linear layers and embeddings in 8 and 4 bits for inference, and training whose products run in 8 bits."""
+"""Quantize linear layers and embeddings to 8 or 4 bits for inference, and train with 8-bit matrix products."""
 
-from vitkernels.quant.modules import QuantizedEmbedding, QuantizedLinear
+from vitkernels.quant.inference_modules import QuantizedEmbedding, QuantizedLinear
 from vitkernels.quant.schemes import Scheme
-from vitkernels.quant.swap import dequantize_, quantize_, size_in_bytes
-from vitkernels.quant.training import train_in_8_bits
+from vitkernels.quant.swap import dequantize_, quantize_, size_in_bytes, train_in_8_bits
 
 __all__ = [
     "QuantizedEmbedding",

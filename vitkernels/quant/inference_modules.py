@@ -1,4 +1,4 @@
-"""Linear layers and embeddings that keep their weights in 8 or 4 bits.
+"""Linear layers and embeddings with weights in 8 or 4 bits, for inference.
 
 Shape suffixes: K in features, N out features, S blocks, V rows of an embedding, D its width; "..." any dimensions.
 """
@@ -17,9 +17,11 @@ from vitkernels.quant.schemes import Scheme, quantize_groups, quantize_weight, s
 class QuantizedLinear(nn.Module):
     """y = x Wᵀ + bias with W in 8 or 4 bits, in torch_xla's layouts; for inference.
 
-    Buffers, all in the state dict: `weight` int8 (N, K) or (S, B, N), or uint8 with two 4-bit weights to a byte along
-    K, or fp8 (N, K); `scale` and `zero_point` (N,) or (S, N); `bias` (N,), in float.
-    backend: quantized_matmul's.
+    Buffers, all in the state dict: `weight` int8 (N, K) or (S, B, N), or uint8 with two 4-bit weights per byte along
+    K, or fp8 (N, K); `scale` and `zero_point` (N,) or (S, N); `bias` (N,), floating point.
+    backend: of the op quantized_matmul.
+
+    Raises UsageError ("quant.block_size") if the scheme's block size does not divide in_features.
     """
 
     def __init__(
@@ -34,7 +36,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features, self.backend = in_features, out_features, backend
         self.scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
-        self.dtype = torch.float32  # of the weight that this one stands for
+        self.dtype = torch.float32  # of the weight that `dequantize` returns
         shape, dtype, scale_shape = stored_weight(in_features, out_features, self.scheme)
         self.register_buffer("weight", torch.zeros(shape, dtype=dtype, device=device))
         self.register_buffer("scale", torch.zeros(scale_shape, device=device))
@@ -43,7 +45,7 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def of(cls, linear: nn.Linear, scheme: Scheme | str, backend: str = "auto") -> "QuantizedLinear":
-        """The same layer with its weight rounded to nearest."""
+        """Return the quantized form of a linear layer, its weight rounded to nearest."""
         has_bias = linear.bias is not None
         quantized = cls(linear.in_features, linear.out_features, scheme, has_bias, backend, linear.weight.device)
         quantized.load_quantized_weight(*quantize_weight(linear.weight, quantized.scheme))
@@ -53,9 +55,10 @@ class QuantizedLinear(nn.Module):
         return quantized.train(linear.training)
 
     def load_quantized_weight(self, weight: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> None:
-        """Take weights quantized elsewhere, such as for torch_xla's XlaQuantizedLinear.
+        """Load weights that were quantized elsewhere, such as for torch_xla's XlaQuantizedLinear.
 
-        4-bit weights may come packed, or one to a byte as torch_xla has them. Raises UsageError for other shapes.
+        4-bit weights may be packed, or one per byte as in torch_xla. Raises UsageError ("quant.weight_shape") for
+        another shape or dtype.
         """
         if self.scheme.weight_bits == 4 and weight.dtype == torch.int8:
             weight = pack_int4(weight)
@@ -65,12 +68,16 @@ class QuantizedLinear(nn.Module):
             same = (tensor is None) == (expected is None) and (tensor is None or tensor.shape == expected.shape)
             if not same or (name == "weight" and tensor.dtype != expected.dtype):
                 raise UsageError(
-                    f"{name} of a {self.scheme.name} layer of {self.in_features} to {self.out_features} features must "
-                    f"be {_described(expected)}, got {_described(tensor)}"
+                    f"{name} of a {self.scheme.name} layer with {self.in_features} in and {self.out_features} out "
+                    f"features must be {_describe(expected)}, got {_describe(tensor)}",
+                    code="quant.weight_shape",
+                    name=name,
+                    expected=_describe(expected),
+                    got=_describe(tensor),
                 )
         for name, tensor in given.items():
             setattr(self, name, tensor)
-        if self.scheme.block_size != -1:  # in memory with K last, as 8-bit matrix units want it; the shape stays
+        if self.scheme.block_size != -1:  # same shape, with strides that put K last, as 8-bit tensor cores require
             self.weight = self.weight.permute(2, 0, 1).contiguous().permute(1, 2, 0)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,7 +94,7 @@ class QuantizedLinear(nn.Module):
         )
 
     def dequantize(self) -> nn.Linear:
-        """An nn.Linear with the weight that the stored one stands for, in the dtype of the layer this was made of."""
+        """Return an nn.Linear with the dequantized weight, in the dtype of the original layer."""
         has_bias = self.bias is not None
         linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
         weight = dequantize(self.weight, self.scale, self.zero_point, self.in_features, self.scheme.block_size)
@@ -101,19 +108,22 @@ class QuantizedLinear(nn.Module):
 
 
 class QuantizedEmbedding(nn.Module):
-    """Rows of a table kept in 8 or 4 bits, with one scale per row or one per block of a row; for inference.
+    """An embedding table in 8 or 4 bits, with one scale per row or per block of a row; for inference.
 
-    Buffers: `weight` int8 or fp8 (V, D), or uint8 (V, ⌈D/2⌉) with two 4-bit entries to a byte; `scale` and
-    `zero_point` (V,) or (V, D / block_size). The scheme's activation_bits say nothing here.
+    Buffers: `weight` int8 or fp8 (V, D), or uint8 (V, ⌈D/2⌉) with two 4-bit entries per byte; `scale` and
+    `zero_point` (V,) or (V, D / block_size). The scheme's activation_bits have no effect.
+
+    Raises UsageError ("quant.block_size") if the scheme's block size does not divide embedding_dim.
     """
 
     def __init__(self, num_embeddings: int, embedding_dim: int, scheme: Scheme | str, dtype=torch.float32, device=None):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
-        self.for_training = {}  # options of nn.Embedding that matter to its gradient alone, for `dequantize`
+        self.gradient_options = {}  # nn.Embedding options that affect only its gradient, for `dequantize`
         self.scheme = scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
         if scheme.block_size != -1 and embedding_dim % scheme.block_size:
-            raise UsageError(f"block_size {scheme.block_size} does not divide the embedding's width {embedding_dim}")
+            message = f"block_size {scheme.block_size} does not divide the embedding dimension {embedding_dim}"
+            raise UsageError(message, code="quant.block_size", block_size=scheme.block_size, in_features=embedding_dim)
         packed = scheme.weight_bits == 4
         width = -(-embedding_dim // 2) if packed else embedding_dim
         shape = (num_embeddings,) if scheme.block_size == -1 else (num_embeddings, embedding_dim // scheme.block_size)
@@ -123,13 +133,17 @@ class QuantizedEmbedding(nn.Module):
 
     @classmethod
     def of(cls, embedding: nn.Embedding, scheme: Scheme | str) -> "QuantizedEmbedding":
-        """The same table with its entries rounded to nearest. max_norm, which changes weights, is refused."""
+        """Return the quantized form of an embedding, its entries rounded to nearest.
+
+        Raises UsageError ("quant.max_norm") if the embedding has max_norm, which modifies weights in the forward pass.
+        """
         if embedding.max_norm is not None:
-            raise UsageError("an embedding with max_norm changes its weights as it is used and cannot be quantized")
+            message = "embeddings with max_norm modify their weights in the forward pass and cannot be quantized"
+            raise UsageError(message, code="quant.max_norm", max_norm=embedding.max_norm)
         weight = embedding.weight.detach()
         quantized = cls(*weight.shape, scheme, weight.dtype, weight.device)
         options = ("padding_idx", "scale_grad_by_freq", "sparse")
-        quantized.for_training = {name: getattr(embedding, name) for name in options}
+        quantized.gradient_options = {name: getattr(embedding, name) for name in options}
         scheme = quantized.scheme
         groups = weight if scheme.block_size == -1 else weight.unflatten(1, (-1, scheme.block_size))
         q, quantized.scale, quantized.zero_point = quantize_groups(groups, scheme)
@@ -138,19 +152,20 @@ class QuantizedEmbedding(nn.Module):
         return quantized.train(embedding.training)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(...,) of row numbers to (..., D) in the table's own dtype. Only the rows asked for are unpacked."""
+        """Return the rows (..., D) of integer ids (...,) in the original dtype. Only these rows are unpacked."""
         flat = ids.reshape(-1)
         zero_point = None if self.zero_point is None else self.zero_point[flat]
         w = self.weight
-        w = w.view(torch.int8)[flat].view(w.dtype) if self.scheme.fp8 else w[flat]  # CPUs cannot index 8-bit floats
+        w = w.view(torch.int8)[flat].view(w.dtype) if self.scheme.fp8 else w[flat]  # CPUs cannot index fp8
         return self._rows(w, self.scale[flat], zero_point).reshape(*ids.shape, self.embedding_dim)
 
     def dequantize(self) -> nn.Embedding:
-        """An nn.Embedding of the entries that the stored ones stand for."""
+        """Return an nn.Embedding with the dequantized entries."""
         table = self._rows(self.weight, self.scale, self.zero_point)
-        return nn.Embedding.from_pretrained(table, freeze=False, **self.for_training).train(self.training)
+        return nn.Embedding.from_pretrained(table, freeze=False, **self.gradient_options).train(self.training)
 
     def _rows(self, w: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
+        """Return dequantized rows (rows, D)."""
         if self.scheme.weight_bits == 4:
             w = unpack_int4(w, self.embedding_dim)
         blocks = 1 if self.scheme.block_size == -1 else self.scale.shape[1]
@@ -163,5 +178,5 @@ class QuantizedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, {self.scheme.name}"
 
 
-def _described(tensor: Tensor | None) -> str:
+def _describe(tensor: Tensor | None) -> str:
     return "none" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
