@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from example_calls import CALLS
 
 from vitkernels import ops
 from vitkernels.errors import UsageError
@@ -18,57 +19,6 @@ TOLERANCE = {
     "cuda": {"rtol": 1e-2, "atol": 1e-2},
 }
 
-
-def draw(*shape):
-    return torch.randn(shape)
-
-
-def integers(top, *shape, dtype=torch.int64):
-    return torch.randint(0, top, shape, dtype=dtype)
-
-
-def boxes(*shape):
-    return torch.rand(*shape, 4) + torch.tensor([0.0, 0.0, 1.0, 1.0])
-
-
-# op -> calls as keyword arguments, of sizes that the Hopper kernels support, which are the most restrictive.
-CALLS = {
-    "cross_entropy": [
-        {"logits_BC": draw(8, 10), "targets": integers(10, 8)},
-        {"logits_BC": draw(8, 10), "targets": draw(8, 10).softmax(1)},
-    ],
-    "generalized_box_iou": [{"preds_BN4": boxes(3, 5), "targets_BN4": boxes(3, 5)}],
-    "int8_matmul": [{"x_MK": integers(9, 16, 32, dtype=torch.int8), "w_KN": integers(9, 32, 16, dtype=torch.int8)}],
-    "layer_norm_residual": [
-        {"x": draw(3, 5, 32), "branch": None, "weight_C": draw(32), "bias_C": draw(32)},
-        {
-            "x": draw(3, 5, 32), "branch": draw(3, 5, 32), "weight_C": draw(32), "bias_C": draw(32),
-            "branch_bias_C": draw(32), "layer_scale_C": draw(32), "sample_scale_B": integers(2, 3) / 0.5,
-        },
-    ],
-    "linear": [{"x": draw(8, 64), "weight_NK": draw(128, 64) / 8, "bias_N": draw(128)}],
-    "linear_gelu": [{"x": draw(8, 64), "weight_NK": draw(128, 64) / 8, "bias_N": draw(128)}],
-    "mlp": [
-        {
-            "x": draw(8, 64), "weight1_NK": draw(128, 64) / 8, "bias1_N": draw(128),
-            "weight2_ON": draw(64, 128) / 8, "bias2_O": draw(64),
-        }
-    ],
-    "paged_attention": [
-        {
-            "query": draw(2, 4, 32), "key_cache": draw(2, 6, 8, 32), "value_cache": draw(2, 6, 8, 32),
-            "context_lens": torch.tensor([9, 16]), "block_tables": integers(6, 2, 2), "pages_per_compute_block": 1,
-        }
-    ],
-    "patch_embed": [{"images_BCHW": draw(2, 3, 8, 8), "weight_EChw": draw(16, 3, 4, 4) / 8, "bias_E": draw(16)}],
-    "quantized_matmul": [
-        {
-            "x": draw(8, 64), "w": integers(9, 32, 64, dtype=torch.int8), "scale": torch.rand(32) / 64,
-            "zero_point": torch.rand(32) / 64, "bias": draw(32), "activation_bits": bits,
-        }
-        for bits in (8, 16)
-    ],
-}  # fmt: skip
 WITHOUT_GRADIENT = ("int8_matmul", "paged_attention", "quantized_matmul")
 CONSTANTS = ("targets", "sample_scale_B")
 

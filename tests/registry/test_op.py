@@ -2,58 +2,44 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+from example_calls import CALLS
+
+TESTS = Path(__file__).parents[1]
 HIDDEN = """
 import sys
 for package in {packages}:
     sys.modules[package] = None  # as if it were not installed
+sys.path.insert(0, {folder!r})
 import torch
-from vitkernels import ops
+from example_calls import CALLS
+from vitkernels import attention, ops
 from vitkernels.registry.op import op_of
 {call}
 """
 
-# op -> the arguments of a call that each of its backends takes on its device
-CALLS = {
-    "cross_entropy": "torch.randn(2, 3), torch.tensor([0, 2])",
-    "generalized_box_iou": "torch.rand(2, 3, 4), torch.rand(2, 3, 4)",
-    "int8_matmul": "torch.ones(16, 16, dtype=torch.int8), torch.ones(16, 16, dtype=torch.int8)",
-    "layer_norm_residual": "torch.randn(2, 8), None, torch.ones(8), torch.zeros(8)",
-    "linear": "torch.randn(2, 16), torch.randn(16, 16)",
-    "linear_gelu": "torch.randn(2, 16), torch.randn(16, 16), torch.randn(16)",
-    "mlp": "torch.randn(2, 16), torch.randn(16, 16), torch.randn(16), torch.randn(16, 16)",
-    "patch_embed": "torch.randn(1, 1, 4, 4), torch.randn(8, 1, 2, 2)",
-    "quantized_matmul": "torch.randn(2, 16), torch.ones(16, 16, dtype=torch.int8), torch.ones(16)",
-}
-
 
 def run(packages, call):
-    code = HIDDEN.format(packages=packages, call=call)
+    code = HIDDEN.format(packages=packages, folder=str(TESTS), call=call)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_calls__cover_every_op():
-    from vitkernels import ops
-
-    functions = {name for name in ops.__all__ if name.islower()} - {"generalized_box_iou_loss"}
-    assert functions - {"paged_attention"} == CALLS.keys()  # tested in its own suite
-
-
 def test_ops__without_triton_and_jax_run_and_name_the_missing_package():
-    lines = []
-    for op, args in CALLS.items():
-        lines += [
-            f"ops.{op}({args})",
-            f"for name in op_of(ops.{op}).names():",
-            f"    module = op_of(ops.{op}).source(name).target",
-            "    try:",
-            f"        ops.{op}({args}, backend=name)",
-            "        said = 'ran'",
-            "    except ValueError as error:",
-            "        said = 'named' if 'pip install' in str(error) else error.code",
-            f"    print({op!r}, name, 'imported' if module in sys.modules else 'missing', said)",
-        ]
-    done = run(("triton", "jax"), "\n".join(lines))
+    call = """
+for op, (call, *_) in CALLS.items():
+    function = getattr(ops, op)
+    function(**call)
+    for name in op_of(function).names():
+        module = op_of(function).source(name).target
+        try:
+            function(**call, backend=name)
+            said = "ran"
+        except ValueError as error:
+            said = "named" if "pip install" in str(error) else error.code
+        print(op, name, "imported" if module in sys.modules else "missing", said)
+"""
+    done = run(("triton", "jax"), call)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line.split(maxsplit=3) for line in done.stdout.splitlines()]
     assert {op for op, _, _, said in rows if said == "ran"} == CALLS.keys()
@@ -66,25 +52,28 @@ def test_ops__without_triton_and_jax_run_and_name_the_missing_package():
 
 
 def test_ops__unknown_backend_lists_the_names():
-    calls = [
-        f"""
-try:
-    ops.{op}({args}, backend="nosuch")
-except ValueError as error:
-    print("auto" in error.fields["choices"] or str(error))"""
-        for op, args in CALLS.items()
-    ]
-    done = run((), "".join(calls))
-    assert done.stdout.split("\n")[:-1] == ["True"] * len(CALLS), done.stdout + done.stderr[-2000:]
+    call = """
+for op, (call, *_) in CALLS.items():
+    try:
+        getattr(ops, op)(**call, backend="nosuch")
+    except ValueError as error:
+        print(op, "auto" in error.fields["choices"])
+"""
+    done = run((), call)
+    assert dict(line.split() for line in done.stdout.splitlines()) == dict.fromkeys(CALLS, "True"), done.stderr[-2000:]
 
 
 def test_compile__imports_backends_at_trace_time():
-    called = ", ".join(f"ops.{op}({CALLS[op]})" for op in ("layer_norm_residual", "mlp", "linear"))
-    call = f"""
-from vitkernels import attention
+    call = """
 attention.backends.OP.auto["cpu"] = "pallas_flash", "triton_flash", "sdpa"
 attend = attention.get("auto")
-print(len(torch.compile(lambda: ({called}, attend(*[torch.ones(1, 2, 8, 32)] * 3)), fullgraph=True, backend='eager')()))
+names = "layer_norm_residual", "mlp", "linear"
+
+def model():
+    results = [getattr(ops, name)(**CALLS[name][0]) for name in names]
+    return *results, attend(*[torch.ones(1, 2, 8, 32)] * 3)
+
+print(len(torch.compile(model, fullgraph=True, backend="eager")()))
 """
     done = run((), call)
     assert done.stdout.split() == ["4"], done.stdout + done.stderr[-2000:]
