@@ -1,10 +1,11 @@
-"""Which form and blocks pallas_flash runs in on a TPU: its rule, or the table of what a search found better."""
+"""The choice of pallas_flash's form and blocks on a TPU: by rule, or from the table of blocks that a search found."""
 
 import json
 from dataclasses import replace
 
 import pytest
 import torch
+from expecting import error
 
 pytest.importorskip("jax")
 
@@ -14,10 +15,9 @@ from vitkernels import attention
 from vitkernels.attention.pallas_flash.tpu import block_plans, dispatch
 from vitkernels.attention.pallas_flash.tpu.tiles import TpuProblem
 from vitkernels.bridge import lazy_target, pallas_op
-from vitkernels.errors import UsageError
 
 PROBLEM = TpuProblem(1, 4, 64, 200, 200, 0.125, False, "bfloat16", None, None, False, chip="v5e")
-# Another form than the rule's, and heads grouped in another way forward than backward.
+# A form other than the rule's, and different groups of heads in forward and backward.
 ENTRY = {
     "chip": "v5e",
     "dtype": "bfloat16",
@@ -33,7 +33,7 @@ ENTRY = {
 
 @pytest.fixture
 def table(tmp_path, monkeypatch):
-    """A function that makes these entries the table."""
+    """Return a function that replaces the table with these entries."""
 
     def write(*entries):
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.json"
@@ -43,7 +43,7 @@ def table(tmp_path, monkeypatch):
     return write
 
 
-def test_the_table_counts_for_its_chip_and_problem_alone(table):
+def test_table__applies_to_its_chip_and_problem_only(table):
     table(ENTRY)
     found = block_plans.plan(PROBLEM)
     assert (found.form, found.forward, found.backward) == (
@@ -61,12 +61,12 @@ def test_the_table_counts_for_its_chip_and_problem_alone(table):
 
 
 @pytest.mark.parametrize("passes", ["forward", "backward"])
-def test_a_changed_entry_changes_the_kernels_and_not_the_result(table, passes):
+def test_table__changes_the_kernels_but_not_the_result(table, passes):
     torch.manual_seed(0)
     qkv = torch.randn(1, 200, 768).bfloat16()
     static = {"heads": 4, "scale": 0.125, "is_causal": False, "extras": (), "bias_gradient": False, "chip": "v5e"}
 
-    def outputs():  # of a new function each time: JAX keeps traces
+    def outputs():  # a new function each time, because JAX caches traces
         shape = jax.ShapeDtypeStruct((1, 200, 768), "bfloat16")
         return jax.eval_shape(lambda qkv: dispatch.attend(qkv, **static), shape)
 
@@ -90,34 +90,41 @@ def test_a_changed_entry_changes_the_kernels_and_not_the_result(table, passes):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "reason"),
     [
         ({"form": "wide"}, "form is 'single_pass' or 'online_softmax', not 'wide'"),
         ({"forward": {"heads": 3, "queries": 128, "keys": 128}}, "heads, 3, must divide the 4 heads"),
-        ({"forward": {"heads": 1, "queries": 128, "keys": 128}}, "fill whole tiles of 128 lanes"),
+        ({"forward": {"heads": 1, "queries": 128, "keys": 128}}, "fill full tiles of 128 lanes"),
         ({"backward": {"heads": 2, "queries": 100, "keys": 128}}, "queries, 100, must be a multiple of 128"),
         ({"backward": {"heads": 2, "queries": 128, "keys": 0}}, "positive integers"),
         ({"form": "single_pass"}, "all 200 keys at once, not 128"),
         ({"forward": {"heads": 2, "queries": 128}}, "keys"),
     ],
 )
-def test_a_bad_entry_is_refused_with_its_place_and_the_mend(table, change, message):
+def test_table__rejects_a_bad_entry(table, change, reason):
     table(ENTRY | change)
-    with pytest.raises(UsageError, match=message) as error:
+    with error("attention.block_table", path=block_plans.TABLE, entry=ENTRY | change) as caught:
         block_plans.plan(PROBLEM)
-    assert str(block_plans.TABLE) in str(error.value) and "--tune" in str(error.value)
+    assert reason in caught.value.fields["reason"]
 
 
-def test_the_shipped_table_can_be_read_and_says_that_it_is_estimated():
+def test_table__message(table):
+    table(ENTRY | {"form": "wide"})
+    with error("attention.block_table") as caught:
+        block_plans.plan(PROBLEM)
+    assert str(block_plans.TABLE) in str(caught.value) and "--tune" in str(caught.value)
+
+
+def test_shipped_table__is_valid_and_labeled_as_estimated():
     table = json.loads(block_plans.TABLE.read_text())
     assert "ESTIMATE" in table["label"]
-    assert block_plans.plan(replace(PROBLEM, q_tokens=7, kv_tokens=7)).source == "rule"  # reading refuses a bad entry
+    assert block_plans.plan(replace(PROBLEM, q_tokens=7, kv_tokens=7)).source == "rule"  # reading rejects a bad entry
     for entry in table["entries"]:
         times, by_rule = entry["estimate_ms"], entry["estimate_ms_by_rule"]
         assert sum(times.values()) < sum(by_rule.values())
 
 
-def test_writing_replaces_the_entry_of_the_same_problem(table):
+def test_write__replaces_the_entry_of_the_same_problem(table):
     table(ENTRY)
     block_plans.plan(PROBLEM)
     block_plans.write(ENTRY | {"forward": {"heads": 4, "queries": 256, "keys": 256}}, block_plans.TABLE)
@@ -125,7 +132,7 @@ def test_writing_replaces_the_entry_of_the_same_problem(table):
     assert len(json.loads(block_plans.TABLE.read_text())["entries"]) == 1
 
 
-def test_graphs_recorded_for_a_chip_get_its_entries(monkeypatch):
+def test_record_for__sets_platform_and_chip(monkeypatch):
     monkeypatch.setattr(lazy_target, "_override", None)
     lazy_target.record_for("TPU", "v6e")
     assert (lazy_target.platform(), lazy_target.chip()) == ("TPU", "v6e")

@@ -1,8 +1,7 @@
-"""pallas_flash in Pallas' faithful TPU interpreter, and beside JAX's and torch_xla's own flash attention.
+"""pallas_flash in Pallas' faithful TPU interpreter, compared with the flash attention of JAX and torch_xla.
 
-The faithful interpreter gives each kernel memory of its own, filled with NaN, runs its copies as late as their waits
-allow, and reports accesses that no wait or barrier orders: what the plain interpreter cannot see. Small shapes: it is
-slow.
+Unlike the plain interpreter, the faithful one gives each kernel separate memory filled with NaN, runs copies as late as
+their waits allow, and reports races: accesses that no wait or barrier orders. It is slow, so shapes are small.
 """
 
 from functools import partial
@@ -28,7 +27,7 @@ TOLERANCE = 5e-6
 
 
 def races_found() -> bool:
-    """Whether the last kernel that ran had a race; the interpreter only prints it, and keeps this."""
+    """Return whether the last kernel had a race; the interpreter prints it and sets this flag."""
     try:
         import jax._src.pallas.mosaic.interpret.interpret_pallas_call as interpreter
     except ModuleNotFoundError:  # jax 0.7.1
@@ -37,7 +36,7 @@ def races_found() -> bool:
 
 
 def reference(q, k, v, do):
-    """Output, dq, dk, dv of (B, H, N, D) in float64."""
+    """Return the output, dq, dk and dv of (B, H, N, D) in float64."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
     s = q @ k.swapaxes(-1, -2) * q.shape[-1] ** -0.5
     p = np.exp(s - s.max(-1, keepdims=True))
@@ -70,12 +69,16 @@ def close(found, expected, tolerance=TOLERANCE):
 @pytest.mark.parametrize(
     ("kernels", "shape", "blocks"),
     [
-        (single_pass, (2, 2, 37, 64), PassBlocks(2, 256, 128)),  # two images: one's copies overlap the other's work
+        (
+            single_pass,
+            (2, 2, 37, 64),
+            PassBlocks(2, 256, 128),
+        ),  # two images: one's copies overlap the other's computation
         (online_softmax, (1, 16, 300, 8), PassBlocks(16, 256, 256)),  # two blocks of queries by two of keys
     ],
     ids=["single_pass", "online_softmax"],
 )
-def test_no_races_and_nothing_uninitialised(kernels, shape, blocks):
+def test_kernels__have_no_races_or_uninitialized_reads(kernels, shape, blocks):
     B, H, N, D = shape
     problem = TpuProblem(B, H, D, N, N, D**-0.5, False, "float32", None, None, False)
     q, k, v, do = (token_major(x) for x in inputs(*shape))
@@ -91,8 +94,8 @@ def test_no_races_and_nothing_uninitialised(kernels, shape, blocks):
     close([head_major(x, H) for x in (outputs[0], *gradients)], reference(*inputs(*shape)))
 
 
-def test_a_race_would_be_seen():
-    """A kernel that reads what a copy under way is writing."""
+def test_race__is_detected():
+    """Run a kernel that reads the destination of a pending copy."""
 
     def kernel(x_ref, o_ref, scratch_ref, flag):
         copy = pltpu.make_async_copy(x_ref, scratch_ref, flag)
@@ -112,7 +115,7 @@ def test_a_race_would_be_seen():
 
 
 def jax_flash(sizes, q, k, v, do):
-    """Output and gradients of JAX's flash attention, interpreted."""
+    """Return the output and gradients of JAX's flash attention, interpreted."""
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
     def both(q, k, v, do):
@@ -125,7 +128,7 @@ def jax_flash(sizes, q, k, v, do):
 
 
 def ours(q, k, v, do):
-    """The same of pallas_flash, through its JAX functions."""
+    """Return the output and gradients of pallas_flash, through its JAX functions."""
     H, D = q.shape[1], q.shape[3]
     static = {"heads": H, "scale": D**-0.5, "is_causal": False, "extras": (), "bias_gradient": False}
 
@@ -143,8 +146,8 @@ NAMES = ("block_q", "block_k_major", "block_k", "block_q_major_dkv", "block_k_ma
 NAMES += ("block_k_major_dq", "block_k_dq", "block_q_dq")
 
 
-def test_no_less_exact_than_jax_s_flash():
-    """Both against float64, and so against one another; a factor 1.5 for the luck of one sample."""
+def test_accuracy__close_to_that_of_jax_flash():
+    """Compare both with float64, allowing a factor 1.5 for sampling noise."""
     arrays = inputs(1, 2, 256, 64)
     exact = reference(*arrays)
     theirs = jax_flash({"block_b": 1, **dict.fromkeys(NAMES, 128)}, *arrays)
@@ -154,8 +157,8 @@ def test_no_less_exact_than_jax_s_flash():
 
 
 @pytest.mark.parametrize("N", [256, 1024])
-def test_agrees_with_torch_xla_s_flash_where_that_is_right(N):
-    """Its kernel is JAX's in blocks of its own, cut to the length; these lengths are right there without a bias."""
+def test_output__equals_torch_xla_flash(N):
+    """torch_xla runs JAX's kernel in its own blocks, clipped to N; without a bias it is correct at these lengths."""
     pytest.importorskip("torch_xla")
     from torch_xla.experimental.custom_kernel import FlashAttention
 

@@ -1,6 +1,6 @@
-"""Each pallas_flash kernel compiles for TPU at the shapes that vision transformers have, by libtpu's own compiler.
+"""Compile each pallas_flash kernel for TPU with libtpu's compiler, at the shapes that vision transformers use.
 
-No TPU is needed, none is used. One or two images: the batch is the grid, and changes nothing that is compiled.
+Needs no TPU. One or two images suffice: the batch size only changes the grid, not the compiled code.
 """
 
 import functools
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(c
 
 
 def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, chip="v5e", is_causal=False, **extras):
-    """Forward and backward of one problem; `extras` are shapes of bias, mask and segment_ids."""
+    """Compile forward and backward of one problem; `extras` are the shapes of bias, mask and segment_ids."""
     shape = jax.ShapeDtypeStruct
     M = N if M is None else M
     arrays = [shape((B, N, 3 * H * D), dtype)] if packed else [shape((B, t, H * D), dtype) for t in (N, M, M)]
@@ -42,40 +42,40 @@ def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, 
 
 
 @pytest.mark.parametrize("N", [1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096])
-def test_lengths(N):
+def test_compiles__lengths(N):
     compile_both(N)
 
 
 @pytest.mark.parametrize("N", [197, 1025])
-def test_float32(N):
+def test_compiles__float32(N):
     compile_both(N, H=2, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize("D", [32, 40, 48, 56, 72, 80, 88, 96, 104, 112, 120, 128])
-def test_head_dims(D):
+def test_compiles__head_dims(D):
     compile_both(197, H=3, D=D, packed=False)
 
 
 @pytest.mark.parametrize(("D", "N"), [(72, 256), (80, 257), (72, 729), (88, 4096)])
-def test_packed_heads_of_the_larger_models(D, N):
+def test_compiles__heads_of_larger_models(D, N):
     compile_both(N, H=16, D=D, B=1)
 
 
-def test_vit_base():
+def test_compiles__vit_base():
     compile_both(197, H=12)
 
 
-def test_three_heads_do_not_fill_lane_tiles():
+def test_compiles__heads_that_do_not_fill_lane_tiles():
     compile_both(197, H=3)
 
 
 @pytest.mark.parametrize(("N", "M"), [(1, 197), (197, 1), (64, 577), (2000, 77)])
-def test_cross_attention(N, M):
+def test_compiles__cross_attention(N, M):
     compile_both(N, M=M, packed=False)
 
 
 @pytest.mark.parametrize(("N", "form"), [(197, "single_pass"), (577, "single_pass"), (1537, "online_softmax")])
-def test_extras(N, form):
+def test_compiles__extras(N, form):
     extras = {"bias": (1, 2, N, N), "mask": (2, 1, 1, N), "segments": True}
     problem = TpuProblem(2, 2, 64, N, N, 0.125, is_causal=True, dtype="bfloat16", **extras)
     assert block_plans.rule(problem).form == form
@@ -83,10 +83,10 @@ def test_extras(N, form):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 197, 1), (1, 4, 1, 1)])
-def test_bias_of_single_columns(shape):
+def test_compiles__bias_of_single_columns(shape):
     compile_both(197, bias=shape)
 
 
 @pytest.mark.parametrize(("chip", "N"), [("v5p", 197), ("v6e", 197), ("v6e", 1537)])
-def test_other_chips(chip, N):
+def test_compiles__other_chips(chip, N):
     compile_both(N, H=2, chip=chip)

@@ -1,4 +1,4 @@
-"""pallas_flash inside torch_xla's lazy graph, in a process of its own (PJRT_DEVICE=CPU stands for the TPU)."""
+"""pallas_flash in torch_xla's lazy graph, in a separate process; PJRT_DEVICE=CPU stands in for the TPU."""
 
 import importlib.util
 import os
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def run(code: str, **environment: str) -> str:
-    """The last line that `code` prints."""
+    """Run `code`; return the last line it prints."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         env={**os.environ, "PJRT_DEVICE": "CPU", **environment},
@@ -26,13 +26,13 @@ def run(code: str, **environment: str) -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
-def test_forward_and_backward():
+def test_lazy_graph__forward_and_backward():
     code = """
     import torch, torch_xla
     from vitkernels import attention
 
     flash, native = attention.get("pallas_flash"), attention.get("native")
-    # Of the largest value: float32 sums, and three roundings to bfloat16 in a row (out, its square's slope, qkv.grad).
+    # Relative to the largest value: float32 sums, and three bfloat16 roundings in sequence (out, 2 * out, qkv.grad).
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         qkv = torch.randn(2, 50, 3, 2, 64).to(dtype)
         mask = torch.rand(2, 1, 1, 50) > 0.3
@@ -50,8 +50,8 @@ def test_forward_and_backward():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
-def test_the_graph_a_tpu_would_run_compiles():
-    """qkv projection, attention and output projection as torch_xla builds them, with the TPU's kernel inside."""
+def test_tpu_graph__compiles():
+    """Compile qkv projection, attention and output projection as torch_xla builds them, with the TPU's kernel."""
     code = """
     import torch, torch_xla
     import torch_xla.core.xla_builder as xla_builder
@@ -76,7 +76,7 @@ def test_the_graph_a_tpu_would_run_compiles():
     assert run(code) == "True"
 
 
-def test_spmd_runs_on_each_devices_part_of_the_batch():
+def test_spmd__runs_on_each_devices_shard_of_the_batch():
     code = """
     import numpy as np
     import torch, torch_xla

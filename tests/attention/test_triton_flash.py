@@ -1,22 +1,21 @@
-"""What is particular to triton_flash: same bits again, whole graphs, no copies, what it refuses."""
-
-import re
+"""triton_flash beyond the conformance suite: bit-equal reruns, graphs without breaks, no copies, refusals."""
 
 import pytest
 import torch
+from expecting import error
 
 pytest.importorskip("triton")
 
 from vitkernels import attention
 from vitkernels.attention import Problem
-from vitkernels.attention.triton_flash.launch import readable, split, tail
+from vitkernels.attention.triton_flash.launch import readable, split_head_dim, tail_tile
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLASH = attention.get("triton_flash")
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_same_bits_again(device):
+def test_reruns__are_bit_equal(device):
     qkv = torch.randn(2, 70, 3, 2, 64, device=device, requires_grad=True)
     bias = torch.randn(2, 1, 70, requires_grad=True, device=device)
 
@@ -32,7 +31,7 @@ def test_same_bits_again(device):
     "device, backend", [("cpu", "aot_eager"), pytest.param("cuda", "inductor", marks=pytest.mark.gpu)]
 )
 @pytest.mark.parametrize("packed", [True, False])
-def test_whole_graph(device, backend, packed):
+def test_compile__has_no_graph_breaks(device, backend, packed):
     torch._dynamo.reset()
     x = torch.randn(1, 40, 3, 2, 32, device=device, requires_grad=True)
 
@@ -49,8 +48,8 @@ def test_whole_graph(device, backend, packed):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_operators_keep_their_promises(device):
-    """Schemas, fake outputs and registered gradients, by PyTorch's own checks."""
+def test_operators__pass_opcheck(device):
+    """Check schemas, fake outputs and registered gradients."""
     ops = torch.ops.vitkernels
     qkv = torch.randn(1, 20, 3, 2, 32, device=device, requires_grad=True)
     bias = torch.randn(20, 20, device=device, requires_grad=True)
@@ -63,14 +62,14 @@ def test_operators_keep_their_promises(device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("packed", [True, False])
-def test_tiles_can_be_chosen(device, packed, monkeypatch):
-    """Each pass runs with the sizes that were asked for, and gives what any other tiles give."""
+def test_tiles__run_as_configured(device, packed, monkeypatch):
+    """Each pass runs with the requested sizes and returns the same result as with default tiles."""
     from vitkernels.attention.triton_flash import launch, operators
 
-    run, seen = launch._run, []
-    monkeypatch.setattr(launch, "_run", lambda *args: seen.append(args[5]) or run(*args))
-    for seen_before in ("_forwards", "_backwards"):
-        monkeypatch.setattr(operators, seen_before, {})
+    run, seen = launch._launch_pass, []
+    monkeypatch.setattr(launch, "_launch_pass", lambda *args: seen.append(args[5]) or run(*args))
+    for cache in ("_forward_launches", "_backward_launches"):
+        monkeypatch.setattr(operators, cache, {})
     chosen = FLASH.configured(tiles={"forward": "32x16", "dq": None, "dkdv": "16x32"})
     qkv = torch.randn(1, 40, 3, 1, 32, device=device, requires_grad=True)
 
@@ -81,30 +80,30 @@ def test_tiles_can_be_chosen(device, packed, monkeypatch):
     expected = result(FLASH)
     assert seen == [None] * 3
     for got, wanted in zip(result(chosen), expected, strict=True):
-        # Sums of 40 float32 products in another order.
+        # Different tiles sum 40 float32 products in a different order.
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     assert [tiles and (tiles.n, tiles.m) for tiles in seen[3:]] == [(32, 16), None, (16, 32)]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "code", "fields"),
     [
-        ({"tiles": {"forward": "64"}}, "attn.tiles.forward=64: QUERIESxKEYS"),
-        ({"tiles": {"forward": "48x64"}}, "each 16, 32, 64 or 128"),
-        ({"tiles": {"sideways": "64x64"}}, "it has forward, dq, dkdv"),
-        ({"speed": 9}, "has no options, got speed"),
+        ({"tiles": {"forward": "64"}}, "attention.tiles", {"key": "forward", "value": "64"}),
+        ({"tiles": {"forward": "48x64"}}, "attention.tiles", {"key": "forward", "value": "48x64"}),
+        ({"tiles": {"sideways": "64x64"}}, "attention.tiles", {"key": "sideways"}),
+        ({"speed": 9}, "attention.options", {"options": ("speed",)}),
     ],
 )
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_configured__rejects_unknown_options(options, code, fields):
+    with error(code, **fields):
         FLASH.configured(**options)
     assert FLASH.configured(tiles={"forward": None}) is FLASH
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_called_again(device):
-    """A second call of a layout launches at addresses alone: they must be those of its own tensors."""
-    packed = torch.randn(2, 41, 2, 3, 2, 40, device=device)  # two packed projections side by side
+def test_relaunch__reads_its_own_tensors(device):
+    """A second call with a known layout launches at addresses, which must be those of its own tensors."""
+    packed = torch.randn(2, 41, 2, 3, 2, 40, device=device)  # two interleaved packed projections
     odd = torch.randn(2 * 41 * 256, device=device)
     shape = (2, 41, 3, 2, 40)
     layouts = [packed[:, :, 0], packed[:, :, 1], odd[1 : packed.numel() // 2 + 1].view(shape)]
@@ -122,8 +121,8 @@ def test_called_again(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_odd_address_after_an_even_one(device):
-    """Compiled for addresses that 16 divides, a kernel must not meet another: contiguous tensors may begin anywhere."""
+def test_relaunch__after_alignment_changes(device):
+    """A kernel compiled for 16-byte-aligned addresses must not run on unaligned tensors."""
     memory = torch.randn(4, 2 * 3 * 50 * 32 + 1, device=device)
     for first in (0, 1, 0, 1):
         q, k, v, do = memory[:, first : first + 2 * 3 * 50 * 32].view(4, 2, 3, 50, 32).unbind(0)
@@ -138,8 +137,8 @@ def test_an_odd_address_after_an_even_one(device):
 
 
 @pytest.mark.gpu
-def test_nothing_is_copied():
-    """Beside its inputs a training call holds out, lse and delta and one dqkv."""
+def test_memory__holds_no_copies():
+    """Besides its inputs, a training call allocates only out, lse, delta and one dqkv."""
     qkv = torch.randn(8, 197, 3, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     do = torch.randn(8, 197, 12 * 64, device="cuda", dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()
@@ -150,35 +149,35 @@ def test_nothing_is_copied():
     assert used < (qkv.numel() + do.numel()) * 2 + statistics + 8 * 512  # the allocator rounds up to 512 bytes
 
 
-def test_layouts_of_models_are_read_in_place():
+def test_model_layouts__are_read_in_place():
     for D in range(32, 129, 8):
         q, k, v = torch.empty(2, 10, 3, 3, D, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4).unbind(0)
         assert all(readable(x) is x for x in (q, k, v, q.contiguous(), q[:1, :, :1]))
     assert readable(q.mT) is not q.mT and readable(q[..., 1:]).is_contiguous()
 
 
-def test_a_head_dim_is_two_tiles():
-    assert {D: split(D) for D in (32, 40, 64, 72, 80, 88, 96, 104, 128)} == {
+def test_head_dim__is_split_into_two_tiles():
+    assert {D: split_head_dim(D) for D in (32, 40, 64, 72, 80, 88, 96, 104, 128)} == {
         32: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 80: (64, 16), 88: (64, 32), 96: (64, 32),
         104: (128, 0), 128: (128, 0),
     }  # fmt: skip
-    assert [tail(n, 64) for n in (64, 65, 80, 81, 127, 5)] == [0, 16, 16, 32, 64, 16]
+    assert [tail_tile(n, 64) for n in (64, 65, 80, 81, 127, 5)] == [0, 16, 16, 32, 64, 16]
 
 
-def test_what_it_refuses():
+def test_unsupported__message():
     def problem(**changes):
         standard = {"batch": 1, "heads": 1, "q_tokens": 9, "kv_tokens": 9, "head_dim": 64}
         return Problem(**standard | {"dtype": torch.float32, "device_type": "cuda"} | changes)
 
     assert FLASH.unsupported(problem()) is None
     assert "bfloat16, float16 and float32" in FLASH.unsupported(problem(dtype=torch.float64))
-    assert "in steps of 8, got 60" in FLASH.unsupported(problem(head_dim=60))
+    assert "got 60" in FLASH.unsupported(problem(head_dim=60))
     assert "dropout_p=0.1" in FLASH.unsupported(problem(dropout_p=0.1))
     assert "got xla" in FLASH.unsupported(problem(device_type="xla"))
 
 
-def test_trains_like_sdpa():
-    """A few steps of a small attention layer: the same losses as with sdpa, and falling."""
+def test_training__matches_sdpa():
+    """Four steps of a small attention layer: losses decrease and equal those with sdpa."""
 
     def losses(name):
         torch.manual_seed(0)

@@ -147,13 +147,13 @@ def kernel_times(name: str, shape: tuple[int, int, int, int]) -> tuple[Timing, T
 
 
 def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Timing]:
-    from vitkernels.attention.triton_flash.launch import Call, backward, forward
+    from vitkernels.attention.triton_flash.launch import FlashInputs, backward, forward
 
     B, H, N, D = shape
     qkv, dqkv = (torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, do = (torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     lse = torch.empty(B, H, N, device="cuda")
-    call = Call.of(*qkv.permute(2, 0, 3, 1, 4).unbind(0), None, None, None, False, D**-0.5)
+    call = FlashInputs.of(*qkv.permute(2, 0, 3, 1, 4).unbind(0), None, None, None, False, D**-0.5)
     grads = dqkv.permute(2, 0, 3, 1, 4).unbind(0)
     forward(call, out, lse)
     return Timing.of(lambda: forward(call, out, lse)), Timing.of(lambda: backward(call, out, lse, do, *grads))

@@ -1,26 +1,24 @@
-"""`pallas_flash`: flash attention written for vision transformers in Pallas, for TPU and for NVIDIA Hopper; interpreted
-on the CPU.
+"""`pallas_flash`: flash attention for vision transformers in Pallas, for TPU and NVIDIA Hopper; interpreted on the CPU.
 
-On TPU, up to about 1k tokens one pass over whole rows of scores (pallas_flash_short), beyond that the online form
-(pallas_flash_long). Both take any number of tokens and mask what they pad. The packed entry point reads the
-projection's own layout and writes the next projection's, so that no copy stands around the kernel. On Hopper GPUs
-Mosaic-GPU kernels do the same (pallas_flash_hopper).
+On TPU, up to about 1k tokens run in a single pass over full rows of scores (tpu/single_pass.py), longer sequences with
+the online softmax (tpu/online_softmax.py). Both take any number of tokens and mask their padding. The packed entry
+point reads the projection's layout and writes the next projection's, without copies. On Hopper GPUs Mosaic-GPU kernels
+(hopper/) do the same.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
 
 import torch
 
-from vitkernels.attention.contract import AttentionBackend
-from vitkernels.attention.contract import Problem as Call
+from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.bridge import hopper, lazy_target
 from vitkernels.errors import UsageError
 
-# Here and not at the first call, because torch.compile would trace an import.
+# Imported here, not at the first call, because torch.compile would trace the import.
 try:
     from vitkernels.attention.pallas_flash.tpu import dispatch
     from vitkernels.bridge import pallas_op
-except (ImportError, UsageError) as error:  # no jax, or a jax that holds the TPU
+except (ImportError, UsageError) as error:  # jax is missing or holds the TPU
     _unavailable, _flash = str(error), None
 else:
     _unavailable = None
@@ -29,13 +27,12 @@ else:
 _DTYPES = (torch.bfloat16, torch.float32)
 _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 
-
 _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
 
 
-def _unsupported_on_hopper(problem: Call) -> str | None:
+def _unsupported_on_hopper(problem: Problem) -> str | None:
     if _no_hopper is not None:
         return f"{_no_hopper}; use triton_flash or sdpa"
     if problem.dtype not in _HOPPER_DTYPES:
@@ -46,39 +43,37 @@ def _unsupported_on_hopper(problem: Call) -> str | None:
     extras = {"bias": has_bias, "mask": problem.has_mask, "segment_ids": problem.has_segment_ids}
     given = [name for name, x in extras.items() if x]
     if given:
-        return f"its kernels for NVIDIA have no {' and no '.join(given)}; use triton_flash or sdpa"
+        return f"its kernels for NVIDIA do not support {' or '.join(given)}; use triton_flash or sdpa"
     return None
 
 
-def _unsupported_on_tpu(problem: Call) -> str | None:
+def _unsupported_on_tpu(problem: Problem) -> str | None:
     if problem.dtype not in _DTYPES:
-        return f"it computes in bfloat16 and float32, not {problem.dtype}"
+        return f"its kernels for TPU compute in bfloat16 and float32, not {problem.dtype}"
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= 128:
-        return f"it takes head dims up to 128 in steps of 8, not {problem.head_dim}"
+        return f"its kernels for TPU take head dims up to 128 in steps of 8, not {problem.head_dim}"
     return None
 
 
-def _unsupported_anywhere(problem: Call) -> str | None:
+def _unsupported_anywhere(problem: Problem) -> str | None:
     if problem.dropout_p:
-        return f"it has no dropout (dropout_p={problem.dropout_p}); set attention dropout to 0 or use sdpa"
+        return f"does not support dropout (dropout_p={problem.dropout_p}); use 0 or sdpa"
     if 0 in (problem.batch, problem.heads, problem.q_tokens, problem.kv_tokens):
-        return "it has no empty calls"
+        return "does not support tensors with a zero-sized dimension"
     return None
 
 
 class PallasFlash(AttentionBackend):
-    """bf16 and f32 on TPU, where a float32 product is honest float32; bf16 and fp16 on Hopper. No dropout."""
+    """bf16 and f32 on TPU, with float32 products in full precision; bf16 and fp16 on Hopper. No dropout."""
 
     name = "pallas_flash"
 
     def unavailable(self) -> str | None:
         return _unavailable
 
-    def refusal(self, problem: Call) -> str | None:
+    def refusal(self, problem: Problem) -> str | None:
         if problem.device_type not in ("cpu", "xla", "cuda"):
-            return (
-                f"its kernels are for TPU (device xla), NVIDIA Hopper and, interpreted, cpu, not {problem.device_type}"
-            )
+            return f"runs on TPU (device xla), NVIDIA Hopper and, interpreted, cpu, not {problem.device_type}"
         by_device = _unsupported_on_hopper if problem.device_type == "cuda" else _unsupported_on_tpu
         return by_device(problem) or _unsupported_anywhere(problem)
 
@@ -100,7 +95,7 @@ def _attend(arrays, heads, *, bias, mask, segment_ids, is_causal, scale, dropout
     extras = {
         "bias": None if bias is None else _four_axes(bias),
         "mask": None if mask is None else _four_axes(mask),
-        # One token has one segment, its own.
+        # A single token always shares its own segment.
         "segment_ids": None if segment_ids is None or segment_ids.shape[1] == 1 else segment_ids.to(torch.int32),
     }
     given = {name: x for name, x in extras.items() if x is not None}
@@ -117,7 +112,7 @@ def _attend(arrays, heads, *, bias, mask, segment_ids, is_causal, scale, dropout
 
 
 def _four_axes(x):
-    """A bias of float64 or float16 is used in float32, the scores' own precision."""
+    """Return x with four axes; a float64 or float16 bias is cast to float32, the precision of the scores."""
     x = x[(None,) * (4 - x.ndim)]
     return x if x.dtype in (torch.bool, torch.float32, torch.bfloat16) else x.float()
 

@@ -1,8 +1,8 @@
 """`triton_flash`: flash attention in Triton, for NVIDIA GPUs and, interpreted, for any CPU.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691) written for the sequence lengths of vision transformers. It reads q, k
-and v where the projection left them and writes the layout that the next projection reads; its backward pass writes
-one packed gradient. Every call gives the same bits again: nothing is summed by atomics.
+FlashAttention-2 (Dao 2023, arXiv 2307.08691) for the sequence lengths of vision transformers. It reads q, k and v in
+the projection's layout, without copies, and writes the layout that the next projection reads; its backward pass writes
+one packed gradient. Results are bit-equal from run to run, because no sum uses atomics.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -26,21 +26,24 @@ class TritonFlash(AttentionBackend):
     name = "triton_flash"
 
     def __init__(self, tile_sizes: tuple[int, ...] = ()):
-        self._tile_sizes = tile_sizes  # queries, keys of each pass, 0 for those that the shape decides; or nothing
+        self._tile_sizes = tile_sizes  # (queries, keys) of each pass, 0 to choose by shape; or empty
 
     def configured(self, tiles: dict[str, str | None] | None = None, **options) -> "TritonFlash":
-        """With tiles of one's own choice: pass (forward, dq, dkdv) -> "QUERIESxKEYS", such as "64x32"; None: by shape.
+        """Return this backend with fixed tile sizes.
 
-        Sizes are powers of two from 16 to 128. Too large ones do not fit into a GPU's shared memory, which Triton says
-        when it compiles.
+        Args:
+            tiles: pass (forward, dq, dkdv) -> "QUERIESxKEYS", such as "64x32", or None to choose by shape. Sizes are
+                powers of two from 16 to 128. Triton raises at compilation if tiles exceed the GPU's shared memory.
         """
         super().configured(**options)
         tiles = {name: size for name, size in (tiles or {}).items() if size is not None}
         for name, size in tiles.items():
             if name not in _PASSES:
-                raise UsageError(f"attn.tiles has no {name!r}; it has {', '.join(_PASSES)}")
+                message = f"tiles has no pass {name!r}; known: {', '.join(_PASSES)}"
+                raise UsageError(message, code="attention.tiles", key=name, choices=_PASSES)
             if not re.fullmatch(r"(16|32|64|128)x(16|32|64|128)", str(size)):
-                raise UsageError(f"attn.tiles.{name}={size}: QUERIESxKEYS, each 16, 32, 64 or 128, such as 64x32")
+                message = f"tiles[{name!r}] must be QUERIESxKEYS, each 16, 32, 64 or 128, such as 64x32; got {size}"
+                raise UsageError(message, code="attention.tiles", key=name, value=size)
         if not tiles:
             return self
         return TritonFlash(tuple(int(n) for name in _PASSES for n in tiles.get(name, "0x0").split("x")))
@@ -52,18 +55,15 @@ class TritonFlash(AttentionBackend):
         if problem.device_type not in ("cuda", "cpu"):
             return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {problem.device_type}"
         if problem.dtype not in _DTYPES:
-            return f"its kernels take bfloat16, float16 and float32, got {problem.dtype}; use attn=native or attn=sdpa"
+            return f"its kernels take bfloat16, float16 and float32, got {problem.dtype}; use native or sdpa"
         if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
-            return f"its tiles take head dims 32 to 128 in steps of 8, got {problem.head_dim}"
+            return f"its tiles take head dims 32 to 128 in steps of 8, got {problem.head_dim}; use native or sdpa"
         if problem.dropout_p:
-            return (
-                f"it has no dropout of attention weights (dropout_p={problem.dropout_p}); "
-                "set the model's attn_drop to 0 or use attn=sdpa"
-            )
+            return f"does not support dropout of attention weights (dropout_p={problem.dropout_p}); use 0 or sdpa"
         return None
 
     def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
-        from vitkernels.attention.triton_flash.operators import attend  # only here is Triton imported
+        from vitkernels.attention.triton_flash.operators import attend  # imports Triton
 
         return attend(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale, self._tile_sizes)[0]
 

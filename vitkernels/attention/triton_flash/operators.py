@@ -1,4 +1,4 @@
-"""The flash-attention kernels as PyTorch operations: opaque to torch.compile, with gradients and fake outputs.
+"""PyTorch operators around the flash-attention kernels: opaque to torch.compile, with gradients and fake outputs.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
 """
@@ -8,17 +8,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vitkernels.attention.triton_flash.launch import Call, asked_for, backward, bias_gradient, forward
+from vitkernels.attention.triton_flash.launch import FlashInputs, backward, bias_gradient, forward, requested_tiles
 from vitkernels.bridge.operator import BoundedCache, aligned, differentiable_once, interpretable, operator
 
 
-def _parts(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _views(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q_BHND, k_BHND, v_BHND = packed_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
     return q_BHND, k_BHND, v_BHND
 
 
 def _rows_like(x_BHND: Tensor) -> Tensor:
-    """A new (B, H, N, D) that lies in memory as (B, N, H, D), what a projection reads and writes."""
+    """Return a new (B, H, N, D) tensor with (B, N, H, D) memory layout, which projections read and write."""
     B, H, N, D = x_BHND.shape
     return x_BHND.new_empty(B, N, H, D).transpose(1, 2)
 
@@ -42,11 +42,11 @@ def attend(
     scale: float,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units, for the backward pass."""
-    call = Call.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
-    out_BHND = _rows_like(call.q)
+    """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units for the backward pass."""
+    inputs = FlashInputs.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    out_BHND = _rows_like(inputs.q)
     lse_BHN = q.new_empty(q.shape[:3], dtype=torch.float32)
-    forward(call, out_BHND, lse_BHN, asked_for(call, tiles, 0))
+    forward(inputs, out_BHND, lse_BHN, requested_tiles(inputs, tiles, 0))
     return out_BHND.to(q.dtype), lse_BHN
 
 
@@ -75,12 +75,12 @@ def attend_backward(
     needs_dbias: bool,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv and dbias; dbias is empty when it is not needed."""
-    call = Call.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
+    """Return dq, dk, dv and dbias; dbias is empty if not needed."""
+    inputs = FlashInputs.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)
     out, do = interpretable(out), interpretable(do)
-    grads = [_rows_like(x) for x in (call.q, call.k, call.v)]
-    delta, _ = backward(call, out, lse, do, *grads, tiles)
-    dbias = _dbias(call, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
+    grads = [_rows_like(x) for x in (inputs.q, inputs.k, inputs.v)]
+    delta, _ = backward(inputs, out, lse, do, *grads, tiles)
+    dbias = _dbias(inputs, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
     return *(x.to(q.dtype) for x in grads), dbias
 
 
@@ -90,8 +90,8 @@ def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_db
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
 
-def _dbias(call: Call, bias: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> Tensor:
-    return bias_gradient(call, tuple(bias.shape), lse, do, delta).to(bias.dtype)
+def _dbias(inputs: FlashInputs, bias: Tensor, lse: Tensor, do: Tensor, delta: Tensor) -> Tensor:
+    return bias_gradient(inputs, tuple(bias.shape), lse, do, delta).to(bias.dtype)
 
 
 def _save(ctx, inputs, output):
@@ -117,14 +117,14 @@ attend.register_autograd(_differentiate, setup_context=_save)
 
 
 # --- packed qkv -------------------------------------------------------------------------------------------------------
-# To make views of q, k and v and look at each takes longer than a launch. So a plain call of a layout that was seen
-# before launches at addresses.
+# Creating and inspecting views of q, k and v takes longer than a launch, so a plain call with a known layout launches
+# directly at addresses.
 
-_forwards, _backwards = BoundedCache(), BoundedCache()  # the layout of a plain call -> its launches
+_forward_launches, _backward_launches = BoundedCache(), BoundedCache()  # layout of a plain call -> its launches
 
 
 def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, tiles: Sequence[int]) -> tuple | None:
-    """All that decides over the launches of a plain call on the current GPU; None for any other call."""
+    """Return everything the launches of a plain call on the current GPU depend on; None for any other call."""
     if bias is not None or mask is not None or segment_ids is not None or not qkv.is_cuda or not qkv.numel():
         return None
     device = qkv.get_device()
@@ -133,10 +133,10 @@ def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float,
     return qkv.shape, qkv.stride(), qkv.dtype, device, qkv.data_ptr() % 16, is_causal, scale, tuple(tiles)
 
 
-def _remember(seen: BoundedCache, layout: tuple | None, call: Call, qkv: Tensor, launches: list) -> None:
-    of_copies = tuple(x.data_ptr() for x in (call.q, call.k, call.v)) != _addresses(qkv)
-    if layout is not None and not of_copies and None not in launches:  # None: interpreted
-        seen[layout] = launches
+def _remember(cache: BoundedCache, layout: tuple | None, inputs: FlashInputs, qkv: Tensor, launches: list) -> None:
+    copied = tuple(x.data_ptr() for x in (inputs.q, inputs.k, inputs.v)) != _addresses(qkv)
+    if layout is not None and not copied and None not in launches:  # None: interpreted
+        cache[layout] = launches
 
 
 def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
@@ -158,18 +158,18 @@ def attend_packed(
     scale: float,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
+    """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
     B, N, _, H, D = qkv.shape
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
     given = interpretable(qkv)
     out_BNE, lse_BHN = given.new_empty(B, N, H * D), given.new_empty(B, H, N, dtype=torch.float32)
-    launches = _forwards.get(layout)
+    launches = _forward_launches.get(layout)
     if launches is not None:
         launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
         return out_BNE, lse_BHN
-    call = Call.of(*_parts(given), interpretable(bias), mask, segment_ids, is_causal, scale)
-    launch = forward(call, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, asked_for(call, tiles, 0))
-    _remember(_forwards, layout, call, qkv, [launch])
+    inputs = FlashInputs.of(*_views(given), interpretable(bias), mask, segment_ids, is_causal, scale)
+    launch = forward(inputs, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, requested_tiles(inputs, tiles, 0))
+    _remember(_forward_launches, layout, inputs, qkv, [launch])
     return out_BNE.to(qkv.dtype), lse_BHN
 
 
@@ -197,25 +197,25 @@ def attend_packed_backward(
     needs_dbias: bool,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """dqkv (B, N, 3, H, D) and dbias; dbias is empty when it is not needed."""
+    """Return dqkv (B, N, 3, H, D) and dbias; dbias is empty if not needed."""
     B, N, _, H, D = qkv.shape
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
     do, out, lse = aligned(do), aligned(out), aligned(lse)
-    launches = _backwards.get(layout)
+    launches = _backward_launches.get(layout)
     if launches is not None:
         dqkv = qkv.new_empty(qkv.shape)
-        _backward_again(launches, do, out, lse, qkv, dqkv)
+        _relaunch_backward(launches, do, out, lse, qkv, dqkv)
         return dqkv, qkv.new_empty(0)
-    call = Call.of(*_parts(interpretable(qkv)), interpretable(bias), mask, segment_ids, is_causal, scale)
+    inputs = FlashInputs.of(*_views(interpretable(qkv)), interpretable(bias), mask, segment_ids, is_causal, scale)
     out_BHND, do_BHND = (interpretable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
-    dqkv = call.q.new_empty(qkv.shape)
-    delta, launches = backward(call, out_BHND, lse, do_BHND, *_parts(dqkv), tiles)
-    _remember(_backwards, layout, call, qkv, launches)
-    dbias = _dbias(call, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
+    dqkv = inputs.q.new_empty(qkv.shape)
+    delta, launches = backward(inputs, out_BHND, lse, do_BHND, *_views(dqkv), tiles)
+    _remember(_backward_launches, layout, inputs, qkv, launches)
+    dbias = _dbias(inputs, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
     return dqkv.to(qkv.dtype), dbias
 
 
-def _backward_again(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dqkv: Tensor) -> None:
+def _relaunch_backward(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dqkv: Tensor) -> None:
     delta_BHN = torch.empty_like(lse)
     q, k, v = _addresses(qkv)
     dq, dk, dv = _addresses(dqkv)

@@ -1,4 +1,4 @@
-"""pallas_flash as JAX functions of arrays: which kernel a problem gets, forward and backward."""
+"""pallas_flash as JAX functions of arrays: dispatch a problem to its kernels, forward and backward."""
 
 import jax.numpy as jnp
 
@@ -9,7 +9,7 @@ FORMS = {"single_pass": single_pass, "online_softmax": online_softmax}
 
 
 def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: str | None) -> TpuProblem:
-    """The problem that these arrays pose; `extras` by name."""
+    """Return the problem that these arrays pose; `extras` maps names to arrays."""
     q, k = arrays[0], arrays[-1]
     width = q.shape[2] // 3 if len(arrays) == 1 else q.shape[2]
     return TpuProblem(
@@ -29,7 +29,7 @@ def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: st
 
 
 def _split(arrays: tuple, extras: tuple[str, ...]):
-    """(q, k, v or packed), and the extras by name. Thirds that do not begin at a lane tile are taken apart."""
+    """Return (q, k, v) or (packed,), and the extras by name; split packed arrays whose thirds straddle lane tiles."""
     n = len(arrays) - len(extras)
     main, named = arrays[:n], dict(zip(extras, arrays[n:], strict=True))
     if len(main) == 1 and (main[0].shape[2] // 3) % LANES:
@@ -46,11 +46,14 @@ def attend(
     bias_gradient: bool,
     chip: str | None = None,
 ):
-    """Attention on token-major arrays: qkv (B, N, 3E), or q (B, N, E), k and v (B, M, E), then `extras` by name.
+    """Compute attention on token-major arrays: qkv (B, N, 3E), or q (B, N, E), k and v (B, M, E), then the `extras`.
 
-    bias: (B or 1, H or 1, N or 1, M or 1); mask: the same, boolean; segment_ids: int32 (B, N). chip: the TPU whose
-    entries of the table of blocks count; None for none.
-    Returns (B, N, E); from the online form also the log-sum-exps that its backward pass needs.
+    Args:
+        extras: names of the trailing arrays: bias (B or 1, H or 1, N or 1, M or 1); mask, boolean of such a shape;
+            segment_ids, int32 (B, N).
+        chip: the TPU whose entries in the table of blocks apply; None to use the rule only.
+
+    Returns (B, N, E); the online form also returns the log-sum-exps for its backward pass.
     """
     main, named = _split(arrays, extras)
     problem = describe(main, named, heads, scale, is_causal, chip)
@@ -60,7 +63,7 @@ def attend(
 
 
 def attend_vjp(primals, outputs, cotangents, *, heads, scale, is_causal, extras, bias_gradient, chip=None):
-    """Gradients of `attend` for each of its arrays; None for those that have none."""
+    """Return the gradients of `attend` for each of its arrays; None for mask and segment_ids."""
     main, named = _split(primals, extras)
     problem = describe(main, named, heads, scale, is_causal, chip)
     plan = block_plans.plan(problem)

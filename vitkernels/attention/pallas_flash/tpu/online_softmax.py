@@ -1,11 +1,11 @@
 """Flash attention for TPU at any length: the online softmax over blocks of keys, and one fused backward kernel.
 
-A grid step takes one block of queries, one of keys, and the fewest heads that fill whole lane tiles. Scores are
-transposed (keys by queries) throughout: maxima and sums over keys run down the registers, and a query's running
-maximum, sum and output are lanes of a row. The backward kernel walks the keys on the outside and the queries inside,
-keeps dk and dv of its keys and dq of all queries in VMEM, and so computes each score once.
+A grid step processes one block of queries, one of keys, and the fewest heads that fill full lane tiles. Scores are
+transposed (keys by queries) throughout: maxima and sums over keys reduce along sublanes, and a query's running
+maximum, sum and output occupy lanes of a row. The backward kernel iterates over keys in the outer loop and queries in
+the inner one, keeps dk and dv of its keys and dq of all queries in VMEM, and so computes each score once.
 
-Shape suffixes: as in pallas_flash_parts.
+Shape suffixes: as in tiles.py.
 Source: Dao, "FlashAttention-2", arXiv 2307.08691.
 """
 
@@ -34,17 +34,17 @@ from vitkernels.attention.pallas_flash.tpu.tiles import (
     only_head,
     pipelined,
     reciprocal,
-    turned,
+    transposed_head,
     windows,
 )
 
-_NEVER = 1e30  # as a log-sum-exp: makes every probability of a column 0
+_MASKED_LSE = 1e30  # a log-sum-exp that makes every probability of a column 0
 
 
 class _Grid:
-    """The call's grid, (B, groups of heads, outer, inner), and the blocks that a step at (b, g, i, j) takes.
+    """The grid, (B, groups of heads, outer, inner), and the blocks of a step at (b, g, i, j).
 
-    i counts blocks of queries and j blocks of keys; `order` names the grid's axes.
+    i indexes blocks of queries and j blocks of keys; `order` names the grid's axes.
     """
 
     def __init__(self, problem: TpuProblem, blocks: PassBlocks, packed: bool, order: str):
@@ -61,38 +61,39 @@ class _Grid:
         return tuple(sizes[axis] for axis in self.order)
 
     def at(self, place):
-        """`place(b, g, i, j)` as an index map in the grid's own order."""
+        """Return `place(b, g, i, j)` as an index map in the grid's order of axes."""
         return lambda *ids: place(**dict(zip(self.order, ids, strict=True)))
 
     def program(self) -> dict[str, jax.Array]:
         return {axis: pl.program_id(n) for n, axis in enumerate(self.order)}
 
     def inputs(self) -> list[pl.BlockSpec]:
-        """q, k and v: of three arrays, or thirds of the lanes of one."""
+        """Return the specs of q, k and v: three arrays, or thirds of the lanes of one."""
         return [self.rows("i", 0), self.rows("j", 1), self.rows("j", 2)]
 
     def rows(self, axis: str, third: int | None = None) -> pl.BlockSpec:
-        """A block of token rows, counted by `axis`, of the group's lanes."""
+        """Return the spec of a block of token rows, indexed by `axis`, and of the group's lanes."""
         offset = third * self.groups if self._packed and third is not None else 0
         size = self.blocks.queries if axis == "i" else self.blocks.keys
         return pl.BlockSpec((1, size, self.width), self.at(lambda b, g, i, j: (b, i if axis == "i" else j, offset + g)))
 
     def statistics(self) -> list[pl.BlockSpec]:
-        """What the forward pass saved, and delta: one number for each query, of (B, groups, heads of a group, N)."""
+        """Return the specs of the saved statistics and delta: per query, (B, groups, heads of a group, N)."""
         block = (1, 1, self.blocks.heads, self.blocks.queries)
         return [pl.BlockSpec(block, self.at(lambda b, g, i, j: (b, g, 0, i)))] * (self.saved[2] + 1)
 
     @property
     def saved(self) -> tuple[int, ...]:
-        """The shape of what the backward pass needs of each query: in bfloat16 its log-sum-exp.
+        """Return the shape of the saved statistics: in bfloat16 one per query, its log-sum-exp.
 
-        In float32 that would be rounded by 5e-7, and every probability with it; so its maximum and 1 / Σ are apart.
+        In float32 the log-sum-exp's rounding, 5e-7, would propagate to every probability, so the maximum and 1 / Σ are
+        saved separately.
         """
         problem = self.problem
         return problem.batch, self.groups, 2 if problem.dtype == "float32" else 1, self.blocks.heads, problem.q_tokens
 
     def extras(self, arrays) -> list[pl.BlockSpec]:
-        """PassBlocks of the extras that are there, in the transposed form."""
+        """Return the specs of the extras that are present, in the transposed form."""
         keys, queries, heads = self.blocks.keys, self.blocks.queries, self.blocks.heads
         specs = []
         for array in arrays[:2]:
@@ -107,16 +108,16 @@ class _Grid:
 
 
 def _masked(full, b, g, i, j):
-    return tuple(at if there else 0 for at, there in zip((b, g, j, i), full, strict=True))
+    return tuple(at if spans else 0 for at, spans in zip((b, g, j, i), full, strict=True))
 
 
 def _extras(refs, present) -> ScoreExtras:
     given = iter(refs)
-    return ScoreExtras(*[next(given) if there else None for there in present])
+    return ScoreExtras(*[next(given) if is_present else None for is_present in present])
 
 
 def _scores(grid: _Grid, step, extras: ScoreExtras, head: int, s):
-    """Scores of one head, (keys, queries), in the problem's unit, -inf where masked or past the last key."""
+    """Return a head's scores, (keys, queries), in the problem's unit; -inf if masked or beyond the last key."""
     problem, blocks = grid.problem, grid.blocks
     origin = (step["j"] * blocks.keys, step["i"] * blocks.queries)
     keys, queries = slice(0, blocks.keys), slice(0, blocks.queries)
@@ -128,7 +129,7 @@ def _scores(grid: _Grid, step, extras: ScoreExtras, head: int, s):
 
 
 def _inputs(grid: _Grid, step, q_ref, k_ref, v_ref):
-    """Readers of a head's window of q, k and v, with zeros past the last token."""
+    """Return readers of a head's window of q, k and v, with zeros beyond the last token."""
     problem, blocks = grid.problem, grid.blocks
 
     def reader(ref, tokens, size, axis):
@@ -167,7 +168,7 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     *inputs, o_ref, saved_ref, top_ref, sum_ref, o_DN_ref = refs
     extras = _extras(inputs[3:], present)
     read_q, read_k, read_v = _inputs(grid, step, *inputs[:3])
-    places = windows(blocks.heads, problem.head_dim)
+    head_windows = windows(blocks.heads, problem.head_dim)
 
     @pl.when(step["j"] == 0)
     def _():
@@ -176,7 +177,7 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         o_DN_ref[...] = jnp.zeros_like(o_DN_ref)
 
     def product(h):
-        return dot(only_head(read_k(places[h]), places[h]), read_q(places[h]), (1, 1))
+        return dot(only_head(read_k(head_windows[h]), head_windows[h]), read_q(head_windows[h]), (1, 1))
 
     def accumulate(h, s):
         s = _scores(grid, step, extras, h, s)
@@ -185,7 +186,7 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         p = problem.exp(s - top)
         top_ref[h] = top
         sum_ref[h] = sum_ref[h] * shrink + jnp.sum(p, axis=0, keepdims=True)
-        v_DM = turned(read_v(places[h]), places[h])
+        v_DM = transposed_head(read_v(head_windows[h]), head_windows[h])
         o_DN_ref[h] = o_DN_ref[h] * shrink + dot(v_DM, p.astype(v_DM.dtype), (1, 0))
 
     pipelined(range(blocks.heads), product, accumulate)
@@ -195,7 +196,7 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         tiles = RowTiles(partial(_store, o_ref))
         for h in range(blocks.heads):
             tiles.add(o_DN_ref[h] * reciprocal(sum_ref[h], problem), h == blocks.heads - 1)
-            # A query without keys: its probabilities are 0 whatever this is, if it is finite.
+            # A query without keys has zero probabilities for any finite value here.
             total = jnp.where(sum_ref[h] > 0, sum_ref[h], 1.0) if problem.may_lose_rows else sum_ref[h]
             if saved_ref.shape[2] == 2:
                 saved_ref[0, 0, 0, h : h + 1, :] = top_ref[h]
@@ -208,10 +209,13 @@ def _store(ref, lane, value):
     ref[0, :, lane : lane + value.shape[1]] = value.astype(ref.dtype)
 
 
-def forward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, bias, mask, ids):
-    """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E), and what the backward pass needs:
-    log2 Σ exp2 of the scores (B, G, 1, H / G, N); in float32 their maximum and 1 / Σ (B, G, 2, H / G, N)."""
-    grid = _Grid(problem, cut, len(arrays) == 1, "bgij")
+def forward(problem: TpuProblem, sizes: PassBlocks, arrays: tuple, bias, mask, ids):
+    """Map qkv (B, N, 3E), or q (B, N, E), k and v (B, M, E), to the output (B, N, E) and its saved statistics.
+
+    The statistics are log2 Σ exp2 of the scores (B, G, 1, H / G, N); in float32 their maximum and 1 / Σ
+    (B, G, 2, H / G, N).
+    """
+    grid = _Grid(problem, sizes, len(arrays) == 1, "bgij")
     extras = extra_arrays(bias, mask, ids, transposed=True)
     heads, queries = grid.blocks.heads, grid.blocks.queries
     shape = jax.ShapeDtypeStruct
@@ -232,7 +236,7 @@ def forward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, bias, mask, ids
             pltpu.VMEM((heads, 1, queries), f32),
             pltpu.VMEM((heads, problem.head_dim, queries), f32),
         ],
-        name="flash_long_forward",
+        name="flash_online_forward",
     )(*_three(arrays), *[x for x in extras if x is not None])
 
 
@@ -246,7 +250,7 @@ def _three(arrays: tuple) -> tuple:
 
 
 def _backward_inputs(grid: _Grid, step, refs, present):
-    """Readers of q, k, v and do, the refs of the statistics, and the extras."""
+    """Return readers of q, k, v and do, the refs of the statistics, and the extras."""
     after = 3 + len(grid.statistics())
     statistics, do_ref = refs[3:after], refs[after]
     read_do, _, _ = _inputs(grid, step, do_ref, *refs[1:3])
@@ -254,19 +258,19 @@ def _backward_inputs(grid: _Grid, step, refs, present):
 
 
 def _probabilities(grid: _Grid, step, extras, head, s, dp, statistics):
-    """Probabilities and the gradient of the scores, (keys, queries); zeros past the last query."""
+    """Return the probabilities and the scores' gradient, (keys, queries); zeros beyond the last query."""
     problem, queries = grid.problem, grid.blocks.queries
     lse, *others = (ref[0, 0, head : head + 1, :] for ref in statistics)
     ragged = problem.q_tokens % queries != 0
     if ragged:
-        there = lax.broadcasted_iota(jnp.int32, (1, queries), 1) < problem.q_tokens - step["i"] * queries
-        lse, *others = jnp.where(there, lse, _NEVER), *[jnp.where(there, x, 0.0) for x in others]
+        inside = lax.broadcasted_iota(jnp.int32, (1, queries), 1) < problem.q_tokens - step["i"] * queries
+        lse, *others = jnp.where(inside, lse, _MASKED_LSE), *[jnp.where(inside, x, 0.0) for x in others]
     *factor, delta = others
     p = problem.exp(_scores(grid, step, extras, head, s) - lse)
     if factor:
         p = p * factor[0]
     if ragged and problem.may_lose_rows:
-        p = jnp.where(there, p, 0.0)  # the extras past the last query may be NaN
+        p = jnp.where(inside, p, 0.0)  # the extras beyond the last query may be NaN
     return p, p * (dp - delta)
 
 
@@ -275,7 +279,7 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     step = grid.program()
     *inputs, dq_ref, dk_ref, dv_ref, dq_sum, dk_sum, dv_sum = refs
     read_q, read_k, read_v, read_do, statistics, extras = _backward_inputs(grid, step, inputs, present)
-    places = windows(blocks.heads, problem.head_dim)
+    head_windows = windows(blocks.heads, problem.head_dim)
     queries = pl.ds(pl.multiple_of(step["i"] * blocks.queries, LANES), blocks.queries)
 
     @pl.when(step["i"] == 0)
@@ -288,18 +292,18 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         dq_sum[:, :, queries] = jnp.zeros_like(dq_sum[:, :, queries])
 
     def products(h):
-        w = places[h]
+        w = head_windows[h]
         s = dot(only_head(read_k(w), w), read_q(w), (1, 1))
         return s, dot(only_head(read_v(w), w), read_do(w), (1, 1))
 
     def accumulate(h, issued):
-        w = places[h]
+        w = head_windows[h]
         p, ds = _probabilities(grid, step, extras, h, *issued, statistics)
         q, k, do = read_q(w), read_k(w), read_do(w)
         p, ds = p.astype(q.dtype), ds.astype(q.dtype)
         dv_sum[h, :, : w.folded_size] += dot(p, do, (1, 0))
         dk_sum[h, :, : w.folded_size] += dot(ds, q, (1, 0))
-        dq_sum[h, :, queries] += dot(turned(k, w), ds, (1, 0))
+        dq_sum[h, :, queries] += dot(transposed_head(k, w), ds, (1, 0))
 
     pipelined(range(blocks.heads), products, accumulate)
     last = blocks.heads - 1
@@ -307,7 +311,7 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     @pl.when(step["i"] == grid.n_queries - 1)
     def _():
         dk_tiles, dv_tiles = LaneTiles(partial(_store, dk_ref)), LaneTiles(partial(_store, dv_ref))
-        for h, w in enumerate(places):
+        for h, w in enumerate(head_windows):
             dk_tiles.add(dk_sum[h, :, : w.folded_size] * problem.scale, w, h == last)
             dv_tiles.add(dv_sum[h, :, : w.folded_size], w, h == last)
 
@@ -322,7 +326,7 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
 
 
 def _bias_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
-    """The scores' gradient again, summed over images, the innermost axis, and whatever else the bias spans."""
+    """Recompute the scores' gradient; sum it over images, the innermost axis, and the bias' broadcast axes."""
     problem, blocks = grid.problem, grid.blocks
     step = grid.program()
     *inputs, dbias_ref = refs
@@ -344,11 +348,11 @@ def _bias_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
         dbias_ref[0, 0, 0, h if heads > 1 else 0] += ds
 
 
-def _bias_gradient(problem: TpuProblem, cut: PassBlocks, operands: tuple, extras: list, packed: bool):
-    grid = _Grid(problem, cut, packed, "gjib")
+def _bias_gradient(problem: TpuProblem, sizes: PassBlocks, operands: tuple, extras: list, packed: bool):
+    grid = _Grid(problem, sizes, packed, "gjib")
     b, h, n, m = problem.bias
     blocks = grid.blocks
-    # Axes that the bias spans and the grid cuts give partial sums, on leading axes of their own.
+    # Broadcast axes that the grid splits yield partial sums on additional leading axes.
     partial_j, partial_i = (grid.n_keys if m == 1 else 1), (grid.n_queries if n == 1 else 1)
     block = (1, 1, 1, blocks.heads if h > 1 else 1, blocks.keys if m > 1 else 1, blocks.queries if n > 1 else 1)
 
@@ -364,22 +368,22 @@ def _bias_gradient(problem: TpuProblem, cut: PassBlocks, operands: tuple, extras
         out_specs=pl.BlockSpec(block, grid.at(place)),
         out_shape=jax.ShapeDtypeStruct((partial_j, partial_i, b, h if h > 1 else grid.groups, m, n), f32),
         scratch_shapes=[],
-        name="flash_long_bias_gradient",
+        name="flash_online_bias_gradient",
     )(*operands)
     dbias = jnp.sum(dbias, axis=(0, 1))
     return jnp.swapaxes(dbias if h > 1 else jnp.sum(dbias, axis=1, keepdims=True), -1, -2)
 
 
 def backward(
-    problem: TpuProblem, cut: PassBlocks, arrays: tuple, o_BNE, saved, do_BNE, bias, mask, ids, bias_gradient: bool
+    problem: TpuProblem, sizes: PassBlocks, arrays: tuple, o_BNE, saved, do_BNE, bias, mask, ids, bias_gradient: bool
 ):
-    """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
+    """Return gradients shaped like `arrays`, and the bias' gradient in float32 (None unless requested)."""
     packed = len(arrays) == 1
-    grid = _Grid(problem, cut, packed, "bgji")
+    grid = _Grid(problem, sizes, packed, "bgji")
     B, N, M, D, heads = problem.batch, problem.q_tokens, problem.kv_tokens, problem.head_dim, grid.blocks.heads
     extras = extra_arrays(bias, mask, ids, transposed=True)
     delta_BNH = jnp.sum((o_BNE.astype(f32) * do_BNE.astype(f32)).reshape(B, N, problem.heads, D), axis=-1)
-    # The forward pass may have grouped its heads in another way.
+    # The forward pass may have grouped heads differently.
     per_query = [*(saved[:, :, n] for n in range(grid.saved[2])), delta_BNH.transpose(0, 2, 1)]
     statistics = [x.reshape(B, grid.groups, heads, N) for x in per_query]
     operands = (*_three(arrays), *statistics, do_BNE, *[x for x in extras if x is not None])
@@ -400,7 +404,7 @@ def backward(
             pltpu.VMEM((heads, grid.blocks.keys, window), f32),
             pltpu.VMEM((heads, grid.blocks.keys, window), f32),
         ],
-        name="flash_long_backward",
+        name="flash_online_backward",
     )(*operands)
-    dbias = _bias_gradient(problem, cut, operands, extras, packed) if bias_gradient else None
+    dbias = _bias_gradient(problem, sizes, operands, extras, packed) if bias_gradient else None
     return ([jnp.concatenate(gradients, axis=-1)] if packed else list(gradients)), dbias

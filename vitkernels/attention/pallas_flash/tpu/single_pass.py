@@ -1,15 +1,15 @@
-"""Flash attention for TPU where a whole row of scores fits in VMEM (up to about 1k tokens): one pass, no rescaling.
+"""Flash attention for TPU if a full row of scores fits in VMEM (up to about 1k tokens): one pass, no rescaling.
 
-A grid step takes one image with all its heads, in the projection's own token-major layout. Heads are unrolled and
-software-pipelined in the source: the next head's q kᵀ is issued before this one's softmax, because the compiler does
+A grid step processes one image with all its heads, in the projection's token-major layout. Heads are unrolled and
+software-pipelined in the source: the next head's q kᵀ is issued before the current softmax, because the compiler does
 not move a product across it. Two heads of 64 lanes share a register's 128; a product over both with the other's lanes
-cleared costs the MXU nothing and spares the lane shifts. A head that straddles two registers (72, 80, 88 lanes) is
-folded into one.
+zeroed costs no extra MXU time and avoids lane shifts. A head that straddles two registers (72, 80, 88 lanes) is folded
+into one.
 
-The backward kernel is one: it recomputes the scores transposed (keys by queries), where sums over keys run down the
-registers and not across them, with delta = Σ p dp inside, and keeps nothing from the forward pass.
+A single backward kernel recomputes the scores transposed (keys by queries), so that sums over keys reduce along
+sublanes, not lanes. It computes delta = Σ p dp itself and needs no saved statistics from the forward pass.
 
-Shape suffixes: as in pallas_flash_parts, and R key rows or query rows of a block (rounded up to whole tiles).
+Shape suffixes: as in tiles.py.
 """
 
 from dataclasses import dataclass
@@ -42,14 +42,14 @@ from vitkernels.attention.pallas_flash.tpu.tiles import (
     pipelined,
     reciprocal,
     round_up,
-    turned,
+    transposed_head,
     windows,
 )
 
 
 @dataclass(frozen=True)
 class QkvLayout:
-    """Where q, k and v are: one packed array of 3 * E lanes, or three of E."""
+    """The layout of q, k and v: one packed array of 3 * E lanes, or three of E."""
 
     problem: TpuProblem
     packed: bool
@@ -77,20 +77,20 @@ class QkvLayout:
         return [jax.ShapeDtypeStruct((p.batch, t, p.width), dtype) for t in tokens]
 
     def operands(self, refs) -> list[tuple[object, int]]:
-        """(ref, first lane) of q, k and v."""
+        """Return (ref, first lane) of q, k and v."""
         E = self.problem.width
         return [(refs[0], 0), (refs[0], E), (refs[0], 2 * E)] if self.packed else [(ref, 0) for ref in refs]
 
 
 def q_blocks(rows: int, largest: int, multiple: int) -> list[slice]:
-    """`rows` in equal blocks of at most `largest` rows, each but the last a multiple of `multiple`."""
+    """Split `rows` into equal blocks of at most `largest` rows; all but the last are multiples of `multiple`."""
     count = -(-rows // largest)
     size = round_up(-(-rows // count), multiple)
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 def _for_groups(problem: TpuProblem, per_trip: int, body) -> None:
-    """Run body(first head, first lane, heads) over all heads: unrolled, or in a loop over groups of whole tiles."""
+    """Run body(first head, first lane, heads) over all heads: unrolled, or in a loop over groups of full tiles."""
     if per_trip == problem.heads:
         body(0, 0, per_trip)
         return
@@ -107,17 +107,17 @@ def _for_groups(problem: TpuProblem, per_trip: int, body) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _forward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[bool, ...]):
+def _forward_kernel(*refs, layout: QkvLayout, sizes: PassBlocks, present: tuple[bool, ...]):
     problem = layout.problem
     *inputs, o_ref = refs
     n = len(layout.specs())
     operands = layout.operands(inputs[:n])
     extras = _extras(inputs[n:], present)
-    blocks = q_blocks(round_up(problem.q_tokens, ROWS), cut.queries, ROWS)
+    blocks = q_blocks(round_up(problem.q_tokens, ROWS), sizes.queries, ROWS)
     keys = slice(0, layout.kv_rows)
 
     def heads_at(first_head, first_lane, heads):
-        places = windows(heads, problem.head_dim)
+        head_windows = windows(heads, problem.head_dim)
 
         def take(operand, window, rows):
             ref, base = operands[operand]
@@ -125,8 +125,8 @@ def _forward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[bo
 
         def scores(item):
             h, rows = item
-            q = only_head(take(0, places[h], rows), places[h])
-            return dot(q, take(1, places[h], keys), (1, 1))
+            q = only_head(take(0, head_windows[h], rows), head_windows[h])
+            return dot(q, take(1, head_windows[h], keys), (1, 1))
 
         def store(rows, lane, value):
             o_ref[0, rows, lanes(first_lane + lane, value.shape[1])] = value.astype(o_ref.dtype)
@@ -142,22 +142,22 @@ def _forward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[bo
                 top = jnp.maximum(top, FLOOR)
             p = problem.exp(s - top)
             total = jnp.sum(p, axis=1, keepdims=True)
-            v = clear_tail(take(2, places[h], keys), problem.kv_tokens)
+            v = clear_tail(take(2, head_windows[h], keys), problem.kv_tokens)
             o = dot(p.astype(v.dtype), v, (1, 0)) * reciprocal(total, problem)
-            tiles[rows.start].add(o, places[h], is_last=h == heads - 1)
+            tiles[rows.start].add(o, head_windows[h], is_last=h == heads - 1)
 
         pipelined([(h, rows) for h in range(heads) for rows in blocks], scores, finish)
 
-    _for_groups(problem, cut.heads, heads_at)
+    _for_groups(problem, sizes.heads, heads_at)
 
 
 def _extras(refs, present) -> ScoreExtras:
     given = iter(refs)
-    return ScoreExtras(*[next(given) if there else None for there in present])
+    return ScoreExtras(*[next(given) if is_present else None for is_present in present])
 
 
 def _extra_specs(arrays, rows: int, columns: int) -> list[pl.BlockSpec]:
-    """PassBlocks of the extras that are there: one image (or the one for all), every head, every row and column."""
+    """Return the specs of the extras that are present: one image (or the shared one), all heads, rows and columns."""
     specs = []
     for array, sizes in zip(arrays, ((rows, columns), (rows, columns), (rows, 1), (1, columns)), strict=True):
         if array is None:
@@ -173,19 +173,19 @@ def _first_axis(shared: bool, ndim: int):
     return lambda b: (0 if shared else b, *[0] * (ndim - 1))
 
 
-def forward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, bias, mask, ids):
-    """(B, N, 3E) or q (B, N, E), k and v (B, M, E) -> (B, N, E)."""
+def forward(problem: TpuProblem, sizes: PassBlocks, arrays: tuple, bias, mask, ids):
+    """Map qkv (B, N, 3E), or q (B, N, E), k and v (B, M, E), to the output (B, N, E)."""
     layout = QkvLayout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, ROWS)
     extras = extra_arrays(bias, mask, ids, transposed=False)
     return pl.pallas_call(
-        partial(_forward_kernel, layout=layout, cut=cut, present=tuple(x is not None for x in extras)),
+        partial(_forward_kernel, layout=layout, sizes=sizes, present=tuple(x is not None for x in extras)),
         grid=(problem.batch,),
         in_specs=[*layout.specs(), *_extra_specs(extras, q_rows, layout.kv_rows)],
         out_specs=pl.BlockSpec((1, q_rows, problem.width), lambda b: (b, 0, 0)),
         out_shape=jax.ShapeDtypeStruct((problem.batch, problem.q_tokens, problem.width), arrays[0].dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",), vmem_limit_bytes=VMEM_LIMIT),
-        name="flash_short_forward",
+        name="flash_single_pass_forward",
     )(*arrays, *[x for x in extras if x is not None])
 
 
@@ -194,21 +194,26 @@ def forward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, bias, mask, ids
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-def _backward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[bool, ...], bias_gradient: bool):
-    problem = layout.problem
+def _backward_refs(refs, layout: QkvLayout, present: tuple[bool, ...], bias_gradient: bool) -> tuple:
+    """Return the operands q, k, v, the ref of do, the extras, the operands dq, dk, dv, and the ref of dbias or None."""
     n = len(layout.specs())
     inputs, do_ref, rest = refs[:n], refs[n], refs[n + 1 :]
     extras, outputs = _extras(rest[: sum(present)], present), rest[sum(present) :]
-    operands, gradients = layout.operands(inputs), layout.operands(outputs[:n])
     dbias_ref = outputs[n] if bias_gradient else None
-    blocks = q_blocks(round_up(problem.q_tokens, LANES), cut.queries, LANES)
+    return layout.operands(inputs), do_ref, extras, layout.operands(outputs[:n]), dbias_ref
+
+
+def _backward_kernel(*refs, layout: QkvLayout, sizes: PassBlocks, present: tuple[bool, ...], bias_gradient: bool):
+    problem = layout.problem
+    operands, do_ref, extras, gradients, dbias_ref = _backward_refs(refs, layout, present, bias_gradient)
+    blocks = q_blocks(round_up(problem.q_tokens, LANES), sizes.queries, LANES)
     keys = slice(0, layout.kv_rows)
     N, M = problem.q_tokens, problem.kv_tokens
     if dbias_ref is not None:
         _clear_at_first(dbias_ref, problem)
 
     def heads_at(first_head, first_lane, heads):
-        places = windows(heads, problem.head_dim)
+        head_windows = windows(heads, problem.head_dim)
 
         def take(operand, window, rows):
             ref, base = operands[operand]
@@ -229,14 +234,14 @@ def _backward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[b
 
         def products(item):
             h, rows = item
-            w = places[h]
+            w = head_windows[h]
             s = dot(only_head(take(1, w, keys), w), take(0, w, rows), (1, 1))
             dp = dot(only_head(take(2, w, keys), w), take_do(w, rows), (1, 1))
             return s, dp
 
         def finish(item, issued):
             h, rows = item
-            w, is_last = places[h], h == heads - 1
+            w, is_last = head_windows[h], h == heads - 1
             p, ds = _softmax_and_its_gradient(*issued, problem, extras, first_head + h, rows, keys)
             if dbias_ref is not None:
                 _add_bias_gradient(dbias_ref, ds, first_head + h, rows)
@@ -249,16 +254,16 @@ def _backward_kernel(*refs, layout: QkvLayout, cut: PassBlocks, present: tuple[b
             if rows is blocks[-1]:
                 dv_tiles.add(dv, w, is_last)
                 dk_tiles.add(dk, w, is_last)
-            dq_DN = dot(turned(take(1, w, keys), w), ds, (1, 0)) * problem.scale
+            dq_DN = dot(transposed_head(take(1, w, keys), w), ds, (1, 0)) * problem.scale
             dq_tiles[rows.start].add(dq_DN, is_last)
 
         pipelined([(h, rows) for h in range(heads) for rows in blocks], products, finish)
 
-    _for_groups(problem, cut.heads, heads_at)
+    _for_groups(problem, sizes.heads, heads_at)
 
 
 def _softmax_and_its_gradient(s, dp, problem, extras, head, rows, keys):
-    """Probabilities and the gradient of the scores, both (keys, queries)."""
+    """Return the probabilities and the scores' gradient, both (keys, queries)."""
     s = extras.join(s, problem, head, keys, rows, transposed=True)
     s = mask_keys(s, 0, problem.kv_tokens)
     top = jnp.max(s, axis=0, keepdims=True)
@@ -267,7 +272,7 @@ def _softmax_and_its_gradient(s, dp, problem, extras, head, rows, keys):
     p = problem.exp(s - top)
     p = p * reciprocal(jnp.sum(p, axis=0, keepdims=True), problem)
     if problem.may_lose_rows and rows.stop > problem.q_tokens:
-        # ScoreExtras past the last query hold anything; q and do are zero there, so zero here is all it takes.
+        # Extras beyond the last query are arbitrary. q and do are zero there, so zeroing p suffices.
         column = lax.broadcasted_iota(jnp.int32, (1, p.shape[1]), 1)
         p = jnp.where(column < problem.q_tokens - rows.start, p, 0.0)
     delta = jnp.sum(p * dp, axis=0, keepdims=True)
@@ -275,7 +280,7 @@ def _softmax_and_its_gradient(s, dp, problem, extras, head, rows, keys):
 
 
 def _clear_at_first(dbias_ref, problem: TpuProblem) -> None:
-    """A gradient shared by all images sums over the grid; one of its own starts afresh at each."""
+    """Zero the gradient: once if all images share the bias, else at every image."""
     first = pl.program_id(0) == 0 if problem.bias[0] == 1 else True
 
     @pl.when(first)
@@ -284,7 +289,7 @@ def _clear_at_first(dbias_ref, problem: TpuProblem) -> None:
 
 
 def _add_bias_gradient(dbias_ref, ds_MN, head, rows: slice) -> None:
-    """Add the scores' gradient, summed over what the bias is broadcast over."""
+    """Add the scores' gradient, summed over the axes that the bias is broadcast on."""
     _, heads, m, n = dbias_ref.shape
     if m == 1:
         ds_MN = jnp.sum(ds_MN, axis=0, keepdims=True)
@@ -294,13 +299,13 @@ def _add_bias_gradient(dbias_ref, ds_MN, head, rows: slice) -> None:
     dbias_ref[at] += ds_MN
 
 
-def backward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, do_BNE, bias, mask, ids, bias_gradient: bool):
-    """Gradients shaped like `arrays`, and the bias' in float32 (None unless asked)."""
+def backward(problem: TpuProblem, sizes: PassBlocks, arrays: tuple, do_BNE, bias, mask, ids, bias_gradient: bool):
+    """Return gradients shaped like `arrays`, and the bias' gradient in float32 (None unless requested)."""
     layout = QkvLayout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, LANES)
     extras = extra_arrays(bias, mask, ids, transposed=True)
     out_specs, out_shapes = layout.specs(), layout.shapes(arrays[0].dtype)
-    # In order where the gradient of a shared bias sums over them; otherwise a chip's two cores may split them.
+    # Sequential if the gradient of a shared bias sums over images; otherwise a chip's two cores may split them.
     images = "arbitrary" if bias_gradient and problem.bias[0] == 1 else "parallel"
     if bias_gradient:
         b, h, n, m = problem.bias
@@ -311,7 +316,7 @@ def backward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, do_BNE, bias, 
         partial(
             _backward_kernel,
             layout=layout,
-            cut=cut,
+            sizes=sizes,
             present=tuple(x is not None for x in extras),
             bias_gradient=bias_gradient,
         ),
@@ -324,7 +329,7 @@ def backward(problem: TpuProblem, cut: PassBlocks, arrays: tuple, do_BNE, bias, 
         out_specs=out_specs,
         out_shape=out_shapes,
         compiler_params=pltpu.CompilerParams(dimension_semantics=(images,), vmem_limit_bytes=VMEM_LIMIT),
-        name="flash_short_backward",
+        name="flash_single_pass_backward",
     )(*arrays, do_BNE, *[x for x in extras if x is not None])
     if bias_gradient:
         return gradients, jnp.swapaxes(last, -1, -2)

@@ -1,7 +1,7 @@
-"""What the flash kernels for TPU share: the problem's description, heads on lanes, and what is added to scores.
+"""Shared parts of the flash kernels for TPU: the problem, the layout of heads on lanes, bias and masks, products.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D.
-Token-major arrays (B, N, E) keep a head's D values side by side on the lanes, as the projection writes them.
+Token-major arrays (B, N, E) keep a head's D values adjacent on the lanes, as the projection writes them.
 """
 
 import math
@@ -18,13 +18,13 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128  # of a vector register
 ROWS = 16  # bfloat16 rows of a register; float32 has 8
 LOG2E = math.log2(math.e)
-# A row without any key has only -inf: subtracting this instead of its maximum gives exp(-inf) = 0, not NaN. Scores
-# come nowhere near it, and float32 holds it.
+# A row without keys holds only -inf. Subtracting this floor instead of the maximum gives exp(-inf) = 0, not NaN. It is
+# far below every score and representable in float32.
 FLOOR = -1e30
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
 
 f32 = jnp.float32
-_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal  # jax 0.7 has it in the second place only
+_reciprocal = getattr(pltpu, "reciprocal", None) or pl.reciprocal  # jax 0.7 has only pl.reciprocal
 
 
 def round_up(x: int, to: int) -> int:
@@ -33,7 +33,7 @@ def round_up(x: int, to: int) -> int:
 
 @dataclass(frozen=True)
 class TpuProblem:
-    """One attention call's static side."""
+    """The static description of one attention call."""
 
     batch: int
     heads: int
@@ -46,7 +46,7 @@ class TpuProblem:
     bias: tuple[int, int, int, int] | None  # its shape; a dimension of 1 is broadcast
     mask: tuple[int, int, int, int] | None
     segments: bool
-    chip: str | None = None  # the TPU that the kernels are for, where that is known
+    chip: str | None = None  # the target TPU, if known
 
     @property
     def width(self) -> int:
@@ -54,26 +54,26 @@ class TpuProblem:
 
     @property
     def unit(self) -> float:
-        """What the scores are multiplied by besides their scale: bfloat16's are powers of two, and the factor is free.
+        """Return the scores' factor besides their scale: log2 e for bfloat16, which uses exp2; 1 for float32.
 
-        float32's are powers of e. The scale is mostly a power of two and rounds nothing; times scale · log2 e each
-        score would be rounded at its own size, which is more than its distance from the maximum.
+        In bfloat16 the factor is free. In float32 the scale is usually a power of two and exact, but scale · log2 e
+        rounds each score relative to its own size, which exceeds its distance from the maximum.
         """
         return 1.0 if self.dtype == "float32" else LOG2E
 
     def exp(self, s):
-        """e to the scores `s`, which are in the problem's unit."""
+        """Return exp of the scores `s`, which are in the problem's unit."""
         return jnp.exp(s) if self.unit == 1.0 else jnp.exp2(s)
 
     @property
     def may_lose_rows(self) -> bool:
-        """Whether a query can be left without any key."""
+        """Return whether a query can be left without keys."""
         return self.bias is not None or self.mask is not None or self.segments
 
 
 @dataclass(frozen=True)
 class LaneWindow:
-    """The whole lane tiles [lo, hi) that hold one head, which is lanes [start, stop) of the window."""
+    """The full lane tiles [lo, hi) that contain one head, at lanes [start, stop) of the window."""
 
     lo: int
     hi: int
@@ -86,24 +86,24 @@ class LaneWindow:
 
     @property
     def folds(self) -> bool:
-        """Whether it is two whole tiles, which `fold` lays on one another; at an array's end the second may be cut."""
+        """Return whether the window is two full tiles, which `fold` merges; an array's last tile may be partial."""
         return self.size == 2 * LANES
 
     @property
     def folded_size(self) -> int:
-        """Lanes of what `fold` returns."""
+        """Return the lanes of `fold`'s result."""
         return LANES if self.folds else self.size
 
     @property
     def parts(self) -> tuple[slice, ...]:
-        """The head's lanes in what `fold` returns, in their order."""
+        """Return the head's lanes in `fold`'s result, in order."""
         if self.folds:
             return slice(self.start, LANES), slice(0, self.stop - LANES)
         return (slice(self.start, self.stop),)
 
 
 def windows(heads: int, head_dim: int) -> list[LaneWindow]:
-    """Where each head lies; a head of up to 128 lanes touches one tile or two, and shares them with its neighbours."""
+    """Return each head's window. A head of up to 128 lanes spans one or two tiles, shared with its neighbors."""
     found = []
     for first in range(0, heads * head_dim, head_dim):
         lo = first // LANES * LANES
@@ -113,16 +113,16 @@ def windows(heads: int, head_dim: int) -> list[LaneWindow]:
 
 
 def group_of_heads(problem: TpuProblem) -> int:
-    """The fewest heads that fill whole lane tiles (64 lanes: 2, 72: 16); all heads when that does not divide them."""
+    """Return the fewest heads that fill full lane tiles (64 lanes: 2, 72: 16); all heads if not a divisor of them."""
     fewest = math.lcm(problem.head_dim, LANES) // problem.head_dim
     return fewest if problem.heads % fewest == 0 else problem.heads
 
 
 def dot(a, b, contract: tuple[int, int]):
-    """A product with float32 sums; of float32 inputs an honest one, not the MXU's single bfloat16 pass.
+    """Return a product accumulated in float32; float32 inputs in full precision, not in one bfloat16 MXU pass.
 
-    Of float32 inputs 128 terms at a time are summed, as in v5e's MXU, then their sums: a CPU may add a thousand one
-    by one, and those roundings would be most of the error.
+    Float32 products sum 128 terms at a time, as v5e's MXU does, then the partial sums. A CPU may add a thousand terms
+    sequentially, whose rounding would dominate the error.
     """
     dims = (((contract[0],), (contract[1],)), ((), ()))
     product = partial(lax.dot_general, dimension_numbers=dims, preferred_element_type=f32)
@@ -137,10 +137,10 @@ def dot(a, b, contract: tuple[int, int]):
 
 
 def fold(x, window: LaneWindow):
-    """A window's two tiles as one, each of the head's values in its own lane still.
+    """Merge a window's two tiles into one, keeping each of the head's values in its lane.
 
-    A head of up to 128 lanes ends in its second tile before the lane where it began in the first, so the two parts do
-    not meet. A product then takes the MXU one tile's passes and not two's, and nothing is shifted across lanes.
+    A head of up to 128 lanes ends in its second tile before the lane where it begins in the first, so its parts do not
+    overlap. A product then takes the MXU passes of one tile instead of two, without shifts across lanes.
     """
     if not window.folds:
         return x
@@ -148,7 +148,7 @@ def fold(x, window: LaneWindow):
 
 
 def only_head(x, window: LaneWindow):
-    """A folded x with zeros in the lanes of other heads, so that a product over all of them is the head's."""
+    """Zero the lanes of other heads in a folded x, so that a product over all lanes is this head's."""
     if window.start == 0 and window.stop == window.size:
         return x
     lane = _lane(x.shape[1])
@@ -157,7 +157,7 @@ def only_head(x, window: LaneWindow):
 
 
 def _choose(condition, x, y):
-    """`where` by lanes. 16-bit values in pairs of rows: v5e would widen each to 32 bits and narrow what it chose."""
+    """Select by lane, 16-bit values in pairs of rows: v5e would widen single ones to 32 bits and narrow the result."""
     if x.dtype.itemsize == 4:
         return jnp.where(condition, x, y)
     pairs = [pltpu.bitcast(array, jnp.int32) for array in (x, y)]
@@ -169,22 +169,22 @@ def _lane(size: int):
 
 
 def clear_tail(x, valid: int):
-    """x with zeros in the rows from `valid` on: a block's rows past the array's end hold anything, NaN included."""
+    """Zero the rows from `valid` on: a block's rows beyond the array's end are arbitrary, possibly NaN."""
     return _on_tail(x, 0, valid, 0)
 
 
 def mask_keys(s, axis: int, valid: int):
-    """Scores with -inf at the keys from `valid` on."""
+    """Set the scores of keys from `valid` on to -inf."""
     return _on_tail(s, axis, valid, -jnp.inf)
 
 
 def clear_rows(x, valid):
-    """`clear_tail` for an end that only the running kernel knows."""
+    """Zero the rows from `valid` on, for a `valid` known only at run time."""
     return jnp.where(lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0) < valid, x, jnp.zeros_like(x))
 
 
 def _on_tail(x, axis: int, valid: int, fill: float):
-    """Replace from `valid` on along an axis, touching no more than the tiles that hold the end."""
+    """Fill from `valid` on along an axis, touching only the tiles that contain the end."""
     size = x.shape[axis]
     if valid >= size:
         return x
@@ -201,7 +201,7 @@ def _on_tail(x, axis: int, valid: int, fill: float):
 
 @dataclass(frozen=True)
 class ScoreExtras:
-    """The refs of what joins the scores. In the transposed form (keys by queries) their last two axes are swapped.
+    """The refs of bias, mask and segments. In the transposed form (keys by queries) their last two axes are swapped.
 
     bias and mask are (1, heads or 1, rows or 1, columns or 1); the mask is 0 where it keeps and -inf elsewhere.
     row_ids is (1, rows, 1), column_ids (1, 1, columns).
@@ -213,9 +213,9 @@ class ScoreExtras:
     column_ids: object = None
 
     def join(self, s, problem: TpuProblem, head, rows: slice, columns: slice, transposed: bool, origin=(0, 0)):
-        """Scores in the problem's unit: scale, bias, mask, segments, causality.
+        """Return scores in the problem's unit, with scale, bias, mask, segments and causality applied.
 
-        `s` is the part at these rows and columns of the refs' blocks; `origin` is where the blocks themselves begin.
+        `s` covers these rows and columns of the refs' blocks; `origin` is the blocks' first row and column.
         """
         s = s * (problem.scale * problem.unit)
         for ref, factor in ((self.bias, problem.unit), (self.mask, None)):
@@ -238,7 +238,7 @@ def _block(ref, head, rows: slice, columns: slice):
 
 
 def extra_arrays(bias, mask, ids, transposed: bool) -> list:
-    """The arrays behind ScoreExtras, in its order, swapped for the transposed form; None where there is none."""
+    """Return the arrays of ScoreExtras in order, swapped for the transposed form; None for absent ones."""
     swap = partial(jnp.swapaxes, axis1=-1, axis2=-2) if transposed else (lambda x: x)
     if mask is not None:
         mask = jnp.where(mask, 0.0, -jnp.inf).astype(jnp.bfloat16)
@@ -251,10 +251,10 @@ def extra_arrays(bias, mask, ids, transposed: bool) -> list:
     ]
 
 
-def turned(x, window: LaneWindow):
-    """The head's rows of a folded x's transpose, (D, tokens).
+def transposed_head(x, window: LaneWindow):
+    """Return the head's rows of a folded x's transpose, (D, tokens).
 
-    16-bit rows come in pairs of 8, so other offsets turn over in float32.
+    16-bit rows are packed in groups of 16; other offsets are transposed in float32.
     """
     if window.start % ROWS == 0 and window.stop % ROWS == 0:
         return _head_rows(x.T, window)
@@ -267,10 +267,10 @@ def _head_rows(x, window: LaneWindow):
 
 
 def pipelined(items, first, second) -> None:
-    """first(item) of the next item is issued before second(item, ...) of this one.
+    """Software-pipeline: issue first(item) of the next item before second(item, ...) of the current one.
 
-    The compiler does not move a product across the softmax before it; written in this order, the MXU and the vector
-    units work at the same time.
+    The compiler does not move a product across the preceding softmax. In this order the MXU and the vector units work
+    concurrently.
     """
     waiting = None
     for item in items:
@@ -282,11 +282,11 @@ def pipelined(items, first, second) -> None:
 
 
 def reciprocal(total, problem: TpuProblem):
-    """1 / Σ of a query's exponentials, 0 for a query without keys.
+    """Return 1 / Σ of a query's exponentials, 0 for a query without keys.
 
-    The sums lie between 1 and the number of keys. A division also heeds zeros, infinities and denormals, at three times
-    the operations, on a whole register for each 8 sums; what is left here of v5e's division is its one Newton step.
-    Interpreted the estimate is of 8 bits, which that step makes 16: enough for bfloat16, not for float32.
+    The sums are between 1 and the number of keys. A division also handles zeros, infinities and denormals, at three
+    times the operations, on a full register per 8 sums; this keeps only the Newton step of v5e's division. In the
+    interpreter the initial estimate has 8 bits and the step yields 16: enough for bfloat16, not for float32.
     """
     if problem.dtype == "float32":
         r = 1 / total
@@ -297,19 +297,19 @@ def reciprocal(total, problem: TpuProblem):
 
 
 def lanes(first, size: int):
-    """Lanes [first, first + size) of a ref; a first lane that only the kernel knows is a multiple of a tile."""
+    """Return the slice [first, first + size) of lanes; a `first` known only at run time is a multiple of a tile."""
     return pl.ds(first if isinstance(first, int) else pl.multiple_of(first, LANES), size)
 
 
 class LaneTiles:
-    """Puts heads that share lane tiles together: takes each head's window in order, stores each tile when complete."""
+    """Assemble heads that share lane tiles: add each head's window in order; each tile is stored when complete."""
 
     def __init__(self, store):
         self._store = store  # (first lane, value)
         self._open: dict[int, jax.Array] = {}
 
     def add(self, x, window: LaneWindow, is_last: bool) -> None:
-        """x: (rows, lanes) of a folded window, of which the head's own count."""
+        """Add x: (rows, lanes) of a folded window, of which only the head's lanes are used."""
         for lo in range(window.lo, window.hi, LANES):
             hi = min(lo + LANES, window.hi)
             tile = x if window.folds else x[:, lo - window.lo : hi - window.lo]
@@ -321,7 +321,7 @@ class LaneTiles:
 
 
 class RowTiles:
-    """The same for transposed results (head dim, tokens): stacks heads on the rows, stores 128 of them turned over."""
+    """Assemble transposed results (head dim, tokens): stack heads on the rows; store 128 rows at a time, transposed."""
 
     def __init__(self, store):
         self._store = store  # (first lane, value of (tokens, lanes))
@@ -332,9 +332,9 @@ class RowTiles:
         self._rows.append(x_DN)
         while (waiting := sum(x.shape[0] for x in self._rows)) >= LANES or (is_last and waiting):
             size = min(LANES, waiting)
-            *whole, x_DN = self._rows  # only the newest head can reach over the tile's end
-            cut = size - sum(x.shape[0] for x in whole)
-            tile = jnp.concatenate([*whole, x_DN[:cut]], axis=0) if whole else x_DN[:cut]
+            *complete, x_DN = self._rows  # only the newest head can cross the tile's end
+            cut = size - sum(x.shape[0] for x in complete)
+            tile = jnp.concatenate([*complete, x_DN[:cut]], axis=0) if complete else x_DN[:cut]
             self._store(self._lane, tile.T)
             self._lane += size
             self._rows = [x_DN[cut:]] if cut < x_DN.shape[0] else []
