@@ -1,9 +1,10 @@
-"""torch_xla for real, with PJRT_DEVICE=CPU."""
+"""XlaRuntime under torch_xla with PJRT_DEVICE=CPU."""
 
 import logging
 
 import pytest
 import torch
+from expecting import error
 
 from vitkernels import runtime
 from vitkernels.runtime import xla
@@ -11,7 +12,7 @@ from vitkernels.runtime import xla
 pytestmark = pytest.mark.skipif(xla.unavailable() is not None, reason="torch_xla is not installed")
 
 
-def test_recompilation_after_warm_up_names_the_shape_that_changed(caplog):
+def test_recompile_guard__names_the_shape_that_changed_after_warm_up(caplog):
     device = runtime.create("xla", "fp32")
     weight = torch.ones(7, 3, device=device.device)
 
@@ -29,7 +30,7 @@ def test_recompilation_after_warm_up_names_the_shape_that_changed(caplog):
     assert "images (8, 7) -> (5, 7)" in caplog.text
 
 
-def test_batches_arrive_in_order_and_an_epoch_can_be_left_early():
+def test_feed__keeps_order_and_can_be_closed_early():
     device = runtime.create("xla")
     batches = [(torch.full((2, 2), float(i)), torch.tensor([i])) for i in range(20)]
     feed = device.feed(batches)
@@ -40,7 +41,7 @@ def test_batches_arrive_in_order_and_an_epoch_can_be_left_early():
     assert [int(targets.cpu()) for _, targets in device.feed(batches[:4])] == [0, 1, 2, 3]
 
 
-def test_an_error_in_the_input_is_no_end_of_the_epoch():
+def test_feed__raises_errors_of_the_input():
     def batches():
         for i in range(3):
             yield torch.full((2, 2), float(i)), torch.tensor([i])
@@ -52,7 +53,7 @@ def test_an_error_in_the_input_is_no_end_of_the_epoch():
         next(feed)
 
 
-def test_random_state_comes_back():
+def test_rng_state__round_trip():
     device = runtime.create("xla")
     state = device.rng_state()
     a = torch.rand(4, device=device.device).cpu()
@@ -60,7 +61,12 @@ def test_random_state_comes_back():
     assert torch.equal(torch.rand(4, device=device.device).cpu(), a)
 
 
-def test_bf16_runs_under_autocast():
+def test_precision__default_autocasts_to_bf16():
     device = runtime.create("xla")
     with device.autocast():
         assert (torch.ones(2, 2, device=device.device) @ torch.ones(2, 2, device=device.device)).dtype == torch.bfloat16
+
+
+def test_compile__rejects_modes():
+    with error("runtime.compile_mode", runtime="xla", mode="reduce-overhead"):
+        runtime.create("xla").compile(torch.nn.Linear(2, 2), "reduce-overhead")

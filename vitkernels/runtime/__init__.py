@@ -1,4 +1,4 @@
-"""Where training runs: cpu, cuda or xla, each behind the same small set of methods."""
+"""Devices that can train, cpu, cuda and xla, behind one interface."""
 
 import logging
 
@@ -11,13 +11,17 @@ log = logging.getLogger(__name__)
 
 
 def names() -> tuple[str, ...]:
+    """Return the names that `create` accepts."""
     return ("auto", "cpu", "cuda", "xla")
 
 
 def create(name: str = "auto", precision: str = "auto") -> Runtime:
-    """The runtime of that name; `auto` takes a GPU where there is one, then a TPU, then the CPU, and logs why.
+    """Return the runtime of that name. "auto" selects a GPU if present, then a TPU, then the CPU, and logs the reasons.
 
-    Raises UsageError when the name is unknown, or when it cannot run here, with what would mend it.
+    precision: "fp32", "bf16", "fp16" (cuda only), or "auto": fp32 on the CPU, otherwise bf16.
+
+    Raises UsageError: "unknown_name" for an unknown name or precision, "runtime.unavailable" if the device or its
+    library is missing, "runtime.precision" for a precision that the runtime does not support.
     """
     if name not in names():
         raise unknown_name("runtime", name, names())
@@ -38,14 +42,14 @@ def _best_available() -> str:
     from vitkernels.runtime import cuda, xla
 
     def tpu_unavailable() -> str | None:
-        return xla.unavailable() if xla.has_tpu() else "no TPU is attached."
+        return xla.unavailable() if xla.has_tpu() else "no TPU is attached"
 
-    chosen, passed_over = "cpu", ""
+    chosen, rejected = "cpu", ""
     for name, unavailable in (("cuda", cuda.unavailable), ("xla", tpu_unavailable)):
         reason = unavailable()
         if reason is None:
             chosen = name
             break
-        passed_over += f"; not {name}: {reason}"
-    log.info("runtime=auto chose %s%s", chosen, passed_over)
+        rejected += f"; not {name}: {reason}"
+    log.info("runtime: auto chose %s%s", chosen, rejected)
     return chosen

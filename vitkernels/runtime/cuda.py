@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through PyTorch itself."""
+"""NVIDIA GPUs through PyTorch."""
 
 import os
 from collections.abc import Iterable, Iterator
@@ -9,9 +9,11 @@ from torch import Tensor
 from vitkernels.errors import UsageError
 from vitkernels.runtime.base import Runtime
 
+_FUSED_OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")  # timm's names for classes of torch.optim
+
 
 class CudaRuntime(Runtime):
-    """Autocast on tensor cores, torch.compile, fused optimizers, copies on a stream of their own."""
+    """One GPU per process: torch.compile by default, fused optimizers, batches copied on a side stream."""
 
     name = "cuda"
     precisions = ("fp32", "bf16", "fp16")
@@ -22,13 +24,15 @@ class CudaRuntime(Runtime):
     def _device(self) -> torch.device:
         reason = unavailable()
         if reason is not None:
-            raise UsageError(f"runtime=cuda cannot run here: {reason}")
-        number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # torchrun's processes: one GPU each
+            message = f'runtime "cuda" is unavailable: {reason}'
+            raise UsageError(message, code="runtime.unavailable", runtime="cuda", reason=reason)
+        number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # torchrun: one GPU per process
         count = torch.cuda.device_count()
         if number >= count:
-            raise UsageError(f"torchrun --nproc-per-node asks for more than this host's GPUs, {count}")
+            message = f"torchrun started a process for GPU {number}, and this host has {count}; lower --nproc-per-node"
+            raise UsageError(message, code="runtime.devices", device=number, devices=count)
         torch.cuda.set_device(number)
-        # A kernel that needs JAX starts it, and JAX would open every GPU of the host.
+        # Kernels that use JAX initialize it, and by default JAX would open every GPU of the host.
         os.environ.setdefault("JAX_CUDA_VISIBLE_DEVICES", str(number))
         return torch.device("cuda", number)
 
@@ -37,10 +41,10 @@ class CudaRuntime(Runtime):
         return torch.cuda.get_device_name(self.device)
 
     def optimizer_kwargs(self, name: str) -> dict:
-        return {"fused": True} if name in ("adam", "adamw", "sgd", "momentum") else {}  # torch's own have fused kernels
+        return {"fused": True} if name in _FUSED_OPTIMIZERS else {}
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Copy one batch ahead on a side stream, from pinned memory and without blocking the host."""
+        """Copy one batch ahead on a side stream, from pinned memory, without blocking the host."""
         copies = torch.cuda.Stream(self.device)
         compute = torch.cuda.current_stream(self.device)
 
@@ -50,13 +54,13 @@ class CudaRuntime(Runtime):
 
         ahead = None
         for batch in batches:
-            coming = start_copy(batch)
+            following = start_copy(batch)
             if ahead is not None:
                 yield ahead
             compute.wait_stream(copies)
-            for tensor in coming:
-                tensor.record_stream(compute)  # its memory may be reused only after the step that reads it
-            ahead = tuple(coming)
+            for tensor in following:
+                tensor.record_stream(compute)  # defers reuse of its memory until the step has read it
+            ahead = tuple(following)
         if ahead is not None:
             yield ahead
 
@@ -86,9 +90,11 @@ class CudaRuntime(Runtime):
 
 
 def unavailable() -> str | None:
-    """Why CUDA cannot be used here and what would mend it; None when it can."""
+    """Return why CUDA is unavailable and how to fix it; None if it is available."""
     if torch.version.cuda is None:
-        return f"this PyTorch ({torch.__version__}) has no CUDA: pip install --force-reinstall torch (on Linux)."
+        return (
+            f"this PyTorch ({torch.__version__}) was built without CUDA: pip install --force-reinstall torch (on Linux)"
+        )
     if not torch.cuda.is_available():
-        return "PyTorch sees no NVIDIA GPU. Check `nvidia-smi` and CUDA_VISIBLE_DEVICES, or use runtime=cpu."
+        return "PyTorch finds no NVIDIA GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     return None

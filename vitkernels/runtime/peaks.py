@@ -1,9 +1,9 @@
-"""Peak matrix throughput of known chips, for model FLOP/s utilisation. A chip that is not listed has no MFU."""
+"""Peak matrix throughput of known chips, for model FLOP/s utilization (MFU); unlisted chips have no MFU."""
 
 import torch
 
-# Dense TFLOP/s (int8: TOP/s) by the vendors' pages (no sparsity), per whole chip, under the exact name that the driver
-# gives it: a MIG slice or a sibling with another clock must not pass for it.
+# Dense TFLOP/s (int8: TOP/s) from the vendors' pages, without sparsity, per full chip. Keys are the exact names that
+# drivers report, so that a MIG slice or a variant with another clock does not match.
 # NVIDIA: product datasheets for H200, H100, A100, L40S, L4, V100. Google: Cloud TPU system architecture pages.
 _TFLOPS = {
     "NVIDIA H200": {torch.bfloat16: 989.5, torch.float16: 989.5, torch.int8: 1979.0, torch.float8_e4m3fn: 1979.0},
@@ -31,6 +31,6 @@ _TFLOPS = {
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak dense FLOP/s of the named device for products in dtype; None where it is not known."""
+    """Return the peak dense FLOP/s of the named device for matrix products in dtype; None if unknown."""
     tflops = _TFLOPS.get(device_name, {}).get(dtype)
     return None if tflops is None else tflops * 1e12

@@ -17,26 +17,27 @@ from vitkernels.runtime.base import Runtime
 
 log = logging.getLogger(__name__)
 
-# Accelerator types as Cloud TPU spells them, and the names of the chips.
+# Cloud TPU's accelerator types -> names of the chips.
 _CHIPS = {"v4": "TPU v4", "v5litepod": "TPU v5e", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
 
 
 class XlaRuntime(Runtime):
-    """One lazy graph per optimizer step, batches sent to the device by MpDeviceLoader's threads."""
+    """One lazy graph per optimizer step; MpDeviceLoader's threads copy batches to the device."""
 
     name = "xla"
     default_precision = "bf16"
-    per_step_clock = False  # the host only queues a graph: single steps cannot be seen, windows of them can
+    per_step_clock = False  # the host only queues graphs, so only windows of several steps can be timed
 
     def _device(self) -> torch.device:
         reason = unavailable()
         if reason is not None:
-            raise UsageError(f"runtime=xla cannot run here: {reason}")
+            message = f'runtime "xla" is unavailable: {reason}'
+            raise UsageError(message, code="runtime.unavailable", runtime="xla", reason=reason)
         import torch_xla
         import torch_xla.runtime as xr
 
         if xr.global_runtime_device_count() > 1:
-            xr.use_spmd()  # one program over all chips (parallel/spmd.py); it must come before the first tensor
+            xr.use_spmd()  # one program over all chips (parallel/tpu_spmd.py); required before the first tensor
         self._guard = _RecompileGuard()
         return torch_xla.device()
 
@@ -52,11 +53,15 @@ class XlaRuntime(Runtime):
 
     def compile(self, model: nn.Module, mode: str | None = None) -> nn.Module:
         if mode is not None:
-            raise UsageError(f"compile={mode} is for CUDA and CPU; with runtime=xla it is true or false")
+            message = f"torch.compile's openxla backend has no modes, got {mode!r}; compile without a mode"
+            raise UsageError(message, code="runtime.compile_mode", runtime="xla", mode=mode)
         return torch.compile(model, backend="openxla")
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]], sharding=None) -> Iterator[tuple[Tensor, Tensor]]:
-        """sharding: for SPMD, a function of a tensor's number of dimensions that gives its ShardingSpec."""
+        """Yield the batches on the device.
+
+        sharding: for SPMD, maps a tensor's number of dimensions to its ShardingSpec.
+        """
         from torch_xla.distributed.parallel_loader import MpDeviceLoader
 
         batches = iter(batches)
@@ -68,10 +73,11 @@ class XlaRuntime(Runtime):
         def loaded():
             try:
                 yield from itertools.chain([first], batches)
-            except Exception as error:  # in the loader's thread, where it would only end the epoch
+            except Exception as error:  # in the loader's thread, where raising it would only end the epoch
                 failed.append(error)
 
-        # It would cut the graph at each batch; `end_step` does, once per step, so it must never get to it.
+        # By default the loader cuts the graph after each batch. `end_step` cuts it once per step, so
+        # batches_per_execution is never reached.
         loader = MpDeviceLoader(
             (dict(zip(names, batch, strict=True)) for batch in loaded()),
             self.device,
@@ -87,7 +93,7 @@ class XlaRuntime(Runtime):
             if failed:
                 raise failed[0]
         finally:
-            on_device._loader.close()  # ends its threads when the loop leaves an epoch early
+            on_device._loader.close()  # ends its threads if the loop leaves an epoch early
 
     def end_step(self, images: Tensor, targets: Tensor, kind: str = "train") -> None:
         import torch_xla
@@ -101,7 +107,7 @@ class XlaRuntime(Runtime):
         torch_xla.sync(wait=True)
 
     def read(self, scalars: list[Tensor]) -> list[float]:
-        # Each is a finished output of its step's graph: a transfer, where stacking them would compile a graph.
+        # Each scalar is an output of its step's graph and needs only a transfer; stacking would compile a new graph.
         return [float(s.detach().cpu()) for s in scalars]
 
     def peak_memory_bytes(self) -> int | None:
@@ -110,7 +116,7 @@ class XlaRuntime(Runtime):
         try:
             return xm.get_memory_info(self.device)["peak_bytes_used"]
         except (RuntimeError, KeyError):
-            return None  # PJRT's CPU client keeps no such statistics
+            return None  # PJRT's CPU client has no memory statistics
 
     def rng_state(self) -> dict:
         import torch_xla.core.xla_model as xm
@@ -125,9 +131,9 @@ class XlaRuntime(Runtime):
 
 
 class _RecompileGuard:
-    """Warns when a graph is compiled anew after the first steps, with the input shape that changed."""
+    """Warn about recompilation after the first steps, naming the input shape that changed."""
 
-    WARM_UP = 3  # steps of one kind in which compilation is expected: before, with and after optimizer state
+    WARM_UP = 3  # steps of each kind that may compile: before, during and after creation of the optimizer state
 
     def __init__(self):
         self.seen: dict[str, int] = {}
@@ -135,7 +141,7 @@ class _RecompileGuard:
 
     @contextlib.contextmanager
     def watch(self, kind: str, shapes: dict[str, tuple[int, ...]]):
-        """Around the execution of one step's graph."""
+        """Watch the execution of one step's graph."""
         before = _compilations()
         yield
         self.report(kind, shapes, _compilations() - before)
@@ -148,7 +154,7 @@ class _RecompileGuard:
             return
         changed = [f"{name} {previous[name]} -> {shapes[name]}" for name in shapes if previous[name] != shapes[name]]
         why = "; ".join(changed) or (
-            "no input shape changed, so another value did: a Python number that enters the graph, or a new branch"
+            "no input shape changed; likely a Python number that is a constant of the graph, or a new branch"
         )
         log.warning("XLA compiled the %s step again at step %d after start: %s", kind, step, why)
 
@@ -160,30 +166,30 @@ def _compilations() -> int:
 
 
 def unavailable() -> str | None:
-    """Why torch_xla cannot be used here and what would mend it; None when it can."""
+    """Return why torch_xla is unavailable and how to fix it; None if it is available."""
     if importlib.util.find_spec("torch_xla") is None:
         return (
-            "torch_xla is not installed. Install the tpu extra (Linux x86-64, Python 3.11 to 3.13): "
-            "pip install 'vitkernels[tpu]', or `make setup` in a checkout."
+            "torch_xla is not installed; install the tpu extra (Linux x86-64, Python 3.11 to 3.13): "
+            "pip install 'vitkernels[tpu]', or `make setup` in a checkout"
         )
     try:
         import torch_xla  # noqa: F401
     except (ImportError, OSError) as error:
         return (
-            f"torch_xla does not load beside torch {torch.__version__}: {error}. The tpu extra pins a pair that works."
+            f"torch_xla does not load with torch {torch.__version__}: {error}; the tpu extra pins compatible versions"
         )
     return None
 
 
 def has_tpu() -> bool:
-    """Whether a TPU is attached, asked of the device files: no library is loaded and nothing is locked."""
+    """Return whether a TPU is attached, from the device files: loads no library and locks no device."""
     from pathlib import Path
 
     return any(Path("/dev").glob("accel*")) or any(Path("/dev/vfio").glob("[0-9]*"))
 
 
 class Host(NamedTuple):
-    """One of several hosts of a TPU slice: its number among them, and the network addresses of all, by number."""
+    """This host of a multi-host TPU slice: its rank, and the network addresses of all hosts by rank."""
 
     rank: int
     addresses: tuple[str, ...]
@@ -191,20 +197,21 @@ class Host(NamedTuple):
 
 @functools.cache
 def host() -> Host | None:
-    """Which host of its TPU slice this machine is, as the slice's metadata has it; None where one host is all.
+    """Return this machine's rank in its TPU slice, from the slice's metadata; None for a single host.
 
-    The TPU is not opened, and torch_xla is loaded only where there are TPU device files.
+    Does not open the TPU, and loads torch_xla only if TPU device files exist.
     """
     on_tpu = has_tpu() and os.environ.get("PJRT_DEVICE", "TPU") == "TPU"
     if not on_tpu or unavailable() is not None:
         return None
     from torch_xla._internal import tpu
 
-    if tpu.num_available_chips() == 0 or tpu.process_bounds_size() == 1:  # none of Google's; set to be alone
+    is_cloud_tpu, is_single_host = tpu.num_available_chips() > 0, tpu.process_bounds_size() == 1
+    if not is_cloud_tpu or is_single_host:
         return None
     try:
         addresses = tuple(tpu.get_worker_ips())
         return Host(tpu.worker_id(), addresses) if len(addresses) > 1 else None
     except (OSError, LookupError, TypeError, ValueError) as error:
-        log.warning("the metadata of this TPU slice cannot be read (%r): taken for a single host", error)
+        log.warning("TPU slice metadata cannot be read (%r); assuming a single host", error)
         return None
