@@ -1,7 +1,7 @@
-"""AdamW for all parameters in two launches, with gradient clipping and loss scaling folded into the one pass.
+"""AdamW over all parameters in two kernel launches, with gradient clipping and loss unscaling fused into one pass.
 
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (arXiv 1711.05101), in the form of Kingma and Ba
-(arXiv 1412.6980, section 2) with one division per element.
+(arXiv 1412.6980, section 2), which needs one division per element.
 Shape suffixes: N parameters, G groups, B blocks of BLOCK elements of one parameter.
 """
 
@@ -16,20 +16,22 @@ from torch import Tensor, nn
 from vitkernels.bridge.triton import cdiv, triton_call
 from vitkernels.errors import UsageError
 
-BLOCK = 1024  # elements of a program
-_PARAMETERS_AT_ONCE = 64  # of a program that prepares
+BLOCK = 1024  # elements per program
+_PARAMETERS_PER_PROGRAM = 64  # of _prepare_kernel
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW(fused=True) in one pass over the memory: same arguments, state dict, and results to rounding.
+    """torch.optim.AdamW(fused=True) in one pass over memory: same arguments and state dict; results equal to rounding.
 
-    Parameters: float32, contiguous, all on one NVIDIA GPU (or on the CPU, where Triton's interpreter is slow). Their
-    gradients are read and never written, neither for a GradScaler (`grad_scale` and `found_inf`, as torch's fused
-    optimizers take them) nor for `clip_next_step`. No step waits for the device.
+    Parameters must be contiguous float32, all on one NVIDIA GPU (or on the CPU, in Triton's slow interpreter).
+    Gradients are read and never written: not to unscale for a GradScaler, which passes `grad_scale` and `found_inf` as
+    it does to torch's fused optimizers, and not to clip (`clip_next_step`). A step does not wait for the device.
 
-    Raises UsageError (a ValueError): parameters or gradients that it cannot take, amsgrad, maximize, capturable,
-    differentiable, foreach, or fused=False; when it is made, given a group, or given a state dict that asks for them.
-    Gradients, and a CUDA graph that would capture it, when it steps.
+    Raises:
+        UsageError: "optim.kernel.option" for amsgrad, maximize, capturable, differentiable, foreach or fused=False, and
+            "optim.kernel.parameter" for unsupported parameters, from the constructor, add_param_group and
+            load_state_dict; "optim.kernel.gradient" for unsupported gradients and "optim.kernel.capture" during CUDA
+            graph capture, from step.
     """
 
     _step_supports_amp_scaling = True
@@ -37,21 +39,21 @@ class AdamW(torch.optim.AdamW):
 
     def __init__(self, params, *args, fused: bool | None = None, **keywords):
         if fused is False:
-            raise UsageError("this AdamW is one fused kernel; for fused=False take torch.optim.AdamW")
+            raise _unsupported_option("fused=False")
         if keywords.get("foreach"):
-            raise UsageError("this AdamW is one fused kernel; for foreach=True take torch.optim.AdamW")
+            raise _unsupported_option("foreach=True")
         super().__init__(params, *args, fused=True, **keywords)
 
     def clip_next_step(self, norm: Tensor, limit: float) -> None:
-        """Let the next step alone multiply gradients with min(1, limit / (norm + 1e-6)), as clip_grad_norm_ would.
+        """Make the next step, and only that, scale gradients by min(1, limit / (norm + 1e-6)), as clip_grad_norm_ does.
 
-        norm: of all gradients together, a float32 scalar on their device, after a GradScaler's scale is taken off.
+        norm: global norm of the unscaled gradients, a float32 scalar tensor on their device.
         """
         self._clip = norm, float(limit)
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One step over all parameters that have gradients; the closure's loss, as torch's step gives it."""
+        """Update all parameters that have gradients, and return the closure's loss, as torch's step does."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,9 +79,11 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _addresses(self, parameter: Tensor, grad: Tensor) -> tuple[int, ...]:
-        """Asked for at every step: gradients are new ones, and who sets a parameter's data or state says nothing."""
-        if grad.dtype is not torch.float32 or grad.layout is not torch.strided or not grad.is_contiguous():
-            raise UsageError(f"AdamW's kernel takes contiguous float32 gradients; got {_kind(grad)}")
+        """Return the addresses that the kernel reads. Not cached: gradients are reallocated, and a parameter's data
+        or state may be replaced at any time."""
+        if not _is_contiguous_float32(grad):
+            message = f"AdamW's kernel requires contiguous float32 gradients, got {_describe(grad)}"
+            raise UsageError(message, code="optim.kernel.gradient", gradient=_describe(grad))
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -92,44 +96,54 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict) -> None:
         super().add_param_group(param_group)
-        self._check()
+        self._check_groups()
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group["fused"], group["foreach"] = True, None  # a state dict brings the settings of who wrote it
+            group["fused"], group["foreach"] = True, None  # the state dict may come from another implementation
             for parameter in group["params"]:
                 entries = self.state.get(parameter, {})
                 for name, value in entries.items():
                     entries[name] = value.to(parameter.device, torch.float32).contiguous()
-        self._check()
+        self._check_groups()
 
-    def _check(self) -> None:
+    def _check_groups(self) -> None:
         groups = self.param_groups
         for name in ("amsgrad", "maximize", "capturable", "differentiable"):
             if any(group[name] for group in groups):
-                raise UsageError(f"AdamW's kernel has no {name}; take torch.optim.AdamW")
+                raise _unsupported_option(f"{name}=True")
         parameters = [parameter for group in groups for parameter in group["params"]]
-        for parameter in parameters:
-            if reason := unsupported(parameter):
-                raise UsageError(f"AdamW's kernel cannot take a parameter: {reason}; take torch.optim.AdamW")
+        reasons = [reason for parameter in parameters if (reason := unsupported(parameter))]
         devices = sorted({str(parameter.device) for parameter in parameters})
-        if len(devices) > 1:
-            raise UsageError(f"AdamW's kernel takes parameters of one device, got {', '.join(devices)}")
+        if not reasons and len(devices) > 1:
+            reasons = [f"parameters must be on one device, got {', '.join(devices)}"]
+        if reasons:
+            message = f"AdamW's kernel does not support these parameters: {reasons[0]}; use torch.optim.AdamW"
+            raise UsageError(message, code="optim.kernel.parameter", reason=reasons[0])
 
 
 def unsupported(parameter: Tensor) -> str | None:
-    """Why the kernel cannot take this parameter; None when it can."""
+    """Return why the kernel does not support this parameter; None if it does."""
     if type(parameter) not in (Tensor, nn.Parameter):
-        return f"it is a {type(parameter).__name__}, which is not plain memory"
+        return f"a {type(parameter).__name__} is not a plain tensor"
     if parameter.device.type not in ("cuda", "cpu"):
-        return f"Triton runs on NVIDIA GPUs, and interpreted on CPUs; it is on {parameter.device}"
-    if parameter.dtype is not torch.float32 or parameter.layout is not torch.strided or not parameter.is_contiguous():
-        return f"it must be contiguous float32, and is {_kind(parameter)}"
+        return f"Triton runs on NVIDIA GPUs, and interpreted on CPUs, not on {parameter.device}"
+    if not _is_contiguous_float32(parameter):
+        return f"expected contiguous float32, got {_describe(parameter)}"
     return None
 
 
-def _kind(tensor: Tensor) -> str:
+def _is_contiguous_float32(x: Tensor) -> bool:
+    return x.dtype is torch.float32 and x.layout is torch.strided and x.is_contiguous()
+
+
+def _unsupported_option(option: str) -> UsageError:
+    message = f"AdamW's fused kernel does not support {option}; use torch.optim.AdamW"
+    return UsageError(message, code="optim.kernel.option", option=option)
+
+
+def _describe(tensor: Tensor) -> str:
     strides = f", strides {tuple(tensor.stride())}" if tensor.layout is torch.strided else f", {tensor.layout}"
     return f"{tensor.dtype} {tuple(tensor.shape)}{strides}"
 
@@ -139,7 +153,10 @@ def _kind(tensor: Tensor) -> str:
 
 @lru_cache(maxsize=16)
 def _layout(sizes: tuple[int, ...], counts: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, ...]:
-    """sizes_N, group_N and blocks_B2 (parameter, block within it) for parameters of these sizes, `counts` per group."""
+    """Return sizes_N, group_N (the group of each parameter) and blocks_B2 (parameter, block within it) on the device.
+
+    sizes: elements per parameter; counts: parameters per group.
+    """
     sizes_N = torch.tensor(sizes)
     blocks_N = (sizes_N + block - 1) // block
     parameter_B = torch.repeat_interleave(blocks_N)
@@ -150,16 +167,15 @@ def _layout(sizes: tuple[int, ...], counts: tuple[int, ...], block: int, device:
 
 
 def _upload(values: list, kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A device tensor of them that the host does not wait for; the pinned copy lives until it is read."""
+    """Copy values to the device without blocking the host; the pinned copy stays alive until it has been read."""
     host = torch.frombuffer(array(kind, values), dtype=dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
 def _step(addresses: list[int], settings: list[float], layout: tuple[Tensor, ...], scaling: tuple, device) -> None:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise UsageError(
-            "AdamW's kernel cannot be captured in a CUDA graph: a replay would read addresses of this step"
-        )
+        message = "AdamW's kernel cannot be captured in a CUDA graph: a replay would read this step's addresses"
+        raise UsageError(message, code="optim.kernel.capture")
     sizes_N, group_N, blocks_B2 = layout
     N, B = len(sizes_N), len(blocks_B2)
     table_N5 = _upload(addresses, "q", torch.int64, device)
@@ -167,7 +183,7 @@ def _step(addresses: list[int], settings: list[float], layout: tuple[Tensor, ...
     scalars_N8 = torch.empty(N, 8, device=device)
     triton_call(
         table_N5, settings_G5, group_N, scalars_N8, *scaling, N,
-        kernel=_prepare_kernel, grid=(cdiv(N, _PARAMETERS_AT_ONCE),), BLOCK=_PARAMETERS_AT_ONCE, num_warps=1,
+        kernel=_prepare_kernel, grid=(cdiv(N, _PARAMETERS_PER_PROGRAM),), BLOCK=_PARAMETERS_PER_PROGRAM, num_warps=1,
     )  # fmt: skip
     if B:
         triton_call(table_N5, scalars_N8, sizes_N, blocks_B2, kernel=_step_kernel, grid=(B,), BLOCK=BLOCK, num_warps=4)
@@ -180,9 +196,10 @@ def _step(addresses: list[int], settings: list[float], layout: tuple[Tensor, ...
 def _prepare_kernel(
     table_N5, settings_G5, group_N, scalars_N8, grad_scale, found_inf, norm, limit, N, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Counts the step, and leaves each parameter's numbers for it; without a gradient's address it is passed over.
+    """Increment each parameter's step count and store its scalars for _step_kernel.
 
-    Bias corrections are differences of nearly equal numbers: float64.
+    If a gradient overflowed (found_inf), set gradient addresses to 0, which _step_kernel skips. Bias corrections are
+    differences of nearly equal numbers, so they are computed in float64.
     """
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     keep = n < N
@@ -191,7 +208,7 @@ def _prepare_kernel(
         factor = tl.div_rn(1.0, tl.load(grad_scale))
     if norm is not None:
         coefficient = tl.div_rn(limit, tl.load(norm) + 1e-6)
-        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # stays NaN, as min would not
+        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # propagates NaN; tl.minimum would not
     count = tl.load(table_N5 + 5 * n + 4, mask=keep, other=0).to(tl.pointer_type(tl.float32))
     step = tl.load(count, mask=keep, other=0.0) + 1.0
     if found_inf is None:
@@ -219,6 +236,7 @@ def _prepare_kernel(
 
 @triton.jit
 def _step_kernel(table_N5, scalars_N8, sizes_N, blocks_B2, BLOCK: tl.constexpr):
+    """Update one block of one parameter."""
     block = tl.program_id(0)
     n = tl.load(blocks_B2 + 2 * block)
     start = tl.load(blocks_B2 + 2 * block + 1).to(tl.int64) * BLOCK
@@ -229,7 +247,7 @@ def _step_kernel(table_N5, scalars_N8, sizes_N, blocks_B2, BLOCK: tl.constexpr):
         scalars = scalars_N8 + 8 * n
         left = tl.load(sizes_N + n) - start
         aligned = ((param | grad | exp_avg | exp_avg_sq) & 15) == 0
-        if aligned & (left >= BLOCK):  # 16 bytes at once; views into DDP's buckets can begin anywhere
+        if aligned & (left >= BLOCK):  # 16-byte accesses; views into DDP's buckets may be unaligned
             _update(param, grad, exp_avg, exp_avg_sq, scalars, start, None, BLOCK)
         else:
             _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK)
@@ -237,6 +255,7 @@ def _step_kernel(table_N5, scalars_N8, sizes_N, blocks_B2, BLOCK: tl.constexpr):
 
 @triton.jit
 def _elements(address, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return pointers to BLOCK float32 elements from `start`."""
     pointer = address.to(tl.pointer_type(tl.float32)) + start
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -245,11 +264,12 @@ def _elements(address, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK: tl.constexpr):
-    """A block of a parameter from `start` on; left: elements that it has, None for a whole one at aligned addresses."""
-    whole: tl.constexpr = left is None
-    keep = None if whole else tl.arange(0, BLOCK) < left
-    param, grad = _elements(param, start, BLOCK, whole), _elements(grad, start, BLOCK, whole)
-    exp_avg, exp_avg_sq = _elements(exp_avg, start, BLOCK, whole), _elements(exp_avg_sq, start, BLOCK, whole)
+    """Update the block of a parameter that begins at `start`; left: its size, None for a full block at aligned
+    addresses."""
+    full: tl.constexpr = left is None
+    keep = None if full else tl.arange(0, BLOCK) < left
+    param, grad = _elements(param, start, BLOCK, full), _elements(grad, start, BLOCK, full)
+    exp_avg, exp_avg_sq = _elements(exp_avg, start, BLOCK, full), _elements(exp_avg_sq, start, BLOCK, full)
     g = tl.load(grad, mask=keep) * tl.load(scalars + 7)
     m = tl.load(exp_avg, mask=keep)
     v = tl.load(exp_avg_sq, mask=keep)
@@ -257,7 +277,7 @@ def _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK: tl.co
     m = tl.load(scalars + 1) * m + tl.load(scalars + 2) * g
     v = tl.load(scalars + 3) * v + tl.load(scalars + 4) * (g * g)
     moved = tl.div_rn(tl.load(scalars + 5) * m, tl.sqrt_rn(v) + tl.load(scalars + 6))
-    # Decay is taken off here, and not by a factor of 1 - lr·weight_decay, whose rounding would be the same every step.
+    # Subtracting the decay avoids the factor 1 - lr·weight_decay, whose rounding error would be the same at each step.
     tl.store(param, p - (tl.load(scalars) * p + moved), mask=keep)
     tl.store(exp_avg, m, mask=keep)
     tl.store(exp_avg_sq, v, mask=keep)

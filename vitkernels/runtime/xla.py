@@ -206,8 +206,8 @@ def host() -> Host | None:
         return None
     from torch_xla._internal import tpu
 
-    is_cloud_tpu, is_single_host = tpu.num_available_chips() > 0, tpu.process_bounds_size() == 1
-    if not is_cloud_tpu or is_single_host:
+    has_cloud_tpu = tpu.num_available_chips() > 0
+    if not has_cloud_tpu or tpu.process_bounds_size() == 1:  # configured as a single host
         return None
     try:
         addresses = tuple(tpu.get_worker_ips())

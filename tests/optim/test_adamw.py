@@ -1,4 +1,4 @@
-"""AdamW's kernel against torch's AdamW in float64, and the ways its numbers come in: scaler, clipping, state dicts."""
+"""AdamW's kernel against torch's AdamW in float64, with a GradScaler, clipping and state dicts."""
 
 import copy
 
@@ -29,7 +29,7 @@ def groups_of(device="cpu", dtype=torch.float32):
     ]
 
 
-def made(kind, device="cpu", dtype=torch.float32, **options):
+def build(kind, device="cpu", dtype=torch.float32, **options):
     return kind(groups_of(device, dtype), lr=1e-3, weight_decay=0.05, **options)
 
 
@@ -56,8 +56,8 @@ def assert_close(ours, other, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_steps_are_those_of_torch_in_float64(device):
-    ours, exact = made(adamw.AdamW, device), made(torch.optim.AdamW, device, torch.float64)
+def test_step__matches_torch_in_float64(device):
+    ours, exact = build(adamw.AdamW, device), build(torch.optim.AdamW, device, torch.float64)
     for step in range(5):
         give_gradients(step, ours, exact, skipped=(2,) if step == 0 else (0, 4) if step == 2 else ())
         for optimizer in (ours, exact):
@@ -67,9 +67,9 @@ def test_steps_are_those_of_torch_in_float64(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_may_begin_anywhere(device):
-    """As views into DDP's buckets do."""
-    ours, exact = made(adamw.AdamW, device), made(torch.optim.AdamW, device, torch.float64)
+def test_step__accepts_unaligned_gradients(device):
+    """Views into DDP's buckets start at any element."""
+    ours, exact = build(adamw.AdamW, device), build(torch.optim.AdamW, device, torch.float64)
     for step in range(2):
         give_gradients(step, ours, exact)
         for p in parameters_of(ours):
@@ -80,8 +80,8 @@ def test_gradients_may_begin_anywhere(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_scaler_s_factor_is_taken_off_and_inf_skips_the_step(device):
-    ours, exact = made(adamw.AdamW, device), made(torch.optim.AdamW, device, torch.float64)
+def test_grad_scale__unscales_and_overflow_skips_the_step(device):
+    ours, exact = build(adamw.AdamW, device), build(torch.optim.AdamW, device, torch.float64)
     ours.grad_scale, ours.found_inf = (torch.full((), x, device=device) for x in (1024.0, 0.0))
     for step in range(2):
         give_gradients(step, exact)
@@ -100,8 +100,8 @@ def test_a_scaler_s_factor_is_taken_off_and_inf_skips_the_step(device):
     assert_close(ours, exact)
 
 
-def test_grad_scaler_works_with_it():
-    ours, exact = made(adamw.AdamW), made(torch.optim.AdamW, dtype=torch.float64)
+def test_grad_scaler__scales_and_skips_as_with_torch():
+    ours, exact = build(adamw.AdamW), build(torch.optim.AdamW, dtype=torch.float64)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     scaler.scale(torch.ones(()))
     for step, scale in enumerate((256.0, float("inf"), 128.0)):  # inf halves the scale
@@ -115,9 +115,9 @@ def test_grad_scaler_works_with_it():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_clipping_hands_the_factor_over_and_leaves_gradients_as_they_are(device):
+def test_clip_next_step__matches_clip_grad_norm_and_keeps_gradients(device):
     parallel = base.Parallel(Runtime())
-    ours, theirs = made(adamw.AdamW, device), made(torch.optim.AdamW, device, torch.float64)
+    ours, theirs = build(adamw.AdamW, device), build(torch.optim.AdamW, device, torch.float64)
     for step, limit in enumerate((1.0, 1e9, None, 0.1)):
         give_gradients(step, ours, theirs)
         before = [p.grad.clone() for p in parameters_of(ours)]
@@ -129,8 +129,8 @@ def test_clipping_hands_the_factor_over_and_leaves_gradients_as_they_are(device)
     assert_close(ours, theirs)
 
 
-def test_a_norm_that_is_not_a_number_is_seen_in_the_weights():
-    ours = made(adamw.AdamW)
+def test_clip_next_step__nan_norm_reaches_the_weights():
+    ours = build(adamw.AdamW)
     give_gradients(0, ours)
     ours.clip_next_step(torch.tensor(float("nan")), 1.0)
     ours.step()
@@ -139,11 +139,11 @@ def test_a_norm_that_is_not_a_number_is_seen_in_the_weights():
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{"fused": True}, {}], ids=["fused", "plain"])
-def test_state_dicts_go_both_ways(device, options):
-    """torch's -> ours -> torch's, each going on where the other stopped."""
-    exact = made(torch.optim.AdamW, device, torch.float64)
-    chain = [made(torch.optim.AdamW, device, **options), made(adamw.AdamW, device), made(adamw.AdamW, device)]
-    chain.append(made(torch.optim.AdamW, device, **options))
+def test_state_dict__continues_in_either_implementation(device, options):
+    """torch's -> ours -> ours -> torch's, one step each."""
+    exact = build(torch.optim.AdamW, device, torch.float64)
+    chain = [build(torch.optim.AdamW, device, **options), build(adamw.AdamW, device), build(adamw.AdamW, device)]
+    chain.append(build(torch.optim.AdamW, device, **options))
     for step, optimizer in enumerate(chain):
         if step:
             optimizer.load_state_dict(copy.deepcopy(chain[step - 1].state_dict()))
@@ -153,12 +153,12 @@ def test_state_dicts_go_both_ways(device, options):
         optimizer.step()
         exact.step()
     assert_close(chain[-1], exact)
-    ours, theirs = chain[1].state_dict(), made(torch.optim.AdamW, device, fused=True).state_dict()
+    ours, theirs = chain[1].state_dict(), build(torch.optim.AdamW, device, fused=True).state_dict()
     assert [group.keys() for group in ours["param_groups"]] == [group.keys() for group in theirs["param_groups"]]
 
 
-def test_what_a_new_state_holds_is_what_torch_s_fused_one_holds():
-    ours, theirs = made(adamw.AdamW), made(torch.optim.AdamW, fused=True)
+def test_state__has_the_entries_of_torch_fused_adamw():
+    ours, theirs = build(adamw.AdamW), build(torch.optim.AdamW, fused=True)
     give_gradients(0, ours, theirs, skipped=(1,))
     ours.step()
     theirs.step()
@@ -170,7 +170,7 @@ def test_what_a_new_state_holds_is_what_torch_s_fused_one_holds():
         assert all(a[number][name].shape == value.shape for name, value in entries.items())
 
 
-def test_a_closure_gives_its_loss():
+def test_step__returns_the_closure_s_loss():
     x = nn.Parameter(torch.ones(3))
     optimizer = adamw.AdamW([x], lr=0.1)
 
@@ -185,10 +185,13 @@ def test_a_closure_gives_its_loss():
 
 
 @pytest.mark.parametrize(
-    "options", [{"amsgrad": True}, {"maximize": True}, {"capturable": True}, {"fused": False}], ids=str
+    "options",
+    [{"amsgrad": True}, {"maximize": True}, {"capturable": True}, {"fused": False}, {"foreach": True}],
+    ids=str,
 )
-def test_options_without_a_kernel_are_refused(options):
-    with pytest.raises(UsageError, match="take torch"):
+def test_constructor__rejects_unsupported_options(options):
+    ((name, value),) = options.items()
+    with error("optim.kernel.option", option=f"{name}={value}"):
         adamw.AdamW([nn.Parameter(torch.ones(3))], **options)
 
 
@@ -198,26 +201,26 @@ def test_options_without_a_kernel_are_refused(options):
      torch.ones(3, dtype=torch.complex64), torch.ones(3, device="meta")],
     ids=["float64", "bfloat16", "transposed", "complex", "meta"],
 )  # fmt: skip
-def test_parameters_without_a_kernel_are_refused(tensor):
-    with pytest.raises(UsageError, match="cannot take a parameter"):
+def test_parameters__unsupported_are_rejected(tensor):
+    with error("optim.kernel.parameter"):
         adamw.AdamW([nn.Parameter(tensor)])
     optimizer = adamw.AdamW([nn.Parameter(torch.ones(3))])
-    with pytest.raises(UsageError, match="cannot take a parameter"):
+    with error("optim.kernel.parameter"):
         optimizer.add_param_group({"params": [nn.Parameter(tensor)]})
 
 
 @pytest.mark.parametrize("grad", [torch.ones(3, 2).T, torch.ones(2, 3).to_sparse()], ids=["transposed", "sparse"])
-def test_gradients_without_a_kernel_are_refused(grad):
+def test_gradients__unsupported_are_rejected(grad):
     x = nn.Parameter(torch.ones(2, 3))
     x.grad = grad
-    with pytest.raises(UsageError, match="contiguous float32 gradients"):
+    with error("optim.kernel.gradient"):
         adamw.AdamW([x]).step()
 
 
 @pytest.mark.parametrize(
     "optimizer, reason, word",
     [
-        (made(torch.optim.AdamW), "optim.kernel.device", "NVIDIA"),
+        (build(torch.optim.AdamW), "optim.kernel.device", "NVIDIA"),
         (torch.optim.SGD([nn.Parameter(torch.ones(3))]), "optim.kernel.class", "SGD"),
     ],
     ids=["device", "class"],
@@ -235,18 +238,18 @@ def test_with_kernel__unsupported_falls_back_with_auto_and_raises_with_triton(ca
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_adamw_gets_the_kernel_with_all_its_settings(caplog):
-    theirs = made(torch.optim.AdamW, "cuda", fused=True)
+def test_with_kernel__on_a_gpu_keeps_all_settings(caplog):
+    theirs = build(torch.optim.AdamW, "cuda", fused=True)
     ours = with_kernel(theirs, "triton")
     assert type(ours) is adamw.AdamW
     assert ours.state_dict() == theirs.state_dict()
-    refused = made(torch.optim.AdamW, "cuda", amsgrad=True)
+    refused = build(torch.optim.AdamW, "cuda", amsgrad=True)
     with caplog.at_level("INFO", "vitkernels"):
         assert with_kernel(refused, "auto") is refused
     assert "amsgrad" in caplog.text
 
 
-def test_a_first_group_without_parameters():
+def test_param_groups__first_may_be_empty():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = adamw.AdamW([{"params": []}, {"params": [parameter]}])
     parameter.grad = torch.ones(3)
@@ -254,6 +257,16 @@ def test_a_first_group_without_parameters():
     assert (parameter < 1).all()
 
 
-def test_foreach_is_torchs():
-    with pytest.raises(UsageError, match="foreach"):
-        adamw.AdamW([nn.Parameter(torch.ones(3))], foreach=True)
+@pytest.mark.gpu
+def test_parameters__of_two_devices_are_rejected():
+    parameters = [nn.Parameter(torch.ones(3, device=device)) for device in ("cpu", "cuda")]
+    with error("optim.kernel.parameter", reason="parameters must be on one device, got cpu, cuda:0"):
+        adamw.AdamW(parameters)
+
+
+def test_with_kernel__message():
+    """A snapshot of the wording."""
+    with pytest.raises(UsageError) as caught:
+        with_kernel(torch.optim.SGD([nn.Parameter(torch.ones(3))]), "triton")
+    reason = "the kernel implements torch.optim.AdamW, got SGD"
+    assert str(caught.value) == f'kernel="triton" is not supported here: {reason}; kernel="auto" falls back to torch'
