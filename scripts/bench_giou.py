@@ -1,12 +1,12 @@
-"""Generalized IoU of pairs of boxes: plain torch, torch.compile, jitted JAX, Pallas and Triton.
+"""Time generalized IoU of pairs of boxes: plain torch, torch.compile, jitted JAX, Pallas and Triton.
 
     python scripts/bench_giou.py                              # 1024 images × 256 boxes, float32
     python scripts/bench_giou.py --shapes 1024,256 1024,16384 --dtypes float32 bfloat16
-    python scripts/bench_giou.py --no-estimate                # only what runs here
+    python scripts/bench_giou.py --no-estimate                # measurements only
 
-Measured on this machine's GPU, else its CPU; beside that an ESTIMATE for TPU v5e of XLA's fusion and the Pallas kernel
-(needs libtpu; some 20 seconds a figure). On a CPU the second line takes ten minutes. --results appends the rows to a
-file as JSON lines.
+Measures on this machine's GPU, or on its CPU; adds an ESTIMATE for TPU v5e of XLA's fusion and of the Pallas kernel
+(needs libtpu; about 20 seconds per figure). On a CPU the second command takes ten minutes. --results appends the rows
+to a file as JSON lines.
 """
 
 import argparse
@@ -17,15 +17,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would take most of the GPU's memory
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX would reserve most of the GPU's memory
 
 import torch  # noqa: E402
 
 from vitkernels.benchmarks import giou  # noqa: E402
-from vitkernels.benchmarks.attention import Timing  # noqa: E402
+from vitkernels.benchmarks.timing import Timing  # noqa: E402
 from vitkernels.tpu_estimate import compiler  # noqa: E402
 
-_NOT_TORCH = ("jax.jit", "pallas")  # cannot be captured in torch's CUDA graphs
+_NOT_TORCH = ("jax.jit", "pallas")  # cannot be captured by torch's CUDA graphs
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -33,10 +33,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", default=[(1024, 256)], type=_shape, metavar="IMAGES,BOXES")
     parser.add_argument("--dtypes", nargs="+", default=["float32"], choices=("float32", "bfloat16"))
     parser.add_argument("--estimate", action=argparse.BooleanOptionalAction, default=not torch.cuda.is_available())
-    parser.add_argument("--results", type=Path, metavar="FILE", help="append the rows to this file, as JSON")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
     options = parser.parse_args(arguments)
     if options.estimate and (reason := compiler.unavailable()) is not None:
-        parser.error(f"{reason}; or leave the estimates out: --no-estimate")
+        parser.error(f"{reason}; --no-estimate leaves out the estimates")
     for images, boxes in options.shapes:
         for dtype in options.dtypes:
             rows = measured(images, boxes, dtype)
@@ -48,21 +48,24 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def measured(images: int, boxes: int, dtype: str) -> list[dict]:
-    """Prints a table; `per call` is host and device, back to back, `device` replays of a CUDA graph."""
+    """Measure all contenders and print a table; return its rows.
+
+    "per call" is the time of back-to-back calls, host included; "device" is that of CUDA graph replays.
+    """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    preds, targets = giou.draw(images, boxes, device, getattr(torch, dtype))
+    preds, targets = giou.random_boxes(images, boxes, device, getattr(torch, dtype))
     print(f"\n{images} × {boxes} boxes, {dtype}, measured on {name}")
     head = ("pass", "contender", "per call ms", *(("device ms", "GB/s", "of a copy") if device == "cuda" else ()))
     print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
     rows = []
-    for which, contenders in (("forward", giou.contenders), ("forward+backward", giou.training_contenders)):
-        size = giou.moved_bytes(images, boxes, preds.element_size(), which)
+    for pass_name, contenders in (("forward", giou.contenders), ("forward+backward", giou.training_contenders)):
+        size = giou.min_bytes(images, boxes, preds.element_size(), pass_name)
         copy = _copy_rate(size) if device == "cuda" else None
         for contender, function in contenders(preds, targets).items():
-            row = {"images": images, "boxes": boxes, "dtype": dtype, "pass": which, "contender": contender}
+            row = {"images": images, "boxes": boxes, "dtype": dtype, "pass": pass_name, "contender": contender}
             row |= {"how": "measured", "device": name, "per_call_ms": giou.per_call_ms(function)}
-            cells = [which, contender, f"{row['per_call_ms']:.4f}"]
+            cells = [pass_name, contender, f"{row['per_call_ms']:.4f}"]
             if device == "cuda":
                 row["device_ms"] = None if contender in _NOT_TORCH else Timing.on_device(function, 50).median
                 rate = size / (row["device_ms"] or row["per_call_ms"]) / 1e6
@@ -71,33 +74,34 @@ def measured(images: int, boxes: int, dtype: str) -> list[dict]:
                 cells += [on_device, f"{rate:.0f}", f"{rate / copy:.0%}"]
             rows.append(row)
             print("| " + " | ".join(cells) + " |", flush=True)
-    for contender, reason in giou.left_out(preds).items():
+    for contender, reason in giou.unavailable(preds).items():
         print(f"not measured: {contender}: {reason}")
     if device == "cuda":
-        inside = giou.moved_bytes(images, boxes, preds.element_size(), "forward") < 50e6
-        where = "fit the L2 cache, and so does the copy's" if inside else "do not fit the L2 cache"
-        print(f"GB/s counts each box and score once. The forward pass's arrays {where}.")
+        fits = giou.min_bytes(images, boxes, preds.element_size(), "forward") < 50e6
+        where = "fit into the L2 cache, as do those of the copy" if fits else "do not fit into the L2 cache"
+        print(f"GB/s counts each box and score once. The tensors of the forward pass {where}.")
     return rows
 
 
 def _copy_rate(size: int) -> float:
-    """GB/s of a copy that moves as many bytes, read and written ones counted."""
+    """Return the GB/s, read and written, of a copy that moves `size` bytes."""
     source = torch.rand(size // 8, device="cuda")
     target = torch.empty_like(source)
     return size / Timing.on_device(lambda: target.copy_(source), 50).median / 1e6
 
 
 def estimated(images: int, boxes: int, dtype: str) -> list[dict]:
+    """Estimate the contenders for TPU v5e and print a table; return its rows."""
     print(f"\n{images} × {boxes} boxes, {dtype}, ESTIMATE for TPU v5e from libtpu's schedule; no TPU was used")
     print("| pass | contender | ESTIMATE ms |\n|---|---|---|")
     rows = []
-    for which in ("forward", "backward"):
+    for pass_name in ("forward", "backward"):
         for contender in giou.ESTIMATED:
-            ms, untimed = giou.estimate_ms(contender, which, dtype, images, boxes)
-            row = {"images": images, "boxes": boxes, "dtype": dtype, "pass": which, "contender": contender}
+            ms, untimed = giou.estimate_ms(contender, pass_name, dtype, images, boxes)
+            row = {"images": images, "boxes": boxes, "dtype": dtype, "pass": pass_name, "contender": contender}
             rows.append(row | {"how": "ESTIMATE", "device": "TPU v5e", "estimate_ms": ms, "untimed": untimed})
-            note = f" (not read from a schedule: {', '.join(untimed)})" if untimed else ""
-            print(f"| {which} | {contender} | {ms:.4f}{note} |", flush=True)
+            note = f" (no readable schedule: {', '.join(untimed)})" if untimed else ""
+            print(f"| {pass_name} | {contender} | {ms:.4f}{note} |", flush=True)
     return rows
 
 

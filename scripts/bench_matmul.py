@@ -1,11 +1,12 @@
-"""Products in bfloat16, int8 and fp8: time, and the share of the chip's peak, beside the library's own.
+"""Time matmuls in bfloat16, int8 and fp8 against the library's own, and show the share of the chip's peak.
 
-    python scripts/bench_matmul.py                              # 1024 to 8192, on what is here
+    python scripts/bench_matmul.py                              # 1024 to 8192, on this machine
     python scripts/bench_matmul.py --sizes 8192 --dtypes int8
-    python scripts/bench_matmul.py --on estimate                # TPU v5e by its compiler's schedule, with no TPU
+    python scripts/bench_matmul.py --on estimate                # TPU v5e, from its compiler's schedule
 
-Measured on an NVIDIA GPU (fp8 there only) or a TPU; elsewhere an ESTIMATE for TPU v5e from the schedule that libtpu's
-compiler writes, some 20 seconds a figure. Every row says which. --results appends the rows to a file as JSON lines.
+Measures on an NVIDIA GPU (fp8 only there) or a TPU; elsewhere prints an ESTIMATE for TPU v5e from the schedule of
+libtpu's compiler, about 20 seconds per figure. Every row says which. --results appends the rows to a file as JSON
+lines.
 """
 
 import argparse
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--sizes", nargs="+", default=matmul.SIZES, type=int, metavar="N")
     parser.add_argument("--dtypes", nargs="+", default=tuple(matmul.DTYPES), choices=tuple(matmul.DTYPES))
     parser.add_argument("--on", default="auto", choices=("auto", "gpu", "tpu", "estimate"))
-    parser.add_argument("--results", type=Path, metavar="FILE", help="append the rows to this file, as JSON")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
     options = parser.parse_args(arguments)
     where = matmul.place() if options.on == "auto" else options.on
     print("| size | dtype | contender | ms | Top/s | of peak | × library | how |\n" + "|---" * 8 + "|")
@@ -38,14 +39,14 @@ def main(arguments: list[str] | None = None) -> None:
     if where == "estimate":
         print("\nEvery time is an ESTIMATE from libtpu's schedule; no TPU was used. Differences under 10 % are noise.")
     elif where == "gpu":
-        print("\nMedians of CUDA graph replays: the GPU's own time, operands in its L2 cache where they fit.")
+        print("\nMedians of CUDA graph replays: GPU time, with operands in the L2 cache if they fit.")
 
 
-def _show(size: int, dtype: str, rows: list[matmul.Row], results: Path | None) -> None:
+def _show(size: int, dtype: str, rows: list[matmul.MatmulRow], results: Path | None) -> None:
     if not rows:
-        print(f"| {size} | {dtype} | no such products on this chip | | | | | |")
+        print(f"| {size} | {dtype} | not supported by this chip | | | | | |")
     for row in rows:
-        share = "unknown" if row.utilisation is None else f"{row.utilisation:.0%}"
+        share = "unknown" if row.utilization is None else f"{row.utilization:.0%}"
         cells = (row.size, row.dtype, row.contender, f"{row.ms:.4f}", f"{row.tera:.0f}", share)
         ratio = f"{rows[0].ms / row.ms:.2f}"
         print("| " + " | ".join(map(str, (*cells, ratio, f"{row.how}, {row.device}"))) + " |", flush=True)

@@ -1,10 +1,10 @@
-"""Quantized linear layers on this GPU beside bfloat16's, at the sizes of ViT-L with 64 images of 197 tokens.
+"""Time quantized linear layers on this GPU against bfloat16, at the sizes of ViT-L with 64 images of 197 tokens.
 
     python scripts/bench_quant.py
     python scripts/bench_quant.py --schemes w8a8 w4a16_block64 --tokens 12608 --sizes 1024,4096 768,3072
 
-Prints two tables, of CUDA graph replays and of calls one after another on a cold cache (where the host may be the
-slower side), and appends their rows to results/quant.jsonl. Rounding the tokens is part of the time.
+Prints two tables, one of CUDA graph replays and one of calls on a cold cache, where the host may be slower than the
+GPU, and appends their rows to results/quant.jsonl. The times include rounding the tokens.
 """
 
 import argparse
@@ -15,16 +15,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import nn
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from vitkernels.benchmarks.attention import Timing  # noqa: E402
-from vitkernels.quant import QuantizedLinear  # noqa: E402
-
-SIZES = ((1024, 3072), (1024, 1024), (1024, 4096), (4096, 1024))  # in, out features: qkv, proj, fc1, fc2
-SCHEMES = ("w8a8", "w8a8_fp8", "w8a16", "w4a16", "w4a8", "w8a8_block128", "w4a16_block128", "w4a8_block128")
+from vitkernels.benchmarks.quant import SCHEMES, SIZES, linear_times  # noqa: E402
+from vitkernels.benchmarks.timing import Timing  # noqa: E402
 
 
 def main() -> None:
@@ -38,7 +34,7 @@ def main() -> None:
         parser.error("this benchmark needs an NVIDIA GPU")
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d")}
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    for how, timing in {"graph replays": Timing.on_device, "calls, cold L2": Timing.of}.items():
+    for how, timing in {"graph replays": Timing.on_device, "calls, cold L2": Timing.of_calls}.items():
         print(f"\n{options.tokens} tokens, {how}: µs (× bf16)")
         print("| in, out | " + " | ".join(("bf16", *options.schemes, "bf16 again")) + " |")
         sums: dict[str, float] = {}
@@ -57,18 +53,6 @@ def main() -> None:
 def _show(title: str, medians: dict[str, float]) -> None:
     cells = [f"{ms * 1e3:.0f} ({medians['bf16'] / ms:.2f})" for ms in medians.values()]
     print(f"| {title} | " + " | ".join(cells) + " |", flush=True)
-
-
-@torch.no_grad()
-def linear_times(size: tuple[int, int], tokens: int, schemes, timing) -> dict[str, Timing]:
-    """Each layer's forward pass on random bfloat16 tokens; bfloat16 first and last, to know the noise."""
-    linear = nn.Linear(*size, device="cuda", dtype=torch.bfloat16)
-    x = torch.randn(tokens, size[0], device="cuda", dtype=torch.bfloat16)
-    times = {"bf16": timing(lambda: linear(x))}
-    for scheme in schemes:
-        quantized = QuantizedLinear.of(linear, scheme)
-        times[scheme] = timing(lambda layer=quantized: layer(x))
-    return times | {"bf16 again": timing(lambda: linear(x))}
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""A training step's benchmark: what is timed, what is alive meanwhile, what its tables say."""
+"""The benchmark of training steps: what is timed, what is in memory meanwhile, and its tables."""
 
 import contextlib
 import weakref
@@ -7,18 +7,26 @@ import numpy as np
 import torch
 from torch import nn
 
-from vitkernels.benchmarks.step import StepTimes, bare_loop, learning, losses_table, run_variants, table
+from vitkernels.benchmarks.step import (
+    StepTimes,
+    Variant,
+    bare_loop,
+    losses_table,
+    run_variants,
+    table,
+    train_on_synthetic,
+)
 
-PROBLEM = {"image_size": 4, "batch_size": 2, "num_classes": 3, "in_chans": 1}
+SIZES = {"image_size": 4, "batch_size": 2, "num_classes": 3, "in_chans": 1}
 
 
 class FakeRuntime:
-    """A device on which the first `slow` steps take 1000 ms and all others 10; it keeps what was asked of it."""
+    """A device on which the first `slow` steps take 1000 ms and all others 10; it records its calls."""
 
     device = torch.device("cpu")
 
     def __init__(self, slow=0):
-        self.slow, self.now, self.asked = slow, 0.0, []
+        self.slow, self.now, self.calls = slow, 0.0, []
 
     def autocast(self):
         return contextlib.nullcontext()
@@ -27,14 +35,14 @@ class FakeRuntime:
         return {}
 
     def end_step(self, images, targets):
-        self.asked.append("step")
-        self.now += 1000 if self.asked.count("step") <= self.slow else 10
+        self.calls.append("step")
+        self.now += 1000 if self.calls.count("step") <= self.slow else 10
 
     def synchronize(self):
-        self.asked.append("synchronize")
+        self.calls.append("synchronize")
 
     def stamp(self):
-        self.asked.append("stamp")
+        self.calls.append("stamp")
         return self.now
 
     def elapsed_ms(self, start, end):
@@ -49,15 +57,15 @@ def small_model(pixels=16):
     return nn.Sequential(nn.Flatten(), nn.Linear(pixels, 3))
 
 
-def test_steps_are_timed_when_the_device_has_done_all_of_the_warm_up():
+def test_bare_loop__times_only_after_warm_up():
     runtime = FakeRuntime(slow=3)
-    row = bare_loop("a", runtime, small_model(), **PROBLEM, warmup=3, steps=4)
-    assert runtime.asked == ["step"] * 3 + ["synchronize", "stamp"] + ["step", "stamp"] * 4 + ["synchronize"]
+    row = bare_loop("a", runtime, small_model(), **SIZES, warmup=3, steps=4)
+    assert runtime.calls == ["step"] * 3 + ["synchronize", "stamp"] + ["step", "stamp"] * 4 + ["synchronize"]
     assert (row.p10, row.median, row.p90, row.n) == (10.0, 10.0, 10.0, 4)
 
 
-def test_no_earlier_variants_tensors_are_alive_when_a_later_one_is_made():
-    alive = []  # weak references to what the weights' memory belongs to
+def test_run_variants__releases_earlier_variants():
+    alive = []  # weak references to the owners of the weights' memory
 
     def make(fails=False):
         assert [name for name, memory in alive if memory() is not None] == []
@@ -66,32 +74,33 @@ def test_no_earlier_variants_tensors_are_alive_when_a_later_one_is_made():
             memory = np.array(parameter.detach().numpy())
             parameter.data = torch.from_numpy(memory)
             alive.append((f"{name} of model {len(alive) // 2}", weakref.ref(memory)))
-        model.itself = [model]  # a reference cycle, as compiled models have them
+        model.itself = [model]  # a reference cycle, as in compiled models
         return model
 
-    build = {"a": make, "b": make, "fails": lambda: make(fails=True), "c": make}
-    rows = list(run_variants(build, FakeRuntime(), ["a", "c"], 2, warmup=1, steps=30, **PROBLEM))
+    variants = [Variant("a", make, compare_losses=True), Variant("b", make)]
+    variants += [Variant("fails", lambda: make(fails=True)), Variant("c", make, compare_losses=True)]
+    rows = list(run_variants(variants, FakeRuntime(), 2, warmup=1, steps=30, **SIZES))
     assert [row.variant for row in rows] == ["a", "b", "c"] and len(alive) == 8
     assert rows[0].losses == rows[2].losses and len(rows[0].losses) == 2 and rows[1].losses is None
 
 
-def test_learning_begins_with_the_weights_it_is_given():
+def test_train_on_synthetic__starts_from_given_weights():
     start = {key: value.clone() for key, value in small_model().state_dict().items()}
     first, second = small_model(), small_model()
     for parameter in second.parameters():
         parameter.data.add_(1.0)
-    losses = [learning(FakeRuntime(), model, start, **PROBLEM, steps=3) for model in (first, second)]
+    losses = [train_on_synthetic(FakeRuntime(), model, start, **SIZES, steps=3) for model in (first, second)]
     assert losses[0] == losses[1] and len(set(losses[0])) == 3
 
 
-def test_the_table_has_images_per_second_and_time_against_the_baseline():
+def test_table__throughput_and_time_relative_to_baseline():
     rows = [StepTimes(name, ms, ms, ms, 2, 2**30, None, 1.0) for name, ms in (("timm", 50.0), ("ours", 40.0))]
     lines = table(rows, batch_size=100, baseline="timm").splitlines()
     assert lines[2] == "| timm | 50.00 (50.00, 50.00) | 2000 | 1.0 | 1.000 |"
     assert lines[3] == "| ours | 40.00 (40.00, 40.00) | 2500 | 1.0 | 0.800 |"
 
 
-def test_losses_are_set_against_the_baseline_wherever_it_stands():
+def test_losses_table__baseline_at_any_position():
     rows = [
         StepTimes(name, 1.0, 1.0, 1.0, 2, None, 0.0, losses[-1], losses)
         for name, losses in (("ours", [2.2, 1.1]), ("timm", [2.0, 1.0]))

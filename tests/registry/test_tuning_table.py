@@ -113,14 +113,14 @@ def test_a_table_of_another_version_or_a_broken_one_stops_nothing(tables, caplog
     assert f"{user} cannot be read" in caplog.text
 
 
-SMALL = bench.Sizes(images=2, tokens=4, width=32, hidden=64, image_size=8, patch=4, device="cpu")
+SMALL = bench.ModelSizes(images=2, tokens=4, width=32, hidden=64, image_size=8, patch=4, device="cpu")
 
 
 def test_the_shipped_table_is_of_backends_and_features_that_exist():
     features = {case.op: len(case.features) for case in (make() for make in bench.cases(SMALL, torch.bfloat16))}
     for rows in json.loads(tuning_table.SHIPPED.read_text()).values():
         for measured in rows:
-            assert set(measured["ms"]) <= set(bench.TABLES[measured["op"]].names())
+            assert set(measured["ms"]) <= set(bench.OPS[measured["op"]].names())
             assert len(measured["features"]) == features[measured["op"]]
             assert all(ms > 0 for ms in measured["ms"].values())
 
@@ -142,13 +142,13 @@ def test_what_tune_measures(monkeypatch, capsys):
         assert tuning_table._key(tune._row(case, "bfloat16", {})) == (case.op, "bfloat16", case.features)
         tune._print(case, found | {"other": "it cannot"})
         assert "  reference      2.000 ms\n" in (out := capsys.readouterr().out) and "  not: it cannot" in out
-        features, dtype = bench.TABLES[case.op].features(*seen_arguments(case, monkeypatch))
+        features, dtype = bench.OPS[case.op].features(*seen_arguments(case, monkeypatch))
         assert (features, dtype) == (case.features, torch.bfloat16)
 
 
 def seen_arguments(case, monkeypatch):
     """What the op hands to its backends in this case."""
-    backends = bench.TABLES[case.op]
+    backends = bench.OPS[case.op]
     seen = []
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -159,8 +159,8 @@ def seen_arguments(case, monkeypatch):
 
 
 def test_a_wrong_backend_is_not_measured(monkeypatch):
-    case = bench.Case("mlp", (1,), 1, None, ())
-    monkeypatch.setattr(bench.Case, "both", lambda self, name: (torch.tensor([1.0 + (name == "triton")]),))
+    case = bench.OpCase("mlp", (1,), 1, None, ())
+    monkeypatch.setattr(bench.OpCase, "both", lambda self, name: (torch.tensor([1.0 + (name == "triton")]),))
     monkeypatch.setattr(bench.Timing, "on_device", lambda function, milliseconds: bench.Timing(1.0, 2.0, 3.0))
     assert bench.measure(case) == {
         "reference": 2.0,

@@ -1,12 +1,15 @@
-"""scripts/bench_step.py, but for the measuring, which is vitkernels.benchmarks.step's."""
+"""scripts/bench_step.py and its variants, except for the measuring."""
 
-import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from expecting import error
+
+from vitkernels.benchmarks.step_variants import StepBenchmark
+from vitkernels.runtime import create
 
 
 @pytest.fixture
@@ -18,20 +21,35 @@ def script(monkeypatch):
     del sys.modules["bench_step"]
 
 
-def test_without_a_gpu_it_refuses_its_large_model_and_not_another(script, monkeypatch, tmp_path, capsys):
-    built = []
-    monkeypatch.setattr(script.step, "run_variants", lambda build, *_, **settings: built.append(settings) or ())
+def test_main__default_model_needs_a_gpu(script, monkeypatch, tmp_path):
+    measured = []
+    monkeypatch.setattr(script.step, "run_variants", lambda variants, *_, **sizes: measured.append(sizes) or ())
     common = ["bench_step.py", "--runtime", "cpu", "--ours", "eager", "--results", str(tmp_path / "rows.jsonl")]
     monkeypatch.setattr("sys.argv", common)
-    with pytest.raises(SystemExit, match="2"):
+    with error("benchmarks.needs_gpu"):
         script.main()
-    assert "vit_b16_256 at batch 128 needs a GPU, and here is cpu" in capsys.readouterr().err and not built
+    assert not measured
     monkeypatch.setattr("sys.argv", [*common, "--model", "vit_digits"])
     script.main()
-    assert len(built) == 1
+    assert len(measured) == 1
 
 
-def test_the_row_of_train_py_has_no_warm_up_time_that_nobody_measured(script, monkeypatch):
+def test_available__fused_variants_need_their_kernels():
+    benchmark, runtime = StepBenchmark("vit_digits", "sdpa", 1, 10, 1, 4), create("cpu")
+    assert benchmark.available(runtime, None) == ["eager", "train.py"]
+    with error("benchmarks.no_kernels", variants=["best", "fused"]):
+        benchmark.available(runtime, ["eager", "fused", "best"])
+
+
+def test_variants__baseline_first_and_last():
+    benchmark, runtime = StepBenchmark("vit_digits", "sdpa", 1, 10, 1, 4), create("cpu")
+    variants = benchmark.variants(runtime, ["eager native"], ["eager", "train.py"])
+    names = ["timm compiled sdpa", "timm eager native", "attn=sdpa eager", "timm compiled sdpa again"]
+    assert [variant.name for variant in variants] == names
+    assert [variant.compare_losses for variant in variants] == [True, False, False, True]
+
+
+def test_time_train_py__has_no_warm_up_time(monkeypatch):
     def trained(command, **_):
         folder = next(word.partition("=")[2] for word in command if word.startswith("hydra.run.dir="))
         times = {"median": 1.0, "p10": 1.0, "p90": 1.0, "mean": 1.0, "n": 4}
@@ -39,6 +57,5 @@ def test_the_row_of_train_py_has_no_warm_up_time_that_nobody_measured(script, mo
         Path(folder, "summary.json").write_text(json.dumps(summary))
 
     monkeypatch.setattr(subprocess, "run", trained)
-    args = argparse.Namespace(model="m", batch=1, classes=2, warmup=1, steps=4, runtime="cpu")
-    row = script.train_py(args, ("attn=sdpa",))
+    row = StepBenchmark("m", "sdpa", 1, 2, 1, 4, "cpu").time_train_py(Path(), ("attn=sdpa",))
     assert (row.variant, row.median, row.n, row.warmup_seconds) == ("train.py attn=sdpa", 1.0, 4, None)

@@ -1,4 +1,4 @@
-"""Estimates of whole programs: small ones by hand, and real ones from libtpu's compiler (no TPU is used)."""
+"""Estimates of programs: small ones written by hand, and real ones compiled by libtpu without a TPU."""
 
 import json
 import sys
@@ -6,12 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+from expecting import error
 
 pytest.importorskip("jax")
 
-from vitkernels.errors import UsageError
-from vitkernels.tpu_estimate import compiler, dump, report, validate
-from vitkernels.tpu_estimate import program as tpu_program
+from vitkernels.tpu_estimate import compile_process, compiler, dump, report, validate
+from vitkernels.tpu_estimate.estimate import array_bytes, estimate_program
 
 needs_libtpu = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
 
@@ -28,32 +28,32 @@ ENTRY %main (x: f32[1024,1024]) -> f32[1024,1024] {
 """
 
 
-def written(folder: Path, bundles: int) -> dump.Dump:
-    """A dump of MODULE whose fusion.1 has so many bundles."""
+def write_dump(folder: Path, bundles: int) -> dump.CompilationDump:
+    """Write a dump of MODULE whose fusion.1 has this many bundles."""
     (folder / "compiled_module.hlo").write_text(MODULE)
     (folder / "compiled_memory.json").write_text(json.dumps({"argument": 4}))
     text = f"   0   :  {{}}\n  {hex(bundles - 1)}   :  {{}}\n"
     (folder / "1-fusion.1-07-packed-bundles-post-ra.txt").write_text(text)
     (folder / "1-fusion.1-06-schedule-analysis_packed-bundles-post-ra.txt").write_text("not this one")
     (folder / "1-fusion.1-05-post-ra.txt").write_text("#allocation0 [shape = 'u8[16]{0}', space=vmem, size = 0x10, x]")
-    return dump.Dump(folder)
+    return dump.CompilationDump(folder)
 
 
-def test_an_early_copy_hides_behind_what_runs_meanwhile(tmp_path):
-    program = tpu_program.estimate(written(tmp_path, bundles=1500))
+def test_estimate_program__early_copy_overlaps_with_operations(tmp_path):
+    program = estimate_program(write_dump(tmp_path, bundles=1500))
     names = [operation.name for operation in program.operations]
     assert names == ["fusion.1", "fusion.2", "copy-done"]
     first, second, wait = program.operations
     assert (first.estimate_ms, first.vmem, first.source) == (pytest.approx(1e-3), 16, "jit(f)/add")
-    assert second.estimate_ms == pytest.approx(1.0)  # no schedule: XLA's own estimate, and it says so
+    assert second.estimate_ms == pytest.approx(1.0)  # no schedule, so XLA's own estimate counts
     assert program.untimed == ["fusion.2"]
     assert program.prefetched == 4 * 2**20
     assert wait.estimate_ms == pytest.approx(4 * 2**20 / 819e9 * 1e3 - 1e-3)
     assert program.estimate_ms == pytest.approx(1.0 + 4 * 2**20 / 819e9 * 1e3)
 
 
-def test_a_copy_that_had_time_costs_nothing(tmp_path):
-    program = tpu_program.estimate(written(tmp_path, bundles=15000))
+def test_estimate_program__copy_hidden_completely(tmp_path):
+    program = estimate_program(write_dump(tmp_path, bundles=15000))
     assert program.operations[-1].estimate_ms == 0
 
 
@@ -67,8 +67,8 @@ def test_a_copy_that_had_time_costs_nothing(tmp_path):
         ("f8e4m3fn[10]{0:T(1024)}", 10),
     ],
 )
-def test_bytes_of_arrays_count_their_padding(text, size):
-    assert tpu_program.array_bytes(text) == size
+def test_array_bytes__includes_padding(text, size):
+    assert array_bytes(text) == size
 
 
 def refused():
@@ -80,31 +80,32 @@ def endless():
 
 
 @needs_libtpu
-@pytest.mark.parametrize("which", [0, 8, 13], ids=["XLA's matmul", "Pallas matmul", "JAX's flash attention"])
-def test_published_timings_are_estimated_as_recorded(which):
-    case = validate.CASES[which]
-    assert validate.again(case) == pytest.approx(case.recorded_ms, rel=0.01)
+@pytest.mark.parametrize("index", [0, 8, 13], ids=["XLA's matmul", "Pallas matmul", "JAX's flash attention"])
+def test_reestimate__matches_recorded_estimates(index):
+    case = validate.PUBLISHED[index]
+    assert validate.reestimate(case) == pytest.approx(case.recorded_ms, rel=0.01)
     assert case.ratio == pytest.approx(1, abs=0.1)
 
 
 @needs_libtpu
-def test_a_refusal_is_told(tmp_path):
-    with pytest.raises(UsageError, match="no such kernel"):
-        dump.compile_in(tmp_path, f"{__name__}:refused")
-    with pytest.raises(UsageError, match="not compiled within"):
-        dump.compile_in(tmp_path, f"{__name__}:endless", timeout=0.2)
+def test_compile_in__reports_refusal_and_timeout(tmp_path):
+    with error("tpu_estimate.compile", chip="v5e") as caught:
+        compile_process.compile_in(tmp_path, f"{__name__}:refused")
+    assert "no such kernel" in str(caught.value)  # the end of the compiler's output
+    with error("tpu_estimate.timeout", timeout=0.2):
+        compile_process.compile_in(tmp_path, f"{__name__}:endless", timeout=0.2)
 
 
 @needs_libtpu
-def test_a_killed_compiler_is_replaced(tmp_path):
-    dump._server().kill()
-    dump._server().wait()
-    with pytest.raises(UsageError, match="no such kernel"):
-        dump.compile_in(tmp_path, f"{__name__}:refused")
+def test_compile_in__restarts_killed_server(tmp_path):
+    compile_process._server().kill()
+    compile_process._server().wait()
+    with error("tpu_estimate.compile"):
+        compile_process.compile_in(tmp_path, f"{__name__}:refused")
 
 
 @needs_libtpu
-def test_the_report_sets_attention_side_by_side(tmp_path, capsys, monkeypatch):
+def test_tpu_report__compares_attention(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "scripts"))
     import tpu_report as script
 
@@ -119,7 +120,7 @@ def test_the_report_sets_attention_side_by_side(tmp_path, capsys, monkeypatch):
     (kernel,) = ours["operations"]
     assert ours["untimed"] == xla["untimed"] == []
     assert kernel["kind"] == "tpu_custom_call" and kernel["not_interpreted"] == []
-    # Read and written once: a packed qkv in, one third of it out.
+    # A packed qkv is read once, and a third of its size is written once.
     assert (kernel["read_bytes"], kernel["written_bytes"]) == (2 * 256 * 768 * 2, 2 * 256 * 256 * 2)
     assert ours["hbm_size_bytes"] == kernel["read_bytes"] + kernel["written_bytes"]
     assert max(kernel["estimate_compute_ms"], kernel["estimate_memory_ms"]) <= kernel["estimate_ms"] < 0.02
@@ -127,18 +128,18 @@ def test_the_report_sets_attention_side_by_side(tmp_path, capsys, monkeypatch):
     assert xla["estimate_ms"] > 0
 
 
-def test_a_row_that_failed_keeps_its_place_in_the_table():
+def test_table__failed_row():
     rows = [{"pass": "forward", "contender": "pallas_flash", "error": "x does not compile for v5e:\nout of VMEM"}]
     assert report.table(rows).splitlines()[-1] == "| forward | pallas_flash | out of VMEM |"
 
 
-def test_the_best_of_the_others_is_named():
+def test_speedup_over_best__names_best_other_contender():
     times = {"forward": (1.0, 3.0, 2.0), "backward": (2.0, 5.0, None)}
     rows = [
         {"pass": which, "contender": name} | ({"error": "no"} if ms is None else {"estimate_ms": ms})
         for which, found in times.items()
         for name, ms in zip(("ours", "a", "b"), found, strict=True)
     ]
-    told = report.against_the_best(rows)
-    assert told.endswith("ours against the best of the others: forward 2.00 × (b), backward 2.50 × (a)")
-    assert report.against_the_best(rows[:1]).endswith("there is none")
+    text = report.speedup_over_best(rows)
+    assert text.endswith("ours over the best other contender: forward 2.00 × (b), backward 2.50 × (a)")
+    assert report.speedup_over_best(rows[:1]).endswith("none")

@@ -1,4 +1,4 @@
-"""Any attention backend's estimate for a TPU: its torch graph, recorded, compiled by libtpu; no TPU is used."""
+"""Estimates of attention backends for a TPU from their recorded torch graph, compiled by libtpu without a TPU."""
 
 import json
 import sys
@@ -10,9 +10,8 @@ pytest.importorskip("jax")
 
 from vitkernels import attention
 from vitkernels.runtime import xla
-from vitkernels.tpu_estimate import attention as tpu_attention
-from vitkernels.tpu_estimate import compiler, dump, record_attention, report
-from vitkernels.tpu_estimate import program as tpu_program
+from vitkernels.tpu_estimate import attention_contenders, compile_process, compiler, record_attention, report
+from vitkernels.tpu_estimate.estimate import estimate_program
 
 needs_both = pytest.mark.skipif(
     compiler.unavailable() is not None or xla.unavailable() is not None,
@@ -30,23 +29,23 @@ def script(monkeypatch):
     monkeypatch.delitem(sys.modules, "tpu_report")
 
 
-def recorded(which: str):
-    """Called in the compiling process."""
-    return record_attention.record("pallas_flash", which, *SHAPE, "v5e"), {}, True
+def recorded(pass_name: str):
+    """Record pallas_flash; called in the compiling process."""
+    return record_attention.record("pallas_flash", pass_name, *SHAPE, "v5e"), {}, True
 
 
 @needs_both
-@pytest.mark.parametrize("which", ["forward", "with projections"])
-def test_recorded_from_torch_a_kernel_takes_what_its_jax_function_takes(which, tmp_path):
-    """pallas_flash can be estimated by both ways: the arrays lie as suits it, and nothing stands around the kernels."""
-    expected = tpu_attention.estimate("pallas_flash", which, SHAPE)
-    program = tpu_program.estimate(dump.compile_in(tmp_path, f"{__name__}:recorded", which))
+@pytest.mark.parametrize("pass_name", ["forward", "with projections"])
+def test_record__same_estimate_as_the_jax_function(pass_name, tmp_path):
+    """pallas_flash can be estimated both ways: layouts are free, and there are no operations around the kernels."""
+    expected = attention_contenders.estimate("pallas_flash", pass_name, SHAPE)
+    program = estimate_program(compile_process.compile_in(tmp_path, f"{__name__}:recorded", pass_name))
     assert program.estimate_ms == pytest.approx(expected.estimate_ms, rel=0.01)
     assert program.untimed == expected.untimed == []
 
 
 @needs_both
-def test_a_backend_that_is_registered_is_a_contender(script, tmp_path, capsys):
+def test_tpu_report__registered_backend_is_a_contender(script, tmp_path, capsys):
     words = ["--shapes", ",".join(map(str, SHAPE)), "--contenders", "native", "--passes", "forward+backward"]
     script.main([*words, "--json", str(tmp_path / "report.json")])
     (row,) = json.loads((tmp_path / "report.json").read_text())["rows"]
@@ -54,18 +53,21 @@ def test_a_backend_that_is_registered_is_a_contender(script, tmp_path, capsys):
     assert "| forward+backward | native |" in capsys.readouterr().out
 
 
-def test_a_new_backend_is_one_as_soon_as_it_is_registered(script, monkeypatch):
-    monkeypatch.setitem(attention._MODULES, "my_backend", "nowhere")
+def test_contenders__include_new_backend(script, monkeypatch):
+    attention.register("my_backend", "nowhere:BACKEND")
     asked = []
 
-    def row(name, which, shape, chip):
+    def row(name, pass_name, shape, chip):
         asked.append(name)
-        return {"contender": name, "pass": which, "error": "it is not there"}
+        return {"contender": name, "pass": pass_name, "error": "not available"}
 
     monkeypatch.setattr(report, "row", row)
     monkeypatch.setattr(compiler, "unavailable", lambda: None)
-    script.main(["--shapes", "1,1,8,8", "--contenders", "my_backend", "--passes", "forward"])
+    try:
+        script.main(["--shapes", "1,1,8,8", "--contenders", "my_backend", "--passes", "forward"])
+    finally:
+        attention.unregister("my_backend")
     assert asked == ["my_backend"]
-    assert "auto" not in tpu_attention.contenders() and set(attention.names()) - {"auto"} < {
-        *tpu_attention.contenders()
+    assert "auto" not in attention_contenders.contenders() and set(attention.names()) - {"auto"} < {
+        *attention_contenders.contenders()
     }

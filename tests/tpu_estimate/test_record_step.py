@@ -1,17 +1,17 @@
-"""The report on a whole training step: train.py's own graph, recorded, compiled by libtpu and timed; no TPU is used."""
+"""The report on a training step: train.py's graph, recorded, compiled by libtpu and estimated without a TPU."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from expecting import error
 
 pytest.importorskip("jax")
 
-from vitkernels.errors import UsageError
 from vitkernels.runtime import xla
 from vitkernels.tpu_estimate import chips, compiler, hlo, record_step, step_report
-from vitkernels.tpu_estimate.program import Operation, Program
+from vitkernels.tpu_estimate.estimate import OperationEstimate, ProgramEstimate
 
 ROOT = Path(__file__).resolve().parents[2]
 needs_both = pytest.mark.skipif(
@@ -48,60 +48,61 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
 
 
-def test_the_same_kernel_is_recognised_whatever_its_names():
-    lines = {line.name: line for line in hlo.operations(MODULE)}
-    assert list(lines) == ["first", "second", "third", "near", "c1", "c2"]
-    assert lines["first"].identity == lines["second"].identity
-    assert lines["first"].identity != lines["third"].identity  # multiplies
-    assert lines["first"].identity != lines["near"].identity  # writes to VMEM
-    assert lines["c1"].identity != lines["c2"].identity  # other programs
-    assert lines["c1"].kind == "tpu_custom_call"
+def test_operations_that_run__identity_ignores_names():
+    operations = {op.name: op for op in hlo.operations_that_run(MODULE)}
+    assert list(operations) == ["first", "second", "third", "near", "c1", "c2"]
+    assert operations["first"].identity == operations["second"].identity
+    assert operations["first"].identity != operations["third"].identity  # multiplies
+    assert operations["first"].identity != operations["near"].identity  # writes to VMEM
+    assert operations["c1"].identity != operations["c2"].identity  # other programs
+    assert operations["c1"].kind == "tpu_custom_call"
 
 
 @pytest.mark.parametrize(
     ("operation", "part"),
     [
-        (Operation("a", "tpu_custom_call", "pallas_call", 1), "Pallas kernels"),
-        (Operation("name.3", "tpu_custom_call", "", 1), "attention kernel of XLA's own"),
-        (Operation("a", "copy", "aten__mm", 1), "copies"),
-        (Operation("a", "fusion", "aten__addcmul", 1, file="/site/torch/optim/adam.py"), "optimizer"),
-        (Operation("a", "fusion", "aten___softmax_backward_data", 1), "attention in XLA"),
-        (Operation("a", "fusion", "aten__mm", 1, file="/x/vitkernels/attention/sdpa.py"), "attention in XLA"),
-        (Operation("a", "fusion", "aten__native_batch_norm_backward.3", 1), "LayerNorm"),
-        (Operation("a", "fusion", "aten__gelu", 1), "elementwise, sums"),
+        (OperationEstimate("a", "tpu_custom_call", "pallas_call", 1), "Pallas kernels"),
+        (OperationEstimate("name.3", "tpu_custom_call", "", 1), "XLA's own attention kernel"),
+        (OperationEstimate("a", "copy", "aten__mm", 1), "copies"),
+        (OperationEstimate("a", "fusion", "aten__addcmul", 1, file="/site/torch/optim/adam.py"), "optimizer"),
+        (OperationEstimate("a", "fusion", "aten___softmax_backward_data", 1), "attention in XLA"),
+        (OperationEstimate("a", "fusion", "aten__mm", 1, file="/x/vitkernels/attention/sdpa.py"), "attention in XLA"),
+        (OperationEstimate("a", "fusion", "aten__native_batch_norm_backward.3", 1), "LayerNorm"),
+        (OperationEstimate("a", "fusion", "aten__gelu", 1), "elementwise, sums"),
     ],
 )  # fmt: skip
-def test_parts_of_a_step(operation, part):
+def test_part__classifies_operations(operation, part):
     assert step_report.part(operation) == part
 
 
 @pytest.mark.parametrize(("temp", "fits"), [(16 * 2**30 - 40, True), (16 * 2**30 - 39, False)])
-def test_what_is_aliased_is_there_once(temp, fits):
+def test_step__aliased_memory_counts_once(temp, fits):
     memory = {"argument": 30, "output": 20, "alias": 20, "temp": temp, "generated_code": 10}
-    program = Program([Operation("a", "fusion", "", 2.0)], memory=memory)
+    program = ProgramEstimate([OperationEstimate("a", "fusion", "", 2.0)], memory=memory)
     row = step_report.step(program, batch=4, flops=197e9)
     assert (row["hbm_size_bytes"], row["fits_in_hbm"]) == (temp + 40, fits)
     assert row["estimate_images_per_s"] == 2000
     assert row["estimate_mfu"] == pytest.approx(0.5)
 
 
-def test_unknown_names_are_told_before_work():
-    with pytest.raises(UsageError, match="v5e"):
+def test_compose__rejects_unknown_names_and_values():
+    with error("unknown_name", name="v9"):
         chips.chip("v9")
-    with pytest.raises(UsageError, match="pallas_flash"):
+    with error("unknown_name", name="pallas_flush"):
         record_step.compose(("attn=pallas_flush",))
-    with pytest.raises(UsageError, match="batch_size"):
+    with error("config.range", setting="data.batch_size"):
         record_step.compose(("data.batch_size=0",))
 
 
-def test_another_data_set_gets_no_setting_of_the_random_one():
-    assert record_step.compose(("model=vit_digits", "data=digits")).data._target_ == "vitkernels.data.digits.build"
-    assert record_step.compose(()).data.pool_batches == record_step.compose(("data=fake",)).data.pool_batches == 1
-    assert record_step.compose(("data.pool_batches=2",)).data.pool_batches == 2
+def test_compose__settings_of_fake_data_only_for_fake_data():
+    assert "pool_batches" not in record_step.compose(("model=vit_digits", "data=digits")).data.arguments
+    for words in ((), ("data=fake",)):
+        assert record_step.compose(words).data.arguments["pool_batches"] == 1
+    assert record_step.compose(("data.pool_batches=2",)).data.arguments["pool_batches"] == 2
 
 
 @needs_both
-def test_the_step_that_train_py_would_run_on_a_tpu(tmp_path, capsys, monkeypatch):
+def test_tpu_report__training_step(tmp_path, capsys, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import tpu_report as script
 

@@ -1,8 +1,8 @@
-"""Schedules written by hand, whose cycles can be counted."""
+"""Simulated schedules, written by hand so that their cycles can be counted."""
 
 import pytest
 
-from vitkernels.tpu_estimate.bundles import parse_bundles, parse_utilisation
+from vitkernels.tpu_estimate.bundles import parse_bundles, parse_utilization
 from vitkernels.tpu_estimate.chips import CHIPS
 from vitkernels.tpu_estimate.simulate import simulate
 
@@ -29,7 +29,7 @@ window_bounds: (1, 32, 18)
    0xa   :  {}
    0xb   :  { %10 = vst [vmem:[#allocation2]] %v1_v1 }
 """
-UTILISATION = (
+UTILIZATION = (
     """== CAPACTIY:
 MXU, XLU, VLOAD, VLOAD:FILL, VSTORE, VSTORE:SPILL
     4     3     3     3     1     1
@@ -58,8 +58,8 @@ def copy(granules: int | str, predicate: str = "", how: str = "dma.hbm_to_vmem")
     )
 
 
-def test_a_loop_runs_as_often_as_its_branch_says():
-    schedule = simulate(LOOP, UTILISATION)
+def test_simulate__loop_trip_count():
+    schedule = simulate(LOOP, UTILIZATION)
     assert schedule.trustworthy
     assert schedule.bundles == 12
     assert schedule.issued == 1 + 3 * 10 + 1
@@ -72,26 +72,26 @@ def test_a_loop_runs_as_often_as_its_branch_says():
     assert (schedule.fills, schedule.spills) == (3, 1)
 
 
-def test_bundles_are_read_by_address_without_comments():
+def test_parse_bundles__by_address_without_comments():
     bundles = parse_bundles("   0   :  { %s1_s1 = smov 1 /* a */  ;;  %2 = sfence }\n   0x2 PF: > { %3 = sfence }\n")
     assert bundles == [("%s1_s1 = smov 1", "%2 = sfence"), (), ("%3 = sfence",)]
-    with pytest.raises(ValueError, match="no bundles"):
+    with pytest.raises(ValueError):
         parse_bundles("nothing of the kind")
 
 
-def test_utilisation_is_optional():
-    assert parse_utilisation("") == ({}, [])
+def test_simulate__utilization_is_optional():
+    assert parse_utilization("") == ({}, [])
     assert simulate(LOOP).busy == {}
 
 
-def test_copies_that_nobody_waits_for_still_take_the_memory_s_time():
+def test_simulate__copies_without_wait_count():
     schedule = simulate(straight(copy(8190), copy(8190, how="dma.vmem_to_hbm")))
     assert schedule.cycles == 1 + 2 * 480
     assert schedule.read == schedule.written == 8190 * 32
     assert schedule.memory_ms == pytest.approx(2 * 480 / CLOCK_HZ * 1e3)
 
 
-def test_a_copy_inside_the_chip_uses_no_hbm():
+def test_simulate__local_copy_uses_no_hbm():
     schedule = simulate(straight(copy(32, how="dma.vmem_to_vmem"), "%2 = dma.done.wait [#allocation7 + $0x1], 32"))
     assert (schedule.read, schedule.written) == (0, 0)
     assert schedule.stalled == 100 + 1 - 1
@@ -108,7 +108,7 @@ def test_a_copy_inside_the_chip_uses_no_hbm():
         (["%9 = sdivrem.u32 17, 3", "%s3_s3 = spop.drf %9", "%s2_s2 = spop.drf %9"], 2),
         (["%s3_s3 = smov 6", "%s2_s2 = sshll.u32 %s3_s3, 2"], 24),
         (["%s3_s3 = smov 9", "%9 = sst [smem:[#a + $0x1]] %s3_s3", "%s2_s2 = sld [smem:[#a + $0x1]]"], 9),
-        # All of a bundle's instructions read before any writes.
+        # All instructions of a bundle read before any of them writes.
         (
             [
                 "%s3_s3 = smov 3  ;;  %s4_s4 = smov 8",
@@ -127,19 +127,19 @@ def test_a_copy_inside_the_chip_uses_no_hbm():
         ),
     ],
 )
-def test_scalar_instructions(setup, granules):
+def test_simulate__scalar_instructions(setup, granules):
     schedule = simulate(straight(*setup, copy("%s2_s2")))
     assert schedule.trustworthy, schedule.unknown
     assert schedule.read == granules * 32
 
 
 @pytest.mark.parametrize(("predicate", "copies"), [("(%p1_p0), ", 1), ("(!%p1_p0), ", 0)])
-def test_a_copy_may_depend_on_a_predicate(predicate, copies):
+def test_simulate__predicated_copy(predicate, copies):
     schedule = simulate(straight("%p1_p0 = scmp.eq.s32.totalorder 3, 3", copy(10, predicate)))
     assert schedule.read == copies * 320
 
 
-def test_what_cannot_be_interpreted_is_named_where_it_matters():
+def test_simulate__unknown_instruction_matters_only_if_used():
     odd = "%s2_s2 = sfrobnicate.s32 3, 4"
     assert simulate(straight(odd, copy(10))).trustworthy  # nothing depends on it
     schedule = simulate(straight(odd, copy("%s2_s2")))
@@ -155,14 +155,14 @@ def test_what_cannot_be_interpreted_is_named_where_it_matters():
         ("%s2_s2 = inlined_call_operand.<no memory space> [shape: s32[], index: 1]", "inlined_call_operand"),
     ],
 )
-def test_a_copy_s_size_that_only_the_run_would_tell_is_not_made_up(setup, reason):
+def test_simulate__data_dependent_copy_size_is_not_guessed(setup, reason):
     schedule = simulate(straight(setup, copy("%s2_s2")))
     assert not schedule.trustworthy
     assert reason in " ".join(schedule.unknown)
 
 
-def test_an_endless_loop_is_given_up():
+def test_simulate__endless_loop_ends_at_limit():
     endless = straight("%1 = sbr.rel target bundleno = 0 (0x0), region = 1", *[""] * 4)
-    schedule = simulate(endless, most_segments=100)
+    schedule = simulate(endless, max_segments=100)
     assert not schedule.complete
     assert not schedule.trustworthy

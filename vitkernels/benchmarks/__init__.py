@@ -1,1 +1,1 @@
-"""The harnesses behind scripts/bench_*.py: kernels, ops and bare training steps, timed beside their peers."""
+"""Measure kernels, ops and training steps, and write their results as documentation; used by scripts/bench_*.py."""

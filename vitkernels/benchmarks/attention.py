@@ -1,11 +1,11 @@
-"""What a user would otherwise pick for attention, timed as a model sees it: packed qkv in, (B, N, H * D) out.
+"""Time attention backends against SDPA's kernels and flex_attention as a model calls them: packed qkv to (B, N, H * D).
 
 Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D, 3 = q, k, v.
 """
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitkernels import attention
+from vitkernels.benchmarks.timing import Timing
 
 # (batch, heads, tokens, head dim) of ViT-B, L and H at the usual resolutions, with and without a class token.
 SHAPES = (
@@ -29,56 +30,8 @@ SHAPES = (
 Attend = Callable[[Tensor], Tensor]  # qkv_BN3HD -> out_BNE
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds: the 20th, 50th and 80th percentile."""
-
-    low: float
-    median: float
-    high: float
-
-    @classmethod
-    def of(cls, function: Callable[[], object], milliseconds: float = 150) -> "Timing":
-        """Of calls on a cold L2 cache, host time included where the host is the slower side."""
-        from triton.testing import do_bench
-
-        low, median, high = do_bench(function, warmup=30, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
-        return cls(low, median, high)
-
-    @classmethod
-    def on_device(cls, function: Callable[[], object], milliseconds: float = 100) -> "Timing":
-        """Of replays of a CUDA graph: what the GPU needs, without the host."""
-        with torch.cuda.stream(torch.cuda.Stream()):
-            function()
-            once = _replay_ms(_captured(function, 1))
-            calls = max(1, int(milliseconds / 10 / once))
-            graph = _captured(function, calls)
-            times = [_replay_ms(graph) / calls for _ in range(10)]
-        return cls(*torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())
-
-
-def _captured(function: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
-    """A graph of some calls. What other threads do meanwhile (JAX has some) must not invalidate it: thread_local."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        for _ in range(calls):
-            function()
-    _replay_ms(graph)
-    return graph
-
-
-def _replay_ms(graph: torch.cuda.CUDAGraph) -> float:
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    graph.replay()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
-def attends(backends: tuple[str, ...]) -> dict[str, Attend]:
-    """Each contender by name: SDPA's kernels, flex_attention, and the named backends."""
+def contenders(backends: tuple[str, ...]) -> dict[str, Attend]:
+    """Return the contenders by name: SDPA's kernels, flex_attention, and the named backends."""
     return {
         "sdpa flash": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
         "sdpa cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
@@ -105,10 +58,10 @@ def _flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing.of) -> tuple[Timing, Timing]:
-    """Forward, and forward + backward, in bfloat16.
+def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing.of_calls) -> tuple[Timing, Timing]:
+    """Return the times of forward and of forward + backward in bfloat16, at the shape (B, H, N, D).
 
-    The gradient is made contiguous in qkv's layout, as the projection's backward product will need it.
+    The gradient is made contiguous in qkv's layout, as the backward matmul of the projection needs it.
     """
     B, H, N, D = shape
     qkv_BN3HD = torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -126,7 +79,7 @@ def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing
 
 
 def kernel_times(name: str, shape: tuple[int, int, int, int]) -> tuple[Timing, Timing]:
-    """Forward and backward kernels alone: SDPA's on contiguous (B, H, N, D) and so without any copies."""
+    """Return the times of the forward and backward kernels alone; SDPA's get contiguous (B, H, N, D)."""
     B, H, N, D = shape
     if name == "triton_flash":
         return _triton_flash_kernels(shape)
@@ -143,7 +96,7 @@ def kernel_times(name: str, shape: tuple[int, int, int, int]) -> tuple[Timing, T
         def backward():
             torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
 
-        return Timing.of(forward), Timing.of(backward)
+        return Timing.of_calls(forward), Timing.of_calls(backward)
 
 
 def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Timing]:
@@ -156,4 +109,33 @@ def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Tim
     call = FlashInputs.of(*qkv.permute(2, 0, 3, 1, 4).unbind(0), None, None, None, False, D**-0.5)
     grads = dqkv.permute(2, 0, 3, 1, 4).unbind(0)
     forward(call, out, lse)
-    return Timing.of(lambda: forward(call, out, lse)), Timing.of(lambda: backward(call, out, lse, do, *grads))
+    return Timing.of_calls(lambda: forward(call, out, lse)), Timing.of_calls(
+        lambda: backward(call, out, lse, do, *grads)
+    )
+
+
+def measure_shape(shape: tuple[int, int, int, int], backends: tuple[str, ...], flex: bool = True) -> list[dict]:
+    """Return the row of each contender at the shape (B, H, N, D) in bfloat16; an error is a row too.
+
+    The first backend is measured again at the end, which shows the noise.
+    """
+    torch._dynamo.reset()  # flex_attention's limit on recompilations is per process
+    found = contenders(backends)
+    if not flex:
+        del found["flex compiled"]
+    rows = []
+    for name, attend in [*found.items(), (f"{backends[0]} again", found[backends[0]])]:
+        row = {"shape_BHND": shape, "dtype": "bfloat16", "contender": name}
+        try:
+            forward, both = module_times(attend, shape)
+            row |= {"forward_ms": asdict(forward), "both_ms": asdict(both)}
+            if not name.startswith("flex"):
+                forward, both = module_times(attend, shape, Timing.on_device)
+                row |= {"device_forward_ms": asdict(forward), "device_both_ms": asdict(both)}
+            if name in ("triton_flash", "sdpa cudnn", "sdpa flash"):
+                forward, backward = kernel_times(name, shape)
+                row |= {"kernel_forward_ms": asdict(forward), "kernel_backward_ms": asdict(backward)}
+        except Exception as error:  # a peer without a kernel for this shape
+            row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+        rows.append(row)
+    return rows

@@ -1,7 +1,7 @@
-"""Generalized IoU of (images, boxes, 4) pairs: plain torch, torch.compile, jitted JAX, Pallas and Triton.
+"""Time generalized IoU of (images, boxes, 4) pairs: plain torch, torch.compile, jitted JAX, Pallas and Triton.
 
-Measured where the contenders run: on an NVIDIA GPU, else on the CPU (where Pallas and Triton would be interpreted, and
-are left out). XLA's fusion and the Pallas kernel are estimated for TPU v5e from the schedules that libtpu writes.
+The contenders are measured on an NVIDIA GPU, or on the CPU without Pallas and Triton, which would be interpreted there.
+XLA's fusion and the Pallas kernel are estimated for TPU v5e from libtpu's schedules.
 """
 
 import statistics
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from vitkernels.ops import generalized_box_iou
-from vitkernels.tpu_estimate import dump as tpu_dump
-from vitkernels.tpu_estimate import program as tpu_program
+from vitkernels.tpu_estimate.compile_process import compile_in
+from vitkernels.tpu_estimate.estimate import estimate_program
 
 
-def draw(images: int, boxes: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Random boxes within a picture of 256 × 256, at least one wide and high."""
+def random_boxes(images: int, boxes: int, device: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return two tensors of random boxes in an image of 256 × 256 pixels, at least 1 pixel wide and high."""
 
     def one() -> Tensor:
         corner = torch.rand(images, boxes, 2, device=device) * 255
@@ -30,15 +30,15 @@ def draw(images: int, boxes: int, device: str, dtype: torch.dtype) -> tuple[Tens
     return one(), one()
 
 
-def moved_bytes(images: int, boxes: int, itemsize: int, which: str) -> int:
-    """The fewest bytes that a pass moves: boxes read once, scores (float32) or gradients of both written once."""
+def min_bytes(images: int, boxes: int, itemsize: int, pass_name: str) -> int:
+    """Return the fewest bytes that a pass moves: boxes read once; scores (float32) and gradients written once."""
     count = images * boxes
     forward = count * (2 * 4 * itemsize + 4)
-    return forward if which == "forward" else forward + count * (4 * 4 * itemsize + 4)
+    return forward if pass_name == "forward" else forward + count * (4 * 4 * itemsize + 4)
 
 
-def left_out(preds: Tensor) -> dict[str, str]:
-    """The contenders that cannot be measured where these boxes lie, and why."""
+def unavailable(preds: Tensor) -> dict[str, str]:
+    """Return the contenders that cannot be measured on the device of these boxes, with the reasons."""
     try:
         backend = _jax().default_backend()
     except ImportError:
@@ -46,14 +46,14 @@ def left_out(preds: Tensor) -> dict[str, str]:
     if not preds.is_cuda:
         return {}
     if backend != "gpu":
-        return dict.fromkeys(("jax.jit", "pallas"), f"jax has no GPU here, but {backend}: pip install 'jax[cuda13]'")
+        return dict.fromkeys(("jax.jit", "pallas"), f"jax runs on {backend}, not on the GPU: pip install 'jax[cuda13]'")
     count = preds.shape[:-1].numel()
-    return {"pallas": f"{count} boxes are no multiple of {_PALLAS_BLOCK}"} if count % _PALLAS_BLOCK else {}
+    return {"pallas": f"{count} boxes are not a multiple of {_PALLAS_BLOCK}"} if count % _PALLAS_BLOCK else {}
 
 
 def contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward calls, each of which may return before the device is done; without those `left_out`."""
-    missing = left_out(preds)
+    """Return the forward calls of the available contenders; a call may return before the device is done."""
+    missing = unavailable(preds)
     reference = partial(generalized_box_iou, backend="reference")
     compiled = torch.compile(reference, dynamic=False)
     found = {"torch": lambda: reference(preds, targets), "torch.compile": lambda: compiled(preds, targets)}
@@ -70,7 +70,7 @@ def contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]
 
 
 def training_contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
-    """Forward and backward, to the gradients of both; those that autograd can drive."""
+    """Return calls of forward and backward, with the gradients of both tensors, of contenders that support autograd."""
     preds, targets = preds.detach().requires_grad_(), targets.detach().requires_grad_()
     grad = torch.rand(preds.shape[:-1], device=preds.device)
 
@@ -86,7 +86,7 @@ def training_contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[]
 
 
 def per_call_ms(function: Callable[[], object], repeats: int = 7, seconds: float = 0.05) -> float:
-    """Milliseconds of a call among many issued one after another, the host's part included: median of `repeats`."""
+    """Return the milliseconds per call of many back-to-back calls, host time included; the median of `repeats`."""
 
     def run(calls: int) -> float:
         start = time.perf_counter()
@@ -117,7 +117,7 @@ def _jax():
 
 
 def _as_jax(x: Tensor):
-    """A copy, so that JAX may choose its own layout."""
+    """Return a copy as a JAX array, so that JAX may choose its layout."""
     import numpy as np
 
     array = _jax().numpy.asarray(np.asarray(x.float().cpu()))
@@ -125,7 +125,7 @@ def _as_jax(x: Tensor):
 
 
 def xla_giou(preds, targets):
-    """Plain JAX for XLA to fuse."""
+    """Return generalized IoU in plain JAX, for XLA to fuse."""
     jnp = _jax().numpy
     (px1, py1, px2, py2), (tx1, ty1, tx2, ty2) = (
         [x[..., corner].astype(jnp.float32) for corner in range(4)] for x in (preds, targets)
@@ -143,7 +143,10 @@ _PALLAS_BLOCK = 1024
 
 
 def pallas_on_gpu(preds, targets, block: int = _PALLAS_BLOCK):
-    """The simplest Pallas kernel for a GPU (Pallas lowers it to Triton): blocks of boxes, whole ones only."""
+    """Return generalized IoU by a minimal Pallas kernel for GPUs, which Pallas lowers to Triton.
+
+    The number of boxes must be a multiple of the block.
+    """
     return _pallas_on_gpu()(preds, targets, block)
 
 
@@ -160,7 +163,7 @@ def _pallas_on_gpu():
         images, boxes, _ = preds.shape
         count = images * boxes
         if count % block:
-            raise ValueError(f"{count} boxes are no multiple of {block}")
+            raise ValueError(f"the number of boxes, {count}, must be a multiple of {block}")
         spec = pl.BlockSpec((block, 4), lambda i: (i, 0))
         out = pl.pallas_call(
             kernel,
@@ -175,7 +178,7 @@ def _pallas_on_gpu():
 
 
 class _Corners(tuple):
-    """Four arrays that answer to boxes[..., corner]."""
+    """Four arrays that support the indexing boxes[..., corner]."""
 
     def __getitem__(self, index):
         return super().__getitem__(index[-1])
@@ -186,24 +189,24 @@ class _Corners(tuple):
 ESTIMATED = ("xla", "pallas")
 
 
-def build(contender: str, which: str, dtype: str, images: int, boxes: int):
-    """A contender's pass as a JAX function, and the shapes of its arrays."""
-    from vitkernels.ops.generalized_box_iou import pallas_tpu_kernel as ours
+def build(contender: str, pass_name: str, dtype: str, images: int, boxes: int):
+    """Return a contender's pass as a JAX function, and the shapes of its arrays."""
+    from vitkernels.ops.generalized_box_iou import pallas_tpu_kernel
 
     jax = _jax()
     arrays = [jax.ShapeDtypeStruct((images, boxes, 4), dtype)] * 2
-    forward = xla_giou if contender == "xla" else partial(ours.giou, eps=None)
-    if which == "forward":
+    forward = xla_giou if contender == "xla" else partial(pallas_tpu_kernel.giou, eps=None)
+    if pass_name == "forward":
         return forward, arrays
     arrays = [*arrays, jax.ShapeDtypeStruct((images, boxes), "float32")]
     if contender == "xla":
         return (lambda preds, targets, grad: jax.vjp(xla_giou, preds, targets)[1](grad)), arrays
-    return (lambda preds, targets, grad: ours.giou_vjp((preds, targets), (), (grad,), eps=None)), arrays
+    return (lambda preds, targets, grad: pallas_tpu_kernel.giou_vjp((preds, targets), (), (grad,), eps=None)), arrays
 
 
-def estimate_ms(contender: str, which: str, dtype: str, images: int, boxes: int) -> tuple[float, list[str]]:
-    """Milliseconds on a TPU v5e by its compiler's schedule, and the operations that the estimate lacks."""
+def estimate_ms(contender: str, pass_name: str, dtype: str, images: int, boxes: int) -> tuple[float, list[str]]:
+    """Return the estimated milliseconds on a TPU v5e, and the operations without a readable schedule."""
     with tempfile.TemporaryDirectory(prefix="vitkernels_giou_") as folder:
-        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, which, dtype, images, boxes)
-        program = tpu_program.estimate(dump)
+        dump = compile_in(Path(folder), f"{__name__}:build", contender, pass_name, dtype, images, boxes)
+        program = estimate_program(dump)
     return program.estimate_ms, program.untimed

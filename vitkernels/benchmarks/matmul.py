@@ -1,7 +1,7 @@
-"""Square products in bfloat16, int8 and fp8: ours beside the library's, measured on a GPU or TPU, else estimated.
+"""Time square matmuls in bfloat16, int8 and fp8, ours and the library's: measured on a GPU or TPU, or estimated.
 
-A row is one product of (size, size) matrices: its time and the share of the chip's peak that it reaches. The matrices
-lie in memory as a linear layer's do on a GPU, x (M, K) and w (N, K), and as (K, N) on a TPU.
+A row is one matmul of (size, size) matrices: its time, and the share of the chip's peak that it reaches. On a GPU the
+matrices have the layout of a linear layer, x (M, K) and w (N, K); on a TPU w is (K, N).
 """
 
 import tempfile
@@ -12,19 +12,19 @@ from pathlib import Path
 
 import torch
 
-from vitkernels.benchmarks.attention import Timing
-from vitkernels.errors import UsageError
+from vitkernels.benchmarks.timing import Timing
+from vitkernels.errors import unknown_name
 from vitkernels.runtime.peaks import peak_flops
-from vitkernels.tpu_estimate import dump as tpu_dump
-from vitkernels.tpu_estimate import program
+from vitkernels.tpu_estimate.compile_process import compile_in
+from vitkernels.tpu_estimate.estimate import estimate_program
 
 SIZES = (1024, 2048, 4096, 8192)
 DTYPES = {"bf16": torch.bfloat16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
-class Row:
-    """Milliseconds of one product. how: measured or ESTIMATE. peak: operations per second, None where not known."""
+class MatmulRow:
+    """The time of one matmul. how: "measured" or "ESTIMATE". peak: operations per second, or None if unknown."""
 
     size: int
     dtype: str
@@ -36,19 +36,19 @@ class Row:
 
     @property
     def tera(self) -> float:
-        """Tera-operations per second; a multiply-add is two."""
+        """Return tera-operations per second; a multiply-add counts as two."""
         return 2 * self.size**3 / self.ms / 1e9
 
     @property
-    def utilisation(self) -> float | None:
+    def utilization(self) -> float | None:
         return None if self.peak is None else self.tera * 1e12 / self.peak
 
     def json(self) -> dict:
-        return asdict(self) | {"tera": self.tera, "utilisation": self.utilisation}
+        return asdict(self) | {"tera": self.tera, "utilization": self.utilization}
 
 
 def place() -> str:
-    """Where rows() would run: gpu, tpu, or estimate (TPU v5e, from the compiler's schedule)."""
+    """Return what this machine offers: "gpu", "tpu", or "estimate" for TPU v5e from the compiler's schedule."""
     from vitkernels.runtime import xla
 
     if torch.cuda.is_available():
@@ -56,25 +56,25 @@ def place() -> str:
     return "tpu" if xla.has_tpu() and xla.unavailable() is None else "estimate"
 
 
-def rows(where: str, dtype: str, size: int) -> Iterator[Row]:
-    """The contenders' rows; nothing where the place has no product in that dtype."""
+def rows(where: str, dtype: str, size: int) -> Iterator[MatmulRow]:
+    """Yield the contenders' rows; none if the hardware has no matmul in that dtype."""
     if dtype not in DTYPES:
-        raise UsageError(f"unknown dtype {dtype!r}; known: {', '.join(DTYPES)}")
+        raise unknown_name("dtype", dtype, DTYPES)
     yield from {"gpu": _on_gpu, "tpu": _on_tpu, "estimate": _estimated}[where](dtype, size)
 
 
 # --- GPU --------------------------------------------------------------------------------------------------------------
 
 
-def _on_gpu(dtype: str, size: int) -> Iterator[Row]:
+def _on_gpu(dtype: str, size: int) -> Iterator[MatmulRow]:
     device = torch.cuda.get_device_name()
     peak = peak_flops(device, DTYPES[dtype])
     for name, function in _gpu_contenders(dtype, size).items():
-        yield Row(size, dtype, name, Timing.on_device(function).median, "measured", device, peak)
+        yield MatmulRow(size, dtype, name, Timing.on_device(function).median, "measured", device, peak)
 
 
 def _gpu_contenders(dtype: str, size: int) -> dict[str, Callable[[], object]]:
-    """Calls on random matrices, the first again at the end: the difference between the two is noise."""
+    """Return calls on random matrices; the first one is repeated at the end, which shows the noise."""
     if dtype == "bf16":
         x, w = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         contenders = {"torch.mm": lambda: x @ w.T}
@@ -102,8 +102,8 @@ def _gpu_contenders(dtype: str, size: int) -> dict[str, Callable[[], object]]:
 # --- TPU --------------------------------------------------------------------------------------------------------------
 
 
-def _on_tpu(dtype: str, size: int) -> Iterator[Row]:
-    """Through torch_xla, many calls one after another; the host's share is in it where it is the slower side."""
+def _on_tpu(dtype: str, size: int) -> Iterator[MatmulRow]:
+    """Measure back-to-back calls through torch_xla; host time is included where the host is slower."""
     import torch_xla
 
     from vitkernels.bridge import pallas_op
@@ -119,11 +119,11 @@ def _on_tpu(dtype: str, size: int) -> Iterator[Row]:
     library = pallas_op(_library, name="bench_matmul_xla")
     for name, function in {"xla": lambda: library(x, w), "pallas": lambda: ours(x, w)}.items():
         ms = time_xla(function)
-        yield Row(size, dtype, name, ms, "measured", device, peak_flops(device, DTYPES[dtype]))
+        yield MatmulRow(size, dtype, name, ms, "measured", device, peak_flops(device, DTYPES[dtype]))
 
 
 def time_xla(function: Callable[[], object], calls: int = 50) -> float:
-    """Milliseconds of one call, each a graph of its own, without compilation."""
+    """Return the milliseconds of a call, without compilation; each call is a separate graph."""
     import torch_xla
 
     def run(calls: int) -> float:
@@ -144,7 +144,7 @@ def time_xla(function: Callable[[], object], calls: int = 50) -> float:
 
 
 def build(contender: str, dtype: str, size: int):
-    """A contender as a JAX function, and the shapes of its arrays."""
+    """Return a contender as a JAX function, and the shapes of its arrays."""
     import jax
     import jax.numpy as jnp
 
@@ -155,17 +155,17 @@ def build(contender: str, dtype: str, size: int):
 
 
 def _library(x, w):
-    """XLA's own product, as a JAX function."""
+    """Return XLA's own matmul, as a JAX function."""
     import jax.numpy as jnp
 
     return jnp.matmul(x, w, preferred_element_type=jnp.int32 if x.dtype == jnp.int8 else x.dtype)
 
 
-def _estimated(dtype: str, size: int) -> Iterator[Row]:
+def _estimated(dtype: str, size: int) -> Iterator[MatmulRow]:
     if dtype == "fp8":
         return
     for contender in ("xla", "pallas"):
         with tempfile.TemporaryDirectory(prefix="vitkernels_matmul_") as folder:
-            dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", contender, dtype, size)
-            ms = program.estimate(dump).estimate_ms
-        yield Row(size, dtype, contender, ms, "ESTIMATE", "TPU v5e", peak_flops("TPU v5e", DTYPES[dtype]))
+            dump = compile_in(Path(folder), f"{__name__}:build", contender, dtype, size)
+            ms = estimate_program(dump).estimate_ms
+        yield MatmulRow(size, dtype, contender, ms, "ESTIMATE", "TPU v5e", peak_flops("TPU v5e", DTYPES[dtype]))

@@ -1,4 +1,4 @@
-"""Each op that `auto` chooses a backend for, forward and backward, at the sizes that a model has.
+"""Time every op for which `auto` chooses a backend, forward and backward, at the sizes of a model.
 
 Shape suffixes: B images, N tokens of an image, C channels.
 """
@@ -12,26 +12,26 @@ import torch
 from torch import Tensor
 
 from vitkernels import ops
-from vitkernels.benchmarks.attention import Timing
+from vitkernels.benchmarks.timing import Timing
 from vitkernels.ops.layer_norm_residual import BACKENDS as LAYER_NORM_RESIDUAL
 from vitkernels.ops.linear import BACKENDS as LINEAR
 from vitkernels.ops.linear_gelu import BACKENDS as LINEAR_GELU
 from vitkernels.ops.mlp import BACKENDS as MLP
 from vitkernels.ops.patch_embed import BACKENDS as PATCH_EMBED
 
-TABLES = {
+OPS = {
     "layer_norm_residual": LAYER_NORM_RESIDUAL,
     "linear": LINEAR,
     "linear_gelu": LINEAR_GELU,
     "mlp": MLP,
     "patch_embed": PATCH_EMBED,
 }
-WRONG = 0.03  # relative: 16-bit kernels differ by less than 0.01 from each other
+MAX_ERROR = 0.03  # relative; correct 16-bit kernels differ by less than 0.01
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What decides over the ops of a vision transformer."""
+class ModelSizes:
+    """The sizes of a vision transformer that its ops depend on."""
 
     images: int
     tokens: int
@@ -43,8 +43,8 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Case:
-    """One op on tensors of one size. call(backend) gives its results; leaves are what gradients are taken for."""
+class OpCase:
+    """One op on tensors of one size: `call(backend)` returns its results, and gradients are taken of `leaves`."""
 
     op: str
     features: tuple[int, ...]
@@ -53,15 +53,15 @@ class Case:
     leaves: tuple[Tensor, ...]
 
     def both(self, backend: str) -> tuple[Tensor, ...]:
-        """Results and gradients; the results' gradients are the results themselves, which are random enough."""
+        """Return results and gradients; the incoming gradients are the results themselves, which are random enough."""
         results = self.call(backend)
         values = [x.detach() for x in results]
-        # Values only: a graph that lived on would tie the leaves to this stream, and captures run on another.
+        # Detached, because a live graph would tie the leaves to this stream, and graph capture runs on another.
         return *values, *torch.autograd.grad(results, self.leaves, values)
 
 
-def cases(sizes: Sizes, dtype: torch.dtype) -> list[Callable[[], Case]]:
-    """A case for each op, made when called: each takes much of a GPU's memory. Random inputs."""
+def cases(sizes: ModelSizes, dtype: torch.dtype) -> list[Callable[[], OpCase]]:
+    """Return a function per op that creates its case with random inputs; each case takes much GPU memory."""
     qkv, keeping = partial(_linear, times=3), partial(_mlp, keep=True)
     makers = (_layer_norm_residual, _linear, qkv, _linear_gelu, _mlp, keeping, _patch_embed)
     return [partial(make, sizes, dtype) for make in makers]
@@ -74,7 +74,7 @@ def _drawing(device: str) -> Callable[..., Tensor]:
     return draw
 
 
-def _layer_norm_residual(sizes: Sizes, dtype: torch.dtype) -> Case:
+def _layer_norm_residual(sizes: ModelSizes, dtype: torch.dtype) -> OpCase:
     draw = _drawing(sizes.device)
     C = sizes.width
     x, branch = draw(sizes.images, sizes.tokens, C), draw(sizes.images, sizes.tokens, C, dtype=dtype)
@@ -85,11 +85,11 @@ def _layer_norm_residual(sizes: Sizes, dtype: torch.dtype) -> Case:
             return ops.layer_norm_residual(x, branch, weight, bias, branch_bias_C=branch_bias, backend=backend)
 
     leaves = x, branch, weight, bias, branch_bias
-    return Case("layer_norm_residual", (C,), sizes.images * sizes.tokens, call, leaves)
+    return OpCase("layer_norm_residual", (C,), sizes.images * sizes.tokens, call, leaves)
 
 
-def _linear(sizes: Sizes, dtype: torch.dtype, times: int = 1) -> Case:
-    """A projection to so many times the width."""
+def _linear(sizes: ModelSizes, dtype: torch.dtype, times: int = 1) -> OpCase:
+    """Return a projection to `times` the width."""
     draw = _drawing(sizes.device)
     C, N = sizes.width, times * sizes.width
     leaves = draw(sizes.images, sizes.tokens, C, dtype=dtype), draw(N, C, scale=C**-0.5), draw(N)
@@ -98,18 +98,18 @@ def _linear(sizes: Sizes, dtype: torch.dtype, times: int = 1) -> Case:
         with torch.autocast(sizes.device, dtype):
             return (ops.linear(*leaves, backend=backend),)
 
-    return Case("linear", (C, N), sizes.images * sizes.tokens, call, leaves)
+    return OpCase("linear", (C, N), sizes.images * sizes.tokens, call, leaves)
 
 
-def _linear_gelu(sizes: Sizes, dtype: torch.dtype) -> Case:
+def _linear_gelu(sizes: ModelSizes, dtype: torch.dtype) -> OpCase:
     draw = _drawing(sizes.device)
     K, N = sizes.width, sizes.hidden
     leaves = draw(sizes.images, sizes.tokens, K, dtype=dtype), draw(N, K, dtype=dtype, scale=K**-0.5), draw(N)
     call = lambda backend: (ops.linear_gelu(*leaves, backend=backend),)  # noqa: E731
-    return Case("linear_gelu", (K, N), sizes.images * sizes.tokens, call, leaves)
+    return OpCase("linear_gelu", (K, N), sizes.images * sizes.tokens, call, leaves)
 
 
-def _mlp(sizes: Sizes, dtype: torch.dtype, keep: bool = False) -> Case:
+def _mlp(sizes: ModelSizes, dtype: torch.dtype, keep: bool = False) -> OpCase:
     draw = _drawing(sizes.device)
     K, N = sizes.width, sizes.hidden
     first = draw(sizes.images, sizes.tokens, K, dtype=dtype), draw(N, K, scale=K**-0.5), draw(N)
@@ -119,10 +119,10 @@ def _mlp(sizes: Sizes, dtype: torch.dtype, keep: bool = False) -> Case:
         with torch.autocast(sizes.device, dtype):
             return (ops.mlp(*leaves, keep_activation=keep, backend=backend),)
 
-    return Case("mlp", (K, N, K, int(keep)), sizes.images * sizes.tokens, call, leaves)
+    return OpCase("mlp", (K, N, K, int(keep)), sizes.images * sizes.tokens, call, leaves)
 
 
-def _patch_embed(sizes: Sizes, dtype: torch.dtype) -> Case:
+def _patch_embed(sizes: ModelSizes, dtype: torch.dtype) -> OpCase:
     draw = _drawing(sizes.device)
     P, C = sizes.patch, sizes.width
     images = torch.randn(sizes.images, 3, sizes.image_size, sizes.image_size, device=sizes.device)
@@ -132,17 +132,17 @@ def _patch_embed(sizes: Sizes, dtype: torch.dtype) -> Case:
         with torch.autocast(sizes.device, dtype):
             return (ops.patch_embed(images, *leaves, backend=backend),)
 
-    return Case("patch_embed", (3, P, P, C), sizes.images * sizes.tokens, call, leaves)
+    return OpCase("patch_embed", (3, P, P, C), sizes.images * sizes.tokens, call, leaves)
 
 
-def measure(case: Case) -> dict[str, float | str]:
-    """Backend -> milliseconds of forward and backward on the device; or why it has none.
+def measure(case: OpCase) -> dict[str, float | str]:
+    """Return, by backend, the milliseconds of forward and backward on the device, or why it cannot be timed.
 
-    The backends take turns, five times, and the median counts: a GPU gets slower as it gets warm, and whoever came
-    first would look faster.
+    The backends take turns for five rounds, and the median counts: a GPU slows down as it warms up, which would favour
+    the backend measured first.
     """
     exact = case.both("reference")
-    refusals = {name: _refusal(case, name, exact) for name in TABLES[case.op].names()}
+    refusals = {name: _refusal(case, name, exact) for name in OPS[case.op].names()}
     del exact
     times = {name: [] for name, refusal in refusals.items() if refusal is None}
     for _ in range(5):
@@ -151,13 +151,13 @@ def measure(case: Case) -> dict[str, float | str]:
     return refusals | {name: statistics.median(found) for name, found in times.items()}
 
 
-def _refusal(case: Case, name: str, exact: tuple[Tensor, ...]) -> str | None:
-    """Why the backend cannot be timed: it refuses these sizes or this device, or it is wrong."""
+def _refusal(case: OpCase, name: str, exact: tuple[Tensor, ...]) -> str | None:
+    """Return why the backend cannot be timed: it rejects these sizes or this device, or its results are wrong."""
     try:
         worst = max(_difference(x, y) for x, y in zip(case.both(name), exact, strict=True))
     except ValueError as error:
         return str(error)
-    return None if worst < WRONG else f"wrong: differs from the reference by {worst:.1e}"
+    return None if worst < MAX_ERROR else f"wrong: differs from the reference by {worst:.1e}"
 
 
 def _difference(x: Tensor, y: Tensor) -> float:

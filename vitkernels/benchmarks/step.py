@@ -1,10 +1,10 @@
-"""Bare training steps: what a model costs with nothing around it, for train.py and the peers to be held against."""
+"""Time bare training steps, without trainer, data loading or logging, as a baseline for train.py and other models."""
 
 import gc
 import itertools
 import json
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,10 +20,9 @@ from vitkernels.runtime import Runtime
 
 @dataclass
 class StepTimes:
-    """Percentiles of step times in ms over n steps, peak memory in bytes, and seconds until the first timed step, where
-    those were measured.
+    """Percentiles of the times of n steps in ms, peak memory in bytes, and seconds until the first timed step.
 
-    losses: of every step of `learning`, where that was asked for.
+    losses: those of the steps of `train_on_synthetic`, if it was run.
     """
 
     variant: str
@@ -51,10 +50,13 @@ def bare_loop(
     lr: float = 1e-3,
     adamw: str = "eager",
 ) -> StepTimes:
-    """Forward, cross-entropy, backward and AdamW on one random batch that stays on the device; each step timed.
+    """Time steps of forward, cross-entropy, backward and AdamW on one random batch that stays on the device.
 
-    model: on the runtime's device, compiled or not. A step lasts from the end of the one before it to its own end.
-    adamw: the setting ops.adamw, "eager" for torch's.
+    A step lasts from the end of the previous one to its own end.
+
+    Args:
+        model: on the runtime's device, compiled or not.
+        adamw: the kernel of the optimizer as in `optim.with_kernel`; "eager" is torch's.
     """
     torch.manual_seed(0)
     optimizer = _optimizer(runtime, model, lr, adamw)
@@ -62,7 +64,7 @@ def bare_loop(
     targets = torch.randint(0, num_classes, (batch_size,), device=runtime.device)
 
     def step() -> Tensor:
-        return _trained(runtime, model, optimizer, images, targets)
+        return _train_step(runtime, model, optimizer, images, targets)
 
     begin = time.perf_counter()
     if runtime.device.type == "cuda":
@@ -87,8 +89,8 @@ def _optimizer(runtime: Runtime, model: nn.Module, lr: float, adamw: str) -> tor
     return with_kernel(torch.optim.AdamW(model.parameters(), **options), adamw)
 
 
-def _trained(runtime: Runtime, model: nn.Module, optimizer, images: Tensor, targets: Tensor) -> Tensor:
-    """One step; its loss."""
+def _train_step(runtime: Runtime, model: nn.Module, optimizer, images: Tensor, targets: Tensor) -> Tensor:
+    """Take one step and return its loss."""
     with runtime.autocast():
         logits = model(images)
     loss = F.cross_entropy(logits.float(), targets)
@@ -99,16 +101,16 @@ def _trained(runtime: Runtime, model: nn.Module, optimizer, images: Tensor, targ
     return loss
 
 
-def learning(
+def train_on_synthetic(
     runtime: Runtime, model: nn.Module, start: dict[str, Tensor], *,
     image_size: int, batch_size: int, num_classes: int, in_chans: int = 3, steps: int = 200, lr: float = 1e-4,
     adamw: str = "eager",
 ) -> list[float]:  # fmt: skip
-    """Losses of training from `start` (a state dict, loaded into the model) on images that can be learned.
+    """Train from the state dict `start` on synthetic images that can be learned; return the loss of each step.
 
-    Each class, 256 at most, is one random picture of 16 x 16 pixels, enlarged, and each image its class under noise
-    that is drawn anew: nothing is learned by heart, where the least rounding decides how fast. AdamW, 20 steps of
-    warm-up. The same arguments give the same images on the same device.
+    Each class, of at most 256, is one random picture of 16 × 16 pixels, enlarged; each image is the picture of its
+    class with fresh noise, so that no image can be memorized (memorizing amplifies the smallest rounding differences).
+    AdamW with 20 steps of warm-up. The same arguments give the same images on the same device.
     """
     getattr(model, "_orig_mod", model).load_state_dict(start)
     optimizer = _optimizer(runtime, model, lr, adamw)
@@ -122,64 +124,67 @@ def learning(
         targets = torch.randint(classes, (batch_size,), device=runtime.device, generator=random)
         images = F.interpolate(pictures[targets], size=(image_size, image_size))
         images += 1.5 * torch.randn(images.shape, device=runtime.device, generator=random)
-        loss = _trained(runtime, model, optimizer, images, targets)
-        losses.append(loss.detach().clone())  # a CUDA graph's next replay writes over its results
+        loss = _train_step(runtime, model, optimizer, images, targets)
+        losses.append(loss.detach().clone())  # the next replay of a CUDA graph overwrites its results
     return torch.stack(losses).tolist()
 
 
 def free(runtime: Runtime) -> None:
-    """Forget compiled graphs and cached memory, so that the next variant starts like the first."""
+    """Release compiled graphs and cached memory, so that the next variant starts like the first."""
     torch._dynamo.reset()
-    gc.collect()  # what lies in reference cycles would be in the next one's peak memory
+    gc.collect()  # reference cycles would count in the next variant's peak memory
     if runtime.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
-def run_variants(
-    build: dict[str, Callable[[], nn.Module]],
-    runtime: Runtime,
-    learns: Collection[str] = (),
-    learning_steps: int = 0,
-    adamw: Mapping[str, str] | None = None,
-    *,
-    warmup: int,
-    steps: int,
-    **settings,
-) -> Iterator[StepTimes]:
-    """Each variant's bare loop in turn; one that fails is reported and does not stop the others.
+@dataclass(frozen=True)
+class Variant:
+    """A model to time: how to build it, the kernel of its optimizer, and whether to compare its losses."""
 
-    learns: variants that also train `learning_steps` steps of `learning`, all from the first one's initial weights.
-    adamw: variant -> the setting ops.adamw, where it is not "eager".
+    name: str
+    build: Callable[[], nn.Module]
+    adamw: str = "eager"
+    compare_losses: bool = False
+
+
+def run_variants(
+    variants: Iterable[Variant], runtime: Runtime, learning_steps: int = 0, *, warmup: int, steps: int, **sizes
+) -> Iterator[StepTimes]:
+    """Yield the step times of each variant in turn; a variant that fails is reported and skipped.
+
+    Variants with `compare_losses` are also trained for `learning_steps` steps by `train_on_synthetic`, all from the
+    initial weights of the first variant. `sizes` are passed to `bare_loop`.
     """
     start = None
-    for name, make in build.items():
+    for variant in variants:
         free(runtime)
         row = model = None
-        optimizer = (adamw or {}).get(name, "eager")
         try:
-            model = make()
-            start = start or _on_the_host(model)
-            row = bare_loop(name, runtime, model, warmup=warmup, steps=steps, adamw=optimizer, **settings)
-            print(f"{name}: {row.median:.2f} ms ({row.p10:.2f}, {row.p90:.2f})", flush=True)
-            if learning_steps and name in learns:
-                row.losses = learning(runtime, model, start, steps=learning_steps, adamw=optimizer, **settings)
+            model = variant.build()
+            start = start or _state_on_host(model)
+            row = bare_loop(variant.name, runtime, model, warmup=warmup, steps=steps, adamw=variant.adamw, **sizes)
+            print(f"{variant.name}: {row.median:.2f} ms ({row.p10:.2f}, {row.p90:.2f})", flush=True)
+            if learning_steps and variant.compare_losses:
+                row.losses = train_on_synthetic(
+                    runtime, model, start, steps=learning_steps, adamw=variant.adamw, **sizes
+                )
         except (RuntimeError, ValueError) as error:
-            print(f"{name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-        del model  # before the next one needs the memory
+            print(f"{variant.name}: failed: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+        del model  # before the next variant needs the memory
         if row is not None:
             yield row
 
 
-def _on_the_host(model: nn.Module) -> dict[str, Tensor]:
-    """Its state, where it is in nobody's peak memory."""
+def _state_on_host(model: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the model's state in host memory, where it counts in no variant's peak memory."""
     state = getattr(model, "_orig_mod", model).state_dict()
     return {key: value.to("cpu", copy=True) for key, value in state.items()}
 
 
 def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
-    """Markdown; ratio is the row's median over the baseline's, so below 1 is faster."""
+    """Return the rows as Markdown; the last column is the median divided by the baseline's, so below 1 is faster."""
     base = next((row.median for row in rows if row.variant == baseline), None)
-    lines = [f"| variant | step ms (p10, p90) | images/s | peak GiB | of {baseline} |", "|---|---|---|---|---|"]
+    lines = [f"| variant | step ms (p10, p90) | images/s | peak GiB | time / {baseline} |", "|---|---|---|---|---|"]
     for row in rows:
         memory = "–" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f}"
         ratio = "–" if base is None else f"{row.median / base:.3f}"
@@ -189,7 +194,7 @@ def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
 
 
 def losses_table(rows: list[StepTimes], baseline: str, window: int = 25) -> str:
-    """Markdown: means of `window` steps' losses, the baseline's as they are, the others' as differences in percent."""
+    """Return mean losses per window of steps as Markdown: the baseline's, and the others' differences in percent."""
     rows = [row for row in rows if row.losses]
     means = {row.variant: torch.tensor(row.losses).split(window) for row in rows}
     means = {name: [part.mean().item() for part in parts] for name, parts in means.items()}
@@ -210,7 +215,7 @@ def losses_table(rows: list[StepTimes], baseline: str, window: int = 25) -> str:
 
 
 def append_results(path: Path, rows: list[StepTimes], context: dict) -> None:
-    """Append one JSON line per row, with the date, the versions and the commit it was measured with."""
+    """Append one JSON line per row, with the date, the package versions and the commit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     when = {"date": time.strftime("%Y-%m-%d"), "commit": git_commit(), "versions": versions()}
     with open(path, "a") as file:

@@ -82,7 +82,7 @@ def _print(case, found: dict[str, float | str]) -> None:
 def sizes_of(name: str, batch_size: int):
     """The sizes that a model of that name has, from a model without memory."""
     from vitkernels import models
-    from vitkernels.benchmarks.ops import Sizes
+    from vitkernels.benchmarks.ops import ModelSizes
 
     image_size, _ = models.input_spec(name)
     with torch.device("meta"):
@@ -92,7 +92,7 @@ def sizes_of(name: str, batch_size: int):
         patch, tokens = model.patch_embed.patch_size[0], model.patch_embed.num_patches + model.num_prefix_tokens
     except (AttributeError, TypeError) as error:
         raise UsageError(f"{name!r} has no patch embedding or no MLP of linear, GELU, linear: {error}") from error
-    return Sizes(batch_size, tokens, first.in_features, first.out_features, image_size, patch)
+    return ModelSizes(batch_size, tokens, first.in_features, first.out_features, image_size, patch)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The text of libtpu's schedule dumps, read: bundles, how busy each unit is in them, and their scalar instructions.
+"""Parse libtpu's schedule dumps: VLIW bundles, the units that each one uses, and their scalar instructions.
 
-A scalar instruction reads `%s12_s3`: value s12, held in register s3. Vector instructions are left out: they take the
-cycle of their bundle and decide nothing.
+A name such as `%s12_s3` means value s12, held in register s3. Vector instructions are left out: they take the cycle of
+their bundle and affect no branch or copy.
 """
 
 import operator
@@ -17,19 +17,22 @@ _COMMA = re.compile(r",\s*(?![^\[]*\])")
 
 
 def parse_bundles(text: str) -> list[tuple[str, ...]]:
-    """The instructions of each bundle, by address; comments dropped but for operands' names (`/*src=*/` to `src=`)."""
+    """Return the instructions of each bundle, by address.
+
+    Comments are dropped except for operand names: `/*src=*/` becomes `src=`.
+    """
     text = re.sub(r"/\*(\w+)=\*/", r"\1=", text)
     text = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
     found = {}
     for address, body in _BUNDLE.findall(text):
         found[int(address, 16)] = tuple(part for piece in body.split(";;") if (part := piece.strip()))
     if not found:
-        raise ValueError("no bundles: not a packed-bundles dump")
+        raise ValueError("no bundles found: not a packed-bundles dump")
     return [found.get(address, ()) for address in range(max(found) + 1)]
 
 
-def parse_utilisation(text: str) -> tuple[dict[str, int], list[list[int]]]:
-    """({unit: how many there are}, for each bundle the number of each unit it uses)."""
+def parse_utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
+    """Return ({unit: number of them}, the number of each unit that each bundle uses)."""
     names, capacities, rows = [], [], []
     for line in text.splitlines():
         if "MXU" in line:
@@ -76,7 +79,7 @@ _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge
 
 
 def _function(opcode: str) -> Callable | None:
-    """What a scalar opcode computes of its operands; None for one that is not known."""
+    """Return what a scalar opcode computes from its operands, or None for an unknown one."""
     name, *suffixes = opcode.split(".")
     if name in ("smov", "int_to_ptr"):
         return lambda a: a
@@ -96,36 +99,36 @@ def _function(opcode: str) -> Callable | None:
 
 
 @dataclass
-class Instruction:
-    """One scalar instruction: `target` gets function(operands) where the predicate holds, as slots of the machine."""
+class ScalarInstruction:
+    """One scalar instruction: if the predicate holds, slot `target` is set to function(operands)."""
 
     opcode: str
     name: str | None  # the value it defines, as the dump names it
     target: int | None
     function: Callable | None
-    operands: list[list[int]]  # slots; the ones of one operand are summed
+    operands: list[list[int]]  # slots; those of one operand are added up
     predicate: int | None = None
-    wanted: bool = True
-    sources: tuple[str, ...] = ()  # values it reads
+    wanted: bool = True  # the value of the predicate at which the instruction runs
+    sources: tuple[str, ...] = ()  # the values that it reads
     jump: int | None = None
-    unread: tuple[str, ...] = ()  # operands that could not be read
+    unread: tuple[str, ...] = ()  # operands that could not be parsed
 
     @property
     def is_effect(self) -> bool:
-        """Whether time depends on it directly, and not only through what it computes."""
+        """Return whether the timeline depends on the instruction itself, not only on the value it computes."""
         return self.jump is not None or self.opcode.startswith(("dma.", "vdelay", "sdelay"))
 
-    def doubt(self) -> str | None:
-        """Why it cannot be run; None when it can."""
+    def not_interpretable(self) -> str | None:
+        """Return why the instruction cannot be interpreted, or None if it can."""
         if self.unread or "unknown" in self.opcode:
-            return f"{self.opcode} ({', '.join(self.unread) or 'of a pointer to an unknown space'})"
+            return f"{self.opcode} ({', '.join(self.unread) or 'pointer to an unknown memory space'})"
         computes = self.target is not None or self.opcode.startswith("sdivrem")
-        runs_without = self.opcode in ("sld", "spop.drf")
-        return self.opcode if computes and self.function is None and not runs_without else None
+        special_cased = self.opcode in ("sld", "spop.drf")
+        return self.opcode if computes and self.function is None and not special_cased else None
 
 
 class Decoder:
-    """Turns text into instructions. A machine's slots: 64 scalar registers, 32 predicates, then constants."""
+    """Decode text into instructions. Slots: 64 scalar registers, 32 predicates, then constants."""
 
     def __init__(self, bundles):
         self.values: list[int] = [0] * 96
@@ -137,21 +140,21 @@ class Decoder:
                 if found := re.match(r"%(\w+) = (?:int_to_ptr|scalar_lea|inlined_call_operand)\.(\w+)", text):
                     self.spaces[found[1]] = found[2]
 
-    def decode(self, text: str) -> Instruction | None:
-        """None for what takes no part: vector instructions, barriers, bounds checks."""
+    def decode(self, text: str) -> ScalarInstruction | None:
+        """Return the instruction, or None if it affects no timing: vector instructions, barriers, bounds checks."""
         found = _TEXT.match(text)
         if not found:
             return None
         name, opcode, rest = found[1], found[2].split(" ")[0], found[3] or ""
-        if opcode.startswith("inlined_call_operand") and "<" not in opcode:  # an array: its address
+        if opcode.startswith("inlined_call_operand") and "<" not in opcode:  # an array's address
             index = re.search(r"index: (\d+)", rest)
             return self._define(name, "smov", [[self._constant((int(index[1]) + 1 if index else 0) << 20)]])
         vector = opcode.startswith("v") and opcode != "vdelay"
         if vector or opcode in ("shalt.err", "compiler", "sfence", "setrngseed", "inlined_call"):
             return None
         sources = tuple(_VALUE.findall(rest))
-        if opcode == "sphi":  # the values share a register
-            return Instruction(opcode, name, None, None, [], sources=sources)
+        if opcode == "sphi":  # its values share a register
+            return ScalarInstruction(opcode, name, None, None, [], sources=sources)
         if opcode.startswith("spop."):
             instruction = self._define(name, opcode, [])
             instruction.sources = (rest.strip(" %"),)
@@ -168,9 +171,9 @@ class Decoder:
             instruction.target = None
         return instruction
 
-    def _predicated(self, name, opcode, rest, smem) -> Instruction:
+    def _predicated(self, name, opcode, rest, smem) -> ScalarInstruction:
         predicate, wanted, condition = None, True, ""
-        if chosen := re.match(r"\((!?)(%p\d+_p\d+), (.*?)\),\s*(.*)$", rest, re.DOTALL):  # move over another value
+        if chosen := re.match(r"\((!?)(%p\d+_p\d+), (.*?)\),\s*(.*)$", rest, re.DOTALL):  # conditional move
             slots = [self._operand(part) for part in (chosen[2], chosen[4], chosen[3])]
             if chosen[1]:
                 slots[1], slots[2] = slots[2], slots[1]
@@ -179,7 +182,7 @@ class Decoder:
             predicate, wanted, condition, rest = self._operand(found[2])[0], not found[1], found[2], found[3]
         if opcode == "sbr.rel":
             jump = int(re.search(r"target bundleno = (\d+)", rest)[1])
-            return Instruction(opcode, name, None, None, [], predicate, wanted, jump=jump)
+            return ScalarInstruction(opcode, name, None, None, [], predicate, wanted, jump=jump)
         if opcode.startswith("dma."):
             return self._dma(name, opcode, rest, predicate, wanted, condition)
         operands = [self._operand(part) for part in _COMMA.split(rest)] if rest else []
@@ -187,8 +190,8 @@ class Decoder:
             operands = [smem, *operands[: opcode == "sst"]]
         return self._define(name, opcode, operands, predicate, wanted)
 
-    def _dma(self, name, opcode, rest, predicate, wanted, condition) -> Instruction:
-        """A wait, of its flag; or a copy, of its size and flag. Their other operands take no time."""
+    def _dma(self, name, opcode, rest, predicate, wanted, condition) -> ScalarInstruction:
+        """Decode a wait by its flag, or a copy by its size and flag; the other operands do not affect timing."""
         parts = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,\n]+)", rest))
         if opcode == "dma.done.wait":
             texts = [_COMMA.split(rest)[0]]
@@ -200,22 +203,22 @@ class Decoder:
         return instruction
 
     def _copy(self, opcode: str, parts: dict[str, str]) -> str:
-        """`dma.<from>_to_<to>`; a general copy names only pointers."""
+        """Return the opcode as `dma.<from>_to_<to>`; dma.general itself names only pointers."""
         if opcode != "dma.general":
             return opcode
         places = (self.spaces.get(parts.get(key, "").strip(" %"), "unknown") for key in ("src", "dst"))
         return "dma.{}_to_{}".format(*places)
 
-    def _define(self, name, opcode, operands, predicate=None, wanted=True) -> Instruction:
+    def _define(self, name, opcode, operands, predicate=None, wanted=True) -> ScalarInstruction:
         found = _REGISTER.fullmatch(f"%{name}")
         target = None if found is None else int(found[2]) + (64 if found[1] == "p" else 0)
         unread = tuple(f"operand {n}" for n, slots in enumerate(operands) if slots is None)
-        return Instruction(opcode, name, target, _function(opcode), operands, predicate, wanted, unread=unread)
+        return ScalarInstruction(opcode, name, target, _function(opcode), operands, predicate, wanted, unread=unread)
 
     def _operand(self, text: str) -> list[int] | None:
-        """The slots whose sum is the operand; None where it cannot be read."""
+        """Return the slots whose sum is the operand, or None if it cannot be parsed."""
         text = re.sub(r"^\w+=", "", text.strip())
-        text = re.sub(r"\s+\[.*\]$", "", text)  # what a constant or pointer stands for
+        text = re.sub(r"\s+\[.*\]$", "", text)  # the description of a constant or pointer
         slots = []
         for part in (text[1:-1] if text.startswith("[") else text).split(" + "):
             if found := _REGISTER.fullmatch(part):
@@ -235,9 +238,9 @@ class Decoder:
         return self._constants[value]
 
 
-def relevant(program: list[list[Instruction]]) -> tuple[list[list[Instruction]], set[str]]:
-    """Only what branches, copies and waits depend on, and what among it cannot be run."""
-    writers: dict[str, list[Instruction]] = {}
+def relevant(program: list[list[ScalarInstruction]]) -> tuple[list[list[ScalarInstruction]], set[str]]:
+    """Return the instructions that branches, copies and waits depend on, and why some cannot be interpreted."""
+    writers: dict[str, list[ScalarInstruction]] = {}
     stores = [i for bundle in program for i in bundle if i.opcode == "sst"]
     results = [i for bundle in program for i in bundle if i.opcode == "spop.drf"]
     for bundle in program:
@@ -250,14 +253,14 @@ def relevant(program: list[list[Instruction]]) -> tuple[list[list[Instruction]],
         if id(instruction) in kept:
             continue
         kept.add(id(instruction))
-        if doubt := instruction.doubt():
-            unknown.add(doubt)
+        if reason := instruction.not_interpretable():
+            unknown.add(reason)
         for name in instruction.sources:
             if name not in writers:
-                unknown.add(f"a value that no scalar instruction defines, for {instruction.opcode}")
+                unknown.add(f"{instruction.opcode} of a value that no scalar instruction defines")
             pending += writers.get(name, [])
         if instruction.opcode == "sld":
             pending += stores
-        if instruction.opcode.startswith("sdivrem"):  # each of its results leaves the queue, used or not
+        if instruction.opcode.startswith("sdivrem"):  # all its results leave the queue, used or not
             pending += [i for i in results if instruction.name in i.sources]
     return [[i for i in bundle if id(i) in kept and i.opcode != "sphi"] for bundle in program], unknown

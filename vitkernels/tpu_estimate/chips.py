@@ -1,7 +1,7 @@
-"""The TPUs that libtpu's compiler is asked about here, and the published figures that its schedules are timed with.
+"""TPU chips that estimates can be made for, and the published figures that estimates are computed with.
 
-Sources: cloud.google.com/tpu/docs/v5e, /v5p and /v6e (bf16 peak, HBM size and bandwidth, cores a chip). The clock is
-the one at which the matrix units reach the peak: 4 of 128² at 1.5 GHz are 197 Tflop/s.
+Sources: cloud.google.com/tpu/docs/v5e, /v5p and /v6e (bf16 peak, HBM size and bandwidth, cores per chip). The clock is
+the one at which the matrix units reach the peak: 4 units of 128² at 1.5 GHz are 197 Tflop/s.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from vitkernels.errors import unknown_name
 
 @dataclass(frozen=True)
 class Chip:
-    """One TPU chip; bandwidth in bytes a second."""
+    """One TPU chip; bandwidth in bytes per second."""
 
     name: str
-    topology: str  # the smallest slice of it that libtpu describes; compilation is for one of its chips
+    topology: str  # the smallest slice of this chip that libtpu describes; programs are compiled for one chip of it
     clock_hz: float
     hbm_bandwidth: float
     hbm_bytes: int
     peak_flops: float  # bfloat16
-    cores: int = 1  # a program's operations are split among them where the compiler can
-    validated: bool = False  # whether estimates for it were held against published timings
+    cores: int = 1  # the compiler splits a program's operations among them where it can
+    validated: bool = False  # whether estimates for this chip were compared with published timings
 
     @property
     def core_bandwidth(self) -> float:
@@ -38,7 +38,7 @@ CHIPS = {
 
 
 def chip(name: str) -> Chip:
-    """The chip of that name; raises UsageError with the choices."""
+    """Return the chip of that name; raise UsageError with the choices if there is none."""
     if name not in CHIPS:
         raise unknown_name("TPU", name, CHIPS)
     return CHIPS[name]

@@ -1,7 +1,7 @@
-"""Compile for a TPU with no TPU: libtpu's real compiler, Mosaic included, on a compile-only description of the chip.
+"""Compile for a TPU without a TPU: libtpu's own compiler, Mosaic included, on a compile-only device description.
 
-A kernel that exceeds VMEM or uses what Mosaic lacks fails here as it would on the chip. Needs the libtpu wheel (the tpu
-extra, Linux x86-64). What it says of time and memory is an estimate; nothing runs.
+A kernel that exceeds VMEM, or that uses what Mosaic does not support, fails here as it would on the chip. Needs the
+libtpu wheel (the tpu extra, Linux x86-64). Nothing is executed, so times and memory sizes are estimates.
 """
 
 import importlib.util
@@ -15,7 +15,7 @@ from vitkernels.tpu_estimate import chips
 
 
 def unavailable() -> str | None:
-    """Why nothing can be compiled for a TPU here; None when it can."""
+    """Return why this machine cannot compile for TPUs, or None if it can."""
     if importlib.util.find_spec("libtpu") is None:
         return "libtpu is not installed: pip install 'vitkernels[tpu]' (Linux x86-64)"
     return None
@@ -23,26 +23,29 @@ def unavailable() -> str | None:
 
 @cache
 def device(chip: str = "v5e"):
-    """A compile-only device; raises UsageError when the chip is unknown or libtpu is missing."""
+    """Return a compile-only device; raise UsageError if the chip is unknown or libtpu is missing."""
     topology = chips.chip(chip).topology
     if (reason := unavailable()) is not None:
-        raise UsageError(reason)
+        raise UsageError(reason, code="tpu_estimate.no_libtpu")
     from jax.experimental import topologies
 
-    # libtpu otherwise asks the cloud's metadata server, at length, which slice this machine is.
+    # Without this, libtpu queries the cloud's metadata server for the slice of this machine until it times out.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing is opened: no lock on the chip is needed
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is opened, so no lock on it is needed
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
 
 def compile_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
-    """`function` on jax.ShapeDtypeStructs, compiled for the chip: a jax.stages.Compiled that cannot be called.
+    """Compile `function` of jax.ShapeDtypeStructs for the chip; return a jax.stages.Compiled that cannot be called.
 
-    own_layouts: its arrays and results lie as suits it best, as between the layers of a model. Otherwise as XLA lays
-    arrays out at a program's edge, which for (B, N, E) with an odd N is N outermost, and copies stand at both ends.
-    Raises what the compiler raises.
+    Args:
+        own_layouts: let the compiler choose the layouts of arguments and results, as it does between the layers of a
+            model. Otherwise they have XLA's default layouts, which for (B, N, E) with an odd N puts N outermost, so
+            that copies are added at both ends.
+
+    Raises whatever the compiler raises.
     """
     from jax.experimental.layout import Format, Layout
 
@@ -53,10 +56,11 @@ def compile_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
 
 
 def compile_hlo(module: bytes, chip: str = "v5e", aliases: dict[int, int] | None = None, own_layouts: bool = False):
-    """A serialized HLO module (a torch_xla graph's, or the bridge's) compiled for the chip: an executable.
+    """Compile a serialized HLO module, such as a torch_xla graph, for the chip; return the executable.
 
-    aliases: {parameter: output} that share memory, as a training step's weights do with the updated ones.
-    own_layouts: as in compile_jax, of a module without aliases.
+    Args:
+        aliases: {parameter: output} pairs that share memory, such as a training step's weights before and after.
+        own_layouts: as in `compile_jax`; only for a module without aliases.
     """
     from jax._src.lib import _jax, xla_client
 
@@ -67,7 +71,7 @@ def compile_hlo(module: bytes, chip: str = "v5e", aliases: dict[int, int] | None
 
 
 def _with_aliases(text: str, aliases: dict[int, int]) -> str:
-    """The MLIR module with its main function's aliased arguments marked, as jax.jit marks donated ones."""
+    """Return the MLIR module with the aliased arguments of its main function marked, as jax.jit marks donated ones."""
     head, main, rest = text.partition("@main(")
     arguments, end, body = rest.partition(") -> ")
 
@@ -80,7 +84,7 @@ def _with_aliases(text: str, aliases: dict[int, int]) -> str:
 
 
 def _with_own_layouts(text: str) -> str:
-    """The MLIR module with its main function's arguments and results marked, as jax.jit marks Layout.AUTO."""
+    """Return the MLIR module with arguments and results of its main function marked as jax.jit marks Layout.AUTO."""
     head, main, rest = text.partition("@main(")
     signature, end, body = rest.partition(" {\n")
     arguments, to, results = signature.partition(" -> ")

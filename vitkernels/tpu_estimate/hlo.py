@@ -1,38 +1,38 @@
-"""The text of an optimised HLO module, read: the operations that run, in order, and which of them are the same kernel.
+"""Parse the text of an optimized HLO module: the operations that run, in order, and which of them share a kernel.
 
 libtpu compiles operations that compute the same on the same layouts once, and dumps the schedule of one of them.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 _OPERATION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$", re.MULTILINE)
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
 _NOTES = re.compile(r", (?:metadata|backend_config)=\{.*?(?=, [a-z_]+=|$)", re.MULTILINE)
 _REFERENCE = re.compile(r"%([\w.\-]+)")
-_NOTHING_RUNS = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
+_FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id")
 _MARKERS = ("ConcatBitcast", "AllocateBuffer")  # custom calls that only name memory
 
 
 @dataclass(frozen=True)
-class Line:
+class HloOperation:
     """One operation of the entry computation."""
 
     name: str
-    result: str  # its type, layout and memory space
+    result: str  # type, layout and memory space
     kind: str  # HLO opcode, or a custom call's target
     rest: str  # operands, attributes, metadata
-    identity: str  # equal for operations that are the same kernel
+    identity: str  # equal for operations that share a kernel
 
 
-def operations(module: str) -> list[Line]:
-    """The entry computation's operations that take time, in the compiler's order."""
+def operations_that_run(module: str) -> list[HloOperation]:
+    """Return the entry computation's operations that take time, in the compiler's order."""
     computations = dict(_COMPUTATION.findall(module))
     bodies: dict[str, str] = {}
 
     def body(name: str) -> str:
-        """A computation's text without the names in it."""
+        """Return a computation's text with its names replaced by numbers."""
         if name not in bodies:
             order: dict[str, int] = {}
 
@@ -46,16 +46,16 @@ def operations(module: str) -> list[Line]:
     return list(_entry(module[module.index("\nENTRY") :], computations, body))
 
 
-def _entry(text: str, computations: dict[str, str], body) -> Iterator[Line]:
+def _entry(text: str, computations: dict[str, str], body: Callable[[str], str]) -> Iterator[HloOperation]:
     types: dict[str, str] = {}
     for name, result, kind, rest in _OPERATION.findall(text):
         types[name] = result
         target = re.search(r'custom_call_target="(\w+)"', rest)
-        if kind in _NOTHING_RUNS or (target and target[1] in _MARKERS):
+        if kind in _FREE or (target and target[1] in _MARKERS):
             continue
-        # A custom call's program is in its backend_config, everything else's is in the computations it calls.
+        # A custom call's program is in its backend_config; that of any other operation is in the computations it calls.
         plain = rest if target else _NOTES.sub("", rest)
         typed = _REFERENCE.sub(lambda found: body(found[1]) if found[1] in computations else types[found[1]], plain)
         if target:
             typed = re.sub(r", metadata=\{[^}]*\}", "", typed)
-        yield Line(name, result, target[1] if target else kind, rest, f"{kind} {result} {typed}")
+        yield HloOperation(name, result, target[1] if target else kind, rest, f"{kind} {result} {typed}")

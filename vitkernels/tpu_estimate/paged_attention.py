@@ -1,7 +1,7 @@
-"""Paged attention on a TPU v5e, estimated: pallas_tpu beside JAX's own kernel, on given lengths.
+"""Estimate paged attention on a TPU v5e for given context lengths: pallas_tpu and JAX's own kernel.
 
-How long such a kernel runs depends on the scalars it prefetches: lengths and tables. They are written into the dumped
-schedule as stores at its start, and the estimate (tpu_schedule) then follows the very branches and copies of that call.
+The time of such a kernel depends on the scalars that it prefetches: lengths and block tables. They are inserted into
+the dumped schedule as stores at its start, so the simulation follows the branches and copies of exactly this call.
 """
 
 import re
@@ -11,18 +11,21 @@ from pathlib import Path
 
 import numpy as np
 
-from vitkernels.benchmarks.paged_attention import Case
 from vitkernels.bridge.jax_compat import jax
 from vitkernels.errors import UsageError
-from vitkernels.tpu_estimate import dump as tpu_dump
-from vitkernels.tpu_estimate import program
+from vitkernels.tpu_estimate.compile_process import compile_in
+from vitkernels.tpu_estimate.estimate import ProgramEstimate, estimate_program
+from vitkernels.tpu_estimate.paged_attention_case import PagedAttentionCase
 
 CONTENDERS = ("pallas_tpu", "jax")
 
 
 def build(contender: str, sizes: dict, pages_per_compute_block: int):
-    """A contender as a JAX function, and the shapes of its arrays: bfloat16, as many pages as the table has places."""
-    shape, case = jax.ShapeDtypeStruct, Case(**sizes)
+    """Return a contender as a JAX function, and the shapes of its bfloat16 arrays.
+
+    The cache has as many pages as the block table has entries.
+    """
+    shape, case = jax.ShapeDtypeStruct, PagedAttentionCase(**sizes)
     B, K, S, D = case.sequences, case.key_heads, case.page_size, case.head_dim
     T = -(-case.tokens // S)
     cache = shape((K, B * T, S, D), "bfloat16")
@@ -37,11 +40,13 @@ def build(contender: str, sizes: dict, pages_per_compute_block: int):
     return partial(attend, pages_per_compute_block=pages_per_compute_block), arrays
 
 
-def prefetched(contender: str, case: Case, pages_per_compute_block: int, lens: np.ndarray) -> list[np.ndarray]:
-    """The scalars that the kernel reads, in its order."""
+def prefetched_scalars(
+    contender: str, case: PagedAttentionCase, pages_per_compute_block: int, lens: np.ndarray
+) -> list[np.ndarray]:
+    """Return the scalars that the kernel prefetches, in the order of its operands."""
     T = -(-case.tokens // case.page_size)
     tables = np.random.default_rng(0).permutation(len(lens) * T).reshape(len(lens), T)
-    if contender == "jax":  # which half of its buffer, and whether nothing has been loaded yet
+    if contender == "jax":  # the buffer's half to use first, and the flag that nothing is loaded yet
         return [lens, tables.reshape(-1), np.array([0]), np.array([1])]
     from vitkernels.ops.paged_attention.tpu.page_grid import PageGrid
 
@@ -50,23 +55,25 @@ def prefetched(contender: str, case: Case, pages_per_compute_block: int, lens: n
     return [np.asarray(x) for x in grid.schedule(lens, tables)]
 
 
-def estimate(contender: str, case: Case, pages_per_compute_block: int, lens: np.ndarray) -> program.Program:
-    """Compile and estimate; raises UsageError where the contender does not compile for the case."""
-    scalars = prefetched(contender, case, pages_per_compute_block, lens)
+def estimate(
+    contender: str, case: PagedAttentionCase, pages_per_compute_block: int, lens: np.ndarray
+) -> ProgramEstimate:
+    """Compile and estimate a contender; raise UsageError if it does not compile for the case."""
+    scalars = prefetched_scalars(contender, case, pages_per_compute_block, lens)
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
         arguments = (contender, vars(case), pages_per_compute_block)
-        dump = tpu_dump.compile_in(Path(folder), f"{__name__}:build", *arguments)
+        dump = compile_in(Path(folder), f"{__name__}:build", *arguments)
         for path in Path(folder).glob("*packed-bundles-post-ra.txt"):
             text = path.read_text()
             if "_to_smem" in text:
                 path.write_text(with_scalars(text, scalars))
-        return program.estimate(dump)
+        return estimate_program(dump)
 
 
 def with_scalars(text: str, scalars: list[np.ndarray]) -> str:
-    """The kernel's schedule with its prefetched scalars stored where it will look for them.
+    """Return the kernel's schedule with stores of its prefetched scalars at the start.
 
-    An array of them goes to SMEM by a copy, in the order of the operands; a single one arrives in a register.
+    The kernel copies an array of scalars to SMEM, in the order of its operands, and gets a single scalar in a register.
     """
     for index, values in enumerate(scalars):
         found = rf"inlined_call_operand\.<no memory space> \[shape: s32\[1\], index: {index}, .*?shape index: {{}}\]"
@@ -75,7 +82,8 @@ def with_scalars(text: str, scalars: list[np.ndarray]) -> str:
     copies = re.findall(r"dma\.\w+_to_smem [^;}]*/\*smem=\*/%(\w+)", text)
     arrays = [values for values in scalars if len(values) > 1]
     if len(copies) != len(arrays):
-        raise UsageError(f"{len(arrays)} arrays of scalars were given, and the kernel copies {len(copies)} to SMEM")
+        message = f"got {len(arrays)} arrays of scalars, but the kernel copies {len(copies)} to SMEM"
+        raise UsageError(message, code="tpu_estimate.scalars", arrays=len(arrays), copies=len(copies))
     stores = [
         f"%{9_000_000 + 100_000 * n + i} = sst [smem:[{bases[copy]} + $0x{i:x}]] {int(value)}"
         for n, (copy, values) in enumerate(zip(copies, arrays, strict=True))

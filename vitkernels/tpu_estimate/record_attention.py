@@ -1,6 +1,7 @@
-"""An attention backend alone as the lazy graph that torch_xla would give a TPU: recorded on a CPU, never run.
+"""Record an attention backend alone as the lazy graph that torch_xla would give a TPU, without executing it.
 
-So any backend can be estimated, a new one too; pallas_flash is its kernels' JAX function instead (tpu_attention).
+This makes every registered backend a contender. pallas_flash is estimated from its kernels' JAX function instead (see
+attention_contenders.py).
 
 Shape suffixes: B batch, N tokens, E = heads * head dim.
 """
@@ -16,17 +17,18 @@ from vitkernels.bridge import lazy_target
 from vitkernels.tpu_estimate.record_step import placeholder
 
 
-def record(name: str, which: str, batch: int, heads: int, tokens: int, head_dim: int, chip: str) -> bytes:
-    """The serialized HLO module of one of tpu_attention.PASSES, bfloat16; this process can run no torch_xla after it.
+def record(name: str, pass_name: str, batch: int, heads: int, tokens: int, head_dim: int, chip: str) -> bytes:
+    """Return the serialized HLO module of one of attention_contenders.PASSES in bfloat16.
 
-    From packed qkv (B, N, 3E) to (B, N, E), or with the projections around it from (B, N, E).
+    It maps a packed qkv (B, N, 3E) to (B, N, E), or x (B, N, E) if the pass includes the projections. The process
+    cannot use torch_xla afterwards.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
     import torch_xla
 
     lazy_target.record_for("TPU", chip)
-    torch_xla.device()  # begins its backend
-    width, with_projections = heads * head_dim, which == "with projections"
+    torch_xla.device()  # initializes the backend
+    width, with_projections = heads * head_dim, pass_name == "with projections"
 
     def array(*shape: int) -> Tensor:
         return placeholder(torch.empty(shape, dtype=torch.bfloat16, device="meta")).requires_grad_()
@@ -37,6 +39,6 @@ def record(name: str, which: str, batch: int, heads: int, tokens: int, head_dim:
     out_BNE = attention.get(name).qkvpacked(qkv_BNF.unflatten(2, (3, heads, head_dim)))
     out_BNE = F.linear(out_BNE, inputs[2]) if with_projections else out_BNE
     results = [out_BNE.detach()]
-    if which != "forward":
+    if pass_name != "forward":
         results += torch.autograd.grad(out_BNE, inputs, array(batch, tokens, width).detach())
     return torch_xla._XLAC._get_xla_tensors_hlo_proto(results)

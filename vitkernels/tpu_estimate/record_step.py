@@ -135,7 +135,7 @@ def take_steps(cfg: Config, runtime: XlaRuntime, steps: int) -> None:
 
 
 def build(chip: str, *overrides: str) -> tuple[bytes, dict[int, int]]:
-    """Record the step of `python train.py *overrides` for that chip, as `dump.compile_in` takes it.
+    """Record the step of `python train.py *overrides` for that chip, as `compile_process.compile_in` takes it.
 
     The process can record one step only: its torch_xla device is left without values.
     """

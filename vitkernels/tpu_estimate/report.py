@@ -1,4 +1,4 @@
-"""The attention report: estimated rows as dictionaries (for JSON), as a table, and the validation beside them."""
+"""Report estimates of attention: rows as dictionaries (for JSON) and as tables, together with the validation."""
 
 import json
 from datetime import date
@@ -6,32 +6,33 @@ from importlib.metadata import version
 from pathlib import Path
 
 from vitkernels.errors import UsageError
-from vitkernels.tpu_estimate import attention
+from vitkernels.tpu_estimate import attention_contenders
 from vitkernels.tpu_estimate.chips import CHIPS, Chip
-from vitkernels.tpu_estimate.program import Operation, Program
-from vitkernels.tpu_estimate.validate import CASES, CAVEAT
+from vitkernels.tpu_estimate.estimate import OperationEstimate, ProgramEstimate
+from vitkernels.tpu_estimate.validate import CAVEAT, PUBLISHED
 
 
-def row(contender: str, which: str, shape: tuple[int, int, int, int], chip: Chip = CHIPS["v5e"]) -> dict:
-    """One contender's pass; where it does not compile, the reason as `error`. Every time in it is an estimate."""
-    named = {"shape_BHND": list(shape), "dtype": "bfloat16", "chip": chip.name, "contender": contender, "pass": which}
+def row(contender: str, pass_name: str, shape: tuple[int, int, int, int], chip: Chip = CHIPS["v5e"]) -> dict:
+    """Return the estimate of one pass of a contender, or the reason why it does not compile as `error`."""
+    identity = {"shape_BHND": list(shape), "dtype": "bfloat16", "chip": chip.name, "contender": contender}
+    identity["pass"] = pass_name
     try:
-        program = attention.estimate(contender, which, shape, chip)
+        program = attention_contenders.estimate(contender, pass_name, shape, chip)
     except UsageError as error:
-        return named | {"error": str(error)}
-    return named | summary(program) | {"operations": [_operation(operation) for operation in program.operations]}
+        return identity | {"error": str(error)}
+    return identity | summary(program) | {"operations": [_operation(operation) for operation in program.operations]}
 
 
 def append(found: dict, path: Path) -> None:
-    """A row, with what it was estimated with and without its operations, as a line of a results file."""
+    """Append a row to a results file, with date and versions and without its operations."""
     versions = {name: version(name) for name in ("jax", "libtpu")}
     label = {"label": "ESTIMATE, no TPU was used", "date": date.today().isoformat(), **versions}
     with path.open("a") as file:
         file.write(json.dumps(label | {key: x for key, x in found.items() if key != "operations"}) + "\n")
 
 
-def summary(program: Program) -> dict:
-    """Milliseconds and bytes of a whole program."""
+def summary(program: ProgramEstimate) -> dict:
+    """Return the times (ms) and sizes (bytes) of a program."""
     schedules = [(o.schedule, o.vmem or 0) for o in program.operations if o.schedule]
     cycles = sum(schedule.cycles for schedule, _ in schedules)
     busy = sum(schedule.busy.get("MXU", 0.0) * schedule.cycles for schedule, _ in schedules)
@@ -50,7 +51,7 @@ def summary(program: Program) -> dict:
     }
 
 
-def _operation(operation: Operation) -> dict:
+def _operation(operation: OperationEstimate) -> dict:
     found = {
         "name": operation.name,
         "kind": operation.kind,
@@ -81,7 +82,10 @@ _COLUMNS = ("pass", "contender", "ESTIMATE ms", "compute ms", "HBM ms", "MXU", "
 
 
 def table(rows: list[dict]) -> str:
-    """Rows of one shape as Markdown. Ratio: an estimate over that of the first contender in the same pass."""
+    """Return the rows of one shape as Markdown.
+
+    The ratio is an estimate divided by that of the first contender in the same pass.
+    """
     lines = ["| " + " | ".join(_COLUMNS) + " |", "|---" * len(_COLUMNS) + "|"]
     first: dict[str, float] = {}
     for found in rows:
@@ -98,24 +102,24 @@ def table(rows: list[dict]) -> str:
         if found["note"]:
             lines.append(f"| | {found['note']} |")
         if found["untimed"]:
-            lines.append(f"| | not read from a schedule: {', '.join(found['untimed'])} |")
+            lines.append(f"| | no readable schedule: {', '.join(found['untimed'])} |")
     return "\n".join(lines)
 
 
-def against_the_best(rows: list[dict]) -> str:
-    """How many times as fast as the best of the others the first contender is, pass by pass; rows of one shape."""
+def speedup_over_best(rows: list[dict]) -> str:
+    """Return the speedup of the first contender over the best other one, per pass; rows of one shape."""
     parts = []
-    for which in dict.fromkeys(found["pass"] for found in rows):
-        first, *others = [found for found in rows if found["pass"] == which]
+    for pass_name in dict.fromkeys(found["pass"] for found in rows):
+        first, *others = [found for found in rows if found["pass"] == pass_name]
         others = [found for found in others if "error" not in found]
         if "error" not in first and others:
             best = min(others, key=lambda found: found["estimate_ms"])
-            parts.append(f"{which} {best['estimate_ms'] / first['estimate_ms']:.2f} × ({best['contender']})")
-    return f"ESTIMATED, {rows[0]['contender']} against the best of the others: {', '.join(parts) or 'there is none'}"
+            parts.append(f"{pass_name} {best['estimate_ms'] / first['estimate_ms']:.2f} × ({best['contender']})")
+    return f"ESTIMATED speedup of {rows[0]['contender']} over the best other contender: {', '.join(parts) or 'none'}"
 
 
 def operations_table(found: dict) -> str:
-    """The operations of one row that take time, longest first."""
+    """Return a table of a row's operations, longest first."""
     lines = ["| operation | kind | ESTIMATE ms | XLA's own ms | compute ms | HBM ms |", "|---" * 6 + "|"]
     for operation in sorted(found.get("operations", ()), key=lambda o: -o["estimate_ms"]):
         times = [operation["estimate_ms"], operation["estimate_of_xla_ms"]]
@@ -126,21 +130,24 @@ def operations_table(found: dict) -> str:
 
 
 def caveat(chip: Chip) -> str:
-    """How far an estimate for the chip can be trusted."""
+    """Return how far an estimate for the chip can be trusted."""
     text = CAVEAT.replace("v5e; no TPU", f"{chip.name}; no TPU")
     if chip.validated:
         return text
-    return f"{text} NOT VALIDATED for {chip.name}: published timings are v5e's, its clock and bandwidth data sheets'."
+    return (
+        f"{text} NOT VALIDATED for {chip.name}: the published timings are for v5e; clock and bandwidth are those "
+        f"of the {chip.name} data sheet."
+    )
 
 
 def validation(chip: Chip = CHIPS["v5e"]) -> str:
-    """The caveat, and the method's estimates beside what others measured on a real v5e."""
+    """Return the caveat, and a table of estimates next to timings published for a real v5e."""
     lines = [caveat(chip), "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]
-    lines += [f"| {c.what} | {c.recorded_ms:g} | {c.published_ms:g} | {c.ratio:.2f} |" for c in CASES]
+    lines += [f"| {c.what} | {c.recorded_ms:g} | {c.published_ms:g} | {c.ratio:.2f} |" for c in PUBLISHED]
     return "\n".join(lines)
 
 
 def document(rows: list[dict], chip: Chip = CHIPS["v5e"]) -> dict:
-    """Everything, for JSON."""
-    cases = [{"case": c.what, "estimate_ms": c.recorded_ms, "published_ms": c.published_ms} for c in CASES]
+    """Return the full report for JSON."""
+    cases = [{"case": c.what, "estimate_ms": c.recorded_ms, "published_ms": c.published_ms} for c in PUBLISHED]
     return {"label": "ESTIMATE", "chip": chip.name, "caveat": caveat(chip), "validation": cases, "rows": rows}

@@ -1,44 +1,44 @@
-"""How long one compiled TPU kernel takes, from the schedule that libtpu dumped: an estimate, with no TPU.
+"""Estimate how long one compiled TPU kernel takes by simulating the schedule that libtpu dumped.
 
-The dump's `packed-bundles-post-ra` text holds one VLIW bundle per modelled cycle, stalls included as empty bundles. The
-scalar instructions that decide branches and copies are run for real, so loops have their true trip counts; vector
-instructions only take their cycle. Copies to and from HBM share one queue: each takes its bytes at the HBM's bandwidth
-and lands a latency later; a wait for a copy that has not landed stalls. What comes out is the time of that timeline,
-at least the compute (bundles) and at least the memory (bytes over bandwidth).
+The dump's `packed-bundles-post-ra` text holds one VLIW bundle per modelled cycle, with stalls as empty bundles. The
+scalar instructions that decide branches and copies are executed, so loops have their true trip counts; vector
+instructions only take their cycle. Copies to and from HBM share one queue: each occupies the HBM for its bytes over the
+bandwidth, and lands a fixed latency later. A wait for a copy that has not landed stalls. The estimate is the length of
+this timeline, which is at least the compute time (bundles) and at least the memory time (bytes over bandwidth).
 
-The clock and the bandwidth are the chip's published ones (tpu_chips); the latency was fitted to published timings of
-v5e, and is taken for the other chips unfitted. On a chip of two cores the time is the first core's, with half the
-bandwidth: its number, 0, is the scalar memory that a program reads and does not write.
+Clock and bandwidth are the chip's published figures (chips.py). The latency was fitted to published timings for v5e and
+is used unchanged for the other chips. On a chip of two cores, the estimate is that of core 0 with half the bandwidth:
+scalar memory that a program reads but does not write holds the core's number.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from vitkernels.tpu_estimate.bundles import Decoder, Instruction, parse_bundles, parse_utilisation, relevant
+from vitkernels.tpu_estimate.bundles import Decoder, ScalarInstruction, parse_bundles, parse_utilization, relevant
 from vitkernels.tpu_estimate.chips import CHIPS, Chip
 
 COPY_LATENCY_CYCLES = 670
-LOCAL_LATENCY_CYCLES, LOCAL_BYTES_PER_CYCLE = 100, 1024  # copies inside the chip; seldom on the critical path
+LOCAL_LATENCY_CYCLES, LOCAL_BYTES_PER_CYCLE = 100, 1024  # copies within the chip, rarely on the critical path
 GRANULE_BYTES = 32
-DELAY_SLOTS = 4  # bundles after a branch that run whether or not it is taken
+DELAY_SLOTS = 4  # bundles after a branch that run whether it is taken or not
 
 
 @dataclass
-class Schedule:
-    """What one kernel's schedule says; cycles of the chip's clock, bytes to and from HBM."""
+class KernelSchedule:
+    """The simulated schedule of one kernel; times in cycles of the chip's clock."""
 
     bundles: int  # in the program
-    cycles: float  # of the whole timeline: bundles run, waits, and copies still under way at the end
-    issued: int  # bundles run, empty ones included
-    empty: int  # of those, the ones that issue nothing
-    stalled: float  # cycles waited for copies
-    read: int
-    written: int
+    cycles: float  # of the timeline: bundles issued, stalls, and copies still in flight at the end
+    issued: int  # bundles executed, empty ones included
+    empty: int  # executed bundles that issue nothing
+    stalled: float  # cycles spent waiting for copies
+    read: int  # bytes from HBM
+    written: int  # bytes to HBM
     busy: dict[str, float] = field(default_factory=dict)  # each unit's share of its capacity over the timeline
-    spills: int = 0  # vector registers stored to VMEM for want of registers, over the whole run
-    fills: int = 0
-    unknown: tuple[str, ...] = ()  # what branches or copies depend on and this module cannot interpret
-    complete: bool = True  # False: the interpreter gave up after too many branches
+    spills: int = 0  # vector registers spilled to VMEM, over the entire run
+    fills: int = 0  # vector registers filled from VMEM
+    unknown: tuple[str, ...] = ()  # inputs of branches or copies that cannot be interpreted
+    complete: bool = True  # False if the simulation ended at its limit of branches
     chip: Chip = CHIPS["v5e"]
 
     @property
@@ -55,18 +55,18 @@ class Schedule:
 
     @property
     def estimate_ms(self) -> float:
-        """The timeline's length: max(compute, memory), plus what latency and order add to it."""
+        """Return the length of the timeline: max(compute, memory), plus what latency and ordering add."""
         return self.cycles / self.chip.clock_hz * 1e3
 
 
 class _CopyQueue:
-    """Copies under way. Those to and from HBM take turns; times in cycles."""
+    """Copies in flight; those to and from HBM are serialized. Times in cycles."""
 
     def __init__(self, chip: Chip):
         self._cycles_per_byte = chip.clock_hz / chip.core_bandwidth
-        self.free = 0.0  # when the last HBM copy has left the queue
+        self.free = 0.0  # when the last HBM copy leaves the queue
         self.read = self.written = 0
-        self._landing: dict[int, float] = {}  # by sync flag
+        self._landing: dict[int, float] = {}  # time by sync flag
 
     def start(self, now: float, opcode: str, granules: int, flag: int) -> None:
         size = granules * GRANULE_BYTES
@@ -81,21 +81,21 @@ class _CopyQueue:
         self._landing[flag] = max(lands, self._landing.get(flag, 0.0))
 
     def wait(self, now: float, flag: int) -> float:
-        """Cycles until everything announced on the flag has landed."""
+        """Return the cycles until every copy that signals the flag has landed."""
         return max(0.0, self._landing.pop(flag, 0.0) - now)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Bundles that run one after another: to the end of the first branch's delay slots, or to a branch's target."""
+    """Bundles that run in sequence: up to the end of a branch's delay slots, or up to a branch target."""
 
     start: int
     end: int
-    steps: tuple[tuple[int, list[Instruction]], ...]  # (bundles issued by then, its instructions)
+    steps: tuple[tuple[int, list[ScalarInstruction]], ...]  # (bundles issued so far, instructions)
 
 
 class _Core:
-    """Runs a program's scalar instructions. All of a bundle's read before any of them writes."""
+    """Interpret a program's scalar instructions; all those of a bundle read before any of them writes."""
 
     def __init__(self, bundles, chip: Chip):
         self.chip = chip
@@ -109,12 +109,12 @@ class _Core:
         self.memory: dict[int, int] = {}
         self.divided: dict[str, list[int]] = {}
         self.segments: dict[int, _Segment] = {}
-        self.visits: Counter[int] = Counter()  # how often each segment ran, by its start
+        self.visits: Counter[int] = Counter()  # executions of each segment, by its start
 
-    def run(self, most_segments: int) -> bool:
-        """False when it gave up."""
+    def run(self, max_segments: int) -> bool:
+        """Run the program; return False if it has not ended after this many segments."""
         segments, at = self.segments, 0
-        for _ in range(most_segments):
+        for _ in range(max_segments):
             if at >= len(self.program):
                 return True
             if at not in segments:
@@ -141,8 +141,8 @@ class _Core:
                 break
         return _Segment(start, end, tuple(steps))
 
-    def _step(self, issued: int, instructions: list[Instruction]) -> int | None:
-        """Where a branch of the bundle leads; None when it goes on."""
+    def _step(self, issued: int, instructions: list[ScalarInstruction]) -> int | None:
+        """Execute a bundle's instructions; return the target of a taken branch, or None."""
         registers, writes, jump = self.registers, [], None
         for i in instructions:
             if i.predicate is not None and bool(registers[i.predicate]) != i.wanted:
@@ -169,24 +169,29 @@ class _Core:
             registers[target] = value
         return jump
 
-    def _value(self, instruction: Instruction, values: list[int]) -> int:
+    def _value(self, instruction: ScalarInstruction, values: list[int]) -> int:
         if instruction.opcode == "spop.drf":  # the quotient first, then the remainder
             return self.divided[instruction.sources[0]].pop(0)
         if instruction.opcode != "sld":
             return instruction.function(*values)
         if values[0] not in self.memory and self.chip.cores == 1:
-            self.unknown.add("scalar memory that the program itself does not write")
+            self.unknown.add("scalar memory that the program does not write")
         return self.memory.get(values[0], 0)
 
 
 def simulate(
-    bundles_text: str, utilisation_text: str = "", chip: Chip = CHIPS["v5e"], most_segments: int = 2_000_000
-) -> Schedule:
-    """The schedule in a `packed-bundles-post-ra` dump, and `pre-delay_hlo-static-per-bundle-utilization` if at hand."""
+    bundles_text: str, utilization_text: str = "", chip: Chip = CHIPS["v5e"], max_segments: int = 2_000_000
+) -> KernelSchedule:
+    """Return the schedule of a kernel.
+
+    Args:
+        bundles_text: its `packed-bundles-post-ra` dump.
+        utilization_text: its `pre-delay_hlo-static-per-bundle-utilization` dump, if there is one.
+    """
     bundles = parse_bundles(bundles_text)
-    capacities, rows = parse_utilisation(utilisation_text)
+    capacities, rows = parse_utilization(utilization_text)
     core = _Core(bundles, chip)
-    complete = not core.unknown and core.run(most_segments)
+    complete = not core.unknown and core.run(max_segments)
     used, empty = [0] * len(capacities), 0
     for start, times in core.visits.items():
         segment = core.segments[start]
@@ -195,7 +200,7 @@ def simulate(
             used = [total + times * count for total, count in zip(used, row, strict=True)]
     totals = dict(zip(capacities, used, strict=True))
     cycles = max(core.issued + core.stalled, core.copies.free)
-    return Schedule(
+    return KernelSchedule(
         bundles=len(bundles),
         cycles=cycles,
         issued=core.issued,

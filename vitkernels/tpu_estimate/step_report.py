@@ -1,40 +1,38 @@
-"""The report on a whole training step: what each kernel costs, what dominates, and whether it fits. All estimates."""
+"""Report the estimate of a training step: the cost of each kernel, what dominates, and whether it fits into HBM."""
 
 import re
 import tempfile
 import textwrap
 from pathlib import Path
 
-from vitkernels.tpu_estimate import dump as tpu_dump
-from vitkernels.tpu_estimate import program as tpu_program
-from vitkernels.tpu_estimate import validate
 from vitkernels.tpu_estimate.chips import Chip
-from vitkernels.tpu_estimate.program import Operation, Program
+from vitkernels.tpu_estimate.compile_process import compile_in
+from vitkernels.tpu_estimate.estimate import OperationEstimate, ProgramEstimate, estimate_program
 from vitkernels.tpu_estimate.report import caveat, summary
+from vitkernels.tpu_estimate.validate import PUBLISHED
 
 _COPIES = ("copy", "copy-done", "slice-done", "slice", "transpose", "reshape", "concatenate", "bitcast-convert")
-# libtpu puts a flash attention of its own, which it calls so, in place of a plain softmax(q kᵀ) v.
+# libtpu replaces a plain softmax(q kᵀ) v by its own flash attention, under this name.
 _XLA_FLASH = re.compile(r"name(\.\d+)?")
 
 
-def estimate(overrides: list[str], chip: Chip, timeout: float = 3600) -> Program:
-    """Record, compile and estimate the step of `python train.py *overrides`; raises UsageError where that fails."""
+def estimate(overrides: list[str], chip: Chip, timeout: float = 3600) -> ProgramEstimate:
+    """Record, compile and estimate the step of `python train.py *overrides`; raise UsageError if any of these fails."""
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
         build = "vitkernels.tpu_estimate.record_step:build"
-        dump = tpu_dump.compile_in(Path(folder), build, chip.name, *overrides, chip=chip.name, timeout=timeout)
-        return tpu_program.estimate(dump)
+        return estimate_program(compile_in(Path(folder), build, chip.name, *overrides, chip=chip.name, timeout=timeout))
 
 
-def part(operation: Operation) -> str:
-    """Which part of the step an operation belongs to. XLA's fusions are named after the operation at their root."""
+def part(operation: OperationEstimate) -> str:
+    """Return the part of the step that an operation belongs to; a fusion is classified by its root operation."""
     torch_op = _torch_op(operation.source)
     if operation.kind == "tpu_custom_call":
-        return "attention kernel of XLA's own" if _XLA_FLASH.fullmatch(operation.name) else "Pallas kernels"
+        return "XLA's own attention kernel" if _XLA_FLASH.fullmatch(operation.name) else "Pallas kernels"
     if operation.kind in _COPIES:
         return "copies"
     if "/torch/optim/" in operation.file or "/clip_grad" in operation.file:
         return "optimizer"
-    # The matmul of two activations is attention's; a linear layer's is mm or addmm.
+    # A matmul of two activations belongs to attention; linear layers use mm or addmm.
     if "/vitkernels/attention/" in operation.file or "softmax" in torch_op or torch_op in ("aten__matmul", "aten__bmm"):
         return "attention in XLA"
     if operation.schedule is not None and operation.schedule.busy.get("MXU", 0.0) > 0.05:
@@ -50,13 +48,16 @@ def _torch_op(source: str) -> str:
     return source.split("/")[0].split(".")[0]
 
 
-def step(program: Program, batch: int, flops: float | None) -> dict:
-    """The whole step: milliseconds, what dominates, memory. flops: of the model, forward and backward."""
+def step(program: ProgramEstimate, batch: int, flops: float | None) -> dict:
+    """Return the figures of a step: times in ms, the share of each part, memory.
+
+    flops: model FLOPs of the step, forward and backward; None if unknown.
+    """
     parts: dict[str, float] = {}
     for operation in program.operations:
         parts[part(operation)] = parts.get(part(operation), 0.0) + operation.estimate_ms
     memory, chip = program.memory, program.chip
-    # What is aliased is counted as argument and as output, and is there once.
+    # Aliased memory is counted as argument and as output, but exists once.
     need = sum(memory[name] for name in ("argument", "output", "temp", "generated_code")) - memory["alias"]
     ms, untimed = program.estimate_ms, set(program.untimed)
     return summary(program) | {
@@ -69,16 +70,19 @@ def step(program: Program, batch: int, flops: float | None) -> dict:
     }
 
 
-def kernels(program: Program) -> list[dict]:
-    """One row per distinct kernel, longest first in all; figures of one run, except `estimate_ms_in_all`."""
-    same: dict[str, list[Operation]] = {}
+def kernels(program: ProgramEstimate) -> list[dict]:
+    """Return a row per distinct kernel, by descending total time.
+
+    Figures are those of one execution, except `estimate_ms_in_all`.
+    """
+    same: dict[str, list[OperationEstimate]] = {}
     for operation in program.operations:
         same.setdefault(operation.kernel, []).append(operation)
     rows = [_kernel(found) for found in same.values()]
     return sorted(rows, key=lambda row: -row["estimate_ms_in_all"])
 
 
-def _kernel(same: list[Operation]) -> dict:
+def _kernel(same: list[OperationEstimate]) -> dict:
     one, schedule = same[0], same[0].schedule
     row = {
         "kernel": one.kernel,
@@ -93,7 +97,7 @@ def _kernel(same: list[Operation]) -> dict:
     if schedule is not None:
         row |= {
             "bundles": schedule.bundles,
-            "scheduled_bundles": schedule.issued,  # bundles times the trips of the loops they are in
+            "scheduled_bundles": schedule.issued,  # bundles times the trip counts of their loops
             "mxu_share": schedule.busy.get("MXU", 0.0),
             "hbm_traffic_bytes": schedule.read + schedule.written,
             "estimate_compute_ms": schedule.compute_ms,
@@ -104,15 +108,15 @@ def _kernel(same: list[Operation]) -> dict:
 
 
 _HEAD = (
-    "| kernel | of | part | × | ESTIMATE ms in all | each | compute | HBM | HBM MiB | MXU | bundles × trips | spills "
-    "| VMEM MiB |"
+    "| kernel | torch op | part | runs | ESTIMATE ms in total | each | compute | HBM | HBM MiB | MXU | bundles × trips "
+    "| spills | VMEM MiB |"
 )
 
 
-def kernel_table(rows: list[dict], most: int = 20) -> str:
-    """The longest kernels as Markdown, with the torch operation that each comes from (a fusion's: that at its root)."""
+def kernel_table(rows: list[dict], limit: int = 20) -> str:
+    """Return the longest kernels as Markdown, each with its torch operation (of a fusion, the root's)."""
     lines = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
-    for row in rows[:most]:
+    for row in rows[:limit]:
         cells = [row["kernel"], _torch_op(row["source"]), row["part"], str(row["times_run"])]
         cells += [f"{row['estimate_ms_in_all']:.2f}", f"{row['estimate_ms']:.3f}"]
         if "bundles" in row:
@@ -123,15 +127,15 @@ def kernel_table(rows: list[dict], most: int = 20) -> str:
             cells += ["–"] * 6
         cells.append("–" if row["vmem_bytes"] is None else f"{row['vmem_bytes'] / 2**20:.1f}")
         lines.append("| " + " | ".join(cells) + " |")
-    if (rest := rows[most:]) != []:
+    if (rest := rows[limit:]) != []:
         lines.append(f"| {len(rest)} more | | | | {sum(row['estimate_ms_in_all'] for row in rest):.2f} |" + " |" * 8)
     return "\n".join(lines)
 
 
 def step_table(steps: dict[str, dict], chip: Chip) -> str:
-    """Steps side by side; how many times as fast as the slowest."""
+    """Return a table that compares steps; the speedup is relative to the slowest."""
     head = (
-        "| attn | ESTIMATE ms | images/s | MFU | × as fast | dominated by | HBM GiB of "
+        "| attn | ESTIMATE ms | images/s | MFU | speedup | dominated by | HBM GiB of "
         + f"{chip.hbm_bytes >> 30} | fits |"
     )
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
@@ -153,19 +157,19 @@ def _short(ms: float) -> str:
 
 
 def untimed(row: dict) -> str:
-    """What the estimate of a step leaves out, in a sentence."""
+    """Return a sentence on the operations that the estimate of a step leaves out."""
     names = sorted({name.split(".")[0] for name in row["untimed"]})
     if not names:
-        return "Every operation's schedule was read."
+        return "The schedules of all operations were read."
     return (
-        f"{len(row['untimed'])} operations without a readable schedule ({', '.join(names)}): taken at XLA's own "
-        f"estimate, {row['estimate_ms_of_untimed']:.2f} ms in all, or at nothing where it has none (scalars). What it "
-        "takes to go from one operation to the next is not counted either."
+        f"{len(row['untimed'])} operations have no readable schedule ({', '.join(names)}) and are counted at XLA's own "
+        f"estimate, {row['estimate_ms_of_untimed']:.2f} ms in total, or as free if XLA has none (scalars). The gaps "
+        "between operations are not counted."
     )
 
 
 def picture(steps: dict[str, dict], title: str, chip: Chip, path: Path) -> None:
-    """Stacked bars, one per attention backend, of what the step's estimate is made of; beside them the validation."""
+    """Write a chart: a stacked bar of the step's parts per attention backend, and the validation to the right."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -175,7 +179,7 @@ def picture(steps: dict[str, dict], title: str, chip: Chip, path: Path) -> None:
     _bars(bars, {name: row for name, row in steps.items() if "error" not in row})
     for name in (name for name, row in steps.items() if "error" in row):
         bars.barh(name, 0)
-        bars.text(0, name, " does not compile: see the table", va="center")
+        bars.text(0, name, " does not compile, see the table", va="center")
     bars.invert_yaxis()
     bars.set_title(title)
     _ratios(ratios)
@@ -202,9 +206,9 @@ def _bars(axes, good: dict[str, dict]) -> None:
 
 
 def _ratios(axes) -> None:
-    names = [case.what for case in validate.CASES]
+    names = [case.what for case in PUBLISHED]
     axes.axvline(1, color="grey", linewidth=1)
-    axes.scatter([case.ratio for case in validate.CASES], range(len(names)), s=18, color="black")
+    axes.scatter([case.ratio for case in PUBLISHED], range(len(names)), s=18, color="black")
     axes.set_yticks(range(len(names)), names, fontsize=7)
     axes.invert_yaxis()
     axes.set_xlim(0.8, 1.2)

@@ -1,7 +1,8 @@
-"""JAX's own attention kernels for TPU as contenders: flash_attention and splash attention, right at every length.
+"""JAX's own attention kernels for TPU as contenders: flash attention and splash attention, correct at every length.
 
-Both get q, k and v as (B, H, N, D) and return that, so no packing copy is counted against them. Lengths that are no
-multiple of 128 are padded to one, with segment ids that keep the padding out: without, they fail or are wrong.
+Both take q, k and v as (B, H, N, D) and return that shape, so no packing copies are counted against them. Lengths that
+are not multiples of 128 are padded, with segment ids that mask the padding; without them, the kernels fail or return
+wrong results.
 """
 
 from functools import partial
@@ -12,18 +13,18 @@ from vitkernels.bridge.jax_compat import jax
 
 LANES = 128
 CONTENDERS = ("jax_flash", "jax_splash")
-_SCORES = 20 * 2**16  # of a block; more of them do not fit in VMEM, or take minutes to compile
+_MAX_SCORES = 20 * 2**16  # per block; more exceed VMEM or take minutes to compile
 
 
 def candidates(contender: str, batch: int, tokens: int) -> list[tuple[int, int]]:
-    """(images in a block, tokens in a block) worth trying: blocks of 256 tokens or more that divide the padded problem.
+    """Return the block sizes to try, as (images, tokens): at least 256 tokens, dividing the padded length.
 
-    Smaller ones, JAX's default of 128 among them, are several times slower. Splash attention takes images one by one.
+    Smaller blocks, including JAX's default of 128, are several times slower. Splash attention takes single images.
     """
     padded = _round_up(tokens)
     sizes = [n for n in range(min(256, padded), padded + 1, LANES) if padded % n == 0]
     images = (1, 2, 4, 16) if contender == "jax_flash" else (1,)
-    return [(b, n) for n in sizes for b in images if batch % b == 0 and b * n * n <= _SCORES]
+    return [(b, n) for n in sizes for b in images if batch % b == 0 and b * n * n <= _MAX_SCORES]
 
 
 def _round_up(tokens: int) -> int:
@@ -31,7 +32,7 @@ def _round_up(tokens: int) -> int:
 
 
 def attend(contender: str, blocks: tuple[int, int], q_BHND, k_BHND, v_BHND):
-    """Attention with SDPA's scale, by one of JAX's kernels in the given blocks."""
+    """Return attention with SDPA's default scale, by one of JAX's kernels in the given (images, tokens) blocks."""
     N = q_BHND.shape[2]
     extra = _round_up(N) - N
     arrays = [jax.numpy.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))) for x in (q_BHND, k_BHND, v_BHND)]
@@ -66,7 +67,7 @@ def _splash(blocks, ids, q, k, v):
     mask = masks.MultiHeadMask([masks.FullMask((N, N)) for _ in range(heads)])
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
-    # Tables of which blocks to skip: there are none, and the estimate could not follow what a kernel reads in them.
+    # Drop the tables of blocks to skip: a full mask skips none, and the simulation could not follow reads from them.
     for info in ("fwd_mask_info", "dkv_mask_info"):
         setattr(kernel, info, getattr(kernel, info)._replace(data_next=None, block_mask=None))
     segments = None if ids is None else splash.SegmentIds(ids, ids)
