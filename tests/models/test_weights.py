@@ -34,7 +34,7 @@ def test_load_weights__lists_what_does_not_match():
     weights = tiny().state_dict()
     weights["extra"] = weights.pop("cls_token")
     with error("models.weights_mismatch", missing=["cls_token"], unexpected=["extra"], misshapen=["head.weight"]):
-        models.load_weights(tiny(num_classes=5), weights | {"head.bias": torch.zeros(5)}, "there")
+        models.load_weights(tiny(num_classes=5), weights | {"head.bias": torch.zeros(5)}, "a.pt")
 
 
 def test_read_state_dict__prefers_the_ema_in_a_timm_checkpoint(tmp_path, caplog):
@@ -57,44 +57,46 @@ def test_read_state_dict__prefers_the_ema_in_a_timm_checkpoint(tmp_path, caplog)
 
 
 def test_adapt_state_dict__resamples_positions_and_reinitializes_the_head(caplog):
-    there, here = tiny(), tiny(num_classes=5, img_size=32)
+    pretrained, model = tiny(), tiny(num_classes=5, img_size=32)
     one_for_all_patches = torch.randn(48)
-    there.pos_embed.data[:, 1:] = one_for_all_patches
-    weights = there.state_dict()
+    pretrained.pos_embed.data[:, 1:] = one_for_all_patches
+    weights = pretrained.state_dict()
     with caplog.at_level("INFO", "vitkernels"):
-        models.load_weights(here, models.adapt_state_dict(weights, here, new_classes=False), "there")
+        models.load_weights(model, models.adapt_state_dict(weights, model, new_classes=False), "a.pt")
     assert "from 5 to 17 tokens" in caplog.text and "head reinitialized" in caplog.text
-    assert torch.equal(here.blocks[0].attn.qkv.weight, there.blocks[0].attn.qkv.weight)
-    assert torch.equal(here.pos_embed[:, :1], there.pos_embed[:, :1])  # of the class token
+    assert torch.equal(model.blocks[0].attn.qkv.weight, pretrained.blocks[0].attn.qkv.weight)
+    assert torch.equal(model.pos_embed[:, :1], pretrained.pos_embed[:, :1])  # of the class token
     # A constant stays constant, up to float32 rounding of bicubic weights that sum to 1.
-    torch.testing.assert_close(here.pos_embed[0, 1:], one_for_all_patches.expand(16, -1))
+    torch.testing.assert_close(model.pos_embed[0, 1:], one_for_all_patches.expand(16, -1))
 
 
 def test_load_weights__image_size_message():
     """A snapshot of the wording."""
     shapes = r"pos_embed \(1, 17, 48\) \(the model has \(1, 5, 48\)\)"
-    with pytest.raises(UsageError, match=rf"^weights of there do not match the model: .*{shapes}; .* set img_size"):
-        models.load_weights(tiny(), tiny(img_size=32).state_dict(), "there")
+    with pytest.raises(UsageError, match=rf"^weights of a.pt do not match the model: .*{shapes}; .* set img_size"):
+        models.load_weights(tiny(), tiny(img_size=32).state_dict(), "a.pt")
 
 
 def test_adapt_state_dict__new_classes_reinitialize_a_head_of_the_same_size():
-    there, here = tiny(), tiny()
-    weights = there.state_dict()
-    own = here.head.weight.detach().clone()
-    assert torch.equal(models.adapt_state_dict(weights, here, new_classes=True)["head.weight"], own)
-    assert torch.equal(models.adapt_state_dict(weights, here, new_classes=False)["head.weight"], there.head.weight)
+    pretrained, model = tiny(), tiny()
+    weights = pretrained.state_dict()
+    own = model.head.weight.detach().clone()
+    assert torch.equal(models.adapt_state_dict(weights, model, new_classes=True)["head.weight"], own)
+    assert torch.equal(
+        models.adapt_state_dict(weights, model, new_classes=False)["head.weight"], pretrained.head.weight
+    )
 
 
 def test_adapt_state_dict__missing_head_is_reinitialized(caplog):
-    here, headless = tiny(), tiny(num_classes=0)
+    model, headless = tiny(), tiny(num_classes=0)
     with caplog.at_level("INFO", "vitkernels"):
-        models.load_weights(here, models.adapt_state_dict(headless.state_dict(), here, new_classes=False), "there")
+        models.load_weights(model, models.adapt_state_dict(headless.state_dict(), model, new_classes=False), "a.pt")
     assert "head reinitialized" in caplog.text
-    assert torch.equal(here.patch_embed.proj.weight, headless.patch_embed.proj.weight)
+    assert torch.equal(model.patch_embed.proj.weight, headless.patch_embed.proj.weight)
 
 
 def test_adapt_state_dict__other_width_still_does_not_match():
-    there, here = tiny(), tiny(embed_dim=24)
+    pretrained, model = tiny(), tiny(embed_dim=24)
     with error("models.weights_mismatch", missing=[], unexpected=[]) as caught:
-        models.load_weights(here, models.adapt_state_dict(there.state_dict(), here, new_classes=False), "there")
+        models.load_weights(model, models.adapt_state_dict(pretrained.state_dict(), model, new_classes=False), "a.pt")
     assert "img_size" not in str(caught.value)

@@ -54,7 +54,7 @@ class FusedLinear(SwappedModule, nn.Linear):
 
     backend: str
     is_qkv: bool
-    weights_in_float32 = True  # weight gradients are float32; under autocast they would be rounded
+    weights_in_float32 = True  # weight gradients are float32 even under autocast
 
     def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
         return linear(x, self.weight, self.bias if add_bias else None, is_qkv=self.is_qkv, backend=self.backend)
@@ -72,7 +72,7 @@ class FusedBlock(SwappedModule, Block):
 
     @property
     def weights_in_float32(self) -> bool:
-        """Whether weight gradients are float32, where under autocast they would be rounded: true of the op mlp."""
+        """Whether weight gradients are float32 under autocast, as those of the op mlp are."""
         return self.ops.get("mlp", "eager") != "eager"
 
     def forward(

@@ -116,7 +116,7 @@ def _only_tokens_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 def load_weights(model: nn.Module, state_dict: dict[str, torch.Tensor], source: str) -> None:
     """Load a state dict strictly.
 
-    source: where it came from, for the error.
+    source: origin of the state dict, for the error message.
 
     Raises:
         UsageError: "models.weights_mismatch" with the lists of names `missing`, `unexpected` and `misshapen`.

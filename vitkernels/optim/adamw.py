@@ -266,10 +266,10 @@ def _elements(address, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 def _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK: tl.constexpr):
     """Update the block of a parameter that begins at `start`; left: its size, None for a full block at aligned
     addresses."""
-    full: tl.constexpr = left is None
-    keep = None if full else tl.arange(0, BLOCK) < left
-    param, grad = _elements(param, start, BLOCK, full), _elements(grad, start, BLOCK, full)
-    exp_avg, exp_avg_sq = _elements(exp_avg, start, BLOCK, full), _elements(exp_avg_sq, start, BLOCK, full)
+    is_full: tl.constexpr = left is None
+    keep = None if is_full else tl.arange(0, BLOCK) < left
+    param, grad = _elements(param, start, BLOCK, is_full), _elements(grad, start, BLOCK, is_full)
+    exp_avg, exp_avg_sq = _elements(exp_avg, start, BLOCK, is_full), _elements(exp_avg_sq, start, BLOCK, is_full)
     g = tl.load(grad, mask=keep) * tl.load(scalars + 7)
     m = tl.load(exp_avg, mask=keep)
     v = tl.load(exp_avg_sq, mask=keep)

@@ -17,6 +17,12 @@ from vitkernels.runtime.peaks import peak_flops
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def unavailable_error(runtime: str, reason: str) -> UsageError:
+    """Return the error of a runtime that cannot be used on this machine."""
+    message = f"runtime {runtime!r} is unavailable: {reason}"
+    return UsageError(message, code="runtime.unavailable", runtime=runtime, reason=reason)
+
+
 class Runtime:
     """Device, autocast, clock, data feed and memory statistics of one kind of device; this class runs on the CPU.
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.runtime.base import Runtime
+from vitkernels.runtime.base import Runtime, unavailable_error
 
 _FUSED_OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")  # timm's names for classes of torch.optim
 
@@ -24,8 +24,7 @@ class CudaRuntime(Runtime):
     def _device(self) -> torch.device:
         reason = unavailable()
         if reason is not None:
-            message = f'runtime "cuda" is unavailable: {reason}'
-            raise UsageError(message, code="runtime.unavailable", runtime="cuda", reason=reason)
+            raise unavailable_error(self.name, reason)
         number = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))  # torchrun: one GPU per process
         count = torch.cuda.device_count()
         if number >= count:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitkernels.errors import UsageError
-from vitkernels.runtime.base import Runtime
+from vitkernels.runtime.base import Runtime, unavailable_error
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ class XlaRuntime(Runtime):
     def _device(self) -> torch.device:
         reason = unavailable()
         if reason is not None:
-            message = f'runtime "xla" is unavailable: {reason}'
-            raise UsageError(message, code="runtime.unavailable", runtime="xla", reason=reason)
+            raise unavailable_error(self.name, reason)
         import torch_xla
         import torch_xla.runtime as xr
 
@@ -73,7 +72,7 @@ class XlaRuntime(Runtime):
         def loaded():
             try:
                 yield from itertools.chain([first], batches)
-            except Exception as error:  # in the loader's thread, where raising it would only end the epoch
+            except Exception as error:  # raised in the loader's thread, it would only end the epoch
                 failed.append(error)
 
         # By default the loader cuts the graph after each batch. `end_step` cuts it once per step, so
