@@ -27,7 +27,7 @@ from vitkernels import parallel as strategies
 from vitkernels import runtime as runtimes
 from vitkernels.cli import command_line
 from vitkernels.config import Config, check_precision, from_run
-from vitkernels.data.loader import BadImagesError, WorkerDiedError
+from vitkernels.data import BadImagesError, WorkerDiedError
 from vitkernels.errors import UsageError
 from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime
@@ -102,8 +102,9 @@ def main(config: DictConfig) -> float | list[float] | None:
     try:
         run(from_run(config, HydraConfig.get().overrides.task), Path(HydraConfig.get().runtime.output_dir))
     except (UsageError, NonFiniteLossError, BadImagesError, WorkerDiedError) as error:
-        log.error("error: %s", error)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        is_usage = isinstance(error, UsageError)
+        log.error("error: %s", command_line.in_settings(error) if is_usage else error)
+        sys.exit(2 if is_usage else 1)
     except Exception:
         log.exception("internal error (please report it)")
         sys.exit(1)

@@ -1,12 +1,17 @@
-"""The command line: how mistakes are explained, which words are quoted, and what may be added with +."""
+"""Running train.py's main function: backends without YAML, exit statuses, mistakes worded for the command line."""
 
-import os
 from pathlib import Path
 
 import pytest
+from expecting import error
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 
 from vitkernels.cli import command_line
-from vitkernels.errors import EXIT_INTERRUPTED, UsageError
+from vitkernels.cli.known_settings import OPEN
+from vitkernels.cli.wording import explained, in_settings, no_setting, setting_of
+from vitkernels.errors import EXIT_INTERRUPTED, UsageError, unknown_name
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
 
@@ -19,95 +24,119 @@ def test_run__results_folder_cannot_be_created(words, setting, monkeypatch, caps
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     monkeypatch.setattr(command_line.hydra, "main", lambda **_: lambda job: main)
     assert command_line.run(main, CONF) == 2
-    (said,) = capsys.readouterr().out.splitlines()
-    assert said.startswith(
-        "error: the folder of the results cannot be written: [Errno 30] Read-only file system: '/mnt"
-    )
-    assert said.endswith(f"{setting}=FOLDER is another")
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("error: ") and "[Errno 30]" in line and line.endswith(f"{setting}=FOLDER")
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("attn=nosuch", "unknown attn 'nosuch'; known: auto"),
-        ("trainer.max_step=3", "there is no setting 'trainer.max_step'. Did you mean trainer.max_steps"),
-        ("checkpoint=runs/attn=sdpa/best", "quotes of its own: 'checkpoint=\"runs/attn=sdpa/best\"'"),
-        ("nonsense", "cannot read 'nonsense': a setting is name=value"),
-        ("data.root=~/a,b", "quotes of its own: 'data.root=\"~/a,b\"'"),
-        ("data.scale=[0.5", "a list needs its ]"),
-        (
-            "attn=native,sdpa",
-            "'attn=native,sdpa' has several values: python train.py -m ... makes a sweep of them; a comma",
-        ),
-        ("optim.lr=interval(1e-4, 1e-2)", "-m ... makes a sweep"),
-        ("data.root=/tmp", "no setting 'data.root' here: it belongs to data=imagefolder."),
-        ("model.kwargs.depth=2", "+model.kwargs.depth=... adds it"),
-    ],
-)
-def test_explain__names_value_and_fix(override, message):
-    from hydra import compose, initialize_config_dir
-    from hydra.errors import HydraException
-
-    with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(HydraException) as error:
-        compose("config", overrides=[override])
-    assert message in command_line.explain(error.value, CONF)
-
-
-def test_no_setting__does_not_suggest_plus_for_closed_groups():
-    assert "+" not in command_line._no_setting("trainer.max_step", {"trainer.max_steps": []})
-
-
-@pytest.mark.parametrize(
-    ("value", "meant"),
-    [
-        ("/tmp/my images (new)", "/tmp/my images (new)"),
-        ("~/nope", os.path.expanduser("~/nope")),
-        ("runs/attn=sdpa/best", "runs/attn=sdpa/best"),
-        ("/tmp/bücher", "/tmp/bücher"),
-    ],
-)
-def test_readable__quotes_paths(value, meant):
-    override = command_line._parsed(command_line.readable(f"data.root={value}"))
-    assert override.value() == meant and not override.is_sweep_override()
-
-
-@pytest.mark.parametrize(
-    "value", ["~/a,~/b", "tag(log, interval(1e-5, 1e-2))", "choice(a,b", "{a: 1", "[0.5", '"a b', "a,b", "1e-3", "a b"]
-)
-def test_readable__leaves_valid_and_ambiguous_values_alone(value):
-    assert command_line.readable(f"optim.lr={value}") == f"optim.lr={value}"
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("+trainer.max_step=5", "nothing reads a setting 'trainer.max_step'. Did you mean trainer.max_steps"),
-        ("++foo=1", "nothing reads a setting 'foo'.*model.kwargs.NAME"),
-        ("+optim.momentum=0.9,0.8", "nothing reads a setting 'optim.momentum'. Did you mean optim.kwargs.momentum"),
-        ("+parallel.foo=1", "nothing reads a setting 'parallel.foo'"),
-        ("++trainer={max_step: 5}", "nothing reads a setting 'trainer.max_step'"),
-        ("+trainer.max_steps=5", "trainer.max_steps is one already"),
-        ("+experiment=rise_of_pallas", "choose with experiment=NAME, without"),
-    ],
-)
-def test_check_added__rejects_unused_settings(word, message):
-    with pytest.raises(UsageError, match=message):
-        command_line.check_added([word], CONF)
-
-
-def test_check_added__accepts_used_settings():
-    words = ["+model.kwargs.depth=2", "+optim.kwargs.betas=[0.9,0.95]", "+attn.tiles.dq=64x32", "+data.mine=1"]
-    words += ["+hydra.job.env_set.A=1", "++trainer.max_steps=5", "++quant.skip=[head]", "+data.mixup.prob=0.5"]
-    command_line.check_added(words, CONF)
-    command_line.check_added(["--config-dir", "mine", "+recipe=mine"], CONF)
-
-
-def test_run__interrupted_single_run_message(monkeypatch, capsys):
-    """Unlike a sweep's, its command alone would start anew."""
+def test_run__interrupted_single_run(monkeypatch, capsys):
+    """Unlike a sweep's, its command alone would start again."""
 
     def main():
         raise KeyboardInterrupt
 
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert command_line.run(main, CONF) == EXIT_INTERRUPTED
-    assert capsys.readouterr().out == "interrupted; resume=auto goes on from the newest checkpoint, if any\n"
+    assert "resume=auto" in capsys.readouterr().out
+
+
+def test_run__library_error_names_the_setting(monkeypatch, capsys):
+    def main():
+        raise unknown_name("optimizer", "adamww", ["adamw"])
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    assert command_line.run(main, CONF) == 2
+    line = capsys.readouterr().out
+    assert "'adamw'" in line and line.endswith("Set with optim.opt=...\n")
+
+
+def test_run__current_folder_is_importable(monkeypatch, tmp_path):
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", ["somewhere"])
+    assert command_line.run(lambda: None, CONF) == 0
+    assert command_line.sys.path == ["somewhere", str(tmp_path)]
+
+
+@pytest.fixture
+def attn_mine(monkeypatch):
+    """An attention backend "mine" without a YAML file, as another package's is."""
+    names = command_line.attention.names()
+    monkeypatch.setattr(command_line.attention, "names", lambda: (*names, "mine"))
+    repo = ConfigStore.instance().repo
+    monkeypatch.setitem(repo, "attn", dict(repo.get("attn", {})))
+    command_line.add_backends(CONF)
+
+
+def test_backend_without_yaml__can_be_chosen_and_swept(attn_mine, settings):
+    assert settings("attn=mine").attn == {"name": "mine"}
+    assert settings("attn=mine", "+attn.tile=64").attn == {"name": "mine", "tile": 64}
+    assert settings("attn=sdpa").attn.name == "sdpa"  # YAML files stay
+
+
+def test_backend_without_yaml__is_among_the_choices(attn_mine):
+    with error("cli.option", group="attn", name="mien"):
+        raise explanation("attn=mien")
+    assert "mine" in str(explanation("attn=mien"))
+
+
+def explanation(override: str) -> UsageError:
+    with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(HydraException) as caught:
+        compose("config", overrides=[override])
+    return explained(caught.value, CONF)
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "fields", "fix"),
+    [
+        ("attn=nosuch", "option", {"group": "attn", "name": "nosuch"}, "attn=NAME"),
+        ("trainer.max_step=3", "setting", {"setting": "trainer.max_step"}, "Did you mean trainer.max_steps"),
+        ("checkpoint=a/b=c/best", "syntax", {"word": "checkpoint=a/b=c/best"}, "'checkpoint=\"a/b=c/best\"'"),
+        ("nonsense", "syntax", {"word": "nonsense"}, "attn=sdpa"),
+        ("data.root=~/a,b", "syntax", {"word": "data.root=~/a,b"}, "'data.root=\"~/a,b\"'"),
+        ("data.scale=[0.5", "syntax", {}, "bracket"),
+        ("attn=native,sdpa", "several_values", {"setting": "attn", "value": "native,sdpa"}, "'attn=\"native,sdpa\"'"),
+        ("optim.lr=interval(1e-4, 1e-2)", "several_values", {"setting": "optim.lr"}, "-m ..."),
+        ("data.root=/tmp", "setting", {"owners": ["data=imagefolder"]}, "data=imagefolder"),
+        ("model.kwargs.depth=2", "setting", {"setting": "model.kwargs.depth"}, "+model.kwargs.depth="),
+    ],
+)
+def test_explained__names_value_and_fix(override, code, fields, fix):
+    with error(f"cli.{code}", **fields) as caught:
+        raise explanation(override)
+    assert fix in str(caught.value)
+
+
+def test_explained__unknown_option_message():
+    assert str(explanation("schedule=cosin")) == (
+        "unknown schedule 'cosin'; known: constant, cosine. Did you mean 'cosine'? Choose with schedule=NAME."
+    )
+
+
+def test_no_setting__suggests_plus_only_for_open_groups():
+    assert "+" not in str(no_setting("trainer.max_step", {"trainer.max_steps": []}))
+    for name in OPEN:
+        assert f"+{name}x=" in str(no_setting(f"{name}x", {}))
+
+
+@pytest.mark.parametrize(
+    ("raised", "setting"),
+    [
+        (unknown_name("attention backend", "sdp", ["sdpa"]), "attn"),
+        (unknown_name("mlp backend", "x", ["auto"]), "ops.mlp"),
+        (unknown_name("parallel send", "x", ["auto"]), "parallel.send"),
+        (UsageError("no", code="registry.unsupported", op="attention"), "attn"),
+        (UsageError("no", code="registry.unsupported", op="linear"), "ops.linear"),
+        (UsageError("no", code="parallel.setting", setting="reshard"), "parallel.reshard"),
+        (UsageError("no", code="plan.accum_steps"), "trainer.accum_steps"),
+        (UsageError("no", code="config.range", setting="seed"), None),
+        (UsageError("no", code="data.bad_images"), None),
+    ],
+)
+def test_in_settings__adds_the_setting(raised, setting):
+    assert setting_of(raised) == setting
+    assert in_settings(raised).endswith(f"Set with {setting}=..." if setting else str(raised))
+
+
+def test_in_settings__leaves_a_message_that_names_the_setting():
+    raised = UsageError("attn=sdpa does not run here", code="attention.unsupported_model")
+    assert in_settings(raised) == str(raised)

@@ -17,6 +17,7 @@ from expecting import error
 from ranks import Ranks
 
 from vitkernels import parallel
+from vitkernels.cli.ranks import rank_arguments
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError
 from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime, xla
@@ -47,25 +48,25 @@ def on_host(monkeypatch):
 def test_rank_arguments__only_the_first_host_writes_and_others_log_their_rank(on_host):
     words = ["train.py", "hydra.run.dir=runs/a", "seed=1"]
     on_host(0, 4)
-    assert parallel.is_main("xla") and parallel.rank_arguments(words) == words
+    assert parallel.is_main("xla") and rank_arguments(words) == words
     on_host(3, 4)
     assert not parallel.is_main("xla") and not parallel.is_main("auto")
-    quiet = parallel.rank_arguments(words)
+    quiet = rank_arguments(words)
     assert "hydra.run.dir=." in quiet and "hydra.run.dir=runs/a" not in quiet and any("[rank 3]" in w for w in quiet)
     on_host(0, 1)
-    assert parallel.is_main("xla") and parallel.rank_arguments(words) == words
+    assert parallel.is_main("xla") and rank_arguments(words) == words
 
 
 def test_is_main__on_a_slice_host_that_trains_on_its_cpu(on_host):
     on_host(3, 4)
-    assert parallel.is_main("cpu") and parallel.rank_arguments(["train.py", "runtime=cpu"])[1:] == ["runtime=cpu"]
+    assert parallel.is_main("cpu") and rank_arguments(["train.py", "runtime=cpu"])[1:] == ["runtime=cpu"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_sweep__is_refused_on_every_host(on_host, rank):
     on_host(rank, 2)
-    with error("parallel.sweep", world=2):
-        parallel.rank_arguments(["train.py", "-m"])
+    with error("cli.sweep_on_ranks", world=2):
+        rank_arguments(["train.py", "-m"])
 
 
 def metadata(monkeypatch, addresses, number=1, chips=4, bounds=None):

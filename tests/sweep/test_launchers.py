@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import train
-from vitkernels.cli import command_line
+from vitkernels.cli import command_line, wording
 from vitkernels.sweep import job, slots
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -138,4 +138,4 @@ def test_explain__missing_launcher_names_extra_message():
     from hydra.errors import MissingConfigException
 
     error = MissingConfigException("", "hydra/launcher/submitit_slurm", ["basic"])
-    assert "pip install 'vitkernels[cluster]'" in command_line.explain(error, str(ROOT / "conf"))
+    assert "pip install 'vitkernels[cluster]'" in str(wording.explained(error, str(ROOT / "conf")))

@@ -158,7 +158,7 @@ class DataSettings:
 class OptimSettings:
     """Optimizer, from timm's factory."""
 
-    opt: str = setting("adamw", "Optimizer, by its name in timm.")
+    opt: str = setting("adamw", "Optimizer: its name in timm, or the import path of a class.")
     lr: float = setting(1e-3, "Learning rate after warm-up; not scaled by the batch size.", least=0)
     weight_decay: float = setting(0.05, "Weight decay; biases and norms have none.", least=0)
     layer_decay: float | None = setting(

@@ -7,8 +7,9 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _IS_INSTALLED = (_PACKAGE / "conf").is_dir()
 _HOME = _PACKAGE if _IS_INSTALLED else _PACKAGE.parent
 
-# How a user starts training here, for messages.
-PROGRAM = "vitkernels train" if _IS_INSTALLED else "python train.py"
+# How this process was started, or would be, for messages.
+_BY_COMMAND = _IS_INSTALLED or any(Path(word).name == "vitkernels" for word in sys.orig_argv[:4])
+PROGRAM = "vitkernels train" if _BY_COMMAND else "python train.py"
 
 
 def conf_dir() -> Path:

@@ -1,0 +1,43 @@
+"""The settings that exist: names in conf/, and the options of each group that have them."""
+
+import difflib
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+# Settings below these names are passed on as they are; the receiver knows their names and refuses others itself.
+OPEN = ("model.kwargs.", "optim.kwargs.", "data.mixup.")
+
+
+def read_owners(config_dir: str) -> dict[str, list[str]]:
+    """Return the dotted name of each setting, with the options (group=option) that have it.
+
+    Settings of config.yaml itself have an empty list.
+    """
+    owners = {name: [] for name in flat_names(_load(Path(config_dir) / "config.yaml"))}
+    for path in sorted(Path(config_dir).glob("*/*.yaml")):
+        group = path.parent.name
+        if group != "experiment":  # an experiment sets what the other groups have
+            for name in flat_names({group: _load(path)}):
+                owners.setdefault(name, []).append(f"{group}={path.stem}")
+    return owners
+
+
+def flat_names(node: dict, prefix: str = "") -> list[str]:
+    """Return the dotted names of all values in a nested mapping."""
+    names = []
+    for key, child in node.items():
+        names += flat_names(child, f"{prefix}{key}.") if isinstance(child, dict) and child else [f"{prefix}{key}"]
+    return names
+
+
+def suggestion(name: str, owners: dict[str, list[str]]) -> str:
+    """Return "Did you mean ...? " with the nearest names, or nothing."""
+    near = difflib.get_close_matches(name, owners, n=3, cutoff=0.75)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
+
+
+def _load(path: Path) -> dict:
+    content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    content.pop("defaults", None)
+    return content

@@ -1,0 +1,118 @@
+"""Word errors for the command line: Hydra's in one sentence, the library's with the setting that they are about."""
+
+import re
+
+from hydra.errors import MissingConfigException, OverrideParseException
+
+from vitkernels.cli.known_settings import OPEN, read_owners, suggestion
+from vitkernels.cli.overrides import parse
+from vitkernels.config.location import PROGRAM
+from vitkernels.errors import UsageError, unknown_name
+from vitkernels.sweep.job import quoted
+
+_IN_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
+
+# The setting that an error of the library is about: by its code, for unknown names by their kind.
+_SETTING_OF_CODE = {
+    "attention.options": "attn.NAME",
+    "attention.unsupported_model": "attn",
+    "models.arguments": "model.kwargs.NAME",
+    "optim.arguments": "optim.kwargs.NAME",
+    "optim.import": "optim.opt",
+    "optim.kernel": "ops.adamw",
+    "parallel.cuda_graphs": "compile",
+    "parallel.send": "parallel.send",
+    "parallel.host_memory": "parallel.send",
+    "parallel.world": "parallel",
+    "plan.accum_steps": "trainer.accum_steps",
+}
+_SETTING_OF_KIND = {
+    "8-bit dtype": "quant.dtype",
+    "attention backend": "attn",
+    "model": "model.name",
+    "optimizer": "optim.opt",
+    "optimizer kernel": "ops.adamw",
+    "parallel strategy": "parallel",
+    "precision": "runtime.precision",
+    "runtime": "runtime",
+}
+
+
+def in_settings(error: UsageError) -> str:
+    """Return the message of a library's error, with the setting that it is about unless the message names it."""
+    message, setting = str(error), setting_of(error)
+    if setting is None or f"{setting}=" in message:
+        return message
+    return f"{message.removesuffix('.')}. Set with {setting}=..."
+
+
+def setting_of(error: UsageError) -> str | None:
+    """Return the setting that an error of the library is about, None if it is about none."""
+    fields = error.fields
+    if error.code.startswith("config."):  # these speak of settings already
+        return None
+    if error.code == "unknown_name":
+        kind = fields["kind"]
+        of_op = f"ops.{kind.removesuffix(' backend')}" if kind.endswith(" backend") else None
+        of_strategy = kind.replace(" ", ".") if kind.startswith("parallel ") else None
+        return _SETTING_OF_KIND.get(kind) or of_op or of_strategy
+    if error.code == "registry.unsupported":
+        return "attn" if fields["op"] == "attention" else f"ops.{fields['op']}"
+    if error.code in ("parallel.setting", "parallel.value"):
+        return f"parallel.{fields['setting']}"
+    return _SETTING_OF_CODE.get(error.code)
+
+
+def explained(error: Exception, config_dir: str) -> UsageError:
+    """Return Hydra's error as one sentence that names the value, the choices and the fix.
+
+    Codes: cli.option for an unknown option of a group, cli.syntax, cli.several_values, cli.setting for an unknown
+    setting, cli.hydra for the rest.
+    """
+    if isinstance(error, MissingConfigException) and error.options:
+        return _unknown_option(error)
+    if isinstance(error, OverrideParseException):
+        message = f"cannot read {error.override!r}: {_how_to_write(error.override)}"
+        return UsageError(message, code="cli.syntax", word=error.override)
+    text = (str(error).splitlines() or [type(error).__name__])[0]
+    several = re.match(r"(Ambiguous value for argument|Sweep parameters) '(.+)'", text)
+    if several:
+        name, _, value = several[2].partition("=")
+        hint = f"; a literal comma needs quotes: '{name}=\"{value}\"'" if several[1].startswith("Ambiguous") else ""
+        message = f"{several[2]!r} has several values: `{PROGRAM} -m ...` runs a sweep over them{hint}"
+        return UsageError(message, code="cli.several_values", setting=name, value=value)
+    override = re.match(r"Could not override '([^']+)'", text)
+    if override and "not in" in f"{error} {error.__cause__}":  # "not in struct", or not in one of Hydra's own
+        return no_setting(override[1], read_owners(config_dir))
+    cause = error.__cause__
+    return UsageError(f"{text} ({str(cause).splitlines()[0]})" if cause else text, code="cli.hydra")
+
+
+def _unknown_option(error: MissingConfigException) -> UsageError:
+    group, _, option = (error.missing_cfg_file or "").rpartition("/")
+    unknown = unknown_name(group, option, error.options)
+    extra = " It comes with pip install 'vitkernels[cluster]'." if option in _IN_CLUSTER_EXTRA else ""
+    return UsageError(
+        f"{unknown} Choose with {group}=NAME.{extra}", code="cli.option", **{**unknown.fields, "group": group}
+    )
+
+
+def _how_to_write(word: str) -> str:
+    """Return the fix for a name=value that Hydra cannot read."""
+    name, equals, value = word.partition("=")
+    if re.match(r"[\[{\"']|\w+\(", value):
+        return "close its bracket, brace, parenthesis or quotation"
+    if equals and parse(f"{name}={quoted(value)}"):
+        return f"a value with =, commas or blanks needs quotes: '{name}=\"{value}\"'"
+    return "a setting is name=value, e.g. attn=sdpa or data.batch_size=64"
+
+
+def no_setting(key: str, owners: dict[str, list[str]]) -> UsageError:
+    """Return the error for a setting that does not exist, or not with the chosen options."""
+    plus = f"+{key}=... adds it." if key.startswith(OPEN) else ""
+    if owners.get(key):
+        message = f"no setting {key!r} here: it belongs to {' or '.join(owners[key])}. {plus}".strip()
+    else:
+        hint = plus or f"{suggestion(key, owners)}`{PROGRAM} --help` lists all settings."
+        message = f"no setting {key!r}. {hint}"
+    return UsageError(message, code="cli.setting", setting=key, owners=owners.get(key, []))
