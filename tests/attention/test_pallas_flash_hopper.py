@@ -10,11 +10,11 @@ import math
 import pytest
 import torch
 from hopper import error, jax, needs_new_jax
-from shapes import TOLERANCE
 from torch.nn import functional as F
 
 from vitkernels import attention
 from vitkernels.attention import Problem
+from vitkernels.testing.attention_reference import TOLERANCE
 
 
 def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):

@@ -65,12 +65,11 @@ class Problem:
 
 def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
     _check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, segment_ids=segment_ids)
-    _check_qkv(q, k, v)
+    scores = _check_qkv(q, k, v)
     for name, x in (("k", k), ("v", v), ("bias", bias), ("mask", mask), ("segment_ids", segment_ids)):
         if x is not None and x.device != q.device:
             message = f"{name} is on {x.device}, q on {q.device}; move them to one device"
             raise UsageError(message, code="attention.device", name=name)
-    scores = (*q.shape[:3], k.shape[2])
     if bias is not None:
         if not bias.dtype.is_floating_point:
             message = f"bias must be floating, got {bias.dtype}; pass a boolean keep-mask as mask="
@@ -97,26 +96,28 @@ def _check_tensors(**given) -> None:
             raise UsageError(message, code="attention.type", name=name)
 
 
-def _check_qkv(q, k, v) -> None:
-    shapes = {"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)}
-    got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+def _check_qkv(q, k, v) -> tuple[int, int, int, int]:
+    """Return the shape of the scores, (B, H, N, M)."""
     if not q.ndim == k.ndim == v.ndim == 4:
-        message = f"q, k and v must have 4 dimensions (batch, heads, tokens, head dim); got {got}"
-        raise UsageError(message, code="attention.shape", **shapes)
-    B, H, _, D = q.shape
+        raise _shape_error("q, k and v must have 4 dimensions (batch, heads, tokens, head dim)", q, k, v)
+    B, H, N, D = q.shape
     M = k.shape[2]
     if k.shape != (B, H, M, D) or v.shape != (B, H, M, D):
-        message = (
-            "k and v must have q's batch size, heads and head dim, and the same number of tokens as each other; "
-            f"got {got}"
-        )
-        raise UsageError(message, code="attention.shape", **shapes)
+        expected = "k and v must have q's batch size, heads and head dim, and the same number of tokens as each other"
+        raise _shape_error(expected, q, k, v)
     if D == 0:
-        raise UsageError(f"the head dim must be at least 1; got {got}", code="attention.head_dim", head_dim=0)
+        raise _shape_error("the head dim must be at least 1", q, k, v)
     is_floating = q.dtype.is_floating_point and q.dtype.itemsize > 1  # 8-bit floats are for storage alone
     if not dtype_of(q) == dtype_of(k) == dtype_of(v) or not is_floating:
         message = f"q, k and v must share one floating dtype of 16 bits or more; got {q.dtype}, {k.dtype} and {v.dtype}"
         raise UsageError(message, code="attention.dtype", name="q")
+    return B, H, N, M
+
+
+def _shape_error(expected: str, q: Tensor, k: Tensor, v: Tensor) -> UsageError:
+    shapes = {"q": tuple(q.shape), "k": tuple(k.shape), "v": tuple(v.shape)}
+    got = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+    return UsageError(f"{expected}; got {got}", code="attention.shape", **shapes)
 
 
 def _check_segment_ids(segment_ids: Tensor, scores: tuple[int, ...]) -> None:
