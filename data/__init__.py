@@ -1,1 +1,4 @@
-"""The data sets by the names that configurations give them; the code is in vitkernels.data."""
+"""The built-in data sets by short names, as `_target_: data.digits.build`; the code is in vitkernels.data.
+
+vitkernels/data/__init__.py shows how to write one.
+"""

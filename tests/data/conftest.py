@@ -1,4 +1,4 @@
-"""Small image folders and the comparisons that several tests need."""
+"""Small image folders and comparisons shared by several tests."""
 
 import random
 from pathlib import Path
@@ -10,7 +10,7 @@ from PIL import Image
 
 
 def write_noise(path: Path, size: tuple[int, int], seed: int) -> None:
-    """A photograph's worth of nothing: noise, so that no two images or crops are alike."""
+    """Write an image of noise, so that no two images or crops are equal."""
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
@@ -18,7 +18,7 @@ def write_noise(path: Path, size: tuple[int, int], seed: int) -> None:
 
 @pytest.fixture
 def make_root(tmp_path):
-    """make_root(train=…, val=…) -> a folder with that many images in each of the classes a, b and c."""
+    """make_root(train=..., val=...) creates a folder with that many images in each of the classes a, b and c."""
 
     def make(train: int = 7, val: int = 3, classes: str = "abc", size: tuple[int, int] = (40, 36)) -> Path:
         root = tmp_path / "images"
@@ -34,7 +34,7 @@ def make_root(tmp_path):
 
 @pytest.fixture
 def same():
-    """same(batches, others): equal lengths, and every tensor equal bit for bit."""
+    """same(batches, others): whether lengths and all tensors are equal bit for bit."""
 
     def compare(batches, others) -> bool:
         batches, others = list(batches), list(others)
@@ -49,7 +49,7 @@ def same():
 
 @pytest.fixture
 def rng_state():
-    """rng_state() -> something comparable that changes when any of the global generators is drawn from."""
+    """rng_state() returns a comparable value that changes with any draw from the global generators."""
 
     def state():
         name, keys, position, *gauss = np.random.get_state()

@@ -1,4 +1,4 @@
-"""The files in conf/data fit the functions that they name, and explain themselves."""
+"""The files in conf/data match the functions that they name, and comment every key."""
 
 import inspect
 import itertools
@@ -10,19 +10,19 @@ from omegaconf import OmegaConf
 
 FOLDER = Path(__file__).parents[2] / "conf" / "data"
 FILES = sorted(FOLDER.glob("*.yaml"))
-GIVEN = {"image_size", "in_chans", "seed", "train", "pin_memory", "shard"}  # what train.py passes
+GIVEN = {"image_size", "in_chans", "seed", "train", "pin_memory", "shard"}  # passed by training
 
 
 def parameters(config) -> dict[str, inspect.Parameter]:
     return dict(inspect.signature(get_method(config["_target_"])).parameters)
 
 
-def test_there_is_one_for_each_data_set():
+def test_conf_data__has_one_file_per_data_set():
     assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_keys_are_the_arguments(path):
+def test_conf_data__keys_and_defaults_are_the_function_s(path):
     config = OmegaConf.to_container(OmegaConf.load(path))
     expected = parameters(config)
     assert config.keys() - {"_target_"} == expected.keys() - GIVEN
@@ -33,7 +33,7 @@ def test_keys_are_the_arguments(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_every_key_has_a_comment(path):
+def test_conf_data__comments_every_key(path):
     lines = path.read_text().splitlines()
     assert lines[0].startswith("# ")
     for before, line in itertools.pairwise(lines):
@@ -47,7 +47,7 @@ def build(name, **overrides):
     return get_method(arguments.pop("_target_"))(image_size=24, in_chans=3, seed=0, **arguments)
 
 
-def test_they_build(make_root):
+def test_conf_data__builds(make_root):
     mixup = {"mixup_alpha": 0.2, "cutmix_minmax": [0.2, 0.8]}
     folder = {"root": str(make_root()), "batch_size": 4, "num_workers": 0, "mixup": mixup}
     for name, overrides in (("digits", {"mixup": mixup}), ("fake", {"batch_size": 4}), ("imagefolder", folder)):

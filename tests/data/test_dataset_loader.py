@@ -1,14 +1,14 @@
-"""The loader over a data set of numbers, where a batch shows which samples it holds."""
+"""DatasetLoader over a data set of numbers, whose batches show which samples they hold."""
 
 import logging
 
 import pytest
 import torch
+from expecting import error
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vitkernels.data.loader import IGNORE, BadImagesError, DatasetLoader, Problem, WorkerDiedError
-from vitkernels.errors import UsageError
+from vitkernels.data import IGNORE, BadImagesError, DatasetLoader, SampleProblem, WorkerDiedError
 
 sizes = given(
     n=st.integers(1, 40),
@@ -20,7 +20,7 @@ sizes = given(
 
 
 class Numbers:
-    """Sample i is an image filled with i + 1, of class i; `bad` cannot be read, `odd` has a warning."""
+    """Sample i is an image filled with i + 1, of class i; `bad` samples cannot be read, `odd` ones warn."""
 
     def __init__(self, n, bad=(), odd=()):
         self.n, self.bad, self.odd = n, set(bad), set(odd)
@@ -32,8 +32,8 @@ class Numbers:
         ids = torch.tensor(ids)
         unreadable = torch.tensor([i in self.bad for i in ids.tolist()])
         images = (ids + 1.0).masked_fill(unreadable, 0).view(-1, 1, 1, 1).repeat(1, 3, 2, 2)
-        problems = [Problem(i, "broken", True) for i in ids.tolist() if i in self.bad]
-        problems += [Problem(i, "odd", False) for i in ids.tolist() if i in self.odd]
+        problems = [SampleProblem(i, "broken", True) for i in ids.tolist() if i in self.bad]
+        problems += [SampleProblem(i, "odd", False) for i in ids.tolist() if i in self.odd]
         return images, ids.masked_fill(unreadable, IGNORE), problems
 
     def describe(self, ids):
@@ -47,9 +47,9 @@ def make(n, batch_size=4, seed=0, training=True, **kwargs):
 
 @settings(max_examples=50, deadline=None)
 @sizes
-def test_training_sees_every_image_at_most_once(n, batch_size, seed, epoch, data):
+def test_training__sees_every_image_at_most_once(n, batch_size, seed, epoch, data):
     if n < batch_size:
-        with pytest.raises(UsageError, match=rf"batch_size={batch_size} is more than the {n} images"):
+        with error("data.batch_size", batch_size=batch_size, num_samples=n):
             make(n, batch_size)
         return
     loader = make(n, batch_size, seed)
@@ -65,7 +65,7 @@ def test_training_sees_every_image_at_most_once(n, batch_size, seed, epoch, data
 
 @settings(max_examples=50, deadline=None)
 @sizes
-def test_evaluation_sees_every_image_once_in_order(n, batch_size, seed, epoch, data):
+def test_evaluation__sees_every_image_once_in_order(n, batch_size, seed, epoch, data):
     loader = make(n, batch_size, seed, training=False)
     batches = list(loader.epoch(epoch))
     assert len(batches) == loader.batches_per_epoch == -(-n // batch_size)
@@ -78,27 +78,27 @@ def test_evaluation_sees_every_image_once_in_order(n, batch_size, seed, epoch, d
 
 @settings(max_examples=25, deadline=None)
 @sizes
-def test_sample_ids_are_those_of_the_batch(n, batch_size, seed, epoch, data):
+def test_sample_ids__match_the_batch(n, batch_size, seed, epoch, data):
     training = n >= batch_size and data.draw(st.booleans())
     loader = make(n, batch_size, seed, training)
     for batch, (_, targets) in enumerate(loader.epoch(epoch)):
-        loader.sample_ids(epoch + 1, 0)  # asking about another epoch in between disturbs nothing
+        loader.sample_ids(epoch + 1, 0)  # a query about another epoch has no effect
         assert loader.sample_ids(epoch, batch) == targets[targets != IGNORE].tolist()
 
 
-def test_epochs_and_seeds_have_orders_of_their_own():
+def test_order__differs_by_epoch_and_seed():
     orders = [tuple(make(40, 40, seed).sample_ids(epoch, 0)) for seed in range(3) for epoch in range(3)]
     assert len(set(orders)) == 9
     assert all(order != tuple(range(40)) for order in orders)
 
 
-def test_streams_of_the_training_process_are_left_alone(rng_state):
+def test_loader__leaves_the_global_generators_unchanged(rng_state):
     before = rng_state()
     list(make(12).epoch(0))
     assert rng_state() == before
 
 
-def test_a_new_epoch_ends_the_iterator_of_the_last():
+def test_epoch__ends_the_previous_iterator():
     loader = make(12)
     old = loader.epoch(0)
     next(old)
@@ -108,20 +108,20 @@ def test_a_new_epoch_ends_the_iterator_of_the_last():
     assert len(list(new)) == 3
 
 
-def test_start_beyond_the_epoch():
+def test_epoch__refuses_a_start_beyond_its_end():
     assert list(make(12).epoch(0, start=3)) == []
     for start in (-1, 4):
         with pytest.raises(ValueError, match=f"start={start}: an epoch has batches 0 to 2"):
             make(12).epoch(0, start=start)
 
 
-def test_counts_and_names():
+def test_loader__counts_and_names():
     loader = make(13)
     assert (loader.num_samples, loader.batch_size, loader.batches_per_epoch) == (13, 4, 3)
     assert loader.describe([3, 1]) == ["number-3", "number-1"]
 
 
-def test_bad_images_are_logged_once_and_counted(caplog):
+def test_bad_images__are_logged_once_and_counted_message(caplog):
     log = logging.getLogger("data.test")
     loader = make(8, training=False, samples=Numbers(8, bad=[2], odd=[5]), log=log)
     for _ in range(2):
@@ -131,25 +131,25 @@ def test_bad_images_are_logged_once_and_counted(caplog):
     assert loader.bad_images == {"number-2": "broken"}
     assert [record.name for record in caplog.records] == ["data.test"] * 2
     first, second = (record.getMessage() for record in caplog.records)
-    assert "number-2" in first and "broken" in first and "1 such of 8" in first
+    assert first == "could not read number-2 (broken); sample masked (1 unreadable of 8, limit 1)"
     assert second == "number-5: odd"
 
 
 @pytest.mark.parametrize(
     ("n", "share", "allowed"), [(8, 0.0, 1), (8, 0.01, 1), (100, 0.01, 1), (101, 0.01, 2), (10, 0.3, 3)]
 )
-def test_too_many_bad_images_stop_the_run_with_the_list(n, share, allowed):
+def test_too_many_bad_images__raise_with_their_list(n, share, allowed):
     fine = make(n, 1, training=False, samples=Numbers(n, bad=range(allowed)), max_bad_share=share)
     assert len(list(fine.epoch(0))) == n
     loader = make(n, 1, training=False, samples=Numbers(n, bad=range(allowed + 1)), max_bad_share=share)
-    with pytest.raises(BadImagesError, match=rf"{allowed + 1} of {n} images could not be read") as stop:
+    with error("data.bad_images", BadImagesError, num_samples=n, allowed=allowed) as stop:
         list(loader.epoch(0))
     for i in range(allowed + 1):
         assert f"\n  number-{i}: broken" in str(stop.value)
     assert stop.value.bad_images == loader.bad_images
 
 
-def test_a_very_long_list_is_cut():
+def test_bad_images_error__truncates_its_list():
     loader = make(300, 300, training=False, samples=Numbers(300, bad=range(150)))
     with pytest.raises(BadImagesError, match=r"and 50 more$") as stop:
         list(loader.epoch(0))
@@ -157,36 +157,31 @@ def test_a_very_long_list_is_cut():
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"batch_size": 0}, r"data\.batch_size=0"),
-        ({"seed": -1}, "seed=-1"),
-        ({"pin_memory": True}, "pin_memory=True needs"),
-    ],
+    ("kwargs", "code"), [({"batch_size": 0}, "value"), ({"seed": -1}, "value"), ({"pin_memory": True}, "pin_memory")]
 )
-def test_values_that_cannot_work(kwargs, message):
+def test_loader__refuses_invalid_values(kwargs, code):
     if "pin_memory" in kwargs and torch.cuda.is_available():
-        pytest.skip("there is a GPU to pin memory for")
-    with pytest.raises(UsageError, match=message):
+        pytest.skip("this machine has a GPU to pin memory for")
+    with error(f"data.{code}"):
         make(12, **kwargs)
 
 
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("raised", "expected"),
     [
         (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), WorkerDiedError),
-        (ConnectionResetError("Connection reset by peer"), WorkerDiedError),  # it died while it handed over a batch
+        (ConnectionResetError("Connection reset by peer"), WorkerDiedError),  # died while handing over a batch
         (EOFError(), WorkerDiedError),
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nbad stripe"), RuntimeError),
         (ConnectionError("Caught ConnectionError in DataLoader worker process 0.\nno server"), ConnectionError),
     ],
 )
-def test_a_worker_that_died_is_told_from_one_whose_work_failed(monkeypatch, error, expected):
+def test_dead_worker__is_told_from_failed_work(monkeypatch, raised, expected):
     class Broken:
         num_workers = 1
 
         def __iter__(self):
-            raise error
+            raise raised
             yield
 
     loader = make(8)

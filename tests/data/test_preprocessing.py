@@ -1,4 +1,4 @@
-"""Images are prepared as the model's weights want them: by what timm knows of them, or as they were trained here."""
+"""Images are prepared as the weights were trained: by timm's record of them, or by this project's own."""
 
 import json
 
@@ -20,7 +20,7 @@ NAMES += ["vit_base_patch16_224_miil.in21k"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_evaluation_sees_the_images_that_timm_would_show_it(name, make_root):
+def test_evaluation_images__equal_timm_s(name, make_root):
     root, (size, _) = make_root(size=(300, 200)), models.input_spec(name)
     data = imagefolder.build(
         root=str(root), image_size=size, in_chans=3, seed=0, batch_size=3, train=False, **models.preprocessing(name)
@@ -32,7 +32,7 @@ def test_evaluation_sees_the_images_that_timm_would_show_it(name, make_root):
         assert torch.equal(image, transform(Image.open(path)))
 
 
-def test_they_are_not_all_the_same():
+def test_preprocessing__differs_between_the_tested_models():
     assert len({json.dumps(models.preprocessing(name)) for name in NAMES}) == len(NAMES)
     assert models.preprocessing("vit_b16_256") == {}
 
@@ -42,7 +42,7 @@ SMALL += ["model.name=vit_tiny_patch16_224", "+model.kwargs.embed_dim=48", "+mod
 
 
 def loss_in_timm(folder):
-    """Of the run's weights and images, without us."""
+    """Return the loss of the run's weights and images by timm and torchvision alone."""
     model = timm.create_model("vit_tiny_patch16_224", num_classes=3, img_size=32, embed_dim=48, depth=1)
     model.load_state_dict(load_file(folder / "run/model.safetensors"))
     transform = create_transform(**json.loads((folder / "run/preprocessing.json").read_text()))
@@ -52,7 +52,7 @@ def loss_in_timm(folder):
         return torch.nn.functional.cross_entropy(model.eval()(torch.stack(images)), torch.tensor(targets)).item()
 
 
-def test_a_run_evaluates_as_it_trained_and_says_where_it_is_told_otherwise(make_root, settings, tmp_path, caplog):
+def test_evaluation__prepares_images_as_training_did_and_logs_differences(make_root, settings, tmp_path, caplog):
     caplog.set_level("INFO", "vitkernels")
     cfg = [*SMALL, f"data.root={make_root()}"]
     ours = ["data.mean=[0.1,0.2,0.3]", "data.crop_pct=1.0", "data.interpolation=random", "trainer.max_steps=3"]
@@ -68,12 +68,13 @@ def test_a_run_evaluates_as_it_trained_and_says_where_it_is_told_otherwise(make_
         evaluation = [*cfg, "mode=eval", f"checkpoint={tmp_path / weights}"]
         train.run(settings(*evaluation), tmp_path / f"as trained {number}")
         found = json.loads((tmp_path / f"as trained {number}/eval.json").read_text())
-        assert found["loss"] == pytest.approx(loss, rel=1e-6) and "prepared otherwise" not in caplog.text
+        assert found["loss"] == pytest.approx(loss, rel=1e-6) and "prepared differently" not in caplog.text
         assert found["preprocessing"]["mean"] == [0.1, 0.2, 0.3]
         train.run(settings(*evaluation, "data.mean=[0.5,0.5,0.5]"), tmp_path / f"otherwise {number}")
         assert json.loads((tmp_path / f"otherwise {number}/eval.json").read_text())["loss"] != found["loss"]
-        assert "prepared otherwise: data.mean is [0.1, 0.2, 0.3] there and [0.5, 0.5, 0.5] here" in caplog.text
+        difference = "data.mean was [0.1, 0.2, 0.3] and is now [0.5, 0.5, 0.5]"
+        assert "prepared differently" in caplog.text and difference in caplog.text
         caplog.clear()
-    # Who trains on from these weights does it on such images too.
+    # Training that starts from these weights prepares images equally.
     train.run(settings(*cfg, f"checkpoint={tmp_path / 'run/checkpoints/best'}", "trainer.max_steps=1"), tmp_path / "on")
     assert json.loads((tmp_path / "on/preprocessing.json").read_text()) == trained

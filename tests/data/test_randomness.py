@@ -17,7 +17,7 @@ def draws():
 
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**63), key=keys, history=st.integers(0, 2**31))
-def test_draws_depend_on_the_key_alone(seed, key, history):
+def test_seeded_globals__draws_depend_on_the_key_alone(seed, key, history):
     random.seed(history), np.random.seed(history), torch.manual_seed(history)
     with seeded_globals(seed, Stream.SAMPLE, *key):
         first = draws()
@@ -28,7 +28,7 @@ def test_draws_depend_on_the_key_alone(seed, key, history):
         assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_outside_streams_go_on_as_if_nothing_was_drawn(rng_state):
+def test_seeded_globals__restores_the_global_generators(rng_state):
     before = rng_state()
     with seeded_globals(0, Stream.SAMPLE, 1):
         draws()
@@ -36,7 +36,7 @@ def test_outside_streams_go_on_as_if_nothing_was_drawn(rng_state):
     assert rng_state() == before
 
 
-def test_streams_are_put_back_after_an_error(rng_state):
+def test_seeded_globals__restores_after_an_error(rng_state):
     before = rng_state()
     with pytest.raises(KeyError), seeded_globals(0, Stream.SAMPLE, 1):
         draws()
@@ -44,6 +44,6 @@ def test_streams_are_put_back_after_an_error(rng_state):
     assert rng_state() == before
 
 
-def test_generators_of_different_keys_differ():
+def test_generator__differs_by_key():
     values = {generator(seed, stream, n).random() for seed in range(3) for stream in Stream for n in range(3)}
     assert len(values) == 3 * len(Stream) * 3

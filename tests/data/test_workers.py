@@ -1,4 +1,4 @@
-"""The worker processes end when they should, whatever becomes of the training process."""
+"""Worker processes end with their loader and with the training process."""
 
 import gc
 import multiprocessing
@@ -24,8 +24,8 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_workers_end_with_their_loader(monkeypatch):
-    """Also when it dies in a garbage cycle, as one does that is caught in the traceback of an error."""
+def test_workers__end_with_their_loader(monkeypatch):
+    """Also if it dies in a garbage cycle, as a loader does that the traceback of an error refers to."""
     loader = digits.build(image_size=8, in_chans=1, seed=0, batch_size=64, num_workers=2).train
     batches = loader.epoch(0)
     next(batches)
@@ -33,7 +33,7 @@ def test_workers_end_with_their_loader(monkeypatch):
     assert len(workers) >= 2
     loader.cycle = [loader, batches]
     del loader, batches
-    patience = 60  # seconds that torch's DataLoader waits for one worker; its own 5 a busy machine may take to end them
+    patience = 60  # seconds; torch's DataLoader waits 5 for each worker, which a busy machine may exceed
     monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", patience)
     start = time.perf_counter()
     gc.collect()
@@ -41,8 +41,8 @@ def test_workers_end_with_their_loader(monkeypatch):
     assert not any(worker.is_alive() for worker in workers)
 
 
-def test_workers_end_with_a_killed_training_process():
-    """They hold its standard output open, so reading that comes to an end only when all of them are gone."""
+def test_workers__end_with_a_killed_training_process():
+    """They inherit its standard output, so reading that ends only after all of them have ended."""
     command = [sys.executable, "-c", KILLED]
     run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL and run.stdout == "training\n", run.stderr

@@ -176,8 +176,8 @@ def test_straggler__is_named(tmp_path):
 
 KILL_A_WORKER = """
 import multiprocessing, os, pathlib, signal, threading, time
-from vitkernels.data import loader
-loader._process_context = lambda: multiprocessing.get_context("forkserver")  # preloads nothing such as timm
+from vitkernels.data import workers
+workers.process_context = lambda: multiprocessing.get_context("forkserver")  # preloads nothing such as timm
 def kill():
     log = pathlib.Path({log!r})
     while not (log.exists() and log.stat().st_size):  # until steps are done
@@ -188,8 +188,8 @@ threading.Thread(target=kill, daemon=True).start()
 """
 NO_WORKER = """
 from vitkernels.data import loader
-of = loader._dataloader
-loader._dataloader = lambda batches, keys, workers, pin: of(batches, keys, 0, pin)
+of = loader.dataloader
+loader.dataloader = lambda batches, keys, workers, pin: of(batches, keys, 0, pin)
 """
 
 

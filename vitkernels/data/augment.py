@@ -1,4 +1,4 @@
-"""The transforms of imagefolder, from timm.data.create_transform: PIL image -> float32 (3, S, S), normalised."""
+"""imagefolder's transforms, by timm.data.create_transform: PIL image -> float32 (3, S, S), normalized."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -7,7 +7,7 @@ from PIL import Image
 from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp
 
-from vitkernels.data.checks import check_number, check_range
+from vitkernels.data.checks import check_number, check_range, value_error
 from vitkernels.errors import UsageError, unknown_name
 
 Transform = Callable[[Image.Image], torch.Tensor]
@@ -30,14 +30,17 @@ def train_transform(
     re_mode: str,
     re_count: int,
 ) -> Transform:
-    """Random resized crop, flip, RandAugment or colour jitter, random erasing; it draws from the global generators."""
+    """Return random resized crop, flip, RandAugment or color jitter, and random erasing.
+
+    It draws from the global generators. Raises UsageError for values that cannot work.
+    """
     check_range("scale", scale)
     check_range("ratio", ratio)
     check_number("hflip", hflip, 0, 1)
     check_number("re_prob", re_prob, 0, 1)
-    check_number("re_count", re_count, 1, whole=True)
+    check_number("re_count", re_count, 1, integer=True)
     if interpolation not in (*INTERPOLATIONS, "random"):
-        raise unknown_name("data.interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
+        raise unknown_name("interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
     try:
         transform = create_transform(
             image_size,
@@ -56,9 +59,13 @@ def train_transform(
         )
     except (AssertionError, KeyError, ValueError, TypeError) as error:
         raise UsageError(
-            f"timm cannot build the augmentation data.auto_augment={auto_augment!r}, data.re_mode={re_mode!r}, "
-            f"data.color_jitter={color_jitter!r} ({error}). Known to work: data.auto_augment=rand-m9-mstd0.5-inc1, "
-            "data.re_mode=const, rand or pixel"
+            f"timm cannot build the augmentation auto_augment={auto_augment!r}, re_mode={re_mode!r}, "
+            f"color_jitter={color_jitter!r} ({error}). Tested values: auto_augment='rand-m9-mstd0.5-inc1', "
+            "re_mode='const', 'rand' or 'pixel'",
+            code="data.augmentation",
+            auto_augment=auto_augment,
+            re_mode=re_mode,
+            color_jitter=color_jitter,
         ) from error
     for op in _augment_ops(transform):
         if op.name.startswith("Posterize"):
@@ -69,26 +76,29 @@ def train_transform(
 def eval_transform(
     image_size: int, *, interpolation: str, mean: Sequence[float], std: Sequence[float], crop_pct: float, crop_mode: str
 ) -> Transform:
-    """Resize to image_size / crop_pct, of the side or sides that crop_mode says, then crop the centre."""
+    """Return a resize to image_size / crop_pct, of the side or sides that crop_mode names, and a center crop.
+
+    Raises UsageError for values that cannot work.
+    """
     if crop_mode not in CROP_MODES:
-        raise unknown_name("data.crop_mode", str(crop_mode), CROP_MODES)
+        raise unknown_name("crop_mode", str(crop_mode), CROP_MODES)
     check_number("crop_pct", crop_pct)
     if not 0 < crop_pct <= 1:
-        raise UsageError(f"data.crop_pct={crop_pct}: expected a share above 0 and up to 1")
+        raise value_error("crop_pct", crop_pct, "a share above 0 and up to 1")
     return create_transform(
         image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct, crop_mode=crop_mode
     )
 
 
 def _augment_ops(transform) -> Iterator[AugmentOp]:
-    """Every AugmentOp inside timm's RandAugment (ops), AutoAugment (policy: lists of them) or AugMix (ops)."""
+    """Yield every AugmentOp in timm's RandAugment (ops), AutoAugment (policy: lists of them) or AugMix (ops)."""
     for step in transform.transforms:
         for ops in (getattr(step, "ops", ()), *getattr(step, "policy", ())):
             yield from ops
 
 
 def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
-    """timm's posterize goes down to 0 bits, a black image as in the published recipes; newer Pillow refuses that."""
+    """Posterize down to 0 bits, a black image, as published recipes do through timm; newer Pillow refuses 0."""
     if bits >= 8:
         return image
     mask = 0xFF & ~(2 ** (8 - bits) - 1)

@@ -1,36 +1,55 @@
-"""Checks of a data set's settings, before the values meet code that would fail with a trace, or take them anyhow."""
+"""Checks of a data set's settings, before the values reach code that would fail obscurely or accept them silently."""
 
 import math
 from typing import Any
 
+import torch
+
 from vitkernels.errors import UsageError
 
 
+def value_error(setting: str, value: Any, expected: str) -> UsageError:
+    """Return the error for a setting whose value is not as expected."""
+    message = f"{setting}={as_list(value)}: expected {expected}"
+    return UsageError(message, code="data.value", setting=setting, value=value)
+
+
 def check_number(
-    name: str, value: Any, least: float = 0, greatest: float | None = None, *, whole: bool = False, null: bool = False
+    name: str, value: Any, least: float = 0, greatest: float | None = None, *, integer: bool = False, null: bool = False
 ) -> None:
-    """UsageError unless data.<name> is a number from least to greatest (None: no end), or None if null."""
-    fits = _is_number(value) and (isinstance(value, int) or not whole)
+    """Raise UsageError unless the value is a number from least to greatest (None: no limit), or None if `null`."""
+    fits = _is_number(value) and (isinstance(value, int) or not integer)
     fits = fits and least <= value and (greatest is None or value <= greatest)
     if not fits and not (null and value is None):
-        kind = "a whole number" if whole else "a number"
+        kind = "an integer" if integer else "a number"
         span = f"of at least {least}" if greatest is None else f"from {least} to {greatest}"
-        raise UsageError(f"data.{name}={value}: expected {kind} {span}{', or null' if null else ''}")
+        raise value_error(name, value, f"{kind} {span}{', or null' if null else ''}")
 
 
 def check_range(name: str, value: Any) -> None:
-    """UsageError unless data.<name> is [least, greatest], both above 0."""
+    """Raise UsageError unless the value is [least, greatest], both above 0."""
     if not (is_numbers(value, 2) and 0 < value[0] <= value[1]):
-        raise UsageError(f"data.{name}={shown(value)}: expected [least, greatest], both above 0")
+        raise value_error(name, value, "[least, greatest], both above 0")
+
+
+def check_common(batch_size: int, seed: int, pin_memory: bool) -> None:
+    """Raise UsageError for values that no data set can work with."""
+    if batch_size < 1:
+        raise value_error("batch_size", batch_size, "at least 1")
+    if seed < 0:
+        raise value_error("seed", seed, "0 or more")
+    if pin_memory and not torch.cuda.is_available():
+        message = "pin_memory=True needs an NVIDIA GPU, but torch finds none: use pin_memory=False"
+        raise UsageError(message, code="data.pin_memory")
 
 
 def is_numbers(value: Any, count: int) -> bool:
-    """Whether this is a list of so many finite numbers."""
+    """Return whether the value is a list of `count` finite numbers."""
     return isinstance(value, list | tuple) and len(value) == count and all(map(_is_number, value))
 
 
-def shown(value: Any) -> Any:
-    """A value as the command line takes it: a list in square brackets."""
+def as_list(value: Any) -> Any:
+    """Return a tuple as a list, the form of configuration files; any other value as it is."""
     return list(value) if isinstance(value, tuple) else value
 
 

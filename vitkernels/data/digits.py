@@ -1,4 +1,4 @@
-"""Handwritten digits: 1797 grey images of 8×8 that come with scikit-learn, so nothing has to be downloaded.
+"""Handwritten digits: 1797 gray 8×8 images that scikit-learn includes, so nothing is downloaded.
 
 Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
 Shapes: N images of the split, B rows, C channels, S image side.
@@ -13,20 +13,20 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from vitkernels.data.checks import check_number, check_range
-from vitkernels.data.loader import WHOLE, Data, DatasetLoader, Problem, Shard
-from vitkernels.data.mixing import build_mixing
+from vitkernels.data.checks import check_number, check_range, value_error
+from vitkernels.data.contract import Data
+from vitkernels.data.input_spec import InputSpec, data_set
 from vitkernels.data.randomness import Stream, generator
-from vitkernels.errors import UsageError
+from vitkernels.data.samples import SampleProblem
 
-MEAN, STD = 0.305, 0.376  # of all pixels, where 0 is paper and 1 is full ink
+MEAN, STD = 0.305, 0.376  # of all pixels; 0 is paper and 1 full ink
 
 
 @dataclass(frozen=True)
 class Affine:
-    """Ranges that are drawn from uniformly, as in torchvision's RandomAffine.
+    """Random affine transforms, drawn uniformly from ranges as in torchvision's RandomAffine.
 
-    degrees: rotation in ±degrees. translate: shift in ±shares of the image's side. scale: (least, greatest) factor.
+    degrees: rotation, ±. translate: shift as a share of the side, ±. scale: (least, greatest) factor.
     """
 
     degrees: float
@@ -39,10 +39,10 @@ class Affine:
         check_range("scale", self.scale)
 
     def matrices(self, num_samples: int, seed: int, epoch: int) -> torch.Tensor:
-        """float32 (N, 2, 3) for F.affine_grid, one for each sample of an epoch."""
+        """Return float32 (N, 2, 3) for F.affine_grid, one matrix per sample of an epoch."""
         unit = torch.from_numpy(generator(seed, Stream.SAMPLE, epoch).uniform(-1, 1, (4, num_samples))).float()
         angle = unit[0] * math.radians(self.degrees)
-        shift_x, shift_y = unit[1:3] * self.translate * 2  # the grid's coordinates span 2, from -1 to 1
+        shift_x, shift_y = unit[1:3] * self.translate * 2  # grid coordinates span 2, from -1 to 1
         least, greatest = self.scale
         zoom = least + (unit[3] + 1) / 2 * (greatest - least)
         cos, sin = angle.cos() / zoom, angle.sin() / zoom
@@ -50,7 +50,7 @@ class Affine:
 
 
 class Digits:
-    """One split as loader.Samples. A whole batch is enlarged, moved and normalised in one tensor operation."""
+    """One split as Samples. A batch is enlarged, transformed and normalized by batched tensor operations."""
 
     def __init__(self, numbers, pixels, targets, *, image_size: int, in_chans: int, seed: int, affine: Affine | None):
         self.numbers = numbers  # (N,) indices in scikit-learn's own order
@@ -64,13 +64,13 @@ class Digits:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def load(self, ids: list[int], epoch: int) -> tuple[torch.Tensor, torch.Tensor, list[Problem]]:
+    def load(self, ids: list[int], epoch: int) -> tuple[torch.Tensor, torch.Tensor, list[SampleProblem]]:
         if self.affine is None:
             matrices = torch.eye(2, 3).expand(len(ids), 2, 3)
         else:
             matrices = self.affine.matrices(len(self), self.seed, epoch)[ids]  # (B, 2, 3)
         grid = F.affine_grid(matrices, (len(ids), 1, self.image_size, self.image_size), align_corners=False)
-        # Enlarged and moved at once: bicubic in the 8×8 original, with blank paper beyond its edge.
+        # Enlarge and transform at once: bicubic in the 8×8 original, with blank paper beyond its edge.
         images = F.grid_sample(self.pixels[ids], grid, mode="bicubic", padding_mode="zeros", align_corners=False)
         images = (images - MEAN) / STD
         return images.repeat(1, self.in_chans, 1, 1), self.targets[ids], []
@@ -79,63 +79,41 @@ class Digits:
         return [f"digits[{self.numbers[i]}]" for i in ids]
 
 
+@data_set
 def build(
+    spec: InputSpec,
     *,
-    image_size: int,
-    in_chans: int,
-    seed: int,
-    batch_size: int,
-    num_workers: int = 0,
-    pin_memory: bool = False,
-    train: bool = True,
-    shard: Shard = WHOLE,
     augment: bool = True,
     degrees: float = 10.0,
     translate: float = 0.1,
     scale: Sequence[float] = (0.9, 1.1),
     mixup: Mapping[str, Any] | None = None,
 ) -> Data:
-    """Images float32 (batch_size, in_chans, image_size, image_size); 1437 for training, 360 for evaluation, 10 classes.
+    """Return 1437 training and 360 evaluation images of 10 classes, float32 (B, in_chans, image_size, image_size).
 
-    The split is stratified and the same for every seed, so that results compare. train=False leaves out the training
-    set. shard: the rows of each batch that this process loads.
-    augment: rotate, shift and scale the training images within degrees, translate and scale (see Affine).
-    mixup: settings of vitkernels.data.mixing.Mixing, or None. Raises UsageError for values that cannot work.
+    The split is stratified and the same for every seed, so results compare.
+    augment: rotate, shift and scale training images within degrees, translate and scale (see Affine).
+    mixup: settings of vitkernels.data.mixing.Mixing, or None.
+    Raises UsageError for values that cannot work.
     """
     if not isinstance(augment, bool):
-        raise UsageError(f"data.augment={augment}: expected true or false")
-    from sklearn.datasets import load_digits  # takes seconds to import, and the workers need none of it
+        raise value_error("augment", augment, "true or false")
+    from sklearn.datasets import load_digits  # takes seconds to import, and workers do not need it
     from sklearn.model_selection import train_test_split
 
     digits = load_digits()
     numbers = np.arange(len(digits.target))
     train_numbers, val_numbers = train_test_split(numbers, test_size=0.2, random_state=0, stratify=digits.target)
     affine = Affine(degrees, translate, scale) if augment else None
-    mixing = build_mixing(mixup, num_classes=10, seed=seed, batch_size=batch_size)
+    mixing = spec.mixing(mixup, num_classes=10)
 
-    def loader(split_numbers: np.ndarray, affine: Affine | None, **kwargs) -> DatasetLoader:
-        samples = Digits(
-            split_numbers,
-            digits.data,
-            digits.target,
-            image_size=image_size,
-            in_chans=in_chans,
-            seed=seed,
-            affine=affine,
-        )
-        return DatasetLoader(
-            samples,
-            batch_size=batch_size,
-            seed=seed,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            shard=shard,
-            **kwargs,
-        )
+    def samples(split_numbers: np.ndarray, affine: Affine | None) -> Digits:
+        size = {"image_size": spec.image_size, "in_chans": spec.in_chans}
+        return Digits(split_numbers, digits.data, digits.target, **size, seed=spec.seed, affine=affine)
 
     return Data(
-        train=loader(train_numbers, affine, training=True, mixing=mixing) if train else None,
-        val=loader(val_numbers, None, training=False),
+        train=spec.loader(samples(train_numbers, affine), training=True, mixing=mixing) if spec.train else None,
+        val=spec.loader(samples(val_numbers, None), training=False),
         num_classes=10,
         class_names=[str(digit) for digit in range(10)],
     )

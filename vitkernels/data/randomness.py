@@ -1,4 +1,4 @@
-"""Random numbers that depend on a key alone, never on what was drawn before: the ground of exact resuming."""
+"""Random numbers that depend on a key alone, never on earlier draws: the basis of exact resume."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 
 
 class Stream(IntEnum):
-    """What the numbers are for; it is part of the key, so that no two uses share their numbers."""
+    """The use of the numbers; part of the key, so no two uses share numbers."""
 
     ORDER = 0
     SAMPLE = 1
@@ -19,17 +19,16 @@ class Stream(IntEnum):
 
 
 def generator(seed: int, stream: Stream, *key: int) -> np.random.Generator:
-    """A NumPy generator of its own for (seed, stream, *key), all of them non-negative integers."""
+    """Return the NumPy generator of (seed, stream, *key), all of them non-negative integers."""
     return np.random.default_rng((seed, stream, *key))
 
 
 @contextmanager
 def seeded_globals(seed: int, stream: Stream, *key: int) -> Iterator[None]:
-    """Inside, the global generators of random, numpy and torch (CPU) follow from (seed, stream, *key) alone.
+    """Seed the global generators of random, numpy and torch (CPU) from (seed, stream, *key); restore them at the end.
 
-    For code that draws from the global generators, as timm's and torchvision's transforms do. On the way out all three
-    are put back as they were, so a loader without workers leaves the streams of the training process alone. Generators
-    are global to a process: threads that draw from them meanwhile would disturb one another.
+    For code that draws from the global generators, as timm's and torchvision's transforms do. A loader without workers
+    thereby leaves the training process's streams unchanged. Not thread-safe: generators are global to the process.
     """
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     words = np.random.SeedSequence((seed, stream, *key)).generate_state(3)

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from vitkernels.data.loader import Loader
+from vitkernels.data import Loader
 from vitkernels.parallel import Parallel
 
 

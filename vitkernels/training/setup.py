@@ -20,7 +20,7 @@ from torch import nn
 from vitkernels import attention, models, optim
 from vitkernels.checkpoint import optimizer_state
 from vitkernels.config import COMPILE_MODES, Config
-from vitkernels.data.loader import Data, Shard
+from vitkernels.data import Data, Shard
 from vitkernels.parallel import Parallel
 from vitkernels.quant import Scheme, quantize_, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from vitkernels.checkpoint import optimizer_state
 from vitkernels.checkpoint.checkpoints import Checkpoints, folder_name, load_state, load_tensors, prefixed
 from vitkernels.checkpoint.random_state import random_state, set_random_state
-from vitkernels.data.loader import Data
+from vitkernels.data import Data
 from vitkernels.models import load_weights
 from vitkernels.parallel import Parallel
 from vitkernels.training.evaluate import evaluate

@@ -1,0 +1,87 @@
+"""What a data set hands to training: loaders whose batches have one shape and depend only on (seed, epoch, batch).
+
+Shapes: B batch size, C channels, S image side, K classes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.nn import functional as F
+
+IGNORE = -100  # the target of a row that holds no sample: F.cross_entropy's ignore_index
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+class Loader(Protocol):
+    """Batches of one split.
+
+    With several processes each gets its Shard of every batch: batch_size rows of the global world * batch_size.
+
+    Every batch is (images, targets) with exactly batch_size rows: images float32 (B, C, S, S), normalized; targets
+    int64 (B,), or float32 (B, K) if the training set mixes images. A row without a sample (padding of the last
+    evaluation batch, an unreadable image) has an image of zeros and the target -100, or zeros if targets are soft.
+
+    Training: an order drawn from (seed, epoch); each image at most once per epoch, and images that fill no batch are
+    dropped. Evaluation: all images in order, exactly once. For exact resume each batch must be a function of (seed,
+    epoch, batch) alone, not of the number of workers or of earlier batches.
+    """
+
+    batch_size: int  # rows per process
+    batches_per_epoch: int
+    num_samples: int  # images of the split
+    bad_images: dict[str, str]  # path -> reason, of the unreadable images met so far
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        """Return the batches of `epoch` from index `start` on; this ends the iterator of an earlier call."""
+
+    def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
+        """Return the data set indices of a batch's samples, in row order; of another process if `rank` is given."""
+
+    def describe(self, ids: list[int]) -> list[str]:
+        """Return names for these samples, such as paths or "digits[17]"."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """The loaders of a data set.
+
+    train: None if only evaluation was requested.
+    class_names: in the order of the targets, if known. They are saved with the weights.
+    preprocessing: how evaluation images are prepared, if that is a choice, as vitkernels.models.preprocessing words it.
+    """
+
+    train: Loader | None
+    val: Loader
+    num_classes: int
+    class_names: list[str] | None = None
+    preprocessing: dict | None = None
+
+
+class Shard(NamedTuple):
+    """This process's rank among the `world` processes that split every batch."""
+
+    rank: int = 0
+    world: int = 1
+
+    def rows(self, batch_size: int) -> list[int]:
+        """Return this process's rows of a global batch: half from its front, and their mirror images from its back.
+
+        Mixing pairs row i with its mirror image, so each process holds both rows of its pairs.
+        """
+        head, tail, end = batch_size // 2, batch_size - batch_size // 2, self.world * batch_size
+        front = range(self.rank * head, (self.rank + 1) * head)
+        return [*front, *range(end - (self.rank + 1) * tail, end - self.rank * tail)]
+
+
+UNSHARDED = Shard()  # one process holds all rows
+
+
+def pad_batch(images: torch.Tensor, targets: torch.Tensor, batch_size: int) -> Batch:
+    """Append rows without samples until the batch has batch_size rows; targets are int64 (B,)."""
+    padding = batch_size - len(targets)
+    if not padding:
+        return images, targets
+    return F.pad(images, (0, 0, 0, 0, 0, 0, 0, padding)), F.pad(targets, (0, padding), value=IGNORE)

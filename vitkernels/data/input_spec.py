@@ -1,0 +1,97 @@
+"""The arguments that every data set receives, as one object, and a decorator for functions that take it."""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from vitkernels.data.checks import check_common
+from vitkernels.data.contract import UNSHARDED, Data, Shard
+from vitkernels.data.loader import DatasetLoader
+from vitkernels.data.mixing import Mixing, build_mixing
+from vitkernels.data.samples import Samples
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """The input that training asks every data set for.
+
+    image_size, in_chans: side in pixels and channels of the images that the model takes.
+    seed: of order, augmentation and mixing.
+    batch_size: rows per process.
+    num_workers: processes that make batches ahead; 0 makes them in the calling process.
+    pin_memory: put batches in page-locked memory, for asynchronous copies to an NVIDIA GPU.
+    train: False leaves out the training set, for evaluation.
+    shard: this process's part of every batch.
+    Raises UsageError for values that no data set can work with.
+    """
+
+    image_size: int
+    in_chans: int
+    seed: int
+    batch_size: int
+    num_workers: int = 0
+    pin_memory: bool = False
+    train: bool = True
+    shard: Shard = UNSHARDED
+
+    def __post_init__(self):
+        check_common(self.batch_size, self.seed, self.pin_memory)
+
+    def loader(
+        self,
+        samples: Samples,
+        *,
+        training: bool,
+        mixing: Mixing | None = None,
+        max_bad_share: float = 0.01,
+        log: logging.Logger | None = None,
+    ) -> DatasetLoader:
+        """Return the loader of one split."""
+        return DatasetLoader(
+            samples,
+            batch_size=self.batch_size,
+            seed=self.seed,
+            training=training,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            mixing=mixing,
+            shard=self.shard,
+            max_bad_share=max_bad_share,
+            log=log,
+        )
+
+    def mixing(self, settings: Mapping[str, Any] | None, num_classes: int) -> Mixing | None:
+        """Return the Mixing with these settings; None for None."""
+        return build_mixing(settings, num_classes=num_classes, seed=self.seed, batch_size=self.batch_size)
+
+
+def data_set(build: Callable[..., Data]) -> Callable[..., Data]:
+    """Turn `build(spec, *, ...)` into the function of keyword arguments that `_target_` names.
+
+    The result takes InputSpec's fields next to the data set's own settings, and its signature lists both, so that a
+    configuration can be checked against it.
+    """
+    spec_parameters = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=field.type,
+        )
+        for field in fields(InputSpec)
+    ]
+    spec_names = {parameter.name for parameter in spec_parameters}
+    _, *own_parameters = inspect.signature(build).parameters.values()
+    signature = inspect.Signature([*spec_parameters, *own_parameters], return_annotation=Data)
+
+    @functools.wraps(build)
+    def build_from_arguments(**arguments) -> Data:
+        signature.bind(**arguments)  # TypeError for a missing or unknown one
+        spec = InputSpec(**{name: value for name, value in arguments.items() if name in spec_names})
+        return build(spec, **{name: value for name, value in arguments.items() if name not in spec_names})
+
+    build_from_arguments.__signature__ = signature
+    return build_from_arguments

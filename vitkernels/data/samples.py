@@ -1,0 +1,81 @@
+"""Samples, and which of them form each batch.
+
+Shapes: B rows, C channels, S image side.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch.utils.data import Dataset
+
+from vitkernels.data.contract import UNSHARDED, Shard, pad_batch
+from vitkernels.data.mixing import Mixing
+from vitkernels.data.randomness import Stream, generator
+
+
+class SampleProblem(NamedTuple):
+    """A sample that could not be read, so its row is padding (unreadable), or one that was read with a warning."""
+
+    index: int
+    message: str
+    unreadable: bool
+
+
+class Samples(Protocol):
+    """The images of one split; must be picklable, since worker processes receive it."""
+
+    def __len__(self) -> int: ...
+
+    def load(self, ids: list[int], epoch: int) -> tuple[torch.Tensor, torch.Tensor, list[SampleProblem]]:
+        """Return images float32 (B, C, S, S), targets int64 (B,) and problems; each row a function of (epoch, id).
+
+        A sample that cannot be read has an image of zeros, the target -100 and an unreadable problem.
+        """
+
+    def describe(self, ids: list[int]) -> list[str]:
+        """Return names for these samples, such as paths."""
+
+
+@dataclass
+class SampleBatches(Dataset):
+    """The finished batch of each (epoch, batch): decides everything that is in a batch, and runs in the workers."""
+
+    samples: Samples
+    batch_size: int
+    seed: int
+    training: bool
+    mixing: Mixing | None = None
+    shard: Shard = UNSHARDED
+    _order: tuple[int, torch.Tensor] | None = field(default=None, init=False)  # the latest epoch and its order
+
+    @property
+    def per_epoch(self) -> int:
+        full, rest = divmod(len(self.samples), self.batch_size * self.shard.world)
+        return full if self.training or not rest else full + 1
+
+    def ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
+        """Return the samples of this process's rows, or of process `rank`. All assignment of samples is here."""
+        shard = self.shard if rank is None else self.shard._replace(rank=rank)
+        first = batch * self.batch_size * shard.world
+        places = [first + row for row in shard.rows(self.batch_size) if first + row < len(self.samples)]
+        if not self.training:
+            return places
+        if self._order is None or self._order[0] != epoch:
+            permutation = generator(self.seed, Stream.ORDER, epoch).permutation(len(self.samples))
+            self._order = epoch, torch.from_numpy(permutation)
+        return self._order[1][places].tolist()
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, list[SampleProblem]]:
+        epoch, batch = key
+        ids = self.ids(epoch, batch)
+        # The last evaluation batch may hold no rows for this process: any sample then gives the padding its shape.
+        images, targets, problems = self.samples.load(ids or [0], epoch)
+        if not ids:
+            images, targets, problems = images[:0], targets[:0], []
+        images, targets = pad_batch(images, targets, self.batch_size)
+        if self.mixing is not None:
+            # One mixture per batch is that of the global batch; mixtures per row are drawn by each process.
+            number = batch if self.mixing.one_per_batch else batch * self.shard.world + self.shard.rank
+            images, targets = self.mixing(images, targets, epoch, number)
+        return images, targets, problems

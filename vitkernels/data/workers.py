@@ -1,0 +1,67 @@
+"""Worker processes that make batches ahead, through torch's DataLoader."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+
+import torch
+from torch.utils.data import DataLoader
+
+from vitkernels.data.samples import SampleBatches
+
+
+def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers: int, pin_memory: bool) -> DataLoader:
+    """Return a DataLoader whose items are finished batches (batch_size=None), since mixing needs a batch's number.
+
+    keys: the (epoch, batch) pairs to load; read whenever an iterator is created.
+    """
+    # A separate generator: by default the DataLoader draws its workers' seed from the training process's stream.
+    common = {"batch_size": None, "sampler": keys, "pin_memory": pin_memory, "generator": torch.Generator()}
+    if num_workers == 0:
+        return DataLoader(batches, **common)
+    return DataLoader(
+        batches,
+        **common,
+        num_workers=num_workers,
+        persistent_workers=True,
+        multiprocessing_context=process_context(),
+        worker_init_fn=_start_worker,
+    )
+
+
+def is_from_dead_worker(error: Exception) -> bool:
+    """Return whether an error of a DataLoader means that a worker died, rather than that its work failed.
+
+    Torch reports a dead worker by a RuntimeError, unless it dies while it hands over a batch: then only their
+    connection breaks.
+    """
+    if isinstance(error, RuntimeError):
+        return str(error).startswith("DataLoader worker (pid")
+    return "in DataLoader worker process" not in str(error)  # else the worker's own code raised it
+
+
+def process_context() -> multiprocessing.context.BaseContext:
+    """Return a context whose workers inherit neither threads nor signal handlers of the training process, as forks do.
+
+    The fork server imports heavy packages once for all workers. (It preloads none of this project's modules: it looks
+    for them in the current folder, which may hold an unrelated folder `data`.)
+    """
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([name for name in ("torch", "torchvision", "timm.data") if name in sys.modules])
+    return context
+
+
+def _start_worker(worker: int) -> None:
+    # Ctrl-C reaches every process of a terminal; only the training process decides when workers end.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_training, daemon=True).start()
+
+
+def _exit_with_training() -> None:
+    """Exit when the training process does: torch watches the parent, which is the fork server and may outlive it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
