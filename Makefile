@@ -39,6 +39,9 @@ lint: setup ## Check style (ruff), layers (import-linter), types (mypy) and shel
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck scripts/*.sh .ci/run
 
+docs: setup ## Build the documentation site in docs/_build/html, warnings as errors
+	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
+
 lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt from pyproject.toml and newest.in
 	$(VENV)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
 	  --extra train --extra tpu --extra cuda --extra cluster --group dev --group docs --no-annotate --no-header --upgrade --output-file $(LOCK)

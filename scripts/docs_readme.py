@@ -1,0 +1,227 @@
+"""Write the figures of README.md and of the documentation from results/*.jsonl and from the backends themselves.
+
+    python scripts/docs_readme.py                   # rewrite the marked sections and docs/_static/step_times.svg
+    python scripts/docs_readme.py --check           # exit 1 if any is not up to date
+
+A section stands between <!-- begin NAME --> and <!-- end NAME -->; SECTIONS has a function for each name.
+"""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from docs_reference import DEVICES, support_rows, table  # noqa: E402
+
+from vitkernels.benchmarks.tables import attention as attention_table  # noqa: E402
+from vitkernels.benchmarks.tables import read_rows  # noqa: E402
+from vitkernels.benchmarks.tables import step as step_table  # noqa: E402
+
+PAGES = ("README.md", "docs/tutorials/compare_kernels.md", "docs/index.md")
+CHART = ROOT / "docs/_static/step_times.svg"
+# Numbers of runs in results/step.jsonl, attention.jsonl and scaling.jsonl, which are only appended to.
+VIT_B, VIT_L, ATTENTION, SCALING = 20, 21, 47, 9
+BEST = "attn=auto best"
+KERNELS = ("triton_flash", "pallas_flash")
+EXTRAS = {"bias, masks, segments": 2, "dropout": 6}  # columns of support_rows after backend and device
+BARS = (
+    ("timm, eager, unfused attention", "timm eager native"),
+    ("timm, eager, SDPA", "timm eager sdpa"),
+    ("timm, torch.compile, SDPA", step_table.BASELINE),
+    ("vitkernels, attn=auto", "attn=auto eager"),
+    ("vitkernels, attn=auto ops=fused", "attn=auto fused"),
+    ("vitkernels, and bf16 residual stream", BEST),
+)
+
+
+def results(name: str) -> list[dict]:
+    return read_rows(ROOT / "results" / f"{name}.jsonl")
+
+
+def step_run(number: int) -> dict[str, dict]:
+    """Return the rows of one run of scripts/bench_step.py by variant."""
+    return {row["variant"]: row for row in step_table.split_runs(results("step"))[number - 1]}
+
+
+# ------------------------------------------------------------------------------------------------------- sections
+
+
+def support() -> str:
+    """Return the support matrix of the attention backends, one row each."""
+    rows: dict[str, dict[str, tuple[str, ...]]] = {}
+    for name, device, *figures in support_rows():
+        rows.setdefault(name, {})[device] = tuple(figures)
+    cells = []
+    for name, devices in rows.items():
+        places = [_on(devices, label) for label in DEVICES.values()]
+        extras = [_where(devices, column) for column in EXTRAS.values()]
+        cells.append((name, *places, _head_dims(devices), *extras))
+    return table(("backend", *DEVICES.values(), "head dims", *EXTRAS), cells)
+
+
+def _head_dims(devices: dict[str, tuple[str, ...]]) -> str:
+    by_range: dict[str, list[str]] = {}
+    for device, (_, head_dims, *_) in devices.items():
+        by_range.setdefault(head_dims, []).append(device.partition(" (")[0])
+    if len(by_range) == 1:
+        return next(iter(by_range))
+    return "; ".join(f"{head_dims} ({', '.join(names)})" for head_dims, names in by_range.items())
+
+
+def _on(devices: dict[str, tuple[str, ...]], label: str) -> str:
+    """Return the dtypes of a backend on the device of that label."""
+    label = "NVIDIA Hopper" if label == "NVIDIA GPU" and label not in devices else label
+    found = next((device for device in devices if device.startswith(label)), None)
+    if found is None:
+        return "–"
+    note = "Hopper only" if found == "NVIDIA Hopper" else found.removeprefix(label).strip(" ()")
+    return f"{devices[found][0]} ({note})" if note else devices[found][0]
+
+
+def _where(devices: dict[str, tuple[str, ...]], column: int) -> str:
+    """Return "yes", "no", or the devices on which a backend has the feature of that column."""
+    having = [device for device, figures in devices.items() if figures[column] == "yes"]
+    if len(having) in (0, len(devices)):
+        return "yes" if having else "no"
+    return " and ".join(device.partition(" (")[0] for device in having)
+
+
+def verdict() -> str:
+    """Return the verdict table of the sweep in results/verdict.jsonl."""
+    rows = results("verdict")
+    cells = []
+    for row in rows:
+        time = row["step_time_ms"]
+        cells.append((
+            row["variant"], f"{time['median']:.2f} ({time['p10']:.2f}, {time['p90']:.2f})",
+            f"{row['images_per_s']:.1f}", f"{100 * row['mfu']:.1f}", f"{row['input_wait_ms']:.2f}",
+            f"{row['peak_memory_MiB']}", f"{row['train_loss']:.4f}",
+            f"{rows[0]['step_time_ms']['median'] / time['median']:.3f}",
+        ))  # fmt: skip
+    headings = ("variant", "step ms (p10, p90)", "images/s", "MFU %", "input wait ms", "peak memory MiB",
+                "final loss", "speedup")  # fmt: skip
+    return table(headings, cells)
+
+
+def measured() -> str:
+    """Return five results against the best that was measured next to each."""
+    cells = []
+    for title, number in (("ViT-B/16 at 256 px", VIT_B), ("ViT-L/16 at 224 px", VIT_L)):
+        run = step_run(number)
+        what = f"training step, {title}, batch 128"
+        cells.append(_against(what, "timm, compiled, SDPA", run[step_table.BASELINE]["median"], run[BEST]["median"], 1))
+    measurement = attention_table.split_measurements(results("attention"))[ATTENTION - 1]
+    times = {row["contender"]: row["device_both_ms"]["median"] for row in measurement if "device_both_ms" in row}
+    peer = min(
+        (ms, name) for name, ms in times.items() if name.removesuffix(" again") not in ("triton_flash", "pallas_flash")
+    )
+    shape = ", ".join(map(str, measurement[0]["shape_BHND"]))
+    for name in KERNELS:
+        cells.append(_against(f"`{name}`, forward + backward, ({shape})", peer[1], peer[0], times[name], 3))
+    alone, two = _two_gpus()
+    cells.append(("ddp on 2 GPUs, ViT-B/16 at 256 px, batch 128 each", f"1 GPU: {alone:.1f} ms", f"{two:.1f} ms",
+                  f"{100 * alone / two:.1f} % efficient"))  # fmt: skip
+    return table(("what, on one NVIDIA H200 in bf16 (last row: two)", "best peer", "vitkernels", "ratio"), cells)
+
+
+def _against(what: str, peer: str, before: float, after: float, digits: int) -> tuple[str, ...]:
+    return what, f"{peer}: {before:.{digits}f} ms", f"{after:.{digits}f} ms", f"{before / after:.2f} × faster"
+
+
+def _two_gpus() -> tuple[float, float]:
+    """Return the median step of one GPU alone and of ddp (send=copy) on two, from the summary of the scaling page."""
+    from vitkernels.benchmarks.tables import scaling
+
+    _, alone, copied, *_ = scaling.split_runs(results("scaling"))[SCALING - 1]
+    if (alone["devices"], copied["devices"], copied["parallel"]) != (1, 2, "ddp,send=copy"):
+        raise ValueError(
+            f"run {SCALING} of results/scaling.jsonl is another one: {alone['parallel']}, {copied['parallel']}"
+        )
+    return alone["step_time_ms"]["median"], copied["step_time_ms"]["median"]
+
+
+SECTIONS: dict[str, Callable[[], str]] = {"support": support, "verdict": verdict, "measured": measured}
+
+
+# ---------------------------------------------------------------------------------------------------------- chart
+
+
+def write_chart(path: Path) -> None:
+    """Draw the step times of ViT-B/16 with their 10th and 90th percentile."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    run = step_run(VIT_B)
+    rows = [run[variant] for _, variant in BARS]
+    baseline = run[step_table.BASELINE]["median"]
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "vitkernels", "font.family": "sans-serif", "font.size": 10}
+    with plt.rc_context(settings):
+        figure, axes = plt.subplots(figsize=(8, 2.9), layout="constrained")
+        colors = ["#b6bcc6" if label.startswith("timm") else "#2563eb" for label, _ in BARS]
+        medians = [row["median"] for row in rows]
+        errors = [[row["median"] - row["p10"] for row in rows], [row["p90"] - row["median"] for row in rows]]
+        places = range(len(BARS))
+        axes.barh(places, medians, xerr=errors, color=colors, height=0.68, error_kw={"ecolor": "#374151", "lw": 1})
+        for place, row in zip(places, rows, strict=True):
+            text = f"{row['median']:.1f} ms  ({baseline / row['median']:.2f} ×)"
+            axes.text(row["p90"] + 1.2, place, text, va="center", color="#111827")
+        axes.set_yticks(places, [label for label, _ in BARS])
+        axes.invert_yaxis()
+        axes.set_xlim(0, 118)
+        axes.set_xlabel(
+            "ms per training step, median (bars: 10th to 90th percentile); in brackets: speedup over timm compiled"
+        )
+        axes.set_title("ViT-B/16 at 256 px, batch 128, AdamW, bf16, one NVIDIA H200", loc="left", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, metadata={"Date": None}, facecolor="white")
+        plt.close(figure)
+
+
+def chart_labels() -> list[str]:
+    """Return what the chart writes at its bars, for a check of the committed file."""
+    run = step_run(VIT_B)
+    return [f"{run[variant]['median']:.1f} ms" for _, variant in BARS]
+
+
+# ----------------------------------------------------------------------------------------------------------- main
+
+
+def rewritten(text: str) -> str:
+    """Return the page with every marked section written again."""
+    for name, section in SECTIONS.items():
+        pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if pattern.search(text):
+            content = section()
+            text = pattern.sub(lambda found, content=content: f"{found[1]}{content}\n{found[2]}", text)
+    return text
+
+
+def outdated() -> list[str]:
+    """Return the pages, and the chart, that differ from what this would write."""
+    found = [page for page in PAGES if (ROOT / page).read_text() != rewritten((ROOT / page).read_text())]
+    chart = CHART.read_text() if CHART.exists() else ""
+    return found + ([str(CHART.relative_to(ROOT))] if any(label not in chart for label in chart_labels()) else [])
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if anything is not up to date")
+    if parser.parse_args(arguments).check:
+        if found := outdated():
+            sys.exit(f"outdated: {', '.join(found)}; run python scripts/docs_readme.py")
+        return
+    for page in PAGES:
+        (ROOT / page).write_text(rewritten((ROOT / page).read_text()))
+    write_chart(CHART)
+    print(f"written: {', '.join(PAGES)}, {CHART.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()
