@@ -1,16 +1,16 @@
-"""scripts/bench_scaling.py where there is no GPU, as its help says it can be tried."""
+"""scripts/bench_scaling.py on CPUs, with the example of its help, and its table."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from vitkernels.benchmarks import scaling
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench_scaling.py"
 
 
-def test_its_example_for_cpus(tmp_path):
+def test_main__example_for_cpus(tmp_path):
     lines = SCRIPT.read_text().splitlines()
     begin = next(n for n, line in enumerate(lines) if "--model vit_digits" in line)
     words = " ".join(lines[begin : begin + 2]).replace("\\", " ").split("anywhere")[0].split()
@@ -27,23 +27,14 @@ def test_its_example_for_cpus(tmp_path):
     assert "| none | 1 |" in ran.stdout and "| 100.0 % |" in ran.stdout
 
 
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(SCRIPT.parent))
-    import bench_scaling
-
-    yield bench_scaling
-    del sys.modules["bench_scaling"]
-
-
-def test_efficiency_is_the_time_of_one_device_alone_over_that_of_several(script):
+def test_table__efficiency_relative_to_one_device_alone():
     def row(parallel, devices, median, alone=True):
         times = {"median": median, "p10": median, "p90": median, "mean": median + 1}
         row = {"parallel": parallel, "devices": devices, "alone": alone, "step_time_ms": times}
         return row | {"medians_ms": [median, 55.0], "peak_memory_bytes": 2**30}
 
     rows = [row("none", 1, 40.0, alone=False), row("none", 1, 50.0), row("ddp", 4, 62.5)]
-    busy, alone, several = script.table(rows, batch=100).splitlines()[2:]
+    busy, alone, several = scaling.table(rows, batch=100).splitlines()[2:]
     assert busy == "| none | 1, others busy; the slowest 55.00 | 40.00 (40.00, 40.00) | 41.00 | 2500 | 1.0 | 125.0 % |"
     assert alone == "| none | 1 | 50.00 (50.00, 50.00) | 51.00 | 2000 | 1.0 | 100.0 % |"
     assert several == "| ddp | 4 | 62.50 (62.50, 62.50) | 63.50 | 6400 | 1.0 | 80.0 % |"
