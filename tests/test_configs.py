@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from vitkernels import attention, runtime
 from vitkernels.config import Config
+from vitkernels.config.setting import groups_of, settings_of
 from vitkernels.models import PRESETS, create_model, input_spec, inspect_model
 from vitkernels.runtime.cuda import CudaRuntime
 from vitkernels.runtime.xla import XlaRuntime
@@ -59,6 +60,41 @@ def test_each_file_opens_with_an_explanation(path):
     assert (
         any(line.startswith("# ") and "@package" not in line for line in lines[:3]) or path == "hydra/help/vitkernels"
     )
+
+
+def comments(path: Path) -> dict[str, str]:
+    """The comment of each key in a YAML file, as one line: the lines above it and the rest of its own line."""
+    found, above, groups = {}, [], []
+    for line in path.read_text().splitlines():
+        code, _, comment = line.partition("#")
+        if not code.strip():
+            above = [*above, comment.strip()] if comment else []
+            continue
+        depth = (len(code) - len(code.lstrip())) // 2
+        groups = [*groups[:depth], code.split(":")[0].strip()]
+        found[".".join(groups)] = " ".join([*above, comment.strip()]).strip()
+        above = []
+    return found
+
+
+# The file of each group with a comment on every setting.
+EXPLAINED = {
+    **dict.fromkeys(("trainer", "ema", "checkpoints", "sweep"), "config"),
+    **{group: f"{group}/auto" for group in ("attn", "ops", "runtime", "parallel")},
+    **{"quant": "quant/w8a8_fp8", "model": "model/timm", "data": "data/digits"},
+    **{"optim": "optim/adamw", "schedule": "schedule/cosine"},
+}
+
+
+@pytest.mark.parametrize("group", ["", *EXPLAINED])
+def test_yaml_comment__is_the_schema_sentence(group):
+    found = comments(CONF / f"{EXPLAINED.get(group, 'config')}.yaml")
+    prefix = f"{group}." if EXPLAINED.get(group) == "config" else ""
+    settings = settings_of(groups_of(Config)[group] if group else Config)
+    for each in settings:
+        # A file's first lines explain its name; quant.dtype is in other files than the rest.
+        if each.name not in ("name", "dtype") and not each.description.collects_rest:
+            assert each.text in found[f"{prefix}{each.name}"], each.name
 
 
 def test_the_article_experiment_is_what_was_published(settings):
