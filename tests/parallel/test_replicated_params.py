@@ -129,7 +129,7 @@ def test_gather_auto__with_8_bit_and_frozen_models(tmp_path):
     assert ranks.finish() == [0, 0], ranks.output()
 
 
-def test_parameters_to_replicate():
+def test_parameters_to_replicate__are_those_that_autocast_does_not_round():
     model = small(init_values=0.1)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     replicated = [names[id(parameter)] for parameter in parameters_to_replicate(model)]

@@ -117,7 +117,7 @@ class ThreeEqualRanks(Parallel):
         return [value] * 3
 
 
-def test_figures_of_one_program_are_of_all_images_already():
+def test_total__sums_over_ranks_unless_one_program():
     engine = ThreeEqualRanks(Runtime())
     assert engine.total({"images": 10}) == {"images": 30} and engine.shares(1.5) == [1.5] * 3
     engine.rank = 2

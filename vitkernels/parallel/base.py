@@ -142,7 +142,7 @@ class Parallel:
             raise UsageError(message, code="parallel.mismatch", what=what, ranks=others)
 
     def on_main(self, function: Callable, *args):
-        """Run `function(*args)` on the main process and return its result on all; an error there is raised on all."""
+        """Run `function(*args)` on the main process and return its result on all; an error there raises on all."""
         return function(*args)
 
     def load(self, function: Callable, *args):

@@ -112,7 +112,7 @@ def _check_xla(settings: _Settings) -> None:
 
 
 def _check_strategy(name: str, world: int, settings: _Settings) -> None:
-    """Raise UsageError for a setting that the strategy would ignore, and for one process where there are several."""
+    """Raise UsageError for a setting that the strategy would ignore, and for none on several processes."""
     if settings.send != "auto" and name != "ddp":
         message = f"send={settings.send!r} is for ddp under torchrun; with {name} use send='auto'"
         raise _setting_error(name, "send", settings, message)
