@@ -77,3 +77,12 @@ print(len(torch.compile(model, fullgraph=True, backend="eager")()))
 """
     done = run((), call)
     assert done.stdout.split() == ["4"], done.stdout + done.stderr[-2000:]
+
+
+def test_constant_when_traced__is_what_torch_marks():
+    import torch
+
+    from vitkernels.registry.tracing import constant_when_traced
+
+    ours, theirs = constant_when_traced(lambda: None), torch.compiler.assume_constant_result(lambda: None)
+    assert vars(ours) == vars(theirs) != {}

@@ -1,7 +1,8 @@
-"""What `auto` tries first on a GPU: the user's measurements, then those that ship, then the default; and tune."""
+"""The order of `auto` on a GPU: the user's measurements, then the shipped ones, then the default; and tune."""
 
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from vitkernels.registry.op import Op
 
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
-    """A user's cache and a shipped table of this test's own, on a machine whose GPU is an H200."""
+    """Paths of a user's and a shipped table, both empty, on a machine with an H200."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning_table, "SHIPPED", tmp_path / "shipped.json")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
@@ -37,7 +38,7 @@ def linear_gelu_op(modules):
     return Op("linear_gelu", modules, {"cuda": ("passes",)}, features=features, group="vitkernels.ops")
 
 
-def test_the_users_measurements_come_first(tables, caplog):
+def test_order__user_table_precedes_shipped_table_message(tables, caplog):
     user, shipped = tables
     tuning_table.write(shipped, "NVIDIA H200", [row(hopper=1.0, passes=2.0)])
     tuning_table.write(user, "NVIDIA H200", [row(triton=0.5, hopper=0.75)])
@@ -49,7 +50,7 @@ def test_the_users_measurements_come_first(tables, caplog):
     ]
 
 
-def test_a_gpu_of_the_same_family_serves(tables, caplog):
+def test_order__from_a_gpu_of_the_same_family(tables, caplog):
     _, shipped = tables
     tuning_table.write(shipped, "NVIDIA H100 80GB HBM3", [row(hopper=1.0, passes=2.0)])
     tuning_table.write(shipped, "NVIDIA A100-SXM4-40GB", [row(passes=1.0)])
@@ -58,37 +59,37 @@ def test_a_gpu_of_the_same_family_serves(tables, caplog):
     assert "measured on NVIDIA H100 80GB HBM3" in caplog.text
 
 
-def test_what_was_never_measured_is_said(tables, caplog):
+def test_order__unmeasured_is_the_default_and_logged(tables, caplog):
     user, _ = tables
     tuning_table.write(user, "NVIDIA A100-SXM4-40GB", [row(hopper=1.0)])
     tuning_table.write(user, "NVIDIA H200", [row(dtype="float16", hopper=1.0), row((1024, 4096), hopper=1.0)])
     with caplog.at_level(logging.INFO, "vitkernels"):
         assert order() == ("passes", "triton")
-    assert "was never measured: passes, triton, in this order; `python -m vitkernels.tune` measures" in caplog.text
+    assert "not measured, default order passes, triton;" in caplog.text
     assert order((1024, 4096)) == ("hopper",) and order(dtype=torch.float16) == ("hopper",)
 
 
-def test_new_measurements_replace_old_ones(tables):
+def test_write__replaces_older_measurements(tables):
     user, _ = tables
     tuning_table.write(user, "NVIDIA H200", [row(hopper=1.0), row((1024, 4096), hopper=1.0)])
     tuning_table.write(user, "NVIDIA H200", [row(passes=1.0)])
     assert tuning_table.read(user) == {"NVIDIA H200": [row((1024, 4096), hopper=1.0), row(passes=1.0)]}
-    assert len(user.read_text().splitlines()) == 6  # a row a line, to be read and compared
+    assert len(user.read_text().splitlines()) == 6  # one row per line, for diffs
 
 
-def test_auto_takes_the_fastest_that_can_and_says_why(tables, caplog):
+def test_pick__auto_takes_the_fastest_that_can_and_logs_why_once(tables, caplog):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes", "triton")}
     op = linear_gelu_op(modules)
     tuning_table.write(user, "NVIDIA H200", [row((5, 3), "float32", triton=1.0, passes=2.0, reference=3.0)])
-    args = torch.randn(2, 5), torch.randn(3, 5), None, False  # triton wants multiples of 16
+    args = torch.randn(2, 5), torch.randn(3, 5), None, False  # triton requires multiples of 16
     with caplog.at_level(logging.INFO, "vitkernels"):
         for _ in range(2):
             assert op.pick("auto", torch.device("cuda", 0), *args).__name__ == modules["passes"]
     assert caplog.text.count("linear_gelu: auto chose passes; not triton: ") == 1
 
 
-def test_what_auto_says_breaks_no_graph(monkeypatch, caplog):
+def test_pick__logging_breaks_no_graph(monkeypatch, caplog):
     monkeypatch.setattr("vitkernels.registry.op.place_of", lambda device_type: "tpu")
     monkeypatch.setattr("vitkernels.registry.op._said", set())
     x, weight = torch.randn(2, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
@@ -99,7 +100,7 @@ def test_what_auto_says_breaks_no_graph(monkeypatch, caplog):
     assert "linear_gelu: auto chose reference; not pallas_tpu: " in caplog.text
 
 
-def test_a_table_of_another_version_or_a_broken_one_stops_nothing(tables, caplog):
+def test_pick__survives_a_table_of_another_version_and_a_torn_one(tables, caplog):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes")}
     op = linear_gelu_op(modules)
@@ -110,13 +111,33 @@ def test_a_table_of_another_version_or_a_broken_one_stops_nothing(tables, caplog
     tuning_table._fastest_first.cache_clear()
     user.write_text("{ torn")
     assert pick() == modules["passes"]
-    assert f"{user} cannot be read" in caplog.text
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1 and str(user) in warnings[0]
+
+
+def test_pick__measured_backend_of_another_package_only_if_registered_for_auto(tables):
+    user, _ = tables
+    modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes")}
+    mine = SimpleNamespace(unsupported=lambda *args: None, run=lambda *args: None)
+    tuning_table.write(user, "NVIDIA H200", [row((5, 3), "float32", mine=1.0, passes=2.0)])
+    args = torch.device("cuda", 0), torch.randn(2, 5), torch.randn(3, 5), None, False
+    op = linear_gelu_op(modules)
+    op.register("mine", mine)
+    assert op.pick("auto", *args).__name__ == modules["passes"] and op.pick("mine", *args) is mine
+    op.unregister("mine")
+    op.register("mine", mine, auto_for="cuda")
+    assert op.pick("auto", *args) is mine
+    op.register("unmeasured", SimpleNamespace(unsupported=lambda *args: "no", run=lambda *args: None), auto_for="cuda")
+    tuning_table._fastest_first.cache_clear()
+    assert op._order(args[0], args[1:], {}) == ("unmeasured", "mine", "passes")
+    op.unregister("mine")
+    assert op.pick("auto", *args).__name__ == modules["passes"]
 
 
 SMALL = bench.ModelSizes(images=2, tokens=4, width=32, hidden=64, image_size=8, patch=4, device="cpu")
 
 
-def test_the_shipped_table_is_of_backends_and_features_that_exist():
+def test_shipped_table__names_existing_backends_and_features():
     features = {case.op: len(case.features) for case in (make() for make in bench.cases(SMALL, torch.bfloat16))}
     for rows in json.loads(tuning_table.SHIPPED.read_text()).values():
         for measured in rows:
@@ -125,14 +146,14 @@ def test_the_shipped_table_is_of_backends_and_features_that_exist():
             assert all(ms > 0 for ms in measured["ms"].values())
 
 
-def test_sizes_of_models():
+def test_tune__sizes_of_a_model():
     sizes = tune.sizes_of("vit_base_patch16_224", 8)
     assert (sizes.images, sizes.tokens, sizes.width, sizes.hidden) == (8, 197, 768, 3072)
     assert (sizes.image_size, sizes.patch) == (224, 16)
 
 
-def test_what_tune_measures(monkeypatch, capsys):
-    """Every op's backends at a small model's sizes; here with a clock that stands still."""
+def test_tune__measures_every_backend(monkeypatch, capsys):
+    """Every op's backends at a small model's sizes, with a constant clock."""
     timing = bench.Timing(1.0, 2.0, 3.0)
     monkeypatch.setattr(bench.Timing, "on_device", lambda function, milliseconds: function() and timing)
     for make in bench.cases(SMALL, torch.bfloat16):
@@ -147,7 +168,7 @@ def test_what_tune_measures(monkeypatch, capsys):
 
 
 def seen_arguments(case, monkeypatch):
-    """What the op hands to its backends in this case."""
+    """Return the arguments that the op passes to its backends in this case."""
     backends = bench.OPS[case.op]
     seen = []
     with monkeypatch.context() as patch:
@@ -158,7 +179,7 @@ def seen_arguments(case, monkeypatch):
     return seen
 
 
-def test_a_wrong_backend_is_not_measured(monkeypatch):
+def test_measure__reports_a_wrong_backend(monkeypatch):
     case = bench.OpCase("mlp", (1,), 1, None, ())
     monkeypatch.setattr(bench.OpCase, "both", lambda self, name: (torch.tensor([1.0 + (name == "triton")]),))
     monkeypatch.setattr(bench.Timing, "on_device", lambda function, milliseconds: bench.Timing(1.0, 2.0, 3.0))
@@ -171,13 +192,13 @@ def test_a_wrong_backend_is_not_measured(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_without_a_gpu_tune_says_so(tmp_path):
+def test_tune__without_a_gpu_exits(tmp_path):
     with pytest.raises(SystemExit, match="PyTorch sees none here"):
         tune.main(["--table", str(tmp_path / "table.json")])
     assert not (tmp_path / "table.json").exists()
 
 
-def test_what_was_measured_before_the_memory_was_full_is_kept(monkeypatch, tmp_path):
+def test_tune__out_of_memory_keeps_earlier_measurements(monkeypatch, tmp_path):
     (first, *_), table = bench.cases(SMALL, torch.bfloat16), tmp_path / "table.json"
 
     def full():
@@ -194,7 +215,7 @@ def test_what_was_measured_before_the_memory_was_full_is_kept(monkeypatch, tmp_p
 
 
 @pytest.mark.gpu
-def test_tune_measures_and_says_where(tmp_path, capsys):
+def test_tune__writes_the_table(tmp_path, capsys):
     table = tmp_path / "table.json"
     tune.main(["--model", "vit_digits", "--batch-size", "8", "--table", str(table)])
     (rows,) = tuning_table.read(table).values()

@@ -7,6 +7,7 @@ import torch
 from vitkernels.attention.backends import OP, choose, chosen
 from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.registry.op import passed_over
+from vitkernels.registry.tracing import constant_when_traced
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ class Auto(AttentionBackend):
         return OP.get(name)
 
 
-@torch.compiler.assume_constant_result  # logging would break the graph
+@constant_when_traced  # logging would break the graph
 def _log_traced(name: str, why: str) -> None:
     log.info("attention: auto chose %s for a compiled graph%s", name, why)
 

@@ -1,1 +1,1 @@
-"""Choose the backend that runs an operation: by name, or the fastest one that takes the call."""
+"""Operations and their backends: names, lazy imports, refusals, and the order in which `auto` tries them."""

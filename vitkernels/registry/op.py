@@ -9,6 +9,7 @@ import torch
 
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.registry.sources import Source, from_entry_points, missing_package
+from vitkernels.registry.tracing import constant_when_traced
 from vitkernels.registry.tuning_table import fastest_first
 
 log = logging.getLogger("vitkernels")
@@ -120,7 +121,7 @@ class Op:
             self._load(name)
         return getattr(self._loaded, name)
 
-    @torch.compiler.assume_constant_result  # torch.compile cannot trace an import
+    @constant_when_traced  # torch.compile cannot trace an import
     def broken(self, name: str) -> str | None:
         """Return why that backend cannot be imported; None if it can, or if no backend has the name.
 
@@ -137,7 +138,7 @@ class Op:
                 self._failures[name] = self._sources[name].failure(error)
         return self._failures.get(name)
 
-    @torch.compiler.assume_constant_result
+    @constant_when_traced
     def _is_loaded(self, name: str) -> bool:
         return name in vars(self._loaded) or (self.broken(name) is None and name in self._sources)
 
@@ -276,7 +277,7 @@ def passed_over(refused: Mapping[str, str]) -> str:
 _said: set[str] = set()
 
 
-@torch.compiler.assume_constant_result  # logging would break torch.compile's graph
+@constant_when_traced  # logging would break torch.compile's graph
 def say_once(message: str) -> None:
     """Log a message unless it was logged before."""
     if message not in _said:
