@@ -15,8 +15,8 @@ from vitkernels import attention
 from vitkernels.cli.overrides import prepare
 from vitkernels.cli.ranks import rank_arguments
 from vitkernels.cli.wording import explained, in_settings
+from vitkernels.config.help import help_text
 from vitkernels.config.location import PROGRAM
-from vitkernels.config.reference import help_text
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError
 from vitkernels.sweep import job
 

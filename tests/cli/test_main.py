@@ -1,0 +1,97 @@
+"""The `vitkernels` command: which words reach train.py, and how mistakes are answered."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from vitkernels.cli import main as console
+from vitkernels.config.help import help_text
+from vitkernels.config.schema import Config
+from vitkernels.config.setting import groups_of, settings_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """The command lines that train.py was started with."""
+    found = []
+    monkeypatch.setattr(console.runpy, "run_path", lambda path, run_name: found.append([path, *sys.argv]))
+    monkeypatch.setattr(sys, "argv", ["vitkernels"])
+    return found
+
+
+def test_train__runs_the_script_with_the_words(started):
+    assert console.main(["train", "attn=sdpa", "--cfg", "job"]) == 0
+    script = str(ROOT / "train.py")
+    assert started == [[script, script, "attn=sdpa", "--cfg", "job"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["runs/a", "data.root=x"], ['checkpoint="runs/a"', "data.root=x"]),
+        (["checkpoint=runs/a"], ["checkpoint=runs/a"]),
+        (["attn=sdpa", "checkpoint=runs/a"], ["attn=sdpa", "checkpoint=runs/a"]),
+        (["--help"], ["--help"]),
+    ],
+)
+def test_eval__takes_the_run_as_its_first_word(started, words, expected):
+    console.main(["eval", *words])
+    assert started[0][2:] == ["mode=eval", *expected]
+
+
+def test_eval__path_with_an_equals_sign(started, tmp_path, monkeypatch):
+    (tmp_path / "attn=sdpa").mkdir()
+    monkeypatch.chdir(tmp_path)
+    console.main(["eval", "attn=sdpa"])
+    assert started[0][2:] == ["mode=eval", 'checkpoint="attn=sdpa"']
+
+
+@pytest.mark.parametrize(("code", "status"), [(75, 75), (None, 0), ("text", 1), (2, 2)])
+def test_train__returns_the_exit_status(monkeypatch, code, status):
+    def run_path(path, run_name):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(sys, "argv", ["vitkernels"])
+    monkeypatch.setattr(console.runpy, "run_path", run_path)
+    assert console.main(["train"]) == status
+
+
+def test_train__without_the_extra_names_it(monkeypatch, capsys, started):
+    monkeypatch.setattr(console.importlib.util, "find_spec", lambda name: None)
+    assert console.main(["train"]) == 2 and not started
+    assert "vitkernels[train]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "hint"), [("trian", "train"), ("attn=sdpa", "vitkernels train attn=sdpa")])
+def test_unknown_command__suggests_one(capsys, command, hint):
+    assert console.main([command]) == 2
+    assert hint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["help"]])
+def test_help__lists_the_commands(capsys, words):
+    assert console.main(words) == 0
+    text = capsys.readouterr().out
+    assert [command for command in console._COMMANDS if f"\n  {command} " not in text] == []
+
+
+def test_help__needs_no_torch():
+    code = "import sys; from vitkernels.cli.main import main; main(['--help']); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.endswith("False\n")
+
+
+def test_doctor__takes_no_arguments(capsys):
+    assert console.main(["doctor", "x"]) == 2 and "doctor" in capsys.readouterr().err
+
+
+def test_help_of_train__has_every_setting():
+    text = help_text()
+    for prefix, group in (("", Config), *((f"{name}.", group) for name, group in groups_of(Config).items())):
+        for each in settings_of(group):
+            assert f"  {prefix}{'*' if each.description.collects_rest else each.name}" in text
+    assert max(map(len, text.splitlines())) <= 120
