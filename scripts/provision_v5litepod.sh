@@ -1,64 +1,66 @@
 #!/usr/bin/env bash
-# The life of a Cloud TPU v5e node, from the request in the queue to its deletion. `provision_v5litepod.sh --help`.
+# Provision a Cloud TPU v5e node, train on it and delete it. See `provision_v5litepod.sh --help`.
 #
-# All state is Google's: every step asks for the state first and does what is left to do, so a command that was
-# interrupted is simply run again. Commands and states: cloud.google.com/tpu/docs/queued-resources.
+# This script keeps no state. Every step queries Google for the state of the node and does what remains to be done, so
+# an interrupted command can be run again. Commands and states: cloud.google.com/tpu/docs/queued-resources.
 set -euo pipefail
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-readonly USAGE_ERROR=2 NODE_FAILED=3 TIME_IS_UP=4 PREEMPTED=75 # train.py's, too: run it again
-readonly NO_CONNECTION=255 # ssh's
+readonly USAGE_ERROR=2 NODE_FAILED=3 TIME_IS_UP=4 PREEMPTED=75 # as train.py's exit code for a resumable run
+readonly NO_CONNECTION=255 # of ssh
 
 usage() {
   cat <<'TEXT'
-The life of a Cloud TPU v5e node, safe to interrupt and to run again.
+Provision a Cloud TPU v5e node, train on it and delete it. Any command can be interrupted and run again.
 
   scripts/provision_v5litepod.sh VERB [FLAGS] [-- train.py's settings]
 
-  create    ask for a node (a queued resource with one node of the same name)
+  create    request a node (a queued resource with one node of the same name)
   status    print the state, and the reason of a failure
-  wait      wait until the node is there; reports why it never will be
-  ssh       open a shell on a worker (--worker N); after --: a command, run on --worker N or all
+  wait      wait until the node is active, or report why it cannot become active
+  ssh       open a shell on a worker (--worker N), or run the command after -- on --worker N or all
   setup     copy this checkout to every worker, install the locked packages, run the doctor on each
-  train     train on every worker with the settings after --; started again, it joins the training that goes on
-  fetch     copy the run's folder, which worker 0 writes, to runs/NAME here
-  delete    delete the node and the request; asks first, unless --quiet
-  run       all of it with the settings after --; the node is deleted at the end, whatever happened
+  train     train on every worker with the settings after --; if a training is running, attach to it
+  fetch     copy the run's folder, which worker 0 writes, to the local runs/NAME
+  delete    delete the node and the request, after a confirmation unless --quiet
+  run       do all of the above with the settings after --; the node is deleted at the end in any case
 
-Each setting is a flag, else an environment variable, else a line VARIABLE=value of the configuration file:
+Each setting is taken from its flag, then from its environment variable, then from a line VARIABLE=value of the
+configuration file:
 
   --project ID             V5E_PROJECT          Google Cloud project (required)
   --zone ZONE              V5E_ZONE             such as us-central1-a (required)
-  --lifetime DURATION      V5E_LIFETIME         such as 90m, 4h, 1d: required to create. When it is over, `run` stops
-                                                and deletes, and so does the node by itself, wherever this script is
-                                                (if its service account may delete TPUs: roles/tpu.admin)
-  --valid-until DURATION   V5E_VALID_UNTIL      leave the queue after this long (default: the lifetime)
-  --name NAME              V5E_NAME             of the node (default: vitkernels)
+  --lifetime DURATION      V5E_LIFETIME         such as 90m, 4h, 1d (required to create). At its end, `run` stops the
+                                                training and deletes the node. The node also deletes itself, in case
+                                                this script is gone (its service account needs roles/tpu.admin)
+  --valid-until DURATION   V5E_VALID_UNTIL      leave the queue after this time (default: the lifetime)
+  --name NAME              V5E_NAME             name of the node (default: vitkernels)
   --accelerator TYPE       V5E_ACCELERATOR      v5litepod-1, 4, 8, 16, 32, 64, 128 or 256 (default: v5litepod-1)
   --runtime-version NAME   V5E_RUNTIME_VERSION  (default: v2-alpha-tpuv5-lite)
-  --service-account EMAIL  V5E_SERVICE_ACCOUNT  of the node (default: the project's)
+  --service-account EMAIL  V5E_SERVICE_ACCOUNT  service account of the node (default: the project's)
   --capacity KIND          V5E_CAPACITY         on-demand, spot or reserved (default: on-demand)
   --tags TAG,...           V5E_TAGS             network tags
   --network NAME           V5E_NETWORK          (default: default)
   --subnetwork NAME        V5E_SUBNETWORK
-  --price USD              V5E_PRICE            of one chip for one hour, to print what a lifetime costs
-  --timeout DURATION       V5E_TIMEOUT          how long `wait` waits (default: the lifetime; 1d without one)
-  --poll SECONDS           V5E_POLL             between two looks at the state (default: 15)
-  --fetch-every DURATION   V5E_FETCH_EVERY      while it trains: a node that is preempted takes its disk along
-                                                (default: 10m)
-  --worker N               V5E_WORKER           for ssh (default: 0; all: every worker)
-  --config FILE            V5E_CONFIG           (default: v5litepod.conf in the current folder, where there is one)
+  --price USD              V5E_PRICE            price of a chip hour, to print the cost of a lifetime
+  --timeout DURATION       V5E_TIMEOUT          time limit of `wait` (default: the lifetime, or 1d)
+  --poll SECONDS           V5E_POLL             interval between queries of the state (default: 15)
+  --fetch-every DURATION   V5E_FETCH_EVERY      interval between copies of the run's folder during training, because
+                                                a preempted node loses its disk (default: 10m)
+  --worker N               V5E_WORKER           worker for ssh, or all (default: 0)
+  --config FILE            V5E_CONFIG           (default: v5litepod.conf in the current folder, if present)
 
-  --quiet      do not ask          --dry-run    print every command, run none          --help
+  --quiet      do not ask          --dry-run    print the commands without running them          --help
 
-Exit codes: 0 done; 1 a command failed; 2 a mistake in the call; 3 the node failed; 4 time is up; 75 the node was
-preempted or the training interrupted, and the same command goes on; train and run else give train.py's own.
+Exit codes: 0 success; 1 a command failed; 2 invalid usage; 3 the node failed; 4 time limit reached; 75 the node was
+preempted or the training interrupted, and the same command resumes it. Otherwise, train and run return train.py's exit
+code.
 TEXT
 }
 
 say() { printf '%s\n' "$*" >&2; }
 
-die() { # CODE WORDS...: the code, and what is wrong
+die() { # CODE MESSAGE...
   local code=$1
   shift
   say "error: $*"
@@ -78,7 +80,7 @@ variable() { local upper=${1^^}; printf 'V5E_%s' "$upper"; }
 flag() { printf -- '--%s' "${1//_/-}"; }
 known() { [[ " $SETTINGS " == *" $1 "* ]]; }
 
-read_flags() { # fills `given`, and the globals of flags without a value
+read_flags() { # sets `given`, and the globals for flags without a value
   while (($#)); do
     case $1 in
       -h | --help) usage; exit 0 ;;
@@ -95,11 +97,11 @@ read_flags() { # fills `given`, and the globals of flags without a value
           shift
         fi
         name=${name//-/_}
-        known "$name" || die $USAGE_ERROR "there is no flag $(flag "$name"); --help lists them"
+        known "$name" || die $USAGE_ERROR "unknown flag $(flag "$name"); see --help"
         given[$name]=$value
         ;;
       *)
-        [[ -z $verb ]] || die $USAGE_ERROR "'$1' after '$verb': settings of train.py come after --"
+        [[ -z $verb ]] || die $USAGE_ERROR "unexpected '$1' after '$verb'; settings of train.py come after --"
         verb=$1
         ;;
     esac
@@ -107,27 +109,27 @@ read_flags() { # fills `given`, and the globals of flags without a value
   done
 }
 
-read_file() { # FILE: lines VARIABLE=value; nothing in it is executed
+read_file() { # FILE with lines VARIABLE=value; nothing in it is executed
   local line number=0 name
   while IFS= read -r line || [[ -n $line ]]; do
     number=$((number + 1))
     [[ $line =~ ^[[:space:]]*(#.*)?$ ]] && continue
     [[ $line =~ ^[[:space:]]*(export[[:space:]]+)?V5E_([A-Z_]+)=(.*)$ ]] ||
-      die $USAGE_ERROR "$1:$number: expected V5E_NAME=value, found: $line"
+      die $USAGE_ERROR "$1:$number: expected V5E_NAME=value, got: $line"
     name=${BASH_REMATCH[2],,} line=${BASH_REMATCH[3]}
-    known "$name" || die $USAGE_ERROR "$1:$number: there is no setting V5E_${name^^}"
+    known "$name" || die $USAGE_ERROR "$1:$number: unknown setting V5E_${name^^}"
     [[ $line =~ ^\"(.*)\"[[:space:]]*$ || $line =~ ^\'(.*)\'[[:space:]]*$ ]] && line=${BASH_REMATCH[1]}
     setting[$name]=$line
   done <"$1"
 }
 
-read_settings() { # a flag wins over the environment, and that over the file
+read_settings() { # precedence: flag, environment variable, file
   declare -A given=()
   local name environment
   read_flags "$@"
   local file=${given[config]:-${V5E_CONFIG:-}}
   if [[ -n $file ]]; then
-    [[ -r $file ]] || die $USAGE_ERROR "no configuration file $file"
+    [[ -r $file ]] || die $USAGE_ERROR "cannot read configuration file $file"
     read_file "$file"
   elif [[ -r v5litepod.conf ]]; then
     read_file v5litepod.conf
@@ -140,45 +142,46 @@ read_settings() { # a flag wins over the environment, and that over the file
   return 0
 }
 
-need() { # SETTING WHY
+need() { # SETTING REASON
   local ways
-  ways="$(flag "$1"), the environment variable $(variable "$1"), or a line in v5litepod.conf"
-  [[ -n ${setting[$1]:-} ]] || die $USAGE_ERROR "no $1: $2. Give $ways"
+  ways="$(flag "$1"), the environment variable $(variable "$1"), or v5litepod.conf"
+  [[ -n ${setting[$1]:-} ]] || die $USAGE_ERROR "$1 is not set ($2); set it with $ways"
 }
 
-seconds() { # DURATION, checked already
+seconds() { # DURATION, already validated
   local -A unit=([s]=1 [m]=60 [h]=3600 [d]=86400)
   printf '%d' $((${1%?} * unit[${1: -1}]))
 }
 
 check_settings() {
-  need project "which project pays"
-  need zone "v5e is in some zones only, see cloud.google.com/tpu/docs/regions-zones"
+  need project "the project that is billed"
+  need zone "zones with v5e: cloud.google.com/tpu/docs/regions-zones"
   [[ ${setting[name]} =~ ^[a-z]([-a-z0-9]{0,60}[a-z0-9])?$ ]] ||
-    die $USAGE_ERROR "--name ${setting[name]}: lower-case letters, digits and dashes, starting with a letter"
+    die $USAGE_ERROR "--name ${setting[name]}: must be lower-case letters, digits and dashes, starting with a letter"
   [[ ${setting[accelerator]} =~ ^v5litepod-(1|4|8|16|32|64|128|256)$ ]] ||
-    die $USAGE_ERROR "--accelerator ${setting[accelerator]}: v5litepod-1, 4, 8, 16, 32, 64, 128 or 256"
+    die $USAGE_ERROR "--accelerator ${setting[accelerator]}: must be v5litepod-1, 4, 8, 16, 32, 64, 128 or 256"
   [[ ${setting[capacity]} =~ ^(on-demand|spot|reserved)$ ]] ||
-    die $USAGE_ERROR "--capacity ${setting[capacity]}: on-demand, spot or reserved"
-  [[ ${setting[poll]} =~ ^[0-9]+(\.[0-9]+)?$ ]] || die $USAGE_ERROR "--poll ${setting[poll]}: a number of seconds"
-  [[ ${setting[worker]} =~ ^([0-9]+|all)$ ]] || die $USAGE_ERROR "--worker ${setting[worker]}: a number, or all"
+    die $USAGE_ERROR "--capacity ${setting[capacity]}: must be on-demand, spot or reserved"
+  [[ ${setting[poll]} =~ ^[0-9]+(\.[0-9]+)?$ ]] ||
+    die $USAGE_ERROR "--poll ${setting[poll]}: must be a number of seconds"
+  [[ ${setting[worker]} =~ ^([0-9]+|all)$ ]] || die $USAGE_ERROR "--worker ${setting[worker]}: must be a number or all"
   [[ -z ${setting[price]:-} || ${setting[price]} =~ ^[0-9]+(\.[0-9]+)?$ ]] ||
-    die $USAGE_ERROR "--price ${setting[price]}: US dollars, such as 1.20"
+    die $USAGE_ERROR "--price ${setting[price]}: must be US dollars, such as 1.20"
   local name
   for name in lifetime valid_until timeout fetch_every; do
     [[ ${setting[$name]:-1s} =~ ^[1-9][0-9]*[smhd]$ ]] ||
-      die $USAGE_ERROR "$(flag "$name") ${setting[$name]}: a duration such as 90m, 4h or 1d"
+      die $USAGE_ERROR "$(flag "$name") ${setting[$name]}: must be a duration such as 90m, 4h or 1d"
   done
 }
 
 # ---------------------------------------------------------------------- gcloud
-# Shown, interruptible, and asked again when it gives no clear answer. Every `return` names its value: in a trap, a bare
-# one gives the value from before the trap.
+# Commands are printed, can be interrupted, and are retried if their answer is ambiguous. Every `return` has an explicit
+# value, because in a trap a bare `return` yields the status from before the trap.
 
 shown() { printf '%q ' "$@"; }
 
-# Runs a command in the background and waits for it: a trap is then served at once, and not when the command ends.
-child='' asking=false # asking: a request may be on its way that Google does not show yet
+# Run a command in the background and wait for it, so that traps run at once instead of after the command.
+child='' asking=false # asking: a request may be in flight that Google does not report yet
 attended() {
   say "+ $(shown "$@")"
   $dry_run && return 0
@@ -204,33 +207,33 @@ queue() { # VERB ARGUMENTS...
 readonly SSH_FLAGS=(--ssh-flag=-oConnectTimeout=20 --ssh-flag=-oServerAliveInterval=20
   --ssh-flag=-oServerAliveCountMax=6)
 
-on_worker() { # WORKER COMMAND: its exit code is the command's; 255 when there is no connection
+on_worker() { # WORKER COMMAND; returns the command's exit code, or 255 without a connection
   attended gcloud compute tpus tpu-vm ssh "${setting[name]}" "${place[@]}" "${SSH_FLAGS[@]}" \
     --worker="$1" --command="$2"
 }
 
-to_all_workers() { # FILE: into their home folders
+to_all_workers() { # FILE, copied to the home folders
   attended gcloud compute tpus tpu-vm scp "$1" "${setting[name]}:" "${place[@]}" --worker=all
 }
 
-describe() { # EXPRESSION -> its value. Else 1, with the error in the file $scratch/error
+describe() { # EXPRESSION; prints its value, or returns 1 with the error in $scratch/error
   gcloud compute tpus queued-resources describe "${setting[name]}" "${place[@]}" --format="value($1)" 2>"$scratch/error"
 }
 
-retried() { # TRIES COMMAND...: until it succeeds
+retried() { # TRIES COMMAND...; repeats the command until it succeeds
   local tries=$1 attempt code
   shift
   for ((attempt = 1; ; attempt++)); do
     code=0
     "$@" || code=$?
     ((code == 0 || attempt == tries)) && return "$code"
-    say "attempt $attempt of $tries failed (exit code $code); again in ${setting[poll]} s"
+    say "attempt $attempt of $tries failed (exit code $code); retrying in ${setting[poll]} s"
     nap
   done
 }
 
-# `state`, for the reader: ABSENT, or one of Google's. Anything but a clear "not found" is asked again, then an error:
-# a node that cannot be seen must never count as deleted.
+# Sets `state` to ABSENT or to one of Google's states. Any failure other than a clear "not found" is retried and then an
+# error: a node that cannot be queried must never count as deleted.
 state=''
 look() {
   local attempt
@@ -247,23 +250,23 @@ look() {
     state=''
     nap
   done
-  say "error: gcloud does not say how ${setting[name]} is: $(cat "$scratch/error")"
+  say "error: cannot query the state of ${setting[name]}: $(cat "$scratch/error")"
   return 1
 }
 
-reason() { # why the node failed or went away
+reason() { # why the node failed or disappeared
   local message
   message=$(describe state.failedData.error.message) || message=''
   [[ -n $message ]] || message=$(describe 'state.stateInitiator') || message=''
   case $message in
-    '') say "reason: Google gives none; gcloud compute tpus queued-resources describe ${setting[name]} shows all" ;;
-    SERVICE) say "reason: Cloud TPU took it back (preempted, or maintenance)" ;;
+    '') say "reason: not given; gcloud compute tpus queued-resources describe ${setting[name]} shows the details" ;;
+    SERVICE) say "reason: preempted by Cloud TPU, or maintenance" ;;
     USER) say "reason: a user stopped or deleted the node" ;;
     *) say "reason: $message" ;;
   esac
 }
 
-stop_child() { # a request on its way is let through: what is half made could not be deleted
+stop_child() { # a request in flight is completed first: a half-created node could not be deleted
   [[ -n $child ]] || return 0
   $asking || kill "$child" 2>/dev/null || true
   wait "$child" || true
@@ -287,7 +290,7 @@ print_bill() {
   fi
 }
 
-# What the node runs when it starts: it deletes itself when its lifetime is over, even if nobody is left who would.
+# The startup script of the node: it deletes the node at the end of its lifetime, even if this script is gone.
 lifetime_guard() {
   printf '%s\n' '#!/bin/bash' "systemd-run --unit=lifetime --on-active=$(seconds "${setting[lifetime]}")s \\" \
     "  gcloud compute tpus queued-resources delete ${setting[name]} --project=${setting[project]} \\" \
@@ -317,17 +320,17 @@ make_request() {
 }
 
 create() {
-  need lifetime "a node that is forgotten is billed until somebody notices"
+  need lifetime "without it, a forgotten node is billed indefinitely"
   print_bill
   look || return $?
   case $state in
     FAILED | SUSPENDED)
-      say "${setting[name]} is $state and of no use any more:"
+      say "${setting[name]} is $state and cannot be used:"
       reason
       remove || return $?
       ;;
     SUSPENDING | DELETING)
-      say "${setting[name]} is $state; waiting until it is gone"
+      say "${setting[name]} is $state; waiting for its deletion"
       remove || return $?
       ;;
     ABSENT | '') ;;
@@ -335,7 +338,7 @@ create() {
       local there
       there=$(describe 'tpu.nodeSpec[0].node.acceleratorType') || there=''
       [[ -z $there || $there == "${setting[accelerator]}" ]] ||
-        die $USAGE_ERROR "${setting[name]} exists and is a $there, not a ${setting[accelerator]}: delete it, or give" \
+        die $USAGE_ERROR "${setting[name]} exists and is a $there, not a ${setting[accelerator]}; delete it or choose" \
           "another --name"
       say "${setting[name]} exists already: $state"
       return 0
@@ -362,7 +365,7 @@ wait_for_node() {
     before=$state
     case $state in
       ACTIVE) return 0 ;;
-      ABSENT) die $NODE_FAILED "there is no ${setting[name]} in ${setting[zone]}: create it first" ;;
+      ABSENT) die $NODE_FAILED "${setting[name]} does not exist in ${setting[zone]}; create it first" ;;
       FAILED | DELETING | SUSPENDING | SUSPENDED)
         reason
         [[ $state == FAILED || $state == DELETING ]] || return $PREEMPTED
@@ -370,8 +373,8 @@ wait_for_node() {
         ;;
     esac
     if ((SECONDS - begin >= limit)); then
-      say "error: ${setting[name]} is $state after $limit s. It stays in the queue, and is billed once it is ACTIVE:" \
-        "wait again, or delete it"
+      say "error: ${setting[name]} is $state after $limit s. It stays in the queue and is billed once it is ACTIVE;" \
+        "wait again or delete it"
       return $TIME_IS_UP
     fi
     nap
@@ -381,7 +384,7 @@ wait_for_node() {
 need_node() {
   look || return $?
   [[ -z $state || $state == ACTIVE ]] && return 0
-  say "error: ${setting[name]} is $state and not ACTIVE"
+  say "error: ${setting[name]} is $state, not ACTIVE"
   case $state in
     SUSPENDING | SUSPENDED) reason; return $PREEMPTED ;;
   esac
@@ -396,15 +399,15 @@ open_shell() {
   fi
   say "+ gcloud compute tpus tpu-vm ssh ${setting[name]} ${place[*]} --worker=${setting[worker]}"
   $dry_run && return 0
-  rm -r "$scratch" # exec runs no trap
+  rm -r "$scratch" # exec skips the EXIT trap
   exec gcloud compute tpus tpu-vm ssh "${setting[name]}" "${place[@]}" --worker="${setting[worker]}"
 }
 
-# Files that git knows or would: the checkout with what is changed in it, without results and environments.
+# Pack the files that git tracks or would track: the checkout with local changes, without results and environments.
 pack_checkout() { # ARCHIVE
   local files=()
   mapfile -d '' -t files < <(git -C "$ROOT" ls-files -z --cached --others --exclude-standard)
-  ((${#files[@]})) || die 1 "$ROOT is no git checkout: what should be copied to the node?"
+  ((${#files[@]})) || die 1 "$ROOT is not a git checkout, so the files to copy are unknown"
   local file present=()
   for file in "${files[@]}"; do
     [[ -e $ROOT/$file ]] && present+=("$file")
@@ -414,16 +417,16 @@ pack_checkout() { # ARCHIVE
 
 setup() {
   need_node || return $?
-  say "+ pack $ROOT (what git knows or would) into vitkernels.tar.gz"
+  say "+ pack $ROOT (files that git tracks or would track) into vitkernels.tar.gz"
   $dry_run || pack_checkout "$scratch/vitkernels.tar.gz"
-  # A node that has just become ACTIVE may not take connections yet.
+  # A node that has just become ACTIVE may not accept connections yet.
   retried 8 to_all_workers "$scratch/vitkernels.tar.gz" || return $?
   retried 3 on_worker all "mkdir -p vitkernels && tar -xzf vitkernels.tar.gz -C vitkernels && $WORKER install"
 }
 
 fetcher=''
 
-outlived() { # SECONDS: waits so long, or fails when this script is gone, which what it started in the background is not
+outlived() { # SECONDS; waits that long, or fails if this script is gone while its background job still runs
   local left=$1
   for (( ; left > 0; left -= 5)); do
     sleep $((left < 5 ? left : 5)) &
@@ -433,10 +436,10 @@ outlived() { # SECONDS: waits so long, or fails when this script is gone, which 
   done
 }
 
-fetch_regularly() { # the node's disk goes with the node
+fetch_regularly() { # because a preempted node loses its disk
   local pause
   child=''
-  trap 'stop_child; exit' TERM # what is being unpacked is finished first: half a checkpoint helps nobody
+  trap 'stop_child; exit' TERM # finish unpacking first, so that no checkpoint is torn
   pause=$(seconds "${setting[fetch_every]}")
   while outlived "$pause"; do
     fetch || true
@@ -453,11 +456,11 @@ stop_fetching() {
 train() {
   need_node || return $?
   if [[ -d $ROOT/runs/${setting[name]}/checkpoints ]]; then
-    say "taking runs/${setting[name]} along, to go on from its newest checkpoint"
+    say "copying runs/${setting[name]} to the node, to resume from its newest checkpoint"
     say "+ tar -C runs -czf run.tar.gz ${setting[name]}"
     $dry_run || tar -C "$ROOT/runs" -czf "$scratch/run.tar.gz" "${setting[name]}"
     retried 3 to_all_workers "$scratch/run.tar.gz" || return $?
-    # What is on the worker already is newer than what was fetched from it.
+    # Files on the worker are newer than those fetched from it.
     on_worker all "mkdir -p vitkernels/runs && tar -C vitkernels/runs --skip-old-files -xzf run.tar.gz" || return $?
   fi
   if ! $dry_run; then
@@ -469,29 +472,29 @@ train() {
     code=0
     on_worker all "$WORKER train ${setting[name]} ${arguments[*]@Q}" || code=$?
     ((code == 0)) && return 0
-    # The state tells whether the training ended, or the node did.
+    # The state tells whether the training ended or the node is gone.
     need_node || return $?
     ((code == NO_CONNECTION)) || break
-    say "the connection broke (attempt $attempt); the training goes on, joining it again"
+    say "connection lost (attempt $attempt); training continues, attaching to it again"
     nap
   done
-  say "error: the training ended with exit code $code"
+  say "error: training ended with exit code $code"
   return "$code"
 }
 
 fetch() {
   need_node || return $?
   local archive="$scratch/fetched$BASHPID.tar.gz" run=${setting[name]}
-  say "to runs/$run:"
-  # A checkpoint may be replaced by a newer one meanwhile: tar then ends with 1.
+  say "copying to runs/$run:"
+  # A checkpoint may be replaced during the copy; tar then exits with 1.
   on_worker 0 "tar -C vitkernels/runs --ignore-failed-read --exclude=pid --exclude=exit_code -czf - $run ||
     test \$? = 1" >"$archive" || return $?
   $dry_run && return 0
   mkdir -p "$ROOT/runs" && tar -C "$ROOT/runs" -xzf "$archive"
 }
 
-# Deletes until Google says that it is gone. A request that is just being granted refuses to be deleted, for a while;
-# one whose creation was cut off may show only later.
+# Delete until Google reports the node as gone. A request that is being granted rejects deletion for a while; a request
+# whose creation was interrupted may appear only later.
 remove() {
   local attempt absent=0
   if $dry_run; then
@@ -515,14 +518,14 @@ remove() {
         ;;
     esac
   done
-  say "error: ${setting[name]} IS STILL THERE (${state:-state unknown}) AND MAY BE BILLED. By hand:"
+  say "error: ${setting[name]} STILL EXISTS (${state:-state unknown}) AND MAY BE BILLED. Delete it by hand:"
   say "  gcloud compute tpus queued-resources delete ${setting[name]} ${place[*]} --force"
   return 1
 }
 
 delete() {
   look || return $?
-  [[ $state != ABSENT ]] || { say "there is no ${setting[name]}: nothing to delete"; return 0; }
+  [[ $state != ABSENT ]] || { say "${setting[name]} does not exist: nothing to delete"; return 0; }
   if ! $quiet && ! $dry_run; then
     local answer
     read -r -p "Delete ${setting[name]} (${state}) and everything on its disk? [y/N] " answer || answer=''
@@ -531,25 +534,25 @@ delete() {
   remove
 }
 
-# ---------------------------------------------------------------------- run: all of it
+# ---------------------------------------------------------------------- run: all steps
 
 alarm='' trained=false
 
-ring_after() { # SECONDS: SIGALRM to this script, if it is still there
+ring_after() { # SECONDS; then sends SIGALRM to this script if it still runs
   outlived "$1" && kill -ALRM $$
 }
 
 end_of_run() {
   local code=$?
-  trap '' INT TERM HUP ALRM # nothing stops the deletion
+  trap '' INT TERM HUP ALRM # the deletion must not be interrupted
   set +e
   [[ -z $alarm ]] || kill "$alarm" 2>/dev/null
   stop_fetching
   stop_child
   if $trained; then
-    # Interrupted while it trained: a last checkpoint. The node is gone when it was preempted; fetch then fails.
+    # If training was interrupted, save a last checkpoint. After a preemption the node is gone, and fetch fails.
     ((code == 0)) || on_worker all "$WORKER stop ${setting[name]}"
-    fetch || say "error: nothing could be fetched"
+    fetch || say "error: cannot fetch the run"
   fi
   say "deleting the node:"
   remove || code=1
@@ -558,7 +561,7 @@ end_of_run() {
 }
 
 run() {
-  need lifetime "a node that is forgotten is billed until somebody notices"
+  need lifetime "without it, a forgotten node is billed indefinitely"
   local life
   life=$(seconds "${setting[lifetime]}")
   trap end_of_run EXIT
@@ -575,13 +578,14 @@ run() {
 
 # ---------------------------------------------------------------------- main
 
-interrupted() { # CODE WORDS
+interrupted() { # CODE MESSAGE
   say "$2"
   exit "$1" # through the EXIT trap
 }
 
 main() {
-  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) || die $USAGE_ERROR "bash 4.4 is needed, not $BASH_VERSION"
+  ((BASH_VERSINFO[0] * 100 + BASH_VERSINFO[1] >= 404)) ||
+    die $USAGE_ERROR "needs bash 4.4 or newer; this is $BASH_VERSION"
   read_settings "$@"
   local step
   case $verb in
@@ -589,18 +593,19 @@ main() {
     wait) step=wait_for_node ;;
     ssh) step=open_shell ;;
     '') usage >&2; exit $USAGE_ERROR ;;
-    *) die $USAGE_ERROR "there is no '$verb'; --help lists the verbs" ;;
+    *) die $USAGE_ERROR "unknown verb '$verb'; see --help" ;;
   esac
-  [[ $verb =~ ^(train|run|ssh)$ || ${#arguments[@]} -eq 0 ]] || die $USAGE_ERROR "$verb takes nothing after --"
+  [[ $verb =~ ^(train|run|ssh)$ || ${#arguments[@]} -eq 0 ]] || die $USAGE_ERROR "$verb takes no arguments after --"
   check_settings
   place=(--project="${setting[project]}" --zone="${setting[zone]}" --quiet)
-  $dry_run || command -v gcloud >/dev/null || die 1 "gcloud is not on the PATH: cloud.google.com/sdk/docs/install"
+  $dry_run || command -v gcloud >/dev/null ||
+    die 1 "gcloud is not on the PATH; install it from cloud.google.com/sdk/docs/install"
   scratch=$(mktemp -d)
   trap 'code=$?; stop_fetching; stop_child; rm -rf "$scratch"; exit $code' EXIT
   trap 'interrupted 130 "interrupted"' INT
   trap 'interrupted 143 "terminated"' TERM
   trap 'interrupted 129 "hung up"' HUP
-  trap 'interrupted $TIME_IS_UP "error: the lifetime of ${setting[lifetime]} is over"' ALRM
+  trap 'interrupted $TIME_IS_UP "error: the lifetime of ${setting[lifetime]} has ended"' ALRM
   "$step"
 }
 

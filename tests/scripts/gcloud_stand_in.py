@@ -1,12 +1,12 @@
-"""A `gcloud` for tests: a queued resource in a folder, in the states that a plan lists, with folders for workers.
+"""A fake `gcloud` for tests: a queued resource whose states follow a plan, with a folder per worker.
 
-The folder $GCLOUD_STAND_IN holds plan.json, calls.jsonl (every call), node.json (the queued resource) and worker<N>/
-(a home folder, in which `tpu-vm ssh` runs commands for real). The plan:
+The folder $GCLOUD_STAND_IN holds plan.json, calls.jsonl (every call), node.json (the queued resource) and worker<N>/, a
+home folder in which `tpu-vm ssh` runs commands. The plan:
 
-    states: what describe reports, call after call; the last one stays
+    states: the states that successive calls of describe report; the last one is kept
     error: the message of a FAILED request
     faults: [{step, code, message, times, hang, after}]: the first `times` calls of a step wait `hang` seconds and then
-            fail with `code` (0: do not); with `after`, what was asked for is done nevertheless
+            fail with `code`, unless it is 0; with `after`, the step is carried out all the same
 
 Steps: create, describe, delete, scp, ssh install, ssh train, ssh stop, ssh fetch, ssh other. Flags are checked against
 the reference of gcloud 528: cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources and .../tpu-vm.
@@ -61,7 +61,7 @@ def main(words: list[str]) -> int:
         done = globals()[verb](operands, flags) if fault.get("after") else 0
         time.sleep(fault.get("hang", 0))
         if fault.get("code"):
-            return fail(fault["code"], fault.get("message", "it failed"))
+            return fail(fault["code"], fault.get("message", "the call failed"))
         if fault.get("after"):
             return done
     return globals()[verb](operands, flags)

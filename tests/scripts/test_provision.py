@@ -1,7 +1,7 @@
-"""scripts/provision_v5litepod.sh, run for real against gcloud_stand_in.py: every verb, failure and interruption.
+"""scripts/provision_v5litepod.sh against a fake gcloud (gcloud_stand_in.py): every verb, failure and interruption.
 
-The worker's half, scripts/v5litepod_worker.sh, is run for real too, in the stand-in's folders; only what it would
-install and train with is replaced: `uv` and `make` do nothing, and train.py is a few lines that obey SIGTERM.
+scripts/v5litepod_worker.sh runs too, in the folders of the fake. Only what it would install and train with is replaced:
+`uv` and `make` do nothing, and train.py is a few lines that obey SIGTERM.
 """
 
 import json
@@ -21,8 +21,8 @@ PLACE = ["--project", "p", "--zone", "us-central1-a"]
 LIFE = [*PLACE, "--lifetime", "1h"]
 
 DOCTOR = 'echo "${DOCTOR:-TPU: attached}"'
-# Counts tenths of a second in a checkpoint, whole or absent as the real ones, and goes on from it: up to $STEPS, or
-# until it may end.
+# Counts tenths of a second in a checkpoint, written atomically like the real ones, and resumes from it: up to $STEPS,
+# or until the file $MAY_END exists.
 TRAINER = r"""#!/bin/bash
 case "$*" in *vitkernels.doctor*) DOCTOR; exit ;; esac
 for word in "$@"; do case $word in hydra.run.dir=*) run=${word#*=} ;; esac; done
@@ -42,7 +42,7 @@ def cloud(tmp_path):
 
 
 class Cloud:
-    """A checkout to call the script in, and the stand-in's state."""
+    """A checkout in which to call the script, and the state of the fake gcloud."""
 
     def __init__(self, path: Path):
         self.state, self.checkout, bin_dir = path / "state", path / "checkout", path / "bin"
@@ -68,9 +68,9 @@ class Cloud:
         (self.state / "plan.json").write_text(json.dumps({"faults": faults, **plan}))
 
     def start(self, *words, **environment):
-        # A shell without job control has what it starts in the background ignore ctrl-c, and so what that starts.
+        # A shell without job control makes its background jobs, and their children, ignore SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        with open(self.output, "w") as output:  # no pipe: what a killed script leaves running would hold it open
+        with open(self.output, "w") as output:  # not a pipe: processes left by a killed script would hold it open
             return subprocess.Popen(
                 [str(self.checkout / "scripts/provision_v5litepod.sh"), *words],
                 stdin=subprocess.DEVNULL,
@@ -112,7 +112,7 @@ class Cloud:
         return log.exists() and "from step" in log.read_text()
 
     def until(self, seen, process):
-        """Wait until a step was called for (its name), or until something is true (a function)."""
+        """Wait until a step was called, given its name, or until a function returns true."""
         end = time.monotonic() + 300
         while not (seen() if callable(seen) else seen in self.steps):
             assert time.monotonic() < end and process.poll() is None, self.output.read_text()
@@ -122,7 +122,7 @@ class Cloud:
 # ---------------------------------------------------------------------- verbs
 
 
-def test_each_step_of_a_node_s_life(cloud):
+def test_verbs__entire_life_of_a_node(cloud):
     cloud.plan(states=["ACCEPTED", *["WAITING_FOR_RESOURCES"] * 4, "PROVISIONING", "ACTIVE"])
     bill = cloud(
         "create", *LIFE, "--accelerator", "v5litepod-16", "--price", "1.2", "--capacity", "spot", "--tags", "a,b"
@@ -153,7 +153,7 @@ def test_each_step_of_a_node_s_life(cloud):
     assert cloud("status", *PLACE) == "ABSENT\n"
 
 
-def test_run_does_all_of_it_and_deletes(cloud):
+def test_run__all_steps_and_deletion(cloud):
     cloud.plan(states=["WAITING_FOR_RESOURCES", "ACTIVE"])
     output = cloud("run", *LIFE, "--", "seed=1")
     assert "done" in output and not cloud.exists and (cloud.fetched / "summary.json").exists()
@@ -161,7 +161,7 @@ def test_run_does_all_of_it_and_deletes(cloud):
     assert steps == ["create", "scp", "ssh install", "ssh train", "ssh fetch", "delete"]
 
 
-def test_a_dry_run_prints_every_command_and_runs_none(cloud):
+def test_dry_run__prints_commands_without_running_them(cloud):
     output = cloud("run", *LIFE, "--dry-run", "--capacity", "reserved", "--", "seed=1")
     assert cloud.steps == [] and not (cloud.checkout / "runs").exists()
     for command in (
@@ -176,7 +176,7 @@ def test_a_dry_run_prints_every_command_and_runs_none(cloud):
     assert "--reserved" in output and "seed=1" in output and "--on-active=3600s" in output
 
 
-def test_settings_come_from_flags_then_the_environment_then_a_file(cloud):
+def test_settings__precedence_of_flag_environment_file(cloud):
     (cloud.checkout / "v5litepod.conf").write_text('# ours\nV5E_PROJECT=file\nexport V5E_ZONE="file"\nV5E_NAME=file\n')
     output = cloud("create", "--lifetime=30m", "--dry-run", "--name", "flag", V5E_ZONE="environment", V5E_NAME="no")
     assert "create flag --project=file --zone=environment" in output
@@ -190,36 +190,36 @@ def test_settings_come_from_flags_then_the_environment_then_a_file(cloud):
     ("words", "message"),
     [
         ([], "VERB"),
-        (["fly", *PLACE], "there is no 'fly'"),
-        (["create", *PLACE], "no lifetime"),
-        (["run", *PLACE], "no lifetime"),
+        (["fly", *PLACE], "unknown verb 'fly'"),
+        (["create", *PLACE], "lifetime is not set"),
+        (["run", *PLACE], "lifetime is not set"),
         (
             ["create", "--zone", "z"],
-            "no project: which project pays. Give --project, the environment variable V5E_PRO",
+            "project is not set (the project that is billed); set it with --project, the environment variable V5E_PRO",
         ),
-        (["status", "--project", "p"], "no zone"),
-        (["create", *PLACE, "--lifetime", "4"], "--lifetime 4: a duration"),
-        (["create", *LIFE, "--accelerator", "v5litepod-3"], "v5litepod-3: v5litepod-1, 4, 8"),
+        (["status", "--project", "p"], "zone is not set"),
+        (["create", *PLACE, "--lifetime", "4"], "--lifetime 4: must be a duration"),
+        (["create", *LIFE, "--accelerator", "v5litepod-3"], "v5litepod-3: must be v5litepod-1, 4, 8"),
         (["create", *LIFE, "--capacity", "free"], "on-demand, spot or reserved"),
         (["create", *LIFE, "--name", "Big"], "lower-case"),
-        (["create", *LIFE, "--zoen", "z"], "there is no flag --zoen"),
+        (["create", *LIFE, "--zoen", "z"], "unknown flag --zoen"),
         (["create", *LIFE, "--zone"], "--zone needs a value"),
-        (["status", *PLACE, "--", "x"], "status takes nothing after --"),
+        (["status", *PLACE, "--", "x"], "status takes no arguments after --"),
         (["train", *PLACE, "model=x"], "settings of train.py come after --"),
-        (["status", *PLACE, "--config", "nosuch"], "no configuration file nosuch"),
+        (["status", *PLACE, "--config", "nosuch"], "cannot read configuration file nosuch"),
     ],
 )
-def test_mistakes_are_named_before_anything_is_called(cloud, words, message):
+def test_usage_errors_message(cloud, words, message):
     assert message in cloud(*words, code=2)
     assert cloud.steps == []
 
 
-def test_a_broken_configuration_file_is_named_with_its_line(cloud):
+def test_configuration_file__error_has_line_number(cloud):
     (cloud.checkout / "v5litepod.conf").write_text("V5E_ZONE=z\nV5E_ZOEN=z\n")
-    assert "v5litepod.conf:2: there is no setting V5E_ZOEN" in cloud("status", *PLACE, code=2)
+    assert "v5litepod.conf:2: unknown setting V5E_ZOEN" in cloud("status", *PLACE, code=2)
 
 
-def test_help_names_every_verb_and_setting(cloud):
+def test_help__lists_verbs_and_settings(cloud):
     text = cloud("--help")
     for word in (
         "create",
@@ -240,50 +240,50 @@ def test_help_names_every_verb_and_setting(cloud):
 # ---------------------------------------------------------------------- failures
 
 
-def test_wait_says_why_a_node_failed(cloud):
+def test_wait__reports_reason_of_failure(cloud):
     cloud.plan(states=["PROVISIONING", "FAILED"], error="RESOURCE_EXHAUSTED: no v5e left")
     cloud("create", *LIFE)
     assert "reason: RESOURCE_EXHAUSTED: no v5e left" in cloud("wait", *PLACE, code=3)
     assert "no v5e left" in cloud("status", *PLACE)
     cloud.plan(states=["ACTIVE"], error="RESOURCE_EXHAUSTED: no v5e left")
-    assert "no use any more" in cloud("create", *LIFE)  # and is made anew
+    assert "cannot be used" in cloud("create", *LIFE)  # and is created again
     assert cloud.steps.count("create") == 2 and cloud("status", *PLACE) == "ACTIVE\n"
 
 
 @pytest.mark.parametrize("state", ["SUSPENDING", "SUSPENDED"])
-def test_wait_says_that_a_node_was_taken_back(cloud, state):
+def test_wait__reports_preemption(cloud, state):
     cloud.plan(states=["PROVISIONING", state])
     cloud("create", *LIFE)
     assert "preempted" in cloud("wait", *PLACE, code=75)
 
 
-def test_wait_ends_with_its_time_limit(cloud):
+def test_wait__time_limit(cloud):
     cloud.plan(states=["WAITING_FOR_RESOURCES"])
     cloud("create", *LIFE)
     assert "WAITING_FOR_RESOURCES after 1 s" in cloud("wait", *PLACE, "--timeout", "1s", code=4)
     assert cloud.exists
 
 
-def test_nothing_is_done_on_a_node_that_is_not_there(cloud):
+def test_verbs__absent_node(cloud):
     assert "create it first" in cloud("wait", *PLACE, code=3)
     for verb in ("setup", "train", "fetch", "ssh"):
-        assert "ABSENT and not ACTIVE" in cloud(verb, *PLACE, code=3)
+        assert "ABSENT, not ACTIVE" in cloud(verb, *PLACE, code=3)
 
 
 @pytest.mark.parametrize(
     ("step", "code"),
     [("create", 1), ("describe", 1), ("scp", 1), ("ssh install", 7), ("ssh train", 7), ("ssh fetch", 1)],
 )
-def test_run_deletes_the_node_whatever_step_fails(cloud, step, code):
-    """The step fails for good; what the script does not repeat fails at once."""
+def test_run__deletes_node_if_any_step_fails(cloud, step, code):
+    """The step fails permanently, or once if the script does not retry it."""
     cloud.plan({"step": step, "code": code, "times": 30 if step == "describe" else 9, "message": "broken"})
     output = cloud("run", *LIFE, "--", code=0 if step == "ssh fetch" else code)
     assert not cloud.exists and "broken" in output
     if step == "ssh fetch":
-        assert "nothing could be fetched" in output
+        assert "cannot fetch the run" in output
 
 
-def test_what_fails_once_is_done_again(cloud):
+def test_run__retries_transient_failures(cloud):
     cloud.plan(
         {"step": "describe", "code": 1, "message": "UNAVAILABLE"},
         {"step": "scp", "code": 255},
@@ -296,29 +296,29 @@ def test_what_fails_once_is_done_again(cloud):
     assert cloud.steps.count("delete") == 3 and cloud.steps.count("ssh train") == 2
 
 
-def test_a_node_that_cannot_be_deleted_is_cried_out(cloud):
+def test_delete__failure_warns_about_billing_message(cloud):
     cloud("create", *LIFE)
     cloud.plan({"step": "delete", "code": 1, "times": 99, "message": "PERMISSION_DENIED"})
     output = cloud("delete", *PLACE, "--quiet", code=1, V5E_POLL="0")
-    assert "IS STILL THERE (ACTIVE) AND MAY BE BILLED" in output
+    assert "STILL EXISTS (ACTIVE) AND MAY BE BILLED" in output
     assert (
         "gcloud compute tpus queued-resources delete vitkernels --project=p --zone=us-central1-a --quiet --force"
         in output
     )
 
 
-def test_a_worker_without_a_tpu_is_named_and_the_node_deleted(cloud):
+def test_run__worker_without_tpu(cloud):
     output = cloud("run", *LIFE, "--", code=1, DOCTOR="CPU: only")
-    assert "the doctor sees no TPU on" in output and not cloud.exists
+    assert "no TPU attached on" in output and not cloud.exists
 
 
-def test_the_exit_code_of_the_training_comes_through(cloud):
+def test_run__returns_exit_code_of_training(cloud):
     output = cloud("run", *LIFE, "--", code=9, TRAIN_EXIT="9")
-    assert "the training ended with exit code 9" in output and not cloud.exists
+    assert "training ended with exit code 9" in output and not cloud.exists
     assert (cloud.fetched / "output.log").exists()
 
 
-def test_a_preempted_node_asks_to_be_run_again_and_goes_on_from_what_was_fetched(cloud):
+def test_train__preempted_run_resumes_from_fetched_checkpoint(cloud):
     cloud("create", *LIFE)
     cloud("setup", *PLACE)
     process = cloud.start("train", *PLACE, "--fetch-every", "1s", "--", STEPS="9999")
@@ -334,10 +334,10 @@ def test_a_preempted_node_asks_to_be_run_again_and_goes_on_from_what_was_fetched
     assert int((cloud.fetched / "checkpoints/step").read_text()) == step + 2
 
 
-def test_the_lifetime_ends_a_run(cloud):
+def test_run__ends_at_its_lifetime(cloud):
     cloud.plan(states=["WAITING_FOR_RESOURCES"])
     output = cloud("run", *PLACE, "--lifetime", "1s", "--timeout", "1h", "--", code=4)
-    assert "the lifetime of 1s is over" in output and not cloud.exists
+    assert "the lifetime of 1s has ended" in output and not cloud.exists
 
 
 # ---------------------------------------------------------------------- interruptions
@@ -349,8 +349,8 @@ STEPS = ["describe", "create", "scp", "ssh install", "ssh train"]
     ("step", "number"),
     [*((step, signal.SIGTERM) for step in STEPS), ("create", signal.SIGINT), ("ssh train", signal.SIGINT)],
 )
-def test_an_interrupted_run_deletes_its_node(cloud, step, number):
-    # A request on its way is let through, and a look at the state is short: both are waited for.
+def test_run__interruption_deletes_node(cloud, step, number):
+    # The script completes a request in flight and a query of the state.
     cloud.plan({"step": step, "hang": 0.3 if step in ("create", "describe") else 20, "after": step == "create"})
     process = cloud.start("run", *LIFE, "--")
     cloud.until(step, process)
@@ -359,7 +359,7 @@ def test_an_interrupted_run_deletes_its_node(cloud, step, number):
     assert not cloud.exists and "is deleted" in output
 
 
-def test_an_interrupted_training_leaves_a_checkpoint_here(cloud):
+def test_run__interruption_fetches_a_checkpoint(cloud):
     process = cloud.start("run", *LIFE, "--", STEPS="9999")
     cloud.until(lambda: cloud.trains, process)
     process.send_signal(signal.SIGTERM)
@@ -367,7 +367,7 @@ def test_an_interrupted_training_leaves_a_checkpoint_here(cloud):
     assert not cloud.exists and int((cloud.fetched / "checkpoints/step").read_text()) > 0
 
 
-def test_what_is_being_unpacked_when_an_interruption_comes_is_finished_first(cloud, tmp_path):
+def test_train__interruption_waits_for_unpacking(cloud, tmp_path):
     unpacking = tmp_path / "unpacking"
     slow_tar = tmp_path / "bin/tar"
     slow_tar.write_text(f"""#!/bin/bash
@@ -385,7 +385,7 @@ def test_what_is_being_unpacked_when_an_interruption_comes_is_finished_first(clo
 
 
 @pytest.mark.parametrize("step", STEPS)
-def test_a_killed_run_is_run_again(cloud, step):
+def test_run__after_a_kill(cloud, step):
     cloud.plan({"step": step, "hang": 0.5, "after": step == "create"})
     process = cloud.start("run", *LIFE, "--")
     cloud.until(step, process)
@@ -395,7 +395,7 @@ def test_a_killed_run_is_run_again(cloud, step):
     assert "done" in output and not cloud.exists and (cloud.fetched / "summary.json").exists()
 
 
-def test_a_killed_train_goes_on_and_is_joined(cloud):
+def test_train__attaches_after_a_kill(cloud):
     cloud("create", *LIFE)
     cloud("setup", *PLACE)
     process = cloud.start("train", *PLACE, "--", STEPS="9999")
@@ -403,14 +403,14 @@ def test_a_killed_train_goes_on_and_is_joined(cloud):
     process.kill()
     process.wait()
     process = cloud.start("train", *PLACE, "--")
-    cloud.until(lambda: "joining the training that goes on" in cloud.output.read_text(), process)
+    cloud.until(lambda: "attaching to the running training" in cloud.output.read_text(), process)
     cloud.training_may_end.touch()
     output = cloud.finish(process)
     assert output.count("from step 0") == 1 and "done" in output
     cloud("delete", *PLACE, "--quiet")
 
 
-def test_shellcheck_finds_nothing():
+def test_shellcheck():
     shellcheck = Path(sys.executable).with_name("shellcheck")
     scripts = [str(path) for path in (ROOT / "scripts").glob("*.sh")]
     assert len(scripts) >= 2

@@ -118,7 +118,7 @@ def table(rows: list[dict], batch: int) -> str:
 def jobs(args) -> list[tuple[str, int, bool]]:
     """Return (engine, processes, whether all other GPUs are idle) of each run.
 
-    The run with all GPUs training alone comes first; it also fills the compilation cache, which has separate entries per GPU.
+    The run with all GPUs training alone comes first, because it fills the compilation cache of every GPU.
     """
     most = max(args.processes)
     several = [(engine, count, True) for count in sorted(args.processes)[::-1] if count > 1 for engine in args.engines]
