@@ -1,11 +1,11 @@
-"""What the tests of all Hopper kernels share."""
+"""Shared setup for the tests of Hopper kernels."""
 
 import os
 
 import pytest
 
-# A kernel's warpgroups wait for each other in the interpreter's threads; with as many of XLA's as there are cores, a
-# machine of two would wait for ever. Read when JAX first looks for the CPU.
+# In the interpreter, a kernel's warpgroups are XLA threads that wait for each other. XLA starts one per core, which
+# deadlocks on a machine with two. JAX reads this when it initializes the CPU backend.
 os.environ.setdefault("NPROC", "8")
 jax = pytest.importorskip("jax")
 
@@ -17,5 +17,5 @@ needs_new_jax = pytest.mark.skipif(
 
 
 def error(x, exact) -> float:
-    """Relative to the norm."""
+    """Return the error relative to the norm."""
     return ((x.double() - exact).norm() / exact.norm()).item()

@@ -1,6 +1,6 @@
-"""The Mosaic-GPU kernels for Hopper: interpreted on the CPU, lowered for the GPU on any machine, and on the GPU itself.
+"""The Mosaic-GPU kernels for Hopper: interpreted on the CPU, lowered on any machine, and run on a Hopper GPU.
 
-The conformance suite runs them too, where there is a Hopper GPU.
+The conformance suite also runs them on a Hopper GPU.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from vitkernels.testing.attention_reference import TOLERANCE
 
 
 def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
-    """out (B, N, H, D), dqkv and log-sum-exp in log2 units, in float64."""
+    """Return out (B, N, H, D), dqkv and log-sum-exp in log2 units, in float64."""
     leaf = qkv_BN3HD.double().requires_grad_()
     q, k, v = leaf.permute(2, 0, 3, 1, 4).unbind(0)
     scores = q @ k.mT * scale
@@ -29,9 +29,9 @@ def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
     return out.detach(), dqkv, torch.logsumexp(scores, -1).detach() / math.log(2)
 
 
-# (heads, tokens, head dim, dtype, causal, scale, warpgroups, rooms, blocks): ragged ends, a warpgroup without rows,
-# head dims in two parts, one tile; blocks that go through several pieces, and not all through as many, with no common
-# divisor of tiles, stages and rooms.
+# (heads, tokens, head dim, dtype, causal, scale, warpgroups, buffers, blocks): ragged ends, a warpgroup without rows,
+# head dims in two parts, a single tile; blocks that process several work items, in unequal numbers, with no common
+# divisor of tiles, stages and buffers.
 CASES = [
     (2, 70, 64, torch.bfloat16, False, 0.125, 2, 1, 1),
     (2, 130, 72, torch.float16, True, 0.1, 2, 1, 1),
@@ -43,8 +43,8 @@ CASES = [
 
 
 @needs_new_jax
-@pytest.mark.parametrize("heads, N, D, dtype, is_causal, scale, warpgroups, rooms, blocks", CASES)
-def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, rooms, blocks):
+@pytest.mark.parametrize("heads, N, D, dtype, is_causal, scale, warpgroups, buffers, blocks", CASES)
+def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, buffers, blocks):
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
@@ -54,7 +54,7 @@ def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, rooms, bl
     H = heads
     qkv, do = torch.randn(1, N, 3, H, D).to(dtype), torch.randn(1, N, H, D).to(dtype)
     out, dqkv, lse = exact_attention(qkv, do, scale, is_causal)
-    schedule = Schedule(64, 2, warpgroups, rooms)
+    schedule = Schedule(64, 2, warpgroups, buffers)
     name = str(dtype).removeprefix("torch.")
     problem = (1, H, N, N, D, name, scale, is_causal, 3 * H, (0, H, 2 * H), schedule, True, blocks)
     array = lambda x: jnp.asarray(x.float().numpy(), name)  # noqa: E731
@@ -63,7 +63,9 @@ def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, rooms, bl
     found_out, found_lse = Forward(*problem)(x, x, x)
     tensor = lambda a: torch.tensor(a.astype("float32").tolist())  # noqa: E731
     assert error(tensor(found_out), out) < TOLERANCE[dtype]
-    assert (tensor(found_lse)[:, :, :N] - lse).abs().max() < 1e-5  # of float32 sums of 2⁻²⁴ each, in numbers up to 10
+    assert (
+        tensor(found_lse)[:, :, :N] - lse
+    ).abs().max() < 1e-5  # float32 sums round by 2⁻²⁴ each, for values up to 10
     backward = Backward(*problem)
     dq, delta = backward.dq(x, x, x, found_out, g, found_lse)
     dk, dv = backward.dkdv(x, x, x, g, found_lse, delta)
@@ -72,8 +74,8 @@ def test_interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, rooms, bl
 
 
 @needs_new_jax
-def test_short_forward_interpreted():
-    """Five heads in two thread blocks, so that both rooms are used again; little in the last tiles."""
+def test_short_forward__interpreted():
+    """Five heads in two thread blocks, so that both buffers are reused; the last tiles are nearly empty."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
@@ -95,10 +97,10 @@ def test_short_forward_interpreted():
 
 @needs_new_jax
 @pytest.mark.parametrize("shift", [0, -140])
-def test_short_backward_interpreted(shift):
-    """Two heads, one after the other, in one thread block; every room is used again.
+def test_short_backward__interpreted(shift):
+    """Two heads in sequence in one thread block, so that every buffer is reused.
 
-    shift: of all scores, which softmax does not see, and exp2 of what lies beyond the last key would.
+    shift: offset of all scores. Softmax is invariant to it, but exp2 of the padding beyond the last key is not.
     """
     import jax.numpy as jnp
 
@@ -123,17 +125,17 @@ def test_short_backward_interpreted(shift):
     found = backward(*map(array, (q, k, v, out, do)), jnp.asarray(lse.detach().numpy()))
     for name, x, y in zip(("dq", "dk", "dv"), found, exact, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
-        # The column that shifts: dq's is a sum of large numbers that cancel each other.
+        # Skip the shifted column: in dq it is a sum of large numbers that cancel.
         assert x.isfinite().all() and error(x[..., 1:], y[..., 1:]) < TOLERANCE[torch.bfloat16], name
 
 
 @needs_new_jax
 @pytest.mark.parametrize("N, D", [(197, 64), (256, 40), (577, 88), (4096, 128), (1024, 40)])
-def test_lowers_for_the_gpu(N, D):
-    """Mosaic GPU checks layouts, copies and shared memory on any machine; what is left to the GPU's is ptxas."""
-    from vitkernels.attention.pallas_flash.hopper.operators import Call, fits_short_backward
+def test_kernels__lower_without_a_gpu(N, D):
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs the GPU's."""
+    from vitkernels.attention.pallas_flash.hopper.operators import AttentionKernels, fits_short_backward
 
-    call = Call(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
+    call = AttentionKernels(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
     kernels = [call.forward, call.dq, call.dkdv]
     if fits_short_backward(N, N, D, False):
         kernels.append(call.short_backward)
@@ -141,7 +143,7 @@ def test_lowers_for_the_gpu(N, D):
         assert kernel.module.startswith(b"ML")  # MLIR bytecode
 
 
-def test_says_what_is_missing():
+def test_unsupported__names_the_missing_requirement():
     half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
     reason = attention.get("pallas_flash").unsupported(half)
     if not torch.cuda.is_available():
@@ -154,14 +156,14 @@ def test_says_what_is_missing():
         assert reason is None
 
 
-def test_refuses_what_its_kernels_have_not(monkeypatch):
+def test_unsupported__message(monkeypatch):
     module = importlib.import_module("vitkernels.attention.pallas_flash")
-    monkeypatch.setattr(module, "_no_hopper", None)  # as on a Hopper GPU; nothing is launched here
+    monkeypatch.setattr(module, "_no_hopper", None)  # as on a Hopper GPU; nothing is launched
     half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
     reason = lambda **changes: module.BACKEND.unsupported(dataclasses.replace(half, **changes))  # noqa: E731
     assert reason() is None
-    assert "no bias and no segment_ids" in reason(bias_shape=(50, 50), has_segment_ids=True)
-    assert "no mask" in reason(has_mask=True)
+    assert "do not support bias or segment_ids" in reason(bias_shape=(50, 50), has_segment_ids=True)
+    assert "do not support mask" in reason(has_mask=True)
     assert "float32" in reason(dtype=torch.float32)
     assert "not 136" in reason(head_dim=136)
     assert "dropout" in reason(dropout_p=0.1)
@@ -185,7 +187,7 @@ def gpu(test):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N, M", [(50, 70), (129, 17), (577, 1200)])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_cross_lengths(N, M, is_causal, dtype):
+def test_cross_attention__on_gpu(N, M, is_causal, dtype):
     q, k, v = (torch.randn(2, 3, n, 64, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
     out = attention.get("pallas_flash")(q, k, v, is_causal=is_causal, scale=0.1)
     do = torch.randn_like(out)
@@ -201,7 +203,7 @@ def test_cross_lengths(N, M, is_causal, dtype):
 @pytest.mark.parametrize(
     "N, M, D", [(256, 256, 64), (197, 197, 64), (1, 1, 64), (129, 129, 40), (50, 70, 48), (129, 17, 64)]
 )
-def test_short_backward(N, M, D, dtype):
+def test_short_backward__on_gpu(N, M, D, dtype):
     q, k, v = (torch.randn(3, 50, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
     out = attention.get("pallas_flash")(q, k, v, scale=0.1)
     do = torch.randn_like(out)
@@ -214,7 +216,7 @@ def test_short_backward(N, M, D, dtype):
 
 
 @gpu
-def test_on_another_stream_in_a_cuda_graph_and_under_compile():
+def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
     attend = attention.get("pallas_flash").qkvpacked
     data = torch.randn(2, 197, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
     do = torch.randn(2, 197, 256, device="cuda", dtype=torch.bfloat16)
@@ -228,7 +230,7 @@ def test_on_another_stream_in_a_cuda_graph_and_under_compile():
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         both(attend)
-        torch.cuda._sleep(20_000_000)  # who does not wait reads what is there before
+        torch.cuda._sleep(20_000_000)  # an unsynchronized kernel reads stale memory
         again = both(attend)
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

@@ -1,1 +1,1 @@
-"""Flash attention for NVIDIA Hopper in Pallas (Mosaic GPU)."""
+"""Flash attention for NVIDIA Hopper in Pallas, through Mosaic GPU."""

@@ -1,7 +1,7 @@
-"""The backward kernels of `pallas_flash` on Hopper: dq (and rowsum(dO O) on the way), then dk and dv.
+"""The backward kernels of `pallas_flash` on Hopper: dq together with delta = rowsum(dO O), then dk and dv.
 
-Both recompute the weights from the forward pass's log-sum-exp (FlashAttention-2, Dao 2023, arXiv 2307.08691). Tiles
-beyond the last token come in as zeros, and what they give is never stored.
+Both recompute the weights from the forward pass's log-sum-exp (FlashAttention-2, Dao 2023, arXiv 2307.08691). Rows
+beyond the last token load as zeros, and their results are never stored.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles as parts
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, Ring, Stream
+from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -24,13 +24,13 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
 )
 
 
-class Backward(Ring):
-    """The two kernels, `dq` first; each with a schedule of its own."""
+class Backward(RingKernel):
+    """The two backward kernels, `dq` and then `dkdv`; each is built with its own schedule."""
 
     # --- dq -----------------------------------------------------------------------------------------------------------
 
     def dq(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN):
-        """dq in an array like q's, and delta = rowsum(dO O), (B, H, padded N) like lse."""
+        """Return dq in an array like q's, and delta = rowsum(dO O), (B, H, padded N) like lse."""
         scratch = {
             "q_smem": self.own_tiles(),
             "do_smem": self.own_tiles(),
@@ -50,24 +50,24 @@ class Backward(Ring):
         return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN)
 
     def _dq_body(self, q_ref, k_ref, v_ref, out_ref, do_ref, lse_ref, dq_ref, delta_ref, **scratch):
-        def load_own(piece, warpgroup):
-            owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
+        def load_own(item, warpgroup):
+            owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
 
             def load(ref, head, name, arrived):
-                parts.load_rows(ref, piece.batch, first, head, scratch[name], owner, arrived, self.interpret)
+                tiles.load_rows(ref, item.batch, first, head, scratch[name], owner, arrived, self.interpret)
 
-            load(do_ref, piece.head, "do_smem", do_arrived)
-            load(out_ref, piece.head, "out_smem", do_arrived)
-            lse = lse_ref.at[piece.batch, piece.head, pl.ds(first, ROWS)]
+            load(do_ref, item.head, "do_smem", do_arrived)
+            load(out_ref, item.head, "out_smem", do_arrived)
+            lse = lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)]
             plgpu.copy_gmem_to_smem(lse, scratch["lse_smem"].at[owner], do_arrived)
-            load(q_ref, self.heads_of(piece)[0], "q_smem", q_arrived)
+            load(q_ref, self.heads_of(item)[0], "q_smem", q_arrived)
 
-        def load_tile(piece, step, slot):
-            _, k_head, v_head = self.heads_of(piece)
+        def load_tile(item, step, slot):
+            _, k_head, v_head = self.heads_of(item)
             first, arrived = step * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                parts.load_rows(ref, piece.batch, first, head, scratch[name], slot, arrived, self.interpret)
+                tiles.load_rows(ref, item.batch, first, head, scratch[name], slot, arrived, self.interpret)
 
         self.divide_roles(
             self.queries,
@@ -77,47 +77,47 @@ class Backward(Ring):
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
         )
 
-    def _dq_of(self, piece, warpgroup, meanwhile, dq_ref, delta_ref, scratch):
-        owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
+    def _dq_of(self, item, warpgroup, after_first_tile, dq_ref, delta_ref, scratch):
+        owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         q, do, out = (at(scratch[name], owner) for name in ("q_smem", "do_smem", "out_smem"))
         plgpu.barrier_wait(scratch["do_arrived"].at[owner])
         lse = plgpu.load(scratch["lse_smem"].at[owner], layout=BY_ROW)
         delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
-        delta_ref.at[piece.batch, piece.head, pl.ds(first, ROWS)][...] = delta
+        delta_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = delta
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
 
         def step_of(step, dq, keys):
-            return self._add_to_dq(piece, step, keys, dq, first, q, do, lse, delta, scratch)
+            return self._add_to_dq(item, step, keys, dq, first, q, do, lse, delta, scratch)
 
-        dq = self.over_tiles(self.keys, step_of, self.zeros(), meanwhile)
+        dq = self.over_tiles(self.keys, step_of, self.zeros(), after_first_tile)
         for part, x in zip(q, dq, strict=True):
             part[...] = (x * self.scale).astype(part.dtype)
         plgpu.commit_smem()
-        q_head, *_ = self.heads_of(piece)
-        parts.store_rows(scratch["q_smem"], owner, dq_ref, piece.batch, first, q_head, self.interpret)
+        q_head, *_ = self.heads_of(item)
+        tiles.store_rows(scratch["q_smem"], owner, dq_ref, item.batch, first, q_head, self.interpret)
 
-    def _add_to_dq(self, piece, step, keys, dq, first_query, q, do, lse, delta, scratch):
-        slot, columns = self.slot(piece, step), parts.narrow(keys)
+    def _add_to_dq(self, item, step, keys, dq, first_query, q, do, lse, delta, scratch):
+        slot, columns = self.slot(item, step), tiles.padded_columns(keys)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
-        scores, dp = parts.products((q, parts.first_rows(k, columns)), (do, parts.first_rows(v, columns)))
+        scores, dp = tiles.products((q, tiles.first_rows(k, columns)), (do, tiles.first_rows(v, columns)))
         weights = jnp.exp2(scores * (self.scale * LOG2E) - along_rows(lse, scores.shape))
         if self.is_causal or keys < columns:
-            key = parts.position(scores.shape, 1) + step * self.schedule.tile
+            key = tiles.position(scores.shape, 1) + step * self.schedule.tile
             keep = key < self.keys
             if self.is_causal:
-                keep = keep & (key <= parts.position(scores.shape, 0) + first_query)
+                keep = keep & (key <= tiles.position(scores.shape, 0) + first_query)
             weights = jnp.where(keep, weights, 0.0)
-        ds = parts.widened((weights * (dp - along_rows(delta, dp.shape))).astype(self.dtype))
-        k = parts.first_rows(k, ds.shape[1])
-        dq = parts.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
+        ds = tiles.widened((weights * (dp - along_rows(delta, dp.shape))).astype(self.dtype))
+        k = tiles.first_rows(k, ds.shape[1])
+        dq = tiles.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dq
 
     # --- dk, dv -------------------------------------------------------------------------------------------------------
 
     def dkdv(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN):
-        """dk and dv in arrays like k's and v's."""
+        """Return dk and dv in arrays like k's and v's."""
         vectors = plgpu.SMEM((self.schedule.stages, self.schedule.tile), jnp.float32)
         scratch = {
             "k_smem": self.own_tiles(),
@@ -136,20 +136,20 @@ class Backward(Ring):
         return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN)
 
     def _dkdv_body(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, **scratch):
-        def load_own(piece, warpgroup):
-            owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
+        def load_own(item, warpgroup):
+            owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             arrived = scratch["own_arrived"].at[owner]
-            _, k_head, v_head = self.heads_of(piece)
+            _, k_head, v_head = self.heads_of(item)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                parts.load_rows(ref, piece.batch, first, head, scratch[name], owner, arrived, self.interpret)
+                tiles.load_rows(ref, item.batch, first, head, scratch[name], owner, arrived, self.interpret)
 
-        def load_tile(piece, step, slot):
-            q_head, *_ = self.heads_of(piece)
+        def load_tile(item, step, slot):
+            q_head, *_ = self.heads_of(item)
             first, arrived = step * self.schedule.tile, scratch["arrived"].at[slot]
-            for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, piece.head, "do_smem")):
-                parts.load_rows(ref, piece.batch, first, head, scratch[name], slot, arrived, self.interpret)
+            for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, item.head, "do_smem")):
+                tiles.load_rows(ref, item.batch, first, head, scratch[name], slot, arrived, self.interpret)
             for ref, name in ((lse_ref, "lse_smem"), (delta_ref, "delta_smem")):
-                rows = ref.at[piece.batch, piece.head, pl.ds(first, self.schedule.tile)]
+                rows = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
                 plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)
 
         self.divide_roles(
@@ -160,45 +160,45 @@ class Backward(Ring):
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
         )
 
-    def _dkdv_of(self, piece, warpgroup, meanwhile, dk_ref, dv_ref, scratch):
-        owner, first = self.owner(piece.number, warpgroup), self.first_row(piece, warpgroup)
+    def _dkdv_of(self, item, warpgroup, after_first_tile, dk_ref, dv_ref, scratch):
+        owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         k, v = at(scratch["k_smem"], owner), at(scratch["v_smem"], owner)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
 
         def step_of(step, carry, queries):
-            return self._add_to_dkdv(piece, step, queries, carry, first, k, v, scratch)
+            return self._add_to_dkdv(item, step, queries, carry, first, k, v, scratch)
 
-        dk, dv = self.over_tiles(self.queries, step_of, (self.zeros(), self.zeros()), meanwhile)
+        dk, dv = self.over_tiles(self.queries, step_of, (self.zeros(), self.zeros()), after_first_tile)
         for part, x in zip(k, dk, strict=True):
             part[...] = (x * self.scale).astype(part.dtype)
         for part, x in zip(v, dv, strict=True):
             part[...] = x.astype(part.dtype)
         plgpu.commit_smem()
-        _, k_head, v_head = self.heads_of(piece)
-        parts.store_rows(scratch["k_smem"], owner, dk_ref, piece.batch, first, k_head, self.interpret)
-        parts.store_rows(scratch["v_smem"], owner, dv_ref, piece.batch, first, v_head, self.interpret)
+        _, k_head, v_head = self.heads_of(item)
+        tiles.store_rows(scratch["k_smem"], owner, dk_ref, item.batch, first, k_head, self.interpret)
+        tiles.store_rows(scratch["v_smem"], owner, dv_ref, item.batch, first, v_head, self.interpret)
 
-    def _add_to_dkdv(self, piece, step, queries, carry, first_key, k, v, scratch):
-        slot, columns = self.slot(piece, step), parts.narrow(queries)
+    def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, scratch):
+        slot, columns = self.slot(item, step), tiles.padded_columns(queries)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.
-        scores, dp = parts.products((k, parts.first_rows(q, columns)), (v, parts.first_rows(do, columns)))
-        # Read into registers before the slot is given back; that the copy engine then writes there needs no fence.
+        scores, dp = tiles.products((k, tiles.first_rows(q, columns)), (v, tiles.first_rows(do, columns)))
+        # Read into registers before the slot is released; the copy engine's later write needs no fence.
         lse, delta = (
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             for name in ("lse_smem", "delta_smem")
         )
         weights = jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape))
         if self.is_causal:
-            query = parts.position(scores.shape, 1) + step * self.schedule.tile
-            weights = jnp.where(parts.position(scores.shape, 0) + first_key <= query, weights, 0.0)
-        ds = parts.widened((weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype))
-        weights = parts.widened(weights.astype(self.dtype))
-        q, do = parts.first_rows(q, ds.shape[1]), parts.first_rows(do, ds.shape[1])
+            query = tiles.position(scores.shape, 1) + step * self.schedule.tile
+            weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)
+        ds = tiles.widened((weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype))
+        weights = tiles.widened(weights.astype(self.dtype))
+        q, do = tiles.first_rows(q, ds.shape[1]), tiles.first_rows(do, ds.shape[1])
         dk, dv = carry
         products = [(i, ds, part) for i, part in enumerate(q)]
         products += [(len(dk) + i, weights, part) for i, part in enumerate(do)]
-        sums = parts.accumulated((*dk, *dv), products, self.interpret)
+        sums = tiles.accumulated((*dk, *dv), products, self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return sums[: len(dk)], sums[len(dk) :]

@@ -1,6 +1,6 @@
-"""`pallas_flash` on NVIDIA Hopper: its Mosaic-GPU kernels as PyTorch operations, with gradients and fake outputs.
+"""PyTorch operators around the Mosaic-GPU kernels of `pallas_flash` on Hopper, with gradients and fake outputs.
 
-Imported on CUDA only, because older JAX lacks what the kernels are made of.
+Imported only if the kernels can run, because older JAX lacks the features they need.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
 """
@@ -24,14 +24,14 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
 )
 from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
 from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
-from vitkernels.attention.pallas_flash.hopper.tiles import Problem, padded
+from vitkernels.attention.pallas_flash.hopper.tiles import HopperKernel, padded
 from vitkernels.bridge.mosaic_gpu import Kernel
 from vitkernels.bridge.operator import aligned, differentiable_once, operator
 
 
 @dataclass(frozen=True)
-class Call:
-    """All that decides over a call's kernels but the addresses of its tensors. Rows lie as (B, N, heads, D)."""
+class AttentionKernels:
+    """The compiled kernels of a call; the fields are all they depend on. Arrays are stored as (B, N, heads, D)."""
 
     batch: int
     heads: int
@@ -41,10 +41,10 @@ class Call:
     dtype: torch.dtype
     is_causal: bool
     scale: float
-    packed: bool  # q, k and v, and their gradients, are one array of 3 H heads
+    packed: bool  # q, k and v, and their gradients, share one array of 3 H heads
     device: torch.device
 
-    def _problem(self, kind: type, schedule: Schedule | None) -> Problem:
+    def _build(self, kind: type, schedule: Schedule | None) -> HopperKernel:
         return kind(
             batch=self.batch,
             heads=self.heads,
@@ -62,38 +62,40 @@ class Call:
 
     @cached_property
     def forward(self) -> Kernel:
-        """(q, k, v, out, lse)"""
+        """Return the forward kernel, called as (q, k, v, out, lse)."""
         if fits_short_forward(self.queries, self.keys, self.head_dim, self.is_causal):
-            problem = self._problem(ShortForward, None)
+            kernel = self._build(ShortForward, None)
         else:
-            problem = self._problem(Forward, forward_schedule(self.queries, self.keys, self.head_dim))
-        return Kernel(problem, _inputs(problem))
+            kernel = self._build(Forward, forward_schedule(self.queries, self.keys, self.head_dim))
+        return Kernel(kernel, _inputs(kernel))
 
     @cached_property
     def short_backward(self) -> Kernel:
-        """(q, k, v, out, do, lse, dq, dk, dv)"""
-        problem = self._problem(ShortBackward, None)
-        do = problem.rows(self.queries, self.heads)
-        return Kernel(problem, (*_inputs(problem), do, do, problem.vector()))
+        """Return the short backward kernel, called as (q, k, v, out, do, lse, dq, dk, dv)."""
+        kernel = self._build(ShortBackward, None)
+        do = kernel.rows(self.queries, self.heads)
+        return Kernel(kernel, (*_inputs(kernel), do, do, kernel.vector()))
 
     @cached_property
     def dq(self) -> Kernel:
-        """(q, k, v, out, do, lse, dq, delta)"""
-        problem = self._problem(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
-        do = problem.rows(self.queries, self.heads)
-        return Kernel(problem.dq, (*_inputs(problem), do, do, problem.vector()))
+        """Return the dq kernel, called as (q, k, v, out, do, lse, dq, delta)."""
+        kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
+        do = kernel.rows(self.queries, self.heads)
+        return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector()))
 
     @cached_property
     def dkdv(self) -> Kernel:
-        """(q, k, v, do, lse, delta, dk, dv)"""
-        problem = self._problem(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
-        do = problem.rows(self.queries, self.heads)
-        return Kernel(problem.dkdv, (*_inputs(problem), do, problem.vector(), problem.vector()))
+        """Return the dkdv kernel, called as (q, k, v, do, lse, delta, dk, dv)."""
+        kernel = self._build(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
+        do = kernel.rows(self.queries, self.heads)
+        return Kernel(kernel.dkdv, (*_inputs(kernel), do, kernel.vector(), kernel.vector()))
 
     def vector(self) -> Tensor:
+        """Return an uninitialized (B, H, padded N), for log-sum-exp or delta."""
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
 
     def run_backward(self, q, k, v, out, lse, do, dq, dk, dv) -> None:
+        """Fill dq, dk and dv."""
         if fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
             self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
             return
@@ -103,16 +105,16 @@ class Call:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """132 also where there is no GPU, and kernels are only lowered."""
+    """Return the GPU's multiprocessor count; 132 without a GPU, where kernels are only lowered."""
     has_gpu = torch.cuda.is_available()
     return torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else MULTIPROCESSORS
 
 
-call_of = cache(Call)  # and with it, its compiled kernels
+kernels_for = cache(AttentionKernels)  # compiled kernels are cached with it
 
 
-def _inputs(problem: Problem) -> tuple:
-    return tuple(problem.rows(n, problem.all_heads) for n in (problem.queries, problem.keys, problem.keys))
+def _inputs(kernel: HopperKernel) -> tuple:
+    return tuple(kernel.rows(n, kernel.all_heads) for n in (kernel.queries, kernel.keys, kernel.keys))
 
 
 # --- separate q, k, v -------------------------------------------------------------------------------------------------
@@ -122,18 +124,18 @@ def _rows_of(*tensors_BHND: Tensor) -> list[Tensor]:
     return [aligned(x.transpose(1, 2)) for x in tensors_BHND]
 
 
-def _call_apart(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Call:
+def _kernels_separate(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> AttentionKernels:
     B, H, N, D = q.shape
-    return call_of(B, H, N, k.shape[2], D, q.dtype, is_causal, scale, False, q.device)
+    return kernels_for(B, H, N, k.shape[2], D, q.dtype, is_causal, scale, False, q.device)
 
 
 @operator("pallas_flash_hopper(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)")
 def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units, for the backward pass."""
-    call = _call_apart(q, k, is_causal, scale)
+    """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units for the backward pass."""
+    kernels = _kernels_separate(q, k, is_causal, scale)
     q, k, v = _rows_of(q, k, v)
-    out, lse = torch.empty_like(q), call.vector()
-    call.forward(q, k, v, out, lse)
+    out, lse = torch.empty_like(q), kernels.vector()
+    kernels.forward(q, k, v, out, lse)
     return out.transpose(1, 2), lse
 
 
@@ -155,11 +157,11 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 def attend_backward(
     do: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
-    call = _call_apart(q, k, is_causal, scale)
+    """Return dq, dk and dv."""
+    kernels = _kernels_separate(q, k, is_causal, scale)
     do, out, q, k, v = _rows_of(do, out, q, k, v)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    call.run_backward(q, k, v, out, lse, do, dq, dk, dv)
+    kernels.run_backward(q, k, v, out, lse, do, dq, dk, dv)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -187,19 +189,19 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # --- packed qkv -------------------------------------------------------------------------------------------------------
 
 
-def _call_packed(qkv: Tensor, is_causal: bool, scale: float) -> Call:
+def _kernels_packed(qkv: Tensor, is_causal: bool, scale: float) -> AttentionKernels:
     B, N, _, H, D = qkv.shape
-    return call_of(B, H, N, N, D, qkv.dtype, is_causal, scale, True, qkv.device)
+    return kernels_for(B, H, N, N, D, qkv.dtype, is_causal, scale, True, qkv.device)
 
 
 @operator("pallas_flash_hopper_packed(Tensor qkv, bool is_causal, float scale) -> (Tensor, Tensor)")
 def attend_packed(qkv: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """(B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
+    """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
     B, N, _, H, D = qkv.shape
-    call = _call_packed(qkv, is_causal, scale)
+    kernels = _kernels_packed(qkv, is_causal, scale)
     qkv = aligned(qkv)
-    out, lse = qkv.new_empty(B, N, H * D), call.vector()
-    call.forward(qkv, qkv, qkv, out, lse)
+    out, lse = qkv.new_empty(B, N, H * D), kernels.vector()
+    kernels.forward(qkv, qkv, qkv, out, lse)
     return out, lse
 
 
@@ -214,11 +216,11 @@ def _(qkv, is_causal, scale):
     " -> Tensor"
 )
 def attend_packed_backward(do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, is_causal: bool, scale: float) -> Tensor:
-    """dqkv (B, N, 3, H, D): dq, dk and dv are written into one array."""
-    call = _call_packed(qkv, is_causal, scale)
+    """Return dqkv (B, N, 3, H, D); the kernels write dq, dk and dv into one array."""
+    kernels = _kernels_packed(qkv, is_causal, scale)
     qkv, do = aligned(qkv), aligned(do)
     dqkv = torch.empty_like(qkv)
-    call.run_backward(qkv, qkv, qkv, out, lse, do, dqkv, dqkv, dqkv)
+    kernels.run_backward(qkv, qkv, qkv, out, lse, do, dqkv, dqkv, dqkv)
     return dqkv
 
 

@@ -1,8 +1,8 @@
-"""Thread blocks of the Hopper kernels of `pallas_flash` that stay on their multiprocessor and go from piece to piece.
+"""Persistent thread blocks of `pallas_flash` on Hopper: each loops over work items, fed through a ring of tiles.
 
-A piece is a few own rows of one head, which the computing warpgroups keep, and all the tiles of that head that stream
-by. A warpgroup of its own requests both: the tiles through a ring that runs on from piece to piece, own rows into
-rooms, so that the next piece's are there when one ends.
+A work item is a set of own rows of one head, which the compute warpgroups keep, and the tiles of that head that stream
+past them. A loader warpgroup requests both ahead of use: the tiles through a ring buffer that continues across work
+items, own rows into separate buffers, so that the next item's rows have arrived when the current item ends.
 """
 
 from collections.abc import Callable
@@ -13,51 +13,51 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles as parts
+from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 
 
-class Piece(NamedTuple):
-    """What a thread block works on at a time: own rows of a head, 64 for each computing warpgroup. All are numbers."""
+class WorkItem(NamedTuple):
+    """The unit of work of a thread block: own rows of a head, 64 per compute warpgroup. All fields are integers."""
 
     batch: Any
     head: Any
     tile: Any
-    number: Any  # of pieces that this block had before
-    streamed: Any  # tiles that came by for those
+    number: Any  # of items that this block processed before
+    streamed: Any  # tiles streamed for those
 
 
 class Stream(NamedTuple):
-    """Tiles that come by through a ring."""
+    """A stream of tiles through the ring."""
 
-    load: Callable  # (piece, step, slot): requests a tile
+    load: Callable  # (item, step, slot): request a tile
     arrived: Any  # barriers, one per slot
-    consumed: Any  # by which the computing warpgroups give a slot back
+    consumed: Any  # barriers that the compute warpgroups arrive at to release a slot
 
 
 class OwnRows(NamedTuple):
-    """Of a piece, for a warpgroup to keep."""
+    """The rows of a work item that a warpgroup keeps."""
 
-    load: Callable  # (piece, warpgroup): requests them
+    load: Callable  # (item, warpgroup): request them
     arrived: tuple  # of barriers, one per owner
-    consumed: Any  # by which a warpgroup gives their room back
+    consumed: Any  # barriers that a warpgroup arrives at to release their buffer
 
 
-class Ring(parts.Problem):
-    """An attention call with a Schedule, and the thread blocks that work on it."""
+class RingKernel(tiles.HopperKernel):
+    """A kernel whose persistent thread blocks follow a Schedule."""
 
     def own_tiles(self) -> tuple:
-        """Scratch for the rows that each warpgroup keeps."""
-        return parts.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), self.owners)
+        """Return scratch for the rows that each warpgroup keeps."""
+        return tiles.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), self.owners)
 
     @property
     def owners(self) -> int:
-        """How many times 64 own rows there is room for."""
-        return self.schedule.rooms * self.schedule.warpgroups
+        """Return the number of buffers of 64 own rows."""
+        return self.schedule.buffers * self.schedule.warpgroups
 
     def ring(self) -> tuple:
-        """Scratch for the tiles that stream by."""
-        return parts.tile(self.schedule.tile, self.head_dim, jnp.dtype(self.dtype), self.schedule.stages)
+        """Return scratch for the streamed tiles."""
+        return tiles.tile(self.schedule.tile, self.head_dim, jnp.dtype(self.dtype), self.schedule.stages)
 
     def arrived(self, arrivals: int) -> plgpu.Barrier:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.schedule.stages)
@@ -72,62 +72,65 @@ class Ring(parts.Problem):
         return plgpu.Barrier(num_arrivals=1, num_barriers=self.owners)
 
     def kernel(self, body, own_rows: int, out_type: tuple, scratch: dict):
-        """`body` as a kernel for pieces of `warpgroups` times 64 of `own_rows`."""
+        """Return `body` as a kernel whose work items are 64 * warpgroups of `own_rows`."""
         return self.launch(body, {"block": self.blocks(own_rows)}, self.schedule.warpgroups + 1, out_type, scratch)
 
-    # --- where --------------------------------------------------------------------------------------------------------
+    # --- indices ------------------------------------------------------------------------------------------------------
 
     def tiles(self, own_rows: int) -> int:
-        """Pieces that a head's own rows make."""
+        """Return the work items per head."""
         return pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)
 
-    def pieces(self, own_rows: int) -> int:
+    def work_items(self, own_rows: int) -> int:
         return self.batch * self.heads * self.tiles(own_rows)
 
     def blocks(self, own_rows: int) -> int:
-        return min(self.multiprocessors, self.pieces(own_rows))
+        return min(self.multiprocessors, self.work_items(own_rows))
 
-    def heads_of(self, piece: Piece) -> tuple:
-        """Where its head of q, of k and of v lies."""
-        return tuple(piece.head + first for first in self.first_heads)
+    def heads_of(self, item: WorkItem) -> tuple:
+        """Return the indices of the item's head in q, k and v."""
+        return tuple(item.head + first for first in self.first_heads)
 
-    def first_row(self, piece: Piece, warpgroup):
-        """The first of a warpgroup's own rows."""
-        return (piece.tile * self.schedule.warpgroups + warpgroup) * ROWS
+    def first_row(self, item: WorkItem, warpgroup):
+        """Return the first of a warpgroup's own rows."""
+        return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
 
     def owner(self, number, warpgroup):
-        """The index of a warpgroup's own rows in shared memory, of a block's piece of that number."""
-        return lax.rem(number, self.schedule.rooms) * self.schedule.warpgroups + warpgroup
+        """Return the shared-memory index of a warpgroup's own rows for the block's item of that number."""
+        return lax.rem(number, self.schedule.buffers) * self.schedule.warpgroups + warpgroup
 
-    def slot(self, piece: Piece, step):
-        """Where a tile that streams by lies in shared memory."""
-        return lax.rem(piece.streamed + step, self.schedule.stages)
+    def slot(self, item: WorkItem, step):
+        """Return the ring slot of a streamed tile."""
+        return lax.rem(item.streamed + step, self.schedule.stages)
 
-    def over_tiles(self, tokens: int, step_of, carry, meanwhile, steps=None):
-        """step_of(step, carry, tokens) for each tile that streams by; the last one's tokens are only those that there
-        are, unless it is given how many steps there are: then all tiles are treated as whole ones.
+    def over_tiles(self, tokens: int, step_of, carry, after_first_tile, steps=None):
+        """Fold step_of(step, carry, tokens) over the streamed tiles; return the final carry.
 
-        meanwhile(): called after the first step.
+        The last tile gets only its valid tokens, unless `steps` gives the number of tiles: then all count as full.
+        after_first_tile() is called after the first step.
         """
-        whole, last = (steps, 0) if steps is not None else divmod(tokens, self.schedule.tile)
+        full, last = (steps, 0) if steps is not None else divmod(tokens, self.schedule.tile)
 
         def body(step, carry):
             carry = step_of(step, carry, self.schedule.tile)
-            pl.when(step == 0)(meanwhile)
+            pl.when(step == 0)(after_first_tile)
             return carry
 
-        carry = lax.fori_loop(0, whole, body, carry)
-        if steps is None and not whole:
-            meanwhile()
-        return step_of(jnp.int32(whole), carry, last) if last else carry
+        carry = lax.fori_loop(0, full, body, carry)
+        if steps is None and not full:
+            after_first_tile()
+        return step_of(jnp.int32(full), carry, last) if last else carry
 
-    # --- who does what ------------------------------------------------------------------------------------------------
+    # --- warp specialization ------------------------------------------------------------------------------------------
 
     def divide_roles(self, rows: int, steps_of, own: OwnRows, streams: list[Stream], compute) -> None:
-        """Runs compute(piece, warpgroup, meanwhile) on the computing warpgroups while own rows and streams arrive.
+        """Run compute(item, warpgroup, after_first_tile) on the compute warpgroups while the loader requests rows.
 
-        rows: that all pieces of a head have together. steps_of(piece): how many tiles come by. meanwhile(): to be
-        called some work after the beginning, when what the piece before left to be stored has gone.
+        Args:
+            rows: own rows per head.
+            steps_of: steps_of(item) returns the number of streamed tiles.
+            compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
+                releases the previous item's buffer.
         """
         warpgroup = lax.axis_index("warpgroup")
 
@@ -139,20 +142,22 @@ class Ring(parts.Problem):
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(own.consumed.at[self.owner(number, warpgroup)])
 
-            def turn(piece):
-                def meanwhile():
-                    if self.schedule.rooms > 1:
-                        pl.when(piece.number > 0)(lambda: give_back(piece.number - 1))
+            def process(item):
+                def after_first_tile():
+                    if self.schedule.buffers > 1:
+                        pl.when(item.number > 0)(lambda: give_back(item.number - 1))
 
-                has_rows = self.first_row(piece, warpgroup) < rows
-                pl.when(has_rows)(lambda: compute(piece, warpgroup, meanwhile))
-                pl.when(~has_rows)(lambda: self._pass(piece, warpgroup, meanwhile, steps_of(piece), own, streams))
-                if self.schedule.rooms == 1:
-                    give_back(piece.number)
+                has_rows = self.first_row(item, warpgroup) < rows
+                pl.when(has_rows)(lambda: compute(item, warpgroup, after_first_tile))
+                pl.when(~has_rows)(
+                    lambda: self._pass_through(item, warpgroup, after_first_tile, steps_of(item), own, streams)
+                )
+                if self.schedule.buffers == 1:
+                    give_back(item.number)
 
-            pieces, _ = self._for_each_piece(rows, steps_of, turn)
-            if self.schedule.rooms > 1:
-                give_back(pieces - 1)
+            items, _ = self._for_each_item(rows, steps_of, process)
+            if self.schedule.buffers > 1:
+                give_back(items - 1)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == self.schedule.warpgroups)
@@ -160,68 +165,70 @@ class Ring(parts.Problem):
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
             self._request(rows, steps_of, own, streams)
 
-    def _for_each_piece(self, rows: int, steps_of, turn) -> tuple:
-        """turn(piece) for all of this block's. Pieces of one head are different blocks' at one time, so that they find
-        each other's tiles in the L2 cache; each block has first and last ones of a head in turns.
+    def _for_each_item(self, rows: int, steps_of, process) -> tuple:
+        """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
 
-        Returns how many pieces there were, and how many tiles came by.
+        The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
+        assignment rotates, so that each block gets early and late items of a head alike.
         """
-        tiles, blocks, pieces = self.tiles(rows), self.blocks(rows), self.pieces(rows)
-        share = pieces // blocks
+        tiles, blocks, items = self.tiles(rows), self.blocks(rows), self.work_items(rows)
+        share = items // blocks
 
         def index(number):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def body(number, streamed):
             head, tile = lax.div(index(number), tiles), lax.rem(index(number), tiles)
-            piece = Piece(lax.div(head, self.heads), lax.rem(head, self.heads), tile, number, streamed)
-            turn(piece)
-            return streamed + steps_of(piece)
+            item = WorkItem(lax.div(head, self.heads), lax.rem(head, self.heads), tile, number, streamed)
+            process(item)
+            return streamed + steps_of(item)
 
-        count = share + (index(jnp.int32(share)) < pieces).astype(jnp.int32)
+        count = share + (index(jnp.int32(share)) < items).astype(jnp.int32)
         return count, lax.fori_loop(0, count, body, jnp.int32(0))
 
-    def _pass(self, piece: Piece, warpgroup, meanwhile, steps, own: OwnRows, streams: list[Stream]) -> None:
-        """What a warpgroup does that has no rows."""
-        meanwhile()
+    def _pass_through(
+        self, item: WorkItem, warpgroup, after_first_tile, steps, own: OwnRows, streams: list[Stream]
+    ) -> None:
+        """Consume an item's barriers on a warpgroup without rows."""
+        after_first_tile()
         for arrived in own.arrived:
-            plgpu.barrier_wait(arrived.at[self.owner(piece.number, warpgroup)])
+            plgpu.barrier_wait(arrived.at[self.owner(item.number, warpgroup)])
 
         @pl.loop(0, steps)
         def _(step):
-            slot = self.slot(piece, step)
+            slot = self.slot(item, step)
             for stream in streams:
                 plgpu.barrier_wait(stream.arrived.at[slot])
                 plgpu.barrier_arrive(stream.consumed.at[slot])
 
     def _request(self, rows: int, steps_of, own: OwnRows, streams: list[Stream]) -> None:
-        """The loader's part."""
+        """Run the loader: request own rows and streamed tiles as buffers and slots become free."""
         s = self.schedule
 
-        def wait_for_room(number, warpgroup):
+        def wait_for_buffer(number, warpgroup):
             consumed = own.consumed.at[self.owner(number, warpgroup)]
-            pl.when(number >= s.rooms)(lambda: plgpu.barrier_wait(consumed))
+            pl.when(number >= s.buffers)(lambda: plgpu.barrier_wait(consumed))
 
         def wait_for_slot(stream, step):
             consumed = stream.consumed.at[lax.rem(step, s.stages)]
             pl.when(step >= s.stages)(lambda: plgpu.barrier_wait(consumed))
 
-        def turn(piece):
+        def process(item):
             for warpgroup in range(s.warpgroups):
-                wait_for_room(piece.number, warpgroup)
-                own.load(piece, warpgroup)
+                wait_for_buffer(item.number, warpgroup)
+                own.load(item, warpgroup)
 
-            @pl.loop(0, steps_of(piece))
+            @pl.loop(0, steps_of(item))
             def _(step):
                 for stream in streams:
-                    wait_for_slot(stream, piece.streamed + step)
-                    stream.load(piece, step, self.slot(piece, step))
+                    wait_for_slot(stream, item.streamed + step)
+                    stream.load(item, step, self.slot(item, step))
 
-        pieces, streamed = self._for_each_piece(rows, steps_of, turn)
-        # Whoever waits for a barrier must wait for each of its turns.
+        items, streamed = self._for_each_item(rows, steps_of, process)
+        # Every phase of a barrier must be waited for.
         for i in range(s.stages):
             for stream in streams:
                 wait_for_slot(stream, streamed + i)
-        for i in range(s.rooms):
+        for i in range(s.buffers):
             for warpgroup in range(s.warpgroups):
-                wait_for_room(pieces + i, warpgroup)
+                wait_for_buffer(items + i, warpgroup)

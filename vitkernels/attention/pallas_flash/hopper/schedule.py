@@ -1,48 +1,49 @@
-"""How the Hopper kernels of `pallas_flash` share out their work; chosen once and for all from measurements on one H200
-(notes/pallas_flash_hopper.md), so that nothing is searched for when training starts.
+"""Schedules of the Hopper kernels of `pallas_flash`: tile sizes, pipeline stages and warpgroups.
+
+They are fixed from measurements on one H200 (notes/pallas_flash_hopper.md), so training starts without autotuning.
 """
 
 from dataclasses import dataclass
 
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
-ROWS = 64  # rows of a tile that one warpgroup multiplies at a time
-_SHARED_MEMORY = 227 * 1024  # bytes that a thread block may have
+ROWS = 64  # rows of a tile that one warpgroup multiplies at once
+_SHARED_MEMORY = 227 * 1024  # bytes available to a thread block
 _BARRIERS_AND_VECTORS = 4 * 1024
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """One thread block: `warpgroups` that compute, 64 rows each, and one that loads.
+    """One persistent thread block: `warpgroups` that compute, 64 rows each, and one that loads.
 
-    It goes from piece to piece of the work, and has `rooms` for their own rows; a ring of `stages` tiles of `tile` rows
-    streams by, and runs on between the pieces.
+    It loops over work items with `buffers` buffers for own rows; a ring of `stages` slots streams tiles of `tile` rows
+    and continues across items.
     """
 
     tile: int
     stages: int
     warpgroups: int
-    rooms: int = 2
+    buffers: int = 2
 
     def __post_init__(self):
-        assert self.warpgroups <= 3, "more would ask for more registers than the launch gives, and wait for ever"
+        assert self.warpgroups <= 3, "more request more registers than the launch provides, which deadlocks"
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Per thread of a computing warpgroup and of the loader, from a multiprocessor's 65536."""
+        """Return the registers per thread of a compute warpgroup and of the loader, of a multiprocessor's 65536."""
         loader = 40 if self.warpgroups <= 2 else 24
         return min(240, (512 - loader) // self.warpgroups // 8 * 8), loader
 
 
 def widths(head_dim: int) -> tuple[int, ...]:
-    """The columns of a row, cut so that each part is one swizzle wide: 64 -> 64; 72, 80 -> 64, 16; 88 -> 64, 32."""
-    whole, rest = divmod(head_dim, 64)
-    return (64,) * whole + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
+    """Split a row's columns into parts one swizzle wide: 64 -> 64; 72, 80 -> 64, 16; 88 -> 64, 32."""
+    full, rest = divmod(head_dim, 64)
+    return (64,) * full + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
 
 
 def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
     columns = sum(widths(head_dim))
     if columns > 96:
-        return Schedule(128, 2, min(2, _tiles(queries)), rooms=1)
+        return Schedule(128, 2, min(2, _tiles(queries)), buffers=1)
     warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
     if keys <= 3 * ROWS:
         return Schedule(64, 4, warpgroups)
@@ -54,7 +55,7 @@ def dq_schedule(queries: int, keys: int, head_dim: int, is_causal: bool) -> Sche
     if columns <= 64:
         return _narrow_backward(queries, keys, is_causal)
     if columns > 96:
-        return Schedule(64, 2, min(3, _tiles(queries)), rooms=1)
+        return Schedule(64, 2, min(3, _tiles(queries)), buffers=1)
     warpgroups = min(2, _tiles(queries)) if _idle(queries, 2) < 1 / 4 else min(3, _tiles(queries))
     return _fitting(warpgroups, head_dim, kept=3)
 
@@ -66,8 +67,10 @@ def dkdv_schedule(queries: int, keys: int, head_dim: int, is_causal: bool) -> Sc
 
 
 def _narrow_backward(own: int, streamed: int, is_causal: bool) -> Schedule:
-    """Three warpgroups, but where two have rows more often; those take larger tiles at a time, unless masks would then
-    fill their registers."""
+    """Choose three warpgroups, or two if fewer of them idle.
+
+    Two take larger tiles, except under a causal mask, which would exceed their registers.
+    """
     if _tiles(own) >= 3 and _idle(own, 2) >= _idle(own, 3):
         return Schedule(64, 4, 3)
     large = streamed > ROWS and not is_causal
@@ -75,15 +78,15 @@ def _narrow_backward(own: int, streamed: int, is_causal: bool) -> Schedule:
 
 
 def _fitting(warpgroups: int, head_dim: int, kept: int) -> Schedule:
-    """Two rooms rather than one, and as many stages as then fit, of up to four.
+    """Choose two buffers if at least two stages then fit, else one; and as many stages as fit, at most four.
 
-    kept: tiles of 64 rows that each warpgroup has for itself.
+    kept: tiles of 64 own rows per warpgroup.
     """
     tile = 2 * ROWS * sum(widths(head_dim))  # bytes
-    for rooms in (2, 1):
-        stages = (_SHARED_MEMORY - _BARRIERS_AND_VECTORS - rooms * warpgroups * kept * tile) // (2 * tile)
+    for buffers in (2, 1):
+        stages = (_SHARED_MEMORY - _BARRIERS_AND_VECTORS - buffers * warpgroups * kept * tile) // (2 * tile)
         if stages >= 2:
-            return Schedule(ROWS, min(4, stages), warpgroups, rooms)
+            return Schedule(ROWS, min(4, stages), warpgroups, buffers)
     raise AssertionError(f"{warpgroups} warpgroups with head dim {head_dim} do not fit into shared memory")
 
 
@@ -92,22 +95,22 @@ def _tiles(rows: int) -> int:
 
 
 def _idle(rows: int, warpgroups: int) -> float:
-    """The share of a head's warpgroups that have no rows."""
-    pieces = -(-_tiles(rows) // warpgroups)
-    return 1 - _tiles(rows) / (pieces * warpgroups)
+    """Return the fraction of a head's warpgroups without rows."""
+    items = -(-_tiles(rows) // warpgroups)
+    return 1 - _tiles(rows) / (items * warpgroups)
 
 
-# --- the short kernels ------------------------------------------------------------------------------------------------
+# --- the kernels for short sequences ----------------------------------------------------------------------------------
 
 
 def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
-    """Whether one kernel for dq, dk and dv can do it: where a whole head fits into shared memory, in rows of 128 bytes.
+    """Return whether one kernel can compute dq, dk and dv: an entire head fits in shared memory, in rows of 128 bytes.
 
-    A causal call's masks would not fit into its registers.
+    A causal mask would exceed its registers.
     """
     return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_causal
 
 
 def fits_short_forward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
-    """Whether the forward kernel that goes from head to head takes it: two whole heads fit, and are worth a block."""
+    """Return whether the per-head forward kernel applies: two entire heads fit in shared memory and fill a block."""
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_causal)

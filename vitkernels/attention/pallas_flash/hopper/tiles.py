@@ -1,4 +1,4 @@
-"""What the Hopper kernels of `pallas_flash` share: tiles in shared memory, and how rows get into and out of them.
+"""Shared parts of the Hopper kernels of `pallas_flash`: tiles in shared memory, their loads, stores and products.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -26,10 +26,10 @@ BY_COLUMN = WGMMA.reduce(0)
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One attention call, as its kernels are compiled for it.
+class HopperKernel:
+    """A kernel for one attention call; the fields are everything it is compiled for.
 
-    q, k and v, and their gradients, lie in arrays (B, N or M, all_heads, D), where their H heads begin at first_heads:
+    q, k and v, and their gradients, are stored as (B, N or M, all_heads, D) with their H heads starting at first_heads:
     three arrays of H heads, or one of 3 H.
     """
 
@@ -43,22 +43,22 @@ class Problem:
     is_causal: bool
     all_heads: int
     first_heads: tuple[int, int, int]
-    schedule: Schedule | None  # None: the kernel knows only one
+    schedule: Schedule | None  # None: the kernel has only one
     interpret: bool = False
     multiprocessors: int = MULTIPROCESSORS
 
     @property
     def padded_queries(self) -> int:
-        """Length of the rows of log-sum-exp and delta."""
+        """Return the row length of log-sum-exp and delta."""
         return padded(self.queries)
 
     @property
     def copies(self) -> int:
-        """In how many parts a row arrives."""
+        """Return the number of copies that load a row, one per part."""
         return len(widths(self.head_dim))
 
     def zeros(self) -> tuple[jax.Array, ...]:
-        """The beginning of a sum of ROWS rows of a head, one part per width."""
+        """Return zeroed accumulators for ROWS rows of a head, one per part."""
         return tuple(filled((ROWS, width), 0, WGMMA) for width in widths(self.head_dim))
 
     def rows(self, tokens: int, heads: int) -> jax.ShapeDtypeStruct:
@@ -76,36 +76,36 @@ class Problem:
             grid_names=tuple(grid),
             num_threads=warpgroups,
             thread_name="warpgroup",
-            # Lane: there a kernel may say itself how a tile lies in memory (see _untiled).
+            # Lane semantics let a kernel choose a tile's memory layout (see _untiled).
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
             interpret=INTERPRETED if self.interpret else None,
         )
 
 
-class ByHead(Problem):
-    """A problem whose thread blocks stay on their multiprocessor and go from head to head."""
+class PerHeadKernel(HopperKernel):
+    """A kernel whose persistent thread blocks loop over heads."""
 
     @property
     def blocks(self) -> int:
         return min(self.multiprocessors, self.batch * self.heads)
 
-    def turns(self):
-        """How many heads this block goes through."""
+    def iterations(self):
+        """Return the number of heads this block processes."""
         return lax.div(self.batch * self.heads - 1 - lax.axis_index("block"), self.blocks) + 1
 
-    def head_of(self, turn) -> tuple:
-        """Batch entry and head."""
-        index = lax.axis_index("block") + turn * self.blocks
+    def head_of(self, iteration) -> tuple:
+        """Return the batch entry and head of an iteration."""
+        index = lax.axis_index("block") + iteration * self.blocks
         return lax.div(index, self.heads), lax.rem(index, self.heads)
 
 
 def padded(tokens: int) -> int:
-    """Room for 64 rows of each warpgroup of any schedule: a store of a vector knows no bounds."""
+    """Round up to 64 rows per warpgroup in every schedule, because stores of vectors are not bounds-checked."""
     return max(pl.cdiv(tokens, rows) * rows for rows in (192, 256))
 
 
 def tile(rows: int, head_dim: int, dtype, *leading: int) -> tuple:
-    """Scratch for `rows` rows of a head; a tuple, one part per width."""
+    """Return scratch for `rows` rows of a head; a tuple with one part per width."""
     return tuple(
         plgpu.SMEM(
             (*leading, rows, width),
@@ -125,23 +125,23 @@ def transposed(part):
 
 
 def _untiled(part, index, interpret: bool):
-    """`part.at[index]` as the TMA unit sees it: rows of one swizzle's width, one after the other.
+    """Return `part.at[index]` as consecutive rows of one swizzle's width, the TMA unit's view.
 
-    Its tiles of (8, width) lie in that very order, so both are one memory. Said this way, because Mosaic GPU copies
-    into tiles of 8 rows only from arrays of 8 n rows, and images have 197 or 577 tokens; said as plain rows, the TMA
-    unit fills what lies beyond the last token with zeros, and stores nothing there.
+    The memory is the same, because the (8, width) tiles are stored in that order. Mosaic GPU copies into tiles of 8
+    rows only from arrays of 8 n rows, but images have 197 or 577 tokens. With plain rows, the TMA unit fills rows
+    beyond the last token with zeros on load and skips them on store.
     """
-    if interpret:  # which knows no tiles
+    if interpret:  # the interpreter has no tiled layouts
         return part.at[index]
     tiled = part.ref
-    whole = (slice(None),) * (len(tiled.shape) - 1)
-    indexer = indexing.NDIndexer.from_indices_shape((index, *whole), tiled.shape)
+    others = (slice(None),) * (len(tiled.shape) - 1)
+    indexer = indexing.NDIndexer.from_indices_shape((index, *others), tiled.shape)
     rows, width = tiled.shape[-4] * tiled.shape[-2], tiled.shape[-1]
     return TransformedRef(tiled, (indexer, ReshapeTransform((rows, width)), UnswizzleRef(2 * width)))
 
 
 def _columns(array_ref, where: tuple, first_row, rows: int, head, parts: tuple):
-    """The slices of `array_ref` (B, N, heads, D) that correspond to the parts of a tile."""
+    """Yield the slices of `array_ref` (B, N, heads, D) that correspond to the parts of a tile."""
     first_column = 0
     for part in parts:
         width = part.shape[-1]
@@ -151,12 +151,12 @@ def _columns(array_ref, where: tuple, first_row, rows: int, head, parts: tuple):
 
 
 def _unchecked(start):
-    """A start that JAX cannot see to reach beyond the array; the TMA unit knows what to do there."""
+    """Hide a start from JAX's bounds check; the TMA unit handles rows beyond the array."""
     return start + 0 * lax.axis_index("warpgroup")
 
 
 def load_rows(array_ref, batch, first_row, head, parts: tuple, index, barrier, interpret: bool) -> None:
-    """Starts copying rows of one head into `parts[index]`; the barrier gets one arrival per part."""
+    """Start copying rows of one head into `parts[index]`; the barrier gets one arrival per part."""
     rows = parts[0].shape[-2]
     slices = _columns(array_ref, batch, first_row, rows, head, parts)
     for part, source in zip(parts, slices, strict=True):
@@ -164,7 +164,7 @@ def load_rows(array_ref, batch, first_row, head, parts: tuple, index, barrier, i
 
 
 def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret: bool) -> None:
-    """Starts copying `parts[index]` out; commit_smem comes before, wait_smem_to_gmem after."""
+    """Start copying `parts[index]` out; call commit_smem before and wait_smem_to_gmem after."""
     rows = parts[0].shape[-2]
     slices = _columns(array_ref, batch, first_row, rows, head, parts)
     for part, destination in zip(parts, slices, strict=True):
@@ -175,13 +175,13 @@ def first_rows(parts: tuple, rows: int) -> tuple:
     return tuple(part if rows == part.shape[0] else part.at[pl.ds(0, rows)] for part in parts)
 
 
-def narrow(tokens: int) -> int:
-    """The fewest columns of a product that hold that many tokens: the last tile costs what is in it, not 64 or more."""
+def padded_columns(tokens: int) -> int:
+    """Return the fewest columns of a product that hold the tokens, so that the last tile costs only its contents."""
     return pl.cdiv(tokens, 8) * 8
 
 
 def widened(x: jax.Array) -> jax.Array:
-    """With zeros on the right, up to the next 64 columns: wgmma sums over no fewer in tiles as wide as a swizzle."""
+    """Pad with zero columns to a multiple of 64, the least that wgmma contracts over in tiles one swizzle wide."""
     rows, columns = x.shape
     missing = -columns % ROWS
     return jnp.concatenate([x, filled((rows, missing), 0, WGMMA, x.dtype)], axis=1) if missing else x
@@ -200,7 +200,7 @@ def along_columns(x: jax.Array, shape) -> jax.Array:
 
 
 def row_sums(x_part, y_part) -> jax.Array:
-    """rowsum(x y), in float32, of two tiles in shared memory."""
+    """Return rowsum(x y) in float32 of two tiles in shared memory."""
     x, y = (plgpu.load(part, layout=WGMMA).astype(jnp.float32) for part in (x_part, y_part))
     return (x * y).sum(axis=1)
 
@@ -210,7 +210,7 @@ def position(shape, axis: int) -> jax.Array:
 
 
 def products(*factors: tuple[tuple, tuple]) -> tuple[jax.Array, ...]:
-    """a bᵀ over the head dim, in float32, for each (a, b) of tiles in shared memory; all in flight together."""
+    """Return a bᵀ over the head dim, in float32, for each (a, b) of tiles in shared memory; all run concurrently."""
 
     def multiply(*acc_refs):
         for acc_ref, (a_parts, b_parts) in zip(acc_refs, factors, strict=True):
@@ -223,11 +223,11 @@ def products(*factors: tuple[tuple, tuple]) -> tuple[jax.Array, ...]:
 
 
 def accumulated(sums: tuple, products: list[tuple], interpret: bool) -> tuple:
-    """`sums` (float32) with sums[i] += a b for each (i, a, b) of `products`; all of them are in flight together.
+    """Return `sums` (float32) with sums[i] += a b for each (i, a, b) of `products`; all run concurrently.
 
     a is an array in registers or a tile in shared memory, b a tile in shared memory.
     """
-    if interpret:  # which knows no arrays in registers as factors
+    if interpret:  # the interpreter does not support register operands
         sums = list(sums)
         for i, a, b in products:
             sums[i] += jnp.dot(_value(a), b[...], preferred_element_type=jnp.float32)
