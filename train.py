@@ -101,13 +101,16 @@ def main(config: DictConfig) -> float | list[float] | None:
         return job.run_job(config)
     try:
         run(from_run(config, HydraConfig.get().overrides.task), Path(HydraConfig.get().runtime.output_dir))
-    except (UsageError, NonFiniteLossError, BadImagesError, WorkerDiedError) as error:
-        is_usage = isinstance(error, UsageError)
-        log.error("error: %s", command_line.in_settings(error) if is_usage else error)
-        sys.exit(2 if is_usage else 1)
+    except UsageError as error:
+        log.error("error: %s", command_line.in_settings(error))
+        sys.exit(2)
+    except (NonFiniteLossError, BadImagesError, WorkerDiedError) as error:
+        log.error("error: %s", error)
+        sys.exit(1)
     except Exception:
         log.exception("internal error (please report it)")
         sys.exit(1)
+    return None
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ class Checkpoints:
         tensors = {name: t.detach().cpu() if t.device.type == "xla" else t.detach() for name, t in tensors.items()}
         if not self.writes:
             return path
-        future = dcp.async_save(
+        future: Future = dcp.async_save(  # type: ignore[assignment]  # this stager gives a plain future
             tensors,
             storage_writer=_Writer(path, {"format": FORMAT, "step": step, **state}, self._prune),
             async_stager=BlockingAsyncStager(),
@@ -108,7 +108,7 @@ class Checkpoints:
             errors = [error for error, _ in failure.failures.values()]
             if not all(isinstance(error, OSError) for error in errors):
                 raise RuntimeError(f"{path} could not be written: {errors}") from failure
-            step = int(_NAME.fullmatch(path.name)[1])
+            step = int(path.name.removeprefix("step_"))
             log.error("could not write the checkpoint of step %d: %s; training continues", step, errors[0])
 
     def mark_best(self, path: Path) -> bool:
@@ -185,7 +185,7 @@ class _Writer(StorageWriter):
     def write_data(self, plan, planner) -> torch.futures.Future:
         tensors = {item.index.fqn: planner.resolve_data(item).contiguous() for item in plan.items}
         places = {item.index.fqn: {"saved_offsets": list(item.tensor_data.chunk.offsets)} for item in plan.items}
-        done = torch.futures.Future()
+        done: torch.futures.Future[list[WriteResult]] = torch.futures.Future()
         done.set_result([])
         if tensors:
             content = serialize(tensors, {"DCP_SHARDING_INFO": json.dumps(places), "format": "pt"})
@@ -258,10 +258,11 @@ def load_tensors(path: str | Path, kind: str, like: dict[str, torch.Tensor] | No
     like: tensors by NAME. If `like` has a DTensor of the same shape, only its local shards are read, into a DTensor.
     """
     reader = HuggingFaceStorageReader(str(path))
-    stored: dict[str, TensorStorageMetadata] = reader.read_metadata().state_dict_metadata
+    stored = reader.read_metadata().state_dict_metadata
     found = {}
     for name, about in stored.items():
         if name.startswith(f"{kind}/"):
+            assert isinstance(about, TensorStorageMetadata), "safetensors hold only tensors"
             template = (like or {}).get(name.removeprefix(f"{kind}/"))
             dtype = about.properties.dtype
             if isinstance(template, DTensor) and template.shape == about.size:

@@ -11,7 +11,8 @@ from vitkernels.runtime import Runtime
 
 def random_state(runtime: Runtime) -> torch.Tensor:
     """Return the states of Python's, NumPy's, PyTorch's and the device's generators: JSON as a tensor of bytes."""
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
     device = {name: s.tolist() if isinstance(s, torch.Tensor) else s for name, s in runtime.rng_state().items()}
     state = {
         "python": random.getstate(),
@@ -22,9 +23,9 @@ def random_state(runtime: Runtime) -> torch.Tensor:
     return torch.frombuffer(bytearray(json.dumps(state).encode()), dtype=torch.uint8)
 
 
-def set_random_state(state: torch.Tensor, runtime: Runtime) -> None:
+def set_random_state(saved: torch.Tensor, runtime: Runtime) -> None:
     """Restore what `random_state` returned."""
-    state = json.loads(state.numpy().tobytes())
+    state = json.loads(saved.numpy().tobytes())
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

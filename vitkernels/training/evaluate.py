@@ -1,5 +1,7 @@
 """Accuracy and loss over an entire data set, each sample counted once."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -22,8 +24,8 @@ def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "
     runtime = parallel.runtime
     was_training = model.training
     model.eval()
-    counts = {"images": [], "top1": [], "top5": [], "loss": []}
-    stamps = []
+    counts: dict[str, list[torch.Tensor]] = {"images": [], "top1": [], "top5": [], "loss": []}
+    stamps: list[tuple[Any, Any]] = []
     for images, targets in parallel.feed(loader.epoch(0)):
         begin = runtime.stamp()
         with runtime.autocast():

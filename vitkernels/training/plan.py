@@ -95,12 +95,12 @@ class StepPlan:
         ends_epoch, epochs = step % self.steps_per_epoch == 0, self.epoch_of(step) + 1
 
         def epochs_due(every: int | None) -> bool:
-            return bool(every) and (ends or (ends_epoch and epochs % every == 0))
+            return every is not None and (ends or (ends_epoch and epochs % every == 0))
 
         if epochs_due(self.eval_every):
             due |= Due.EVAL
         saves = bool(self.save_every_epochs or self.save_every_steps)
-        every_steps = bool(self.save_every_steps) and step % self.save_every_steps == 0
+        every_steps = self.save_every_steps is not None and step % self.save_every_steps == 0
         # The weights of each evaluation are saved: they may be the best.
         if Due.STOP in due or (Due.EVAL in due and saves) or epochs_due(self.save_every_epochs) or every_steps:
             due |= Due.SAVE

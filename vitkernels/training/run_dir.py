@@ -291,11 +291,12 @@ def find_checkpoint(folder: Path, settings: dict, checkpoints: Checkpoints) -> P
 
 
 def _requested(resume: Path, own: Checkpoints) -> Path:
-    path = resume
+    path: Path | None = resume
     if resume.name == "checkpoints" or (resume / "checkpoints").is_dir():
         path = Checkpoints(resume if resume.name == "checkpoints" else resume / "checkpoints").newest_valid()
         if path is None:
             raise UsageError(f"resume={resume}: no complete checkpoint in that folder", code="run.no_checkpoint")
+    assert path is not None
     newest = own.newest_valid()
     if newest is not None and load_state(newest)["step"] > load_state(path)["step"]:
         raise UsageError(

@@ -199,10 +199,12 @@ def _quantize(cfg: Config, model: nn.Module) -> nn.Module | None:
     def selected(name: str, _: nn.Module) -> bool:
         return not name.endswith(tuple(cfg.quant.skip))
 
+    q = cfg.quant  # Config has checked which of its settings belong to the mode
     if cfg.mode == "train":
-        train_in_8_bits(model, cfg.quant.dtype, selected)
+        assert q.dtype is not None
+        train_in_8_bits(model, q.dtype, selected)
         return None
-    q = cfg.quant
+    assert q.weight_bits is not None and q.activation_bits is not None
     quantized = copy.deepcopy(model)
     scheme = Scheme(q.weight_bits, q.activation_bits, q.block_size, q.symmetric, bool(q.fp8))
     quantize_(quantized, scheme, selected, backend=q.backend)
@@ -211,6 +213,7 @@ def _quantize(cfg: Config, model: nn.Module) -> nn.Module | None:
 
 def build_plan(cfg: Config, parallel: Parallel, data: Data) -> StepPlan:
     """Return the arithmetic of the run's steps."""
+    assert data.train is not None, "mode=train builds a training split"
     return StepPlan.of(
         cfg.trainer,
         cfg.checkpoints,

@@ -55,7 +55,7 @@ def check_data(
 ) -> None:
     """Raise UsageError if the weights know other classes than the data set; warn if images are prepared differently."""
     known, prepared = trained_on.class_names, trained_on.preprocessing
-    if None not in (known, class_names) and known != class_names:
+    if known is not None and class_names is not None and known != class_names:
         pairs = itertools.zip_longest(known, class_names, fillvalue="none")
         number, (theirs, ours) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
         raise UsageError(
@@ -66,7 +66,7 @@ def check_data(
             number=number,
             names=(theirs, ours),
         )
-    if None not in (prepared, preprocessing):
+    if prepared is not None and preprocessing is not None:
         before = {name: prepared.get(name) for name in preprocessing}
         for difference in differences(before, preprocessing, prefix="data."):
             log.warning("%s was trained on images prepared differently: %s", weights, difference)
@@ -77,8 +77,9 @@ def warn_of_timm_class_order(weights: str | Path, outputs: int, class_names: lis
 
     outputs: number of the weights' classes; the warning is given only if the data set has as many.
     """
-    in_order = sorted(class_names or [], key=natural_key)
-    if outputs == len(in_order) and in_order != (class_names or []):
+    class_names = class_names or []
+    in_order = sorted(class_names, key=natural_key)
+    if outputs == len(in_order) and in_order != class_names:
         pairs = zip(in_order, class_names, strict=True)
         number = next(i for i, pair in enumerate(pairs) if pair[0] != pair[1])
         log.warning(

@@ -116,7 +116,7 @@ class Trainer:
         steps, None for none.
         """
         left = self.plan.total_steps - self.state.step
-        profiler = profile_into and start_profiler(profile_into, self.untimed_steps, left)
+        profiler = None if profile_into is None else start_profiler(profile_into, self.untimed_steps, left)
         if profiler:
             self.timer.warmup_left += PROFILED_STEPS
         with contextlib.ExitStack() as cleanup:
@@ -158,7 +158,7 @@ class Trainer:
             batches: (images, targets) on this process's devices, such as `parallel.feed` gives.
         """
         parallel, scaler, optimizer, accum = self.parallel, self.scaler, self.optimizer, self.plan.accum_steps
-        losses = []
+        losses: list[Tensor] = []
         for number in range(accum):
             with self.timer.waiting():
                 images, targets = next(batches)
@@ -181,7 +181,7 @@ class Trainer:
         self.scheduler.step_update(self.state.step)
         if self.ema is not None:
             parallel.update_ema(self.ema, self.model, self.state.step)
-        self.metrics.add(self.state.step, sum(losses) / accum, grad_norm, lr)
+        self.metrics.add(self.state.step, sum(losses[1:], losses[0]) / accum, grad_norm, lr)
         parallel.runtime.end_step(images, targets)
         self.timer.step_done()
 
@@ -198,7 +198,7 @@ class Trainer:
         log_window(self.logger, self.parallel, self.plan, records, window, self.flops_per_step)
         # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
         self.state.eval_pending = Due.EVAL in due
-        saved = self.save() if Due.SAVE in due else None
+        saved = self.save() if Due.SAVE in due and self.checkpoints else None
         if Due.EVAL in due and Due.STOP not in due:
             self.evaluate(saved)
         if not due & (Due.STOP | Due.END):
@@ -211,8 +211,8 @@ class Trainer:
         step, state = self.state.step, self.state
         result = evaluate(self.net, self.data.val, self.parallel)
         if self.ema_net is not None:
-            of_ema = evaluate(self.ema_net, self.data.val, self.parallel, "EMA eval")
-            result |= {f"ema_{k}": v for k, v in of_ema.items() if k != "images"}
+            average = evaluate(self.ema_net, self.data.val, self.parallel, "EMA eval")
+            result |= {f"ema_{k}": v for k, v in average.items() if k != "images"}
         state.last_eval, state.eval_pending = result, False
         self.logger.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
         self.logger.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
@@ -224,12 +224,15 @@ class Trainer:
 
     def _keep_as_best(self, saved: Path | None) -> bool:
         """Mark the checkpoint of the best weights; return False if it could not be written."""
-        return saved is None or not self.parallel.is_main or self.checkpoints.mark_best(saved)
+        if saved is None or self.checkpoints is None or not self.parallel.is_main:
+            return True
+        return self.checkpoints.mark_best(saved)
 
     # ---- checkpoints ----
 
     def save(self) -> Path:
-        """Start writing a checkpoint of this step and return its path."""
+        """Start writing a checkpoint of this step and return its path; `attach` must have been called."""
+        assert self.checkpoints is not None, "attach gives the trainer its checkpoints"
         self.logger.flush()
         tensors, optimizer = optimizer_state.pack(self.optimizer, self.model)
         tensors = prefixed("optimizer", tensors) | prefixed("model", self.model.state_dict())
@@ -262,17 +265,21 @@ class Trainer:
         self.state.load_state_dict(state)
         self.begin -= state.get("seconds", 0)
         self.scheduler.step_update(self.state.step)
-        if self.parallel.is_main:  # a run that resumes in another folder keeps the best checkpoint there too
+        if (
+            self.checkpoints and self.parallel.is_main
+        ):  # a run that resumes in another folder keeps the best checkpoint there too
             self.checkpoints.mark_best(path.with_name(folder_name(self.state.best["step"])))
         log.info("resumed from %s at step %d of %d", path, self.state.step, self.plan.total_steps)
 
     # ---- for error messages ----
 
     def _describe_samples(self, step: int, rank: int) -> str:
-        ranks = range(self.parallel.world) if self.parallel.one_program else [rank]
-        ids = self.plan.sample_ids(self.data.train, step, ranks)
+        train, ranks = self.data.train, range(self.parallel.world) if self.parallel.one_program else [rank]
+        if train is None:
+            return "unknown"
+        ids = self.plan.sample_ids(train, step, ranks)
         more = f" and {len(ids) - 8} more" if len(ids) > 8 else ""
-        return ", ".join(self.data.train.describe(ids[:8])) + more
+        return ", ".join(train.describe(ids[:8])) + more
 
     def describe_last_checkpoint(self) -> str:
         if self.checkpoints is None:

@@ -46,7 +46,8 @@ def _progress_bar(total: int, completed: int) -> Progress | None:
     root = logging.getLogger()
     for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
         root.removeHandler(handler)
-        plain = {"show_time": False, "show_level": False, "show_path": False, "highlighter": NullHighlighter()}
-        root.addHandler(RichHandler(handler.level, console, **plain))
+        above = RichHandler(handler.level, console, show_time=False, show_level=False, show_path=False)
+        above.highlighter = NullHighlighter()
+        root.addHandler(above)
     bar.start()
     return bar
