@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
     if command == "--version":
         print(f"vitkernels {__version__}")
         return 0
+    if command in ("-sc", "--shell-completion"):
+        return complete(words)
     if command not in _COMMANDS:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f" Did you mean {near[0]}?" if near else ""
@@ -52,6 +54,19 @@ def train(words: list[str]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(bool(end.code))
     return 0
+
+
+def complete(words: list[str]) -> int:
+    """Install Hydra's tab completion, or print the words that continue $COMP_LINE."""
+    program, *typed = os.environ.get("COMP_LINE", "vitkernels").split(" ")
+    is_query = any(word.startswith("query=") for word in words)
+    if is_query and len(typed) <= 1:
+        print(*(command for command in _COMMANDS if command.startswith("".join(typed))))
+        return 0
+    if is_query and typed[0] not in ("train", "eval"):
+        return 0
+    os.environ["COMP_LINE"] = " ".join([program, *typed[1:]])  # Hydra knows settings, not commands
+    return train([*words, "-sc"])
 
 
 def evaluate(words: list[str]) -> int:

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from vitkernels.config import from_run
-from vitkernels.config.location import train_command
+from vitkernels.config.location import conf_dir, train_command
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError
 from vitkernels.files import read_json, write_json
 from vitkernels.sweep import slots, verdict
@@ -217,7 +217,7 @@ def _run_in_own_process(
     """
     words = [word for word in overrides if not word.startswith("resume=")]
     words += [f"resume={quoted(config.resume or 'auto')}", f"hydra.run.dir={quoted(folder)}"]
-    command = [*train_command(), *words]
+    command = [*train_command(), *words, *_configuration_options()]
     preemption = _preemption_signal()
     stopped_by = None
 
@@ -249,6 +249,18 @@ def _run_in_own_process(
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - 4096))
         return code, output.read().decode(errors="replace"), stopped_by
+
+
+def _configuration_options() -> list[str]:
+    """Return the options by which the job's process finds the configuration files of this sweep."""
+    hydra = HydraConfig.get()
+    paths = {source.provider: source.path for source in hydra.runtime.config_sources if source.schema == "file"}
+    options = [f"--config-name={hydra.job.config_name}"] if hydra.job.config_name != "config" else []
+    if "command-line" in paths:
+        options.append(f"--config-dir={paths['command-line']}")
+    if paths.get("main", str(conf_dir())) != str(conf_dir()):
+        options.append(f"--config-path={paths['main']}")
+    return options
 
 
 def quoted(path: Path | str) -> str:
