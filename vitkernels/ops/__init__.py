@@ -1,10 +1,13 @@
-"""Operations with swappable implementations: one folder each, with a contract, a reference and a file per backend.
+"""Operations with interchangeable backends.
 
-Every op takes `backend`: "auto" (the fastest one that takes the call here) or a name, which runs or raises.
-Backends are imported when they are first asked for; this imports torch alone.
+Each op is a folder with a contract (`__init__.py`: the function, its checks and its BACKENDS), `reference.py`, and one
+module per backend with `unsupported(...)` and `run(...)`. A new op needs these files and its name below.
+
+Every op takes `backend`: "auto", the fastest backend that takes the call, or a name, which runs or raises. Backends are
+imported at their first use; this package imports only torch.
 """
 
-# One line per op. Not lazy: a folder has its function's name, and importing the folder would hide the function.
+# Eager imports: op folders are named like their functions, so importing a folder later would replace the function.
 from vitkernels.ops.cross_entropy import cross_entropy
 from vitkernels.ops.generalized_box_iou import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
 from vitkernels.ops.int8_matmul import int8_matmul

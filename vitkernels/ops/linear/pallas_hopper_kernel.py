@@ -77,6 +77,7 @@ class HopperProduct:
 
     @property
     def steps(self) -> int:
+        """Slices along K."""
         return self.K // self.step
 
     @property
@@ -95,14 +96,17 @@ class HopperProduct:
         return self.N // self.pair_shape[1]
 
     def array(self, *shape: int, dtype=None) -> jax.ShapeDtypeStruct:
+        """Return the type of an array in global memory, by default of the factors' dtype."""
         return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype or self.dtype))
 
     def shared(self, *shape: int, dtype=None) -> plgpu.SMEM:
+        """Return the type of a swizzled buffer in shared memory, by default of the factors' dtype."""
         dtype = jnp.dtype(dtype or self.dtype)
         transforms = plgpu.TilingTransform((8, SWIZZLE // dtype.itemsize)), plgpu.SwizzleTransform(SWIZZLE)
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     def kernel(self, body, out_type: tuple, scratch: dict):
+        """Return the kernel of `body`, with the ring buffer and its barriers added to the scratch buffers."""
         right = (self.columns, self.step) if self.right_is_NK else (self.step, self.columns)
         ring = {
             "left_smem": self.shared(self.stages, self.rows, self.step),

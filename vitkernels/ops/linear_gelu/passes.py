@@ -1,8 +1,9 @@
 """The library's matrix product, followed by one elementwise pass of a Triton kernel over its result.
 
-The name says where GELU is computed: in passes of their own, forward and backward, and not in the epilogue of a product
-as in `triton` and `pallas_hopper`. The backward pass also sums the bias gradient. `passes` measured fastest on most
-GPUs, because the library's products are faster than Triton's, and the pass costs less than the difference.
+The name says where GELU is computed: in separate elementwise passes, forward and backward, and not in the epilogue of a
+product as in `triton` and `pallas_hopper`. The backward pass also sums the bias gradient. "auto" prefers `passes` on
+GPUs without measurements: the library's products are faster than Triton's by more than the passes cost
+(notes/fused_ops.md).
 """
 
 from torch import Tensor

@@ -1,7 +1,7 @@
 """Triton kernels of paged attention: one query token per sequence against splits of its pages, and their combination.
 
-Flash-Decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): each sequence is cut into splits with a
-softmax of their own, so that a small batch fills the GPU. Splits have equal lengths, so that ragged batches balance.
+Flash-Decoding (Dao et al. 2023, https://pytorch.org/blog/flash-decoding/): each sequence is cut into splits with
+separate softmaxes, so that a small batch fills the GPU. Splits have equal lengths, so that ragged batches balance.
 
 Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads per key head, D head dim, P pages,
 S tokens per page, T pages per sequence, N tokens of a tile, C splits.

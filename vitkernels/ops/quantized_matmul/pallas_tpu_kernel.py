@@ -119,14 +119,14 @@ def _kernel(*refs, count: int, blocks: int, unit: int, per_channel: bool, packed
         sums_ref[...] = jnp.zeros_like(sums_ref)
 
     for block in range(blocks):
-        parts = _digits(w_ref[block]) if packed else [w_ref[block]]
+        parts = _nibbles(w_ref[block]) if packed else [w_ref[block]]
         total = 0
         for x_ref, w in zip(x_refs, parts, strict=True):
             x = x_ref[block]
             w = w.astype(x.dtype)
-            if per_channel and unit % x.shape[1]:  # what lies beyond the edge is anything
+            if per_channel and unit % x.shape[1]:  # memory past the edge is undefined
                 rest = unit - step * x.shape[1]
-                x, w = _clear(x, rest), _clear(w, rest)
+                x, w = _zero_from(x, rest), _zero_from(w, rest)
             total += lax.dot_general(
                 x,
                 w,
@@ -144,13 +144,13 @@ def _kernel(*refs, count: int, blocks: int, unit: int, per_channel: bool, packed
         out_ref[...] = (sums * x_scale_ref[...] + offset_ref[...]).astype(out_ref.dtype)
 
 
-def _digits(packed):
-    """The low and the high digits of bytes, as int32: TPUs up to v5e shift no bytes."""
+def _nibbles(packed):
+    """Return the low and high nibbles of bytes as int32, because TPUs up to v5e cannot shift bytes."""
     wide = packed.astype(jnp.int32)
     return [(wide << 28) >> 28, (wide << 24) >> 28]
 
 
-def _clear(x, valid):
-    """x with zeros from lane `valid` on; by way of 32 bits, where every TPU can choose."""
+def _zero_from(x, valid):
+    """Return x with zeros from lane `valid` on, selected in 32 bits, which every TPU supports."""
     wide = x.astype(jnp.int32 if x.dtype == jnp.int8 else jnp.float32)
     return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) < valid, wide, jnp.zeros_like(wide)).astype(x.dtype)

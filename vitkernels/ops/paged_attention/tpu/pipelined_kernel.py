@@ -1,7 +1,7 @@
 """Paged attention with pages moved by the Pallas pipeline, for pages too narrow for an explicit DMA.
 
 If neither head dim nor pages fill registers, an explicit DMA cannot copy a page, but the pipeline can. Every page of a
-block is an input of its own, which the compiler copies one grid step ahead from the page that the scalar-prefetched
+block is a separate input, which the compiler copies one grid step ahead from the page that the scalar-prefetched
 table names. The grid has as many steps as the longest possible sequence has blocks; steps past a sequence's end only
 prefetch the next sequence's first block, once.
 
