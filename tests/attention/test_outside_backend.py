@@ -142,6 +142,11 @@ for name, first in (("outside", "outside_kernels 1.5"), ("native", "vitkernels.a
     else:
         raise AssertionError(name)
     assert "other_kernels 2.0" in attention.broken(name)
+    try:
+        attention.register(name, attention.get("sdpa"))
+    except ValueError as error:
+        assert error.code == "registry.name_clash"
+    assert "other_kernels 2.0" in attention.broken(name)  # a refused registration resolves nothing
 attention.get("sdpa")
 """,
     )

@@ -173,9 +173,10 @@ class Op:
             if place not in PLACES:
                 raise unknown_name("place for auto", place, PLACES)
         self._read_entry_points()
-        self._add(name, Source(target, "registered"))
-        if name in self._clashes:
-            raise self._clash(name, *self._clashes.pop(name))
+        source, known = Source(target, "registered"), self._owner(name)
+        if name in self._clashes or (known is not None and known.target != target):
+            raise self._clash(name, known, source)
+        self._sources.setdefault(name, source)
         if not isinstance(target, str):
             try:
                 self._load(name)
@@ -197,18 +198,19 @@ class Op:
             self.auto[place] = tuple(other for other in order if other != name)
 
     def _read_entry_points(self) -> None:
-        if self._entry_points is not None:
-            found = from_entry_points(*self._entry_points)
-            self._entry_points = None
-            for name, source in found:
-                self._add(name, source)
+        if self._entry_points is None:
+            return
+        found = from_entry_points(*self._entry_points)
+        self._entry_points = None
+        for name, source in found:
+            known = self._owner(name)
+            if known is None:
+                self._sources[name] = source
+            elif known.target != source.target:  # raised by `get`, so that programs without this backend keep working
+                self._clashes[name] = known, source
 
-    def _add(self, name: str, source: Source) -> None:
-        """Add a source. Two for one name are a clash, which `get` raises: packages that do not use it keep working."""
-        is_reserved = name == "auto" and name not in self._sources
-        known = _AUTO if is_reserved else self._sources.setdefault(name, source)
-        if known.target != source.target:
-            self._clashes[name] = known, source
+    def _owner(self, name: str) -> Source | None:
+        return self._sources.get(name, _AUTO if name == "auto" else None)
 
     def _clash(self, name: str, first: Source, second: Source) -> UsageError:
         message = f"{self.name} backend {name!r} is defined twice, by {first} and by {second}; rename or remove one"

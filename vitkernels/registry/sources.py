@@ -1,9 +1,13 @@
 """Where the code of a backend comes from: a module, an object, or an entry point of another package."""
 
+import logging
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 
 from vitkernels.errors import UsageError
+
+log = logging.getLogger("vitkernels")
 
 _EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the extra of this package that installs it
 
@@ -54,14 +58,24 @@ def missing_package(error: ModuleNotFoundError) -> UsageError | None:
 def from_entry_points(group: str, prefix: str = "") -> list[tuple[str, Source]]:
     """Return (backend name, source) for each entry point of the group whose name starts with the prefix.
 
-    Reads the metadata of the installed packages and imports none of them.
+    Reads the metadata of the installed packages, once per group, and imports none of them.
     """
-    from importlib.metadata import entry_points  # most programs never get here
+    named = [(name, source) for name, source in _read(group) if name.startswith(prefix)]
+    return [(name.removeprefix(prefix), source) for name, source in named]
 
-    found = []
-    for entry in sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value)):
-        if entry.name.startswith(prefix):
-            package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
-            target = entry.value.partition("[")[0].strip()  # extras in brackets are for installers
-            found.append((entry.name.removeprefix(prefix), Source(target, f"entry point of {package}")))
-    return found
+
+@cache
+def _read(group: str) -> list[tuple[str, Source]]:
+    from importlib.metadata import entry_points  # not needed by programs that never use a backend
+
+    try:
+        found = sorted(entry_points(group=group), key=lambda entry: (entry.name, entry.value))
+    except Exception as error:  # corrupt metadata of any installed package
+        log.warning("could not read entry points %s (%r); backends of other packages are missing", group, error)
+        return []
+    sources = []
+    for entry in found:
+        package = f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else "an unknown package"
+        target = entry.value.partition("[")[0].strip()  # extras in brackets are for installers
+        sources.append((entry.name, Source(target, f"entry point of {package}")))
+    return sources
