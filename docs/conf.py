@@ -34,6 +34,7 @@ napoleon_use_rtype = False
 html_theme = "furo"
 html_title = f"vitkernels {release}"
 html_static_path = ["_static"]
+html_css_files = ["custom.css"]
 html_theme_options = {"sidebar_hide_name": False}
 copybutton_prompt_text = "$ "
 copybutton_exclude = ".linenos, .gp, .go"

@@ -35,7 +35,7 @@ FEATURES = {
     "segment_ids": {"has_segment_ids": True},
     "is_causal": {"is_causal": True},
     "dropout": {"dropout_p": 0.1},
-    "q and k of different lengths": {"kv_tokens": 64},
+    "cross": {"kv_tokens": 64},
     "empty batch": {"batch": 0},
 }
 # What an op's backend is, if its module has no docstring.
@@ -179,8 +179,7 @@ def _head_dims(name: str, device_type: str, dtype: torch.dtype) -> str:
     taken = [d for d in HEAD_DIMS if refusal(name, device_type, head_dim=d, dtype=dtype) is None]
     if len(taken) == len(HEAD_DIMS):
         return "any"
-    step = taken[1] - taken[0]
-    return f"{taken[0]} to {taken[-1]}" + (f" in steps of {step}" if step > 1 else "")
+    return f"{taken[0]}, {taken[1]}, …, {taken[-1]}"
 
 
 def backend_names() -> list[str]:
@@ -207,6 +206,14 @@ def support_rows() -> list[tuple[str, ...]]:
     return rows
 
 
+def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows with the devices of a backend joined where everything else is equal."""
+    devices: dict[tuple[str, ...], list[str]] = {}
+    for name, device, *figures in rows:
+        devices.setdefault((name, *figures), []).append(device)
+    return [(name, ", ".join(found), *figures) for (name, *figures), found in devices.items()]
+
+
 def attention_page() -> str:
     """Return the page of what each attention backend supports, from its own `refusal`."""
     names = backend_names()
@@ -214,8 +221,8 @@ def attention_page() -> str:
         "# Attention backends",
         "What each backend runs, asked of the backend itself: the table calls `refusal` for one property at a time. "
         "`attention.get(name).unsupported(...)` answers for a particular call on your machine, with the reason. All "
-        "backends take any number of tokens and any scale.",
-        table(("backend", "device", "dtypes", "head dims", *FEATURES), support_rows()),
+        "backends take any number of tokens and any scale. `cross`: keys of another length than queries.",
+        table(("backend", "device", "dtypes", "head dims", *FEATURES), _merged(support_rows())),
         "A CPU interprets `triton_flash` and `pallas_flash` slowly, for tests. `pallas_flash` on NVIDIA GPUs needs a "
         "Hopper GPU and jax 0.11.2 or newer.",
         "## Reasons for a refusal",
@@ -387,8 +394,8 @@ def _autodoc(module: str) -> str:
 def to_rst(app, what, name, obj, options, lines: list[str]) -> None:
     """Turn a docstring of this package, which is nearly Markdown, into reStructuredText, in place.
 
-    Sections such as "Args:" stay as they are, for napoleon. Indented text becomes a literal block after an empty line,
-    and otherwise a list of "name: description" entries.
+    Sections such as "Args:" stay as they are, for napoleon. Indented text after an empty line becomes a literal block,
+    and lines of the form "name: description" become a list.
     """
     if what == "data" and (type(obj).__doc__ or "").split() == " ".join(lines).split():
         lines[:] = []  # the type's docstring, not that of the value
@@ -411,23 +418,23 @@ def to_rst(app, what, name, obj, options, lines: list[str]) -> None:
             literal = indent
             converted += ["::", ""]
         entry = _ENTRY.fullmatch(line)
+        starts = not before.strip() or (item is not None and indent <= item) or bool(indent)
+        if not before.strip():
+            item = None
         if literal is not None:
             converted.append(line)
-        elif entry:
+        elif entry and starts:
             converted += ["", f"{entry[1]}- **{_inline(entry[2])}**: {_inline(entry[3])}"]
             item = indent
-        elif item is not None and indent > item:
+        elif item is not None:
             converted.append(" " * (item + 2) + _inline(line.strip()))
         else:
-            if before.strip() and item is not None:
-                converted.append("")
-            item = None
             converted.append(_inline(line))
     lines[:] = converted
 
 
 _SECTION = re.compile(r"\s*(Args|Returns|Raises|Yields|Attributes):")
-_ENTRY = re.compile(r"(\s+)([\w, /*]+): (.*)")
+_ENTRY = re.compile(r"(\s*)([a-z_*][\w*]*(?:, [a-z_*][\w*]*)*): (.*)")
 
 
 def _inline(line: str) -> str:
