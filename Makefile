@@ -6,7 +6,7 @@ LOCK   := requirements/lock.txt
 NEWEST := requirements/newest.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all test-gpu newest test-newest lint docs lock clean
+.PHONY: help setup train test test-all test-gpu newest test-newest wheel-test lint docs lock clean
 
 help: ## This list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,11 +33,14 @@ newest: $(VENV)/newest/.ready ## Make .venv/newest: Python 3.12 with the newest 
 test-newest: newest ## Run the tests of the bridge and of pallas_flash there
 	$(VENV)/newest/bin/python -m pytest tests/bridge tests/attention/test_pallas_flash_faithful.py $(ARGS)
 
+wheel-test: setup ## Build the wheel, install it into an empty environment, and train, evaluate and sweep with it
+	.ci/wheel
+
 lint: setup ## Check style (ruff), layers (import-linter), types (mypy) and shell scripts (shellcheck)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	$(BIN)/shellcheck scripts/*.sh .ci/run
+	$(BIN)/shellcheck scripts/*.sh .ci/run .ci/wheel
 
 docs: setup ## Build the documentation site in docs/_build/html, warnings as errors
 	$(BIN)/python -m sphinx -b html -W --keep-going -q docs docs/_build/html
