@@ -279,8 +279,8 @@ class AttentionBackend:
         """
 
         def examined() -> AttentionBackend:
-            views = tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
-            return self._runner(Problem.of(*views, bias, mask, segment_ids, is_causal, dropout_p=dropout_p))
+            q, k, v = tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
+            return self._runner(Problem.of(q, k, v, bias, mask, segment_ids, is_causal, dropout_p=dropout_p))
 
         if bias is not None or mask is not None or segment_ids is not None or not runs_eagerly(tensors):
             return examined()

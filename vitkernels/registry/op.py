@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 
@@ -24,17 +24,19 @@ class Backend(Protocol):
     be checked before it has data.
     """
 
-    def unsupported(self, *args, **kwargs) -> str | None:
+    def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
         """Return why the backend cannot take this call and what to change; None if it can."""
 
-    def run(self, *args, **kwargs):
+    def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the op's result."""
 
+
+B = TypeVar("B", bound=Backend)
 
 _AUTO = Source("the automatic choice")
 
 
-def _two_functions(loaded: object) -> Backend:
+def _two_functions(loaded: object) -> Any:
     absent = [name for name in ("unsupported", "run") if not callable(getattr(loaded, name, None))]
     if absent:
         raise TypeError(f"a backend needs the functions unsupported(...) and run(...); {absent[0]} is missing")
@@ -49,7 +51,7 @@ class _Loaded:
     """
 
 
-class Op:
+class Op(Generic[B]):
     """An operation with interchangeable backends.
 
     Args:
@@ -75,7 +77,7 @@ class Op:
         features: Callable[..., tuple[tuple[int, ...], torch.dtype]] | None = None,
         group: str,
         prefix: str = "",
-        adapt: Callable[[object], Backend] = _two_functions,
+        adapt: Callable[[object], B] = _two_functions,
     ):
         self.name = name
         self.auto = {place: tuple(names) for place, names in auto.items()}
@@ -89,7 +91,9 @@ class Op:
         self._adapt = adapt
 
     @classmethod
-    def in_folder(cls, package: str, backends: Iterable[str], auto: Mapping[str, Iterable[str]], features=None) -> "Op":
+    def in_folder(
+        cls, package: str, backends: Iterable[str], auto: Mapping[str, Iterable[str]], features: Callable | None = None
+    ) -> "Op[Any]":
         """Return the op of a package folder that holds one module per backend, the fallback `reference` among them.
 
         Other packages add backends through entry points in the group vitkernels.ops, named "<op>.<backend>".
@@ -111,7 +115,7 @@ class Op:
             raise unknown_name(f"{self.name} backend", name, {"auto", *self._sources})
         return self._sources[name]
 
-    def get(self, name: str) -> Backend:
+    def get(self, name: str) -> B:
         """Return the backend of that name.
 
         Raises UsageError for an unknown name, for a name that two packages claim, and for a missing package of one of
@@ -119,7 +123,7 @@ class Op:
         """
         if not self._is_loaded(name):
             self._load(name)
-        return getattr(self._loaded, name)
+        return cast(B, getattr(self._loaded, name))
 
     @constant_when_traced  # torch.compile cannot trace an import
     def broken(self, name: str) -> str | None:
@@ -175,7 +179,7 @@ class Op:
         self._read_entry_points()
         source, known = Source(target, "registered"), self._owner(name)
         if name in self._clashes or (known is not None and known.target != target):
-            raise self._clash(name, known, source)
+            raise self._clash(name, known or source, source)
         self._sources.setdefault(name, source)
         if not isinstance(target, str):
             try:
@@ -219,13 +223,13 @@ class Op:
         )
 
     # ------------------------------------------------------------------ choice
-    def unsupported(self, name: str, *args, **kwargs) -> str | None:
+    def unsupported(self, name: str, *args: Any, **kwargs: Any) -> str | None:
         """Return why that backend cannot take a call with these arguments, a failed import included; None if it can."""
         return self.broken(name) or self.get(name).unsupported(*args, **kwargs)
 
-    def choose(self, order: Iterable[str], *args, **kwargs) -> tuple[str, dict[str, str]]:
+    def choose(self, order: Iterable[str], *args: Any, **kwargs: Any) -> tuple[str, dict[str, str]]:
         """Return the first backend of `order` that takes the call, else the fallback; and why each other refused."""
-        refused = {}
+        refused: dict[str, str] = {}
         for name in order:
             reason = self.unsupported(name, *args, **kwargs)
             if reason is None:
@@ -233,7 +237,7 @@ class Op:
             refused[name] = reason
         return self.fallback, refused
 
-    def pick(self, backend: str, device: torch.device, *args, **kwargs) -> Backend:
+    def pick(self, backend: str, device: torch.device, *args: Any, **kwargs: Any) -> B:
         """Return the backend for a call with these arguments: the named one, or for "auto" the fastest that takes it.
 
         Raises UsageError if the named one refuses. For "auto" the log says, once, which faster ones refused and why.

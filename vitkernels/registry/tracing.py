@@ -1,13 +1,16 @@
 """A mark for functions that torch.compile must call, not trace."""
 
-from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F")
 
 
-def constant_when_traced(function: Callable) -> Callable:
+def constant_when_traced(function: F) -> F:
     """Mark a function whose result is a constant of a compiled graph, because it imports, logs or reads a file.
 
     Equal to torch.compiler.assume_constant_result, which imports torch._dynamo and Triton: a second for every program
     that imports this package.
     """
-    function._dynamo_marked_constant = True
+    marked: Any = function
+    marked._dynamo_marked_constant = True
     return function

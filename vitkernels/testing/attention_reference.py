@@ -73,13 +73,14 @@ def draw_packed(device, B, N, H, D, dtype=torch.float32) -> Tensor:
 
 def unpacked(qkv_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the views q, k, v (B, H, N, D) of a packed projection."""
-    return qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+    q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+    return q_BHND, k_BHND, v_BHND
 
 
 @contextmanager
-def unchanged(*given) -> Iterator[None]:
+def unchanged(*given: object) -> Iterator[None]:
     """Check that a call leaves its inputs alone; otherwise the reference would agree with what the kernel wrote."""
-    given = [x for x in given if isinstance(x, Tensor)]
-    before = [x.detach().clone() for x in given]
+    tensors = [x for x in given if isinstance(x, Tensor)]
+    before = [x.detach().clone() for x in tensors]
     yield
-    assert all(map(torch.equal, given, before)), "the call changed its inputs"
+    assert all(map(torch.equal, tensors, before)), "the call changed its inputs"
