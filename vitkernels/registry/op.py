@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -40,7 +40,7 @@ def _two_functions(loaded: object) -> Any:
     absent = [name for name in ("unsupported", "run") if not callable(getattr(loaded, name, None))]
     if absent:
         raise TypeError(f"a backend needs the functions unsupported(...) and run(...); {absent[0]} is missing")
-    return loaded
+    return cast(Backend, loaded)
 
 
 class _Loaded:
@@ -123,7 +123,8 @@ class Op(Generic[B]):
         """
         if not self._is_loaded(name):
             self._load(name)
-        return cast(B, getattr(self._loaded, name))
+        backend: B = getattr(self._loaded, name)
+        return backend
 
     @constant_when_traced  # torch.compile cannot trace an import
     def broken(self, name: str) -> str | None:
