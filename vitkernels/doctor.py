@@ -1,4 +1,4 @@
-"""`python -m vitkernels.doctor`: what this machine can run."""
+"""`python -m vitkernels.doctor`: the command `vitkernels doctor`."""
 
 from vitkernels.cli.doctor import main
 

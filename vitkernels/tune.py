@@ -1,4 +1,4 @@
-"""`python -m vitkernels.tune`: measure each op's backends on this GPU."""
+"""`python -m vitkernels.tune`: the command `vitkernels tune`."""
 
 from vitkernels.cli.tune import main
 

@@ -1,1 +1,1 @@
-"""The console: train, doctor and tune. Only this package words settings and command lines."""
+"""The `vitkernels` command and train.py's command line. Only this package words settings and command lines."""

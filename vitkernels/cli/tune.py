@@ -1,10 +1,10 @@
-"""`python -m vitkernels.tune`: measure the ops' backends on this GPU, and keep what was found for `auto`.
+"""`vitkernels tune`: measure the backends of each op on this GPU, and store the results for backend="auto".
 
-    python -m vitkernels.tune                                         # the sizes of vit_base_patch16_224
-    python -m vitkernels.tune --model vit_large_patch16_224 --batch-size 64
+    vitkernels tune                                         # the sizes of vit_base_patch16_224
+    vitkernels tune --model vit_large_patch16_224 --batch-size 64
 
-Says what it measured and the file it wrote. `backend="auto"` reads that file before the measurements that come with the
-package; the log of a run says which of them it used.
+Prints the measurements and the file they are written to. backend="auto" reads that file before the measurements that
+come with the package; a run's log names the one it used.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from vitkernels.benchmarks import ops as bench
 from vitkernels.errors import UsageError
 from vitkernels.provenance import versions
 from vitkernels.registry import tuning_table
@@ -21,68 +22,52 @@ from vitkernels.registry import tuning_table
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m vitkernels.tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="vitkernels tune", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", nargs="+", default=["vit_base_patch16_224"], help="timm models, or this package's")
-    parser.add_argument("--batch-size", type=int, default=128, help="images of a step")
+    parser.add_argument("--model", nargs="+", default=["vit_base_patch16_224"], help="models of timm or this package")
+    parser.add_argument("--batch-size", type=int, default=128, help="images per step")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--table", type=Path, default=tuning_table.user_table(), help="the file to write")
+    parser.add_argument("--table", type=Path, default=tuning_table.user_table(), help="file to write")
     options = parser.parse_args(arguments)
     try:
         for name in options.model:
             tune(name, options.batch_size, options.dtype, options.table)
     except torch.OutOfMemoryError:
-        sys.exit(f"error: {name} at --batch-size {options.batch_size} does not fit this GPU: give fewer images")
+        sys.exit(f"error: {name} with --batch-size {options.batch_size} does not fit on this GPU; lower --batch-size")
     except UsageError as error:
         sys.exit(f"error: {error}")
 
 
 def tune(model: str, batch_size: int, dtype: str, table: Path) -> None:
-    """Measures every op at the sizes of one model, prints them and adds them to the table."""
+    """Measure every op at the sizes of one model, print the times and add them to the table.
+
+    Raises UsageError: "tune.no_gpu" without an NVIDIA GPU, and the errors of `sizes_of`.
+    """
     if not torch.cuda.is_available():
         raise UsageError(
-            "tune compares kernels on an NVIDIA GPU, and PyTorch sees none here: look at nvidia-smi and "
-            "CUDA_VISIBLE_DEVICES; without a GPU there is nothing to tune"
+            "tune compares kernels on an NVIDIA GPU, but PyTorch finds none; check nvidia-smi and CUDA_VISIBLE_DEVICES",
+            code="tune.no_gpu",
         )
-    from vitkernels.benchmarks import ops as bench
-
     sizes = sizes_of(model, batch_size)
     gpu = torch.cuda.get_device_name()
-    print(f"{gpu}: {model}, batch {batch_size}, {dtype}, forward and backward on the device")
+    print(f"{gpu}: {model}, batch {batch_size}, {dtype}, time on the device of forward and backward")
     for make in bench.cases(sizes, getattr(torch, dtype)):
         case = make()
         found = bench.measure(case)
         _print(case, found)
         measured = {name: ms for name, ms in found.items() if isinstance(ms, float)}
-        tuning_table.write(table, gpu, [_row(case, dtype, measured)])  # each at once: the next may not fit the GPU
+        tuning_table.write(table, gpu, [_row(case, dtype, measured)])  # at once: the next case may exceed the memory
         del case
         torch.cuda.empty_cache()
-    print(f"written: {table}")
+    print(f"written to {table}")
 
 
-def _row(case, dtype: str, ms: dict[str, float]) -> dict:
-    known = versions()
-    return {
-        "op": case.op,
-        "dtype": dtype,
-        "features": case.features,
-        "rows": case.rows,
-        "ms": {name: round(value, 4) for name, value in ms.items()},
-        "versions": {name: known[name] for name in ("torch", "triton")},
-        "date": time.strftime("%Y-%m-%d"),
-    }
+def sizes_of(name: str, batch_size: int) -> bench.ModelSizes:
+    """Return the sizes of the model's ops, without allocating the model.
 
-
-def _print(case, found: dict[str, float | str]) -> None:
-    print(f"\n{case.op} {' x '.join(map(str, case.features))}, {case.rows} rows")
-    for name, value in sorted(found.items(), key=lambda item: (isinstance(item[1], str), item[1])):
-        print(f"  {name:12}" + (f"{value:8.3f} ms" if isinstance(value, float) else f"  not: {value}"))
-
-
-def sizes_of(name: str, batch_size: int):
-    """The sizes that a model of that name has, from a model without memory."""
+    Raises UsageError: "tune.model" for a model without a patch embedding or without an MLP of linear, GELU, linear.
+    """
     from vitkernels import models
-    from vitkernels.benchmarks.ops import ModelSizes
 
     image_size, _ = models.input_spec(name)
     with torch.device("meta"):
@@ -91,8 +76,28 @@ def sizes_of(name: str, batch_size: int):
         first = model.blocks[0].mlp.fc1
         patch, tokens = model.patch_embed.patch_size[0], model.patch_embed.num_patches + model.num_prefix_tokens
     except (AttributeError, TypeError) as error:
-        raise UsageError(f"{name!r} has no patch embedding or no MLP of linear, GELU, linear: {error}") from error
-    return ModelSizes(batch_size, tokens, first.in_features, first.out_features, image_size, patch)
+        message = f"model {name!r} has no patch embedding, or no MLP of linear, GELU, linear: {error}"
+        raise UsageError(message, code="tune.model", name=name) from error
+    return bench.ModelSizes(batch_size, tokens, first.in_features, first.out_features, image_size, patch)
+
+
+def _row(case: bench.OpCase, dtype: str, ms: dict[str, float]) -> dict:
+    installed = versions()
+    return {
+        "op": case.op,
+        "dtype": dtype,
+        "features": case.features,
+        "rows": case.rows,
+        "ms": {name: round(value, 4) for name, value in ms.items()},
+        "versions": {name: installed[name] for name in ("torch", "triton")},
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _print(case: bench.OpCase, found: dict[str, float | str]) -> None:
+    print(f"\n{case.op} {' x '.join(map(str, case.features))}, {case.rows} rows")
+    for name, value in sorted(found.items(), key=lambda item: (isinstance(item[1], str), item[1])):
+        print(f"  {name:12}" + (f"{value:8.3f} ms" if isinstance(value, float) else f"  not: {value}"))
 
 
 if __name__ == "__main__":
