@@ -231,6 +231,7 @@ class AttentionBackend:
         except AttributeError:
             _check_tensors(q=q_BHND, k=k_BHMD, v=v_BHMD)
             raise
+        number = None if scale is None else _number(scale)
         return self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p).run(
             q_BHND,
             k_BHMD,
@@ -239,7 +240,7 @@ class AttentionBackend:
             mask=mask,
             segment_ids=segment_ids,
             is_causal=is_causal,
-            scale=q_BHND.shape[-1] ** -0.5 if scale is None else _number(scale),
+            scale=q_BHND.shape[-1] ** -0.5 if number is None else number,
             dropout_p=dropout_p,
         )
 
@@ -260,13 +261,14 @@ class AttentionBackend:
             message = f"qkv must be (batch, tokens, 3, heads, head dim), got {shape}"
             raise UsageError(message, code="attention.shape", qkv=shape)
         (qkv_BN3HD,) = tensors = cast(qkv_BN3HD)
+        number = None if scale is None else _number(scale)
         return self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p).run_qkvpacked(
             qkv_BN3HD,
             bias=bias,
             mask=mask,
             segment_ids=segment_ids,
             is_causal=is_causal,
-            scale=qkv_BN3HD.shape[-1] ** -0.5 if scale is None else _number(scale),
+            scale=qkv_BN3HD.shape[-1] ** -0.5 if number is None else number,
             dropout_p=dropout_p,
         )
 
