@@ -1,0 +1,23 @@
+"""Deprecated, for one release: the names that data sets of your own import now come from vitkernels.data."""
+
+import warnings
+
+from vitkernels.data import IGNORE, BadImagesError, Batch, Data, DatasetLoader, Loader, Samples, Shard, WorkerDiedError
+from vitkernels.data import UNSHARDED as WHOLE
+from vitkernels.data import SampleProblem as Problem
+
+__all__ = [
+    "IGNORE",
+    "WHOLE",
+    "BadImagesError",
+    "Batch",
+    "Data",
+    "DatasetLoader",
+    "Loader",
+    "Problem",
+    "Samples",
+    "Shard",
+    "WorkerDiedError",
+]
+
+warnings.warn("data.loader moved: import these names from vitkernels.data", DeprecationWarning, stacklevel=2)
