@@ -6,6 +6,7 @@ Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D, 3 = q, k, v.
 import functools
 from collections.abc import Callable
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,11 +107,12 @@ def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Tim
     qkv, dqkv = (torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out, do = (torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     lse = torch.empty(B, H, N, device="cuda")
-    call = FlashInputs.of(*qkv.permute(2, 0, 3, 1, 4).unbind(0), None, None, None, False, D**-0.5)
-    grads = dqkv.permute(2, 0, 3, 1, 4).unbind(0)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    call = FlashInputs.of(q, k, v, None, None, None, False, D**-0.5)
+    dq, dk, dv = dqkv.permute(2, 0, 3, 1, 4).unbind(0)
     forward(call, out, lse)
     return Timing.of_calls(lambda: forward(call, out, lse)), Timing.of_calls(
-        lambda: backward(call, out, lse, do, *grads)
+        lambda: backward(call, out, lse, do, dq, dk, dv)
     )
 
 
@@ -125,7 +127,7 @@ def measure_shape(shape: tuple[int, int, int, int], backends: tuple[str, ...], f
         del found["flex compiled"]
     rows = []
     for name, attend in [*found.items(), (f"{backends[0]} again", found[backends[0]])]:
-        row = {"shape_BHND": shape, "dtype": "bfloat16", "contender": name}
+        row: dict[str, Any] = {"shape_BHND": shape, "dtype": "bfloat16", "contender": name}
         try:
             forward, both = module_times(attend, shape)
             row |= {"forward_ms": asdict(forward), "both_ms": asdict(both)}

@@ -56,7 +56,8 @@ def contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]
     missing = unavailable(preds)
     reference = partial(generalized_box_iou, backend="reference")
     compiled = torch.compile(reference, dynamic=False)
-    found = {"torch": lambda: reference(preds, targets), "torch.compile": lambda: compiled(preds, targets)}
+    found: dict[str, Callable[[], object]] = {"torch": lambda: reference(preds, targets)}
+    found["torch.compile"] = lambda: compiled(preds, targets)
     if "jax.jit" not in missing:
         jax_preds, jax_targets = _as_jax(preds), _as_jax(targets)
         jitted = _jax().jit(xla_giou)
@@ -79,7 +80,8 @@ def training_contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[]
 
     reference = partial(generalized_box_iou, backend="reference")
     compiled = torch.compile(reference, dynamic=False)
-    found = {"torch": partial(both, reference), "torch.compile": partial(both, compiled)}
+    found: dict[str, Callable[[], object]] = {"torch": partial(both, reference)}
+    found["torch.compile"] = partial(both, compiled)
     if preds.is_cuda:
         found["triton"] = partial(both, partial(generalized_box_iou, backend="triton"))
     return found

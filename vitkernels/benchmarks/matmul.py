@@ -75,6 +75,7 @@ def _on_gpu(dtype: str, size: int) -> Iterator[MatmulRow]:
 
 def _gpu_contenders(dtype: str, size: int) -> dict[str, Callable[[], object]]:
     """Return calls on random matrices; the first one is repeated at the end, which shows the noise."""
+    contenders: dict[str, Callable[[], object]]
     if dtype == "bf16":
         x, w = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         contenders = {"torch.mm": lambda: x @ w.T}

@@ -3,6 +3,7 @@
 Shape suffixes: B images, N tokens of an image, C channels.
 """
 
+import functools
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -144,11 +145,12 @@ def measure(case: OpCase) -> dict[str, float | str]:
     exact = case.both("reference")
     refusals = {name: _refusal(case, name, exact) for name in OPS[case.op].names()}
     del exact
-    times = {name: [] for name, refusal in refusals.items() if refusal is None}
+    times: dict[str, list[float]] = {name: [] for name, refusal in refusals.items() if refusal is None}
     for _ in range(5):
         for name, found in times.items():
-            found.append(Timing.on_device(lambda name=name: case.both(name), milliseconds=40).median)
-    return refusals | {name: statistics.median(found) for name, found in times.items()}
+            found.append(Timing.on_device(functools.partial(case.both, name), milliseconds=40).median)
+    refused = {name: refusal for name, refusal in refusals.items() if refusal is not None}
+    return refused | {name: statistics.median(found) for name, found in times.items()}
 
 
 def _refusal(case: OpCase, name: str, exact: tuple[Tensor, ...]) -> str | None:

@@ -7,6 +7,7 @@ N = T * S tokens.
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class PagedAttentionTensors:
         B, K, S, D = case.sequences, case.key_heads, case.page_size, case.head_dim
         T = -(-case.tokens // S)
         lens_B = torch.randint(1, case.tokens + 1, (B,)) if case.ragged else torch.full((B,), case.tokens)
-        like = {"device": device, "dtype": torch.bfloat16}
+        like: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
         return cls(
             query=torch.randn(B, case.query_heads, D, **like) * D**-0.5,
             key_cache=torch.randn(K, B * T, S, D, **like),
@@ -63,7 +64,7 @@ def contenders(tensors: PagedAttentionTensors, flex: bool = True) -> dict[str, C
 
     Masks, which depend on the block tables alone, are built in advance and not timed.
     """
-    found = {
+    found: dict[str, Callable[[], Tensor]] = {
         "triton": functools.partial(_ours, tensors),
         "gather + sdpa": functools.partial(_gathered, tensors, _mask(tensors)),
     }
@@ -120,7 +121,7 @@ def _flex(t: PagedAttentionTensors) -> Callable[[], Tensor]:
         seq_lengths=(1, P * S),
     )
     k, v = (cache.view(1, K, P * S, D) for cache in (t.key_cache, t.value_cache))
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
     call = functools.partial(compiled, t.query[:, :, None], k, v, block_mask=block_mask, scale=1.0, enable_gqa=H != K)
     return lambda: call()[:, :, 0]
 

@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,8 @@ def measure(job: int, engine: str, processes: int, store, args) -> dict | None:
     together.
     """
     rank = int(os.environ["RANK"])
-    summary, median = None, None
+    summary: Any = None
+    median = None
     if rank < processes:
         with _environment_of(job, 1 if engine == "none" else processes):
             summary = train_in_this_process(settings(engine, args))

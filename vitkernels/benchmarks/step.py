@@ -196,13 +196,14 @@ def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
 def losses_table(rows: list[StepTimes], baseline: str, window: int = 25) -> str:
     """Return mean losses per window of steps as Markdown: the baseline's, and the others' differences in percent."""
     rows = [row for row in rows if row.losses]
-    means = {row.variant: torch.tensor(row.losses).split(window) for row in rows}
-    means = {name: [part.mean().item() for part in parts] for name, parts in means.items()}
+    losses_of = {row.variant: row.losses or [] for row in rows}
+    parts_of = {name: torch.tensor(losses).split(window) for name, losses in losses_of.items()}
+    means = {name: [part.mean().item() for part in parts] for name, parts in parts_of.items()}
     if baseline not in means:
         return ""
-    ends = [min((i + 1) * window, len(rows[0].losses)) for i in range(len(means[baseline]))]
+    ends = [min((i + 1) * window, len(losses_of[rows[0].variant])) for i in range(len(means[baseline]))]
     lines = [f"| loss up to step | {' | '.join(map(str, ends))} | all |", "|---" * (len(ends) + 2) + "|"]
-    overall_of = {row.variant: [*means[row.variant], sum(row.losses) / len(row.losses)] for row in rows}
+    overall_of = {name: [*means[name], sum(losses) / len(losses)] for name, losses in losses_of.items()}
     reference = overall_of[baseline]
     for row in rows:
         overall = overall_of[row.variant]

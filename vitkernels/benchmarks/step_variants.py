@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,8 @@ class StepBenchmark:
     def _peer_models(self, runtime: Runtime) -> dict[str, Callable[[], nn.Module]]:
         def timm_model(fused: bool) -> nn.Module:
             model = models.timm_model(self.model, num_classes=self.classes)
-            for block in model.blocks:
+            blocks: Any = model.blocks
+            for block in blocks:
                 block.attn.fused_attn = fused
             return model.to(runtime.device)
 

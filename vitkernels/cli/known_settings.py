@@ -2,6 +2,7 @@
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -14,7 +15,7 @@ def read_owners(config_dir: str) -> dict[str, list[str]]:
 
     Settings of config.yaml itself have an empty list.
     """
-    owners = {name: [] for name in flat_names(_load(Path(config_dir) / "config.yaml"))}
+    owners: dict[str, list[str]] = {name: [] for name in flat_names(_load(Path(config_dir) / "config.yaml"))}
     for path in sorted(Path(config_dir).glob("*/*.yaml")):
         group = path.parent.name
         if group != "experiment":  # an experiment sets what the other groups have
@@ -38,6 +39,6 @@ def suggestion(name: str, owners: dict[str, list[str]]) -> str:
 
 
 def _load(path: Path) -> dict:
-    content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     content.pop("defaults", None)
     return content

@@ -56,7 +56,8 @@ def quote_value(word: str) -> str:
 
 def options_last(words: list[str]) -> list[str]:
     """Return the settings, then the options with their values: Hydra reads no settings on both sides of an option."""
-    settings, options = [], []
+    settings: list[str] = []
+    options: list[str] = []
     for word in words:
         is_value = bool(options) and bool(_WITH_VALUE.fullmatch(options[-1])) and "=" not in word
         (options if is_value or word.startswith("-") else settings).append(word)

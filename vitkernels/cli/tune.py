@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -71,7 +72,7 @@ def sizes_of(name: str, batch_size: int) -> bench.ModelSizes:
 
     image_size, _ = models.input_spec(name)
     with torch.device("meta"):
-        model = models.timm_model(name)
+        model: Any = models.timm_model(name)
     try:
         first = model.blocks[0].mlp.fc1
         patch, tokens = model.patch_embed.patch_size[0], model.patch_embed.num_patches + model.num_prefix_tokens

@@ -90,7 +90,7 @@ def explained(error: Exception, config_dir: str) -> UsageError:
 
 def _unknown_option(error: MissingConfigException) -> UsageError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
-    unknown = unknown_name(group, option, error.options)
+    unknown = unknown_name(group, option, error.options or ())
     extra = " It comes with pip install 'vitkernels[cluster]'." if option in _IN_CLUSTER_EXTRA else ""
     return UsageError(
         f"{unknown} Choose with {group}=NAME.{extra}", code="cli.option", **{**unknown.fields, "group": group}

@@ -32,7 +32,7 @@ def help_text() -> str:
     lines = ["Examples:", _EXAMPLES.format(program=PROGRAM, torchrun=torchrun)]
     lines += ["Groups (GROUP=OPTION; an option is a file in conf/GROUP/):", ""]
     groups = groups_of(Config)
-    lines += [_row(name, groups[name].__doc__, 14) for name in _WITH_OPTIONS]
+    lines += [_row(name, groups[name].__doc__ or "", 14) for name in _WITH_OPTIONS]
     lines += [_row("experiment", "Complete recipes; each file begins with its command and expected result.", 14)]
     lines += ["", "Settings (NAME=VALUE) and their defaults:", ""]
     for prefix, group in (("", Config), *((f"{name}.", group) for name, group in groups.items())):

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
@@ -89,7 +89,7 @@ def from_run(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         weights = find_weights(cfg.checkpoint)
         if weights != cfg.checkpoint:
             log.info("checkpoint: %s", weights)
-            cfg = OmegaConf.merge(cfg, {"checkpoint": weights})
+            cfg = cast(DictConfig, OmegaConf.merge(cfg, {"checkpoint": weights}))
     is_eval = cfg.mode == "eval"
     path = cfg.checkpoint if is_eval else None if cfg.resume == "auto" else cfg.resume
     run = find_run(path) if isinstance(path, str) else None
@@ -98,7 +98,7 @@ def from_run(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
         return cfg
     saved = read_settings(run)
     taken = {name: saved[name] for name in saved if name in _FOR_EVALUATION or not (is_eval or name in _NEVER)}
-    plain = OmegaConf.to_container(cfg, resolve=True)
+    plain: Any = OmegaConf.to_container(cfg, resolve=True)
     merged = plain | taken
     kept = [key for key in given if key.split(".")[0] in taken]
     for key in kept:

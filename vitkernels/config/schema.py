@@ -71,7 +71,7 @@ class Config:
                 `from_dict`.
         """
         try:
-            plain = OmegaConf.to_container(cfg, resolve=True)
+            plain: Any = OmegaConf.to_container(cfg, resolve=True)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise UsageError(
@@ -133,7 +133,7 @@ def _refuse_misspelled(plain: Mapping[str, Any], known: list[str]) -> None:
 
 
 def _plain(group: Any) -> dict[str, Any]:
-    found = {}
+    found: dict[str, Any] = {}
     for each in settings_of(type(group)):
         value = copy.deepcopy(getattr(group, each.field_name))
         if each.description.collects_rest:

@@ -66,7 +66,7 @@ class Setting:
     @property
     def choices(self) -> tuple[Any, ...]:
         """The values that are listed one by one: literals, true and false, null."""
-        found = []
+        found: list[Any] = []
         for kind in self.types:
             if typing.get_origin(kind) is Literal:
                 found += typing.get_args(kind)
@@ -162,7 +162,8 @@ def _fault(setting: Setting, value: Any) -> str:
 
 
 def _is_number(value: Any, kind: Any) -> bool:
-    allowed = {int: int, float: (int, float)}.get(kind)
+    numbers: dict[Any, tuple[type, ...]] = {int: (int,), float: (int, float)}
+    allowed = numbers.get(kind)
     return allowed is not None and isinstance(value, allowed) and not isinstance(value, bool)
 
 

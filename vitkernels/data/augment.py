@@ -1,6 +1,7 @@
 """imagefolder's transforms, by timm.data.create_transform: PIL image -> float32 (3, S, S), normalized."""
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from PIL import Image
@@ -41,21 +42,20 @@ def train_transform(
     check_number("re_count", re_count, 1, integer=True)
     if interpolation not in (*INTERPOLATIONS, "random"):
         raise unknown_name("interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
+    # timm annotates these as tuples and color_jitter as a number, but takes sequences and None.
+    untyped: dict[str, Any] = {"mean": mean, "std": std, "scale": scale, "ratio": ratio}
+    untyped["color_jitter"] = color_jitter or None
     try:
         transform = create_transform(
             image_size,
             is_training=True,
             interpolation=interpolation,
-            mean=mean,
-            std=std,
-            scale=scale,
-            ratio=ratio,
             hflip=hflip,
-            color_jitter=color_jitter or None,
             auto_augment=auto_augment,
             re_prob=re_prob,
             re_mode=re_mode,
             re_count=re_count,
+            **untyped,
         )
     except (AssertionError, KeyError, ValueError, TypeError) as error:
         raise UsageError(
@@ -85,19 +85,20 @@ def eval_transform(
     check_number("crop_pct", crop_pct)
     if not 0 < crop_pct <= 1:
         raise value_error("crop_pct", crop_pct, "a share above 0 and up to 1")
+    statistics: dict[str, Any] = {"mean": mean, "std": std}  # timm annotates tuples, but takes sequences
     return create_transform(
-        image_size, interpolation=interpolation, mean=mean, std=std, crop_pct=crop_pct, crop_mode=crop_mode
+        image_size, interpolation=interpolation, **statistics, crop_pct=crop_pct, crop_mode=crop_mode
     )
 
 
-def _augment_ops(transform) -> Iterator[AugmentOp]:
+def _augment_ops(transform: Any) -> Iterator[AugmentOp]:
     """Yield every AugmentOp in timm's RandAugment (ops), AutoAugment (policy: lists of them) or AugMix (ops)."""
     for step in transform.transforms:
         for ops in (getattr(step, "ops", ()), *getattr(step, "policy", ())):
             yield from ops
 
 
-def _posterize(image: Image.Image, bits: int, **_) -> Image.Image:
+def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """Posterize down to 0 bits, a black image, as published recipes do through timm; newer Pillow refuses 0."""
     if bits >= 8:
         return image

@@ -33,7 +33,7 @@ class Affine:
     translate: float
     scale: Sequence[float]
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_number("degrees", self.degrees)
         check_number("translate", self.translate)
         check_range("scale", self.scale)
@@ -52,7 +52,17 @@ class Affine:
 class Digits:
     """One split as Samples. A batch is enlarged, transformed and normalized by batched tensor operations."""
 
-    def __init__(self, numbers, pixels, targets, *, image_size: int, in_chans: int, seed: int, affine: Affine | None):
+    def __init__(
+        self,
+        numbers: np.ndarray,
+        pixels: np.ndarray,
+        targets: np.ndarray,
+        *,
+        image_size: int,
+        in_chans: int,
+        seed: int,
+        affine: Affine | None,
+    ) -> None:
         self.numbers = numbers  # (N,) indices in scikit-learn's own order
         self.pixels = torch.from_numpy(pixels[numbers]).float().view(-1, 1, 8, 8) / 16
         self.targets = torch.from_numpy(targets[numbers]).long()  # (N,)
@@ -69,7 +79,7 @@ class Digits:
             matrices = torch.eye(2, 3).expand(len(ids), 2, 3)
         else:
             matrices = self.affine.matrices(len(self), self.seed, epoch)[ids]  # (B, 2, 3)
-        grid = F.affine_grid(matrices, (len(ids), 1, self.image_size, self.image_size), align_corners=False)
+        grid = F.affine_grid(matrices, [len(ids), 1, self.image_size, self.image_size], align_corners=False)
         # Enlarge and transform at once: bicubic in the 8×8 original, with blank paper beyond its edge.
         images = F.grid_sample(self.pixels[ids], grid, mode="bicubic", padding_mode="zeros", align_corners=False)
         images = (images - MEAN) / STD

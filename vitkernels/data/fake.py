@@ -57,7 +57,10 @@ class PoolLoader:
         return [f"fake[{i}]" for i in ids]
 
     def _batch(self, batch: int) -> Batch:
-        return self._pool[batch % len(self._pool)] if batch < self._full else self._last
+        if batch < self._full:
+            return self._pool[batch % len(self._pool)]
+        assert self._last is not None
+        return self._last
 
 
 @data_set

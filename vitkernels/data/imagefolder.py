@@ -80,7 +80,7 @@ def read_rgb(path: str) -> tuple[Image.Image, list[str]]:
     with warnings.catch_warnings(record=True) as caught, open(path, "rb") as file:
         warnings.simplefilter("ignore")  # warnings of other threads, which are recorded here too
         warnings.filterwarnings("always", module=r"PIL\.")
-        image = Image.open(file)
+        image: Image.Image = Image.open(file)
         if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, turning most such images white
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         if image.mode in ("I", "F"):
@@ -121,7 +121,7 @@ def build(
     check_number("max_bad_share", max_bad_share, 0, 1)
     given = {"mean": mean, "std": std, "interpolation": interpolation, "crop_pct": crop_pct, "crop_mode": crop_mode}
     prepared, prepared_eval = _preprocessing(spec.in_chans, given)
-    augmentation = {"scale": scale, "ratio": ratio, "hflip": hflip, "color_jitter": color_jitter}
+    augmentation: dict[str, Any] = {"scale": scale, "ratio": ratio, "hflip": hflip, "color_jitter": color_jitter}
     augmentation |= {"auto_augment": auto_augment, "re_prob": re_prob, "re_mode": re_mode, "re_count": re_count}
     augmentation |= {name: prepared[name] for name in ("mean", "std", "interpolation")}
     transforms = {
@@ -150,7 +150,8 @@ def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:
             code="data.in_chans",
             in_chans=in_chans,
         )
-    prepared = PREPROCESSING | {name: as_list(value) for name, value in given.items() if value is not None}
+    own = {name: as_list(value) for name, value in given.items() if value is not None}
+    prepared: dict[str, Any] = PREPROCESSING | own
     mean, std = prepared["mean"], prepared["std"]
     if not (is_numbers(mean, 3) and is_numbers(std, 3) and min(std) > 0):
         raise UsageError(

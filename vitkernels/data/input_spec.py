@@ -37,7 +37,7 @@ class InputSpec:
     train: bool = True
     shard: Shard = UNSHARDED
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_common(self.batch_size, self.seed, self.pin_memory)
 
     def loader(
@@ -88,10 +88,10 @@ def data_set(build: Callable[..., Data]) -> Callable[..., Data]:
     signature = inspect.Signature([*spec_parameters, *own_parameters], return_annotation=Data)
 
     @functools.wraps(build)
-    def build_from_arguments(**arguments) -> Data:
+    def build_from_arguments(**arguments: Any) -> Data:
         signature.bind(**arguments)  # TypeError for a missing or unknown one
         spec = InputSpec(**{name: value for name, value in arguments.items() if name in spec_names})
         return build(spec, **{name: value for name, value in arguments.items() if name not in spec_names})
 
-    build_from_arguments.__signature__ = signature
+    build_from_arguments.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it
     return build_from_arguments

@@ -17,7 +17,7 @@ from vitkernels.data.randomness import Stream, generator
 class SampleProblem(NamedTuple):
     """A sample that could not be read, so its row is padding (unreadable), or one that was read with a warning."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nothing calls
     message: str
     unreadable: bool
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -18,7 +19,8 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
     keys: the (epoch, batch) pairs to load; read whenever an iterator is created.
     """
     # A separate generator: by default the DataLoader draws its workers' seed from the training process's stream.
-    common = {"batch_size": None, "sampler": keys, "pin_memory": pin_memory, "generator": torch.Generator()}
+    common: dict[str, Any] = {"batch_size": None, "sampler": keys, "pin_memory": pin_memory}
+    common["generator"] = torch.Generator()
     if num_workers == 0:
         return DataLoader(batches, **common)
     return DataLoader(
@@ -63,5 +65,7 @@ def _start_worker(worker: int) -> None:
 
 def _exit_with_training() -> None:
     """Exit when the training process does: torch watches the parent, which is the fork server and may outlive it."""
-    multiprocessing.parent_process().join()
+    training = multiprocessing.parent_process()
+    assert training is not None
+    training.join()
     os._exit(1)

@@ -71,6 +71,8 @@ def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
 
 def input_spec(name: str, img_size: int | None = None, in_chans: int | None = None) -> tuple[int, int]:
     """Return (image size in pixels, channels) of the model's input; arguments other than None take precedence."""
+    size: Any
+    chans: Any
     if name in PRESETS:
         size, chans = PRESETS[name]["img_size"], PRESETS[name].get("in_chans", 3)
     else:

@@ -8,7 +8,7 @@ P patch size.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from timm.layers import Attention, DropPath, LayerScale, Mlp
@@ -69,13 +69,18 @@ class FusedBlock(SwappedModule, Block):
 
     ops: Mapping[str, str]
     keep_activation: bool
+    if TYPE_CHECKING:  # not at run time: annotations are the settings
+        attn: Any
+        norm1: Any
+        norm2: Any
+        mlp: Any
 
     @property
     def weights_in_float32(self) -> bool:
         """Whether weight gradients are float32 under autocast, as those of the op mlp are."""
         return self.ops.get("mlp", "eager") != "eager"
 
-    def forward(
+    def forward(  # type: ignore[override]  # FusedBlocks calls it with a branch
         self,
         x_BNC: Tensor,
         attn_mask: Tensor | None = None,
@@ -132,10 +137,11 @@ class FusedBlock(SwappedModule, Block):
         plain = type(m.fc1) is type(m.fc2) is nn.Linear  # false if they were quantized after set_ops
         if backend == "eager" or not plain or (self.training and m.drop1.p > 0):
             hidden = m.norm(m.drop1(m.act(m.fc1(x_BNC))))
-            return self._project(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)
+            return self._project(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)  # type: ignore[arg-type]  # Linear
         last_bias = m.fc2.bias
         value_BNC = mlp(
-            x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None, _gelu_kind(m.act),
+            x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None,
+            _gelu_kind(m.act),  # type: ignore[arg-type]  # set_ops refuses other activations
             keep_activation=self.keep_activation, backend=backend,
         )  # fmt: skip
         if self.training and m.drop2.p > 0:
@@ -242,7 +248,7 @@ def patch_embed_unsupported(model: nn.Module) -> str | None:
         return f"its patch embedding is {type(conv).__name__}, expected a Conv2d"
     if conv.kernel_size != conv.stride or any(conv.padding) or conv.groups != 1 or conv.dilation != (1, 1):
         return f"its patch embedding is {conv}, whose patches overlap or leave gaps"
-    pixels = getattr(embed, "img_size", None) or ()  # None if the model accepts any size
+    pixels: tuple[int, ...] = getattr(embed, "img_size", None) or ()  # None if the model accepts any size
     if any(size % patch for size, patch in zip(pixels, conv.stride, strict=False)):
         return f"its image size {pixels[0]} x {pixels[1]} is not a multiple of the patch size {conv.stride[0]}"
     return None

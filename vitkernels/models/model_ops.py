@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from timm.layers import Attention
@@ -66,13 +67,14 @@ def _every_block(*checks: Callable[[nn.Module], str | None]) -> Callable[[nn.Mod
     def unsupported(model: nn.Module) -> str | None:
         if not isinstance(getattr(model, "blocks", None), nn.Sequential):
             return "it has no sequence of blocks, model.blocks"
-        reasons = (check(block) for check in checks for block in model.blocks)
+        blocks: Any = model.blocks
+        reasons = (check(block) for check in checks for block in blocks)
         return next((reason for reason in reasons if reason is not None), None)
 
     return unsupported
 
 
-def _apply_layer_norm_residual(model: nn.Module, selection: OpSelection) -> None:
+def _apply_layer_norm_residual(model: Any, selection: OpSelection) -> None:
     """Replace the blocks by FusedBlocks, which also compute the op mlp."""
     if "layer_norm_residual" in selection.backends:
         _give_attention_a_backend(model)
@@ -83,7 +85,7 @@ def _apply_layer_norm_residual(model: nn.Module, selection: OpSelection) -> None
         model.blocks = nn.Sequential(*(block.to_original() for block in model.blocks))
 
 
-def _give_attention_a_backend(model: nn.Module) -> None:
+def _give_attention_a_backend(model: Any) -> None:
     """Replace timm's own Attention by the equivalent backend: FusedBlock needs its result before the projection."""
     for block in model.blocks:
         if type(block.attn) is Attention:
@@ -96,7 +98,7 @@ def _apply_linear(model: nn.Module, selection: OpSelection) -> None:
     backend = selection.backends.get("linear")
     for attn in (getattr(block, "attn", None) for block in getattr(model, "blocks", ())):
         for name in ("qkv", "proj"):
-            layer = getattr(attn, name, None)
+            layer: Any = getattr(attn, name, None)
             if backend is not None:
                 is_qkv = name == "qkv" and _keys_reach_scores_unchanged(attn)
                 setattr(attn, name, FusedLinear.from_module(layer, backend=backend, is_qkv=is_qkv))
@@ -104,7 +106,7 @@ def _apply_linear(model: nn.Module, selection: OpSelection) -> None:
                 setattr(attn, name, layer.to_original())
 
 
-def _keys_reach_scores_unchanged(attn: nn.Module) -> bool:
+def _keys_reach_scores_unchanged(attn: object) -> bool:
     return (
         isinstance(attn, BackendAttention)
         and isinstance(attn.q_norm, nn.Identity)
@@ -112,8 +114,8 @@ def _keys_reach_scores_unchanged(attn: nn.Module) -> bool:
     )
 
 
-def _apply_patch_embed(model: nn.Module, selection: OpSelection) -> None:
-    conv = getattr(getattr(model, "patch_embed", None), "proj", None)
+def _apply_patch_embed(model: Any, selection: OpSelection) -> None:
+    conv: Any = getattr(getattr(model, "patch_embed", None), "proj", None)
     if "patch_embed" in selection.backends:
         model.patch_embed.proj = FusedPatchConv.from_module(conv, backend=selection.backends["patch_embed"])
     elif isinstance(conv, FusedPatchConv):  # from an earlier call

@@ -4,6 +4,7 @@ import argparse
 import logging
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -95,7 +96,8 @@ def adapt_state_dict(
     if positions is not None and loaded is not None and _only_tokens_differ(positions, loaded):
         prefix = 0 if getattr(model, "no_embed_class", False) else getattr(model, "num_prefix_tokens", 0)
         if math.isqrt(loaded.shape[1] - prefix) ** 2 == loaded.shape[1] - prefix:  # a square grid
-            grid = model.patch_embed.grid_size
+            patch_embed: Any = model.patch_embed
+            grid = patch_embed.grid_size
             adapted["pos_embed"] = resample_abs_pos_embed(loaded, grid, num_prefix_tokens=prefix)
             log.info("position embedding resampled from %d to %d tokens", loaded.shape[1], positions.shape[1])
     head = {name: own[name] for name in own if name.partition(".")[0] in ("head", "head_dist")}

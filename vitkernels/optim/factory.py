@@ -47,15 +47,16 @@ def create_optimizer(
     """
     options = {**(defaults or {}), **(kwargs or {})}
     own_class = _import_class(name) if "." in name or ":" in name else None
-    if own_class is None and name.lower().rpartition("_")[2] not in timm.optim.list_optimizers():
-        raise unknown_name("optimizer", name, timm.optim.list_optimizers())
+    known: list[Any] = timm.optim.list_optimizers()  # names, as descriptions are not requested
+    if own_class is None and name.lower().rpartition("_")[2] not in known:
+        raise unknown_name("optimizer", name, known)
     try:
         if own_class is None:
             optimizer = timm.optim.create_optimizer_v2(
                 model, opt=name, lr=lr, weight_decay=weight_decay, layer_decay=layer_decay, **options
             )
         else:
-            rate = {} if lr is None else {"lr": lr}
+            rate: dict[str, Any] = {} if lr is None else {"lr": lr}
             optimizer = own_class(_param_groups(model, weight_decay, layer_decay), **rate, **options)
     except (ValueError, TypeError, AssertionError, ImportError) as error:
         raise UsageError(
@@ -131,7 +132,7 @@ def _import_class(path: str) -> type[torch.optim.Optimizer]:
 
 def _param_groups(model: nn.Module, weight_decay: float, layer_decay: float | None) -> list[dict]:
     """Return the parameter groups that timm's create_optimizer_v2 makes for its own optimizers."""
-    no_weight_decay = getattr(model, "no_weight_decay", set)()
+    no_weight_decay: set[str] = getattr(model, "no_weight_decay", set)()
     if layer_decay is not None:
         return timm.optim.param_groups_layer_decay(
             model, weight_decay, no_weight_decay_list=no_weight_decay, layer_decay=layer_decay

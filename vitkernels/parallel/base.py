@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ class Parallel:
         parameters = list(parameters)
         # Unnamed on purpose: a list that stays alive would make the gradients outputs of torch_xla's graph.
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        if limit and hasattr(optimizer, "clip_next_step"):
+        if limit and optimizer is not None and hasattr(optimizer, "clip_next_step"):
             optimizer.clip_next_step(norm, limit)
         elif limit:
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
@@ -87,7 +88,8 @@ class Parallel:
 
     def update_ema(self, ema: nn.Module, model: nn.Module, step: int) -> None:
         """Update timm's ModelEmaV3, whose module is wrapped as `model` is, with this step's weights."""
-        ema.update(model, step)
+        averaged: Any = ema
+        averaged.update(model, step)
 
     def place_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Shard an optimizer's state, as loaded from a checkpoint, the way its parameters are sharded."""

@@ -116,7 +116,8 @@ class CopyEngineDataParallel(nn.Module):
         self._trained = list(self._trained_by_name.values())
         self._large = sum(p.numel() >= _SMALL_GRADIENT for p in self._trained)  # large parameters come first
         # Built after the first backward pass, which shows how gradients travel.
-        self._make_all_reduce, self._all_reduce = make_all_reduce, None
+        self._make_all_reduce = make_all_reduce
+        self._all_reduce: HostAllReduce | None = None
         # index -> (gradient, tensor that travels for it). Both keep their memory until all ranks have read it.
         self._sent: dict[int, tuple[Tensor, Tensor]] = {}
         self._finish_is_queued = False
@@ -189,13 +190,14 @@ class CopyEngineDataParallel(nn.Module):
             self.late += 1
 
     def _send(self, index: int, gradient: Tensor, narrow: Tensor | None = None) -> None:
-        agreed = None if self._all_reduce is None else self._all_reduce.dtypes[index]
+        all_reduce = self._all_reduce
+        agreed = None if all_reduce is None else all_reduce.dtypes[index]
         # Detached: with a second reference to the gradient autograd would copy it instead of assigning it.
         gradient = gradient.detach()
         travels = gradient if narrow is None or agreed == torch.float32 else narrow.detach()
         self._sent[index] = gradient, travels
-        if travels.dtype == agreed:
-            self._all_reduce.send(index, travels)
+        if all_reduce is not None and travels.dtype == agreed:
+            all_reduce.send(index, travels)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -205,20 +207,26 @@ class CopyEngineDataParallel(nn.Module):
         except Exception:
             self._abort()
             raise
-        self._all_reduce.finish()
+        all_reduce = self._all_reduce
+        assert all_reduce is not None  # _send_rest made it
+        all_reduce.finish()
         self._reset()  # everything sent has left
-        for p, average in zip(self._trained, self._all_reduce.averages(), strict=True):
+        for p, average in zip(self._trained, all_reduce.averages(), strict=True):
             p.grad = average
 
     def _send_rest(self) -> None:
         self._check_no_gradient_is_missing()
         for index, p in enumerate(self._trained[: self._large]):
             if index not in self._sent:
+                assert p.grad is not None  # checked above
                 self._send(index, p.grad)
                 self.late += 1
         self._match_dtypes()
+        assert self._all_reduce is not None
         for index in range(self._large, len(self._trained)):
-            self._all_reduce.send(index, self._trained[index].grad)
+            gradient = self._trained[index].grad
+            assert gradient is not None
+            self._all_reduce.send(index, gradient)
 
     def _match_dtypes(self) -> None:
         """Build a new all-reduce if gradients travelled in other dtypes than before.

@@ -6,6 +6,7 @@ Source: Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parall
 import contextlib
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -151,12 +152,14 @@ class Ddp(TorchrunProcesses):
                 code="parallel.host_memory",
                 reason=failure,
             )
+        assert all_reduce is not None  # else there is a failure
         return all_reduce
 
     @contextlib.contextmanager
     def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
         if not isinstance(net, DistributedDataParallel):
-            net.begin(last)
+            copies: Any = net  # a CopyEngineDataParallel
+            copies.begin(last)
             yield
             return
         with contextlib.nullcontext() if last else net.no_sync():

@@ -60,14 +60,14 @@ def create(
     _check_strategy(name, world, settings)
     if name == "none":
         return Parallel(runtime)
-    overlap = None if overlap == "auto" else overlap
+    during_backward = None if isinstance(overlap, str) else overlap
     if name == "ddp":
         from vitkernels.parallel.ddp import Ddp
 
-        return Ddp(runtime, lost_after, overlap, reduce, send, accum_steps)
+        return Ddp(runtime, lost_after, during_backward, reduce, send, accum_steps)
     from vitkernels.parallel.fsdp import Fsdp
 
-    return Fsdp(runtime, lost_after, overlap, reduce, gather, reshard)
+    return Fsdp(runtime, lost_after, during_backward, reduce, gather, reshard)
 
 
 def _check_values(name: str, lost_after: float, settings: _Settings) -> None:

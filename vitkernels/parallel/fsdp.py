@@ -7,11 +7,12 @@ import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from vitkernels.errors import UsageError
@@ -72,7 +73,7 @@ class Fsdp(TorchrunProcesses):
             reduce_dtype=self.reduce_dtype,
             cast_forward_inputs=False,
         )
-        settings = {
+        settings: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": policy,
             "reshard_after_forward": self.reshard,
@@ -87,9 +88,10 @@ class Fsdp(TorchrunProcesses):
             )
         if compiled:
             self._compile(model, mode)
-        for block in model.blocks if self.overlap else ():
+        blocks: Any = model.blocks if self.overlap else ()
+        for block in blocks:
             fully_shard(block, **settings)
-        net = fully_shard(model, **settings)
+        net: Any = fully_shard(model, **settings)
         net.replicated_gradients = ReplicatedGradients(net, replicated or [], self.reduce_dtype)
         return net
 
@@ -110,9 +112,10 @@ class Fsdp(TorchrunProcesses):
         return replicated if rounds else None
 
     @contextlib.contextmanager
-    def accumulating(self, net: FSDPModule, last: bool) -> Iterator[None]:
-        net.set_requires_gradient_sync(last)
-        net.replicated_gradients.last = last
+    def accumulating(self, net: nn.Module, last: bool) -> Iterator[None]:
+        sharded: Any = net  # as `wrap` returns it
+        sharded.set_requires_gradient_sync(last)
+        sharded.replicated_gradients.last = last
         yield
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -140,10 +143,11 @@ class Fsdp(TorchrunProcesses):
     @torch.no_grad()
     def update_ema(self, ema: nn.Module, model: nn.Module, step: int) -> None:
         """Update the EMA on local shards, because ema.update takes no mix of shards and unsharded tensors."""
-        averages, values = ([local_shard(t) for t in m.state_dict().values()] for m in (ema.module, model))
+        timm_ema: Any = ema
+        averages, values = ([local_shard(t) for t in m.state_dict().values()] for m in (timm_ema.module, model))
         floating = [average.is_floating_point() for average in averages]
         averaged = [list(itertools.compress(tensors, floating)) for tensors in (averages, values)]
-        torch._foreach_lerp_(*averaged, weight=1.0 - ema.get_decay(step))
+        torch._foreach_lerp_(averaged[0], averaged[1], weight=1.0 - timm_ema.get_decay(step))
         for average, value, is_averaged in zip(averages, values, floating, strict=True):
             if not is_averaged:
                 average.copy_(value)

@@ -22,6 +22,7 @@ _REORDERS_PARTITIONS = "reorder_for_reducing_graph_partitions"  # fewer CUDA gra
 
 class Sender(Protocol):
     def gradient_computed(self, index: int, gradient: Tensor, narrow: Tensor | None) -> None: ...
+    def gradient_accumulated(self, index: int, parameter: Tensor) -> None: ...
 
 
 # The operator names its sender by number: a graph that held the sender itself would keep it alive.
@@ -92,8 +93,9 @@ class ScheduleSends(CustomGraphPass):
             for index in bucket:
                 last.append(sends[index])
                 last = sends[index]
-                if narrow[index] is not None:
-                    _set_narrow(sends[index], narrow[index])
+                source = narrow[index]
+                if source is not None:
+                    _set_narrow(sends[index], source)
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__, host_all_reduce.__file__), str(self.narrow))
@@ -131,6 +133,7 @@ def _cast_source(gradient: torch.fx.Node) -> torch.fx.Node | None:
     if gradient.target is not torch.ops.prims.convert_element_type.default:
         return None
     source = gradient.args[0]
+    assert isinstance(source, torch.fx.Node)  # the tensor that is cast
     narrow = source.meta["val"]
     is_view = source.target is torch.ops.aten.reshape.default or getattr(source.target, "is_view", False)
     is_free = source.op == "call_function" and list(source.users) == [gradient] and not is_view  # never written to

@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -41,7 +42,7 @@ class Heartbeat:
         # since torchrun's store outlives a restart.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = dist.TCPStore(*self.address, is_master=False)
-        self._store = dist.PrefixStore(f"alive/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
+        self._store: Any = dist.PrefixStore(f"alive/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{attempt}", store)
         self._store.set_timeout(timedelta(seconds=self.lost_after))
         self._store.set(f"who/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         self._store.set(f"beat/{self.rank}", "0")

@@ -168,7 +168,9 @@ def assign_buckets(sizes: list[int], dtypes: list[torch.dtype], first_small: int
     order: the indices below first_small in the order in which they are most likely sent. The indices from first_small
     on form the last bucket.
     """
-    buckets, open_buckets, left = [], {}, sum(sizes[index] for index in order)
+    buckets: list[list[int]] = []
+    open_buckets: dict[torch.dtype, list[int]] = {}
+    left = sum(sizes[index] for index in order)
     for index in order:
         bucket = open_buckets.setdefault(dtypes[index], [])
         bucket.append(index)

@@ -130,5 +130,6 @@ def _as_dtensor_like(value: Tensor, shard: Tensor, parameter: DTensor) -> Tensor
     """Return `value` as a DTensor like `parameter` if it has its shard's shape; a step count (0-dim) as it is."""
     if not value.dim() or value.shape != shard.shape:
         return value
-    size = {"shape": parameter.shape, "stride": parameter.stride()}
-    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **size)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return DTensor.from_local(value, mesh, placements, run_check=False, shape=shape, stride=stride)

@@ -1,6 +1,7 @@
 """Processes with one device each, started by torchrun: what DDP and FSDP share."""
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,9 +48,10 @@ class TorchrunProcesses(ProcessGroup):
     def _compile(self, model: nn.Module, mode: str | None) -> None:
         """Compile in place, inside the communication hooks, which stay outside the compiled graph."""
         torch._dynamo.config.optimize_ddp = False  # it would split the graph at DDP's buckets
+        blocks: Any = model.blocks
         limit = torch._dynamo.config.recompile_limit  # per code object; blocks share one, apart from their drop path
-        torch._dynamo.config.recompile_limit = max(limit, 4 * len(model.blocks))
-        for module in model.blocks if self.overlap else [model]:
+        torch._dynamo.config.recompile_limit = max(limit, 4 * len(blocks))
+        for module in blocks if self.overlap else [model]:
             module.forward = torch.compile(module.forward, mode=mode)
 
 

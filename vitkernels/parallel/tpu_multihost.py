@@ -50,7 +50,7 @@ class Multihost(ProcessGroup):
         """Return each host's chips in turn, in the order in which torch_xla assigns them its rows."""
         chips_by_rank = self.gather(_own_chips())
         chips = [chip for own in chips_by_rank for chip in own]
-        all_chips = super()._mesh_chips()
+        all_chips = super()._mesh_chips()  # type: ignore[misc]  # the SPMD strategy's
         if sorted(chips) != all_chips or len({len(own) for own in chips_by_rank}) > 1:
             raise UsageError(
                 f"the hosts of this slice must split its {len(all_chips)} chips evenly, each chip on one host, but by "
@@ -108,7 +108,7 @@ class Multihost(ProcessGroup):
         ((images, targets),) = self.feed([(rows[:, None].float(), rows)])
         total, matches = self.runtime.read([images.sum(), (images[:, 0].long() == targets).sum()])
         parameter = torch.full((2 * self.devices,), float(self.rank)).to(self.runtime.device)
-        self._shard(parameter, 0)
+        self._shard(parameter, 0)  # type: ignore[attr-defined]  # the SPMD strategy's
         return {
             "the rows of a batch": images.flatten().cpu().tolist(),
             "the sum over a batch": total,

@@ -5,6 +5,7 @@ this leaves modules, and so parameter names, unchanged.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,7 +48,8 @@ class SpmdDdp(Parallel):
     def feed(self, batches) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield batches with each chip's rows on that chip; a process holds only its own chips' rows (`minibatch`)."""
         several = self.world > 1
-        return self.runtime.feed(
+        runtime: Any = self.runtime  # an XlaRuntime
+        return runtime.feed(
             batches, lambda rank: self._spmd.ShardingSpec(self.mesh, ("data", *[None] * (rank - 1)), minibatch=several)
         )
 

@@ -3,6 +3,8 @@
 Shape suffixes: K in features, N out features, S blocks, V rows of an embedding, D its width; "..." any dimensions.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -23,6 +25,11 @@ class QuantizedLinear(nn.Module):
 
     Raises UsageError ("quant.block_size") if the scheme's block size does not divide in_features.
     """
+
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -66,7 +73,7 @@ class QuantizedLinear(nn.Module):
         for name, tensor in given.items():
             expected = getattr(self, name)
             same = (tensor is None) == (expected is None) and (tensor is None or tensor.shape == expected.shape)
-            if not same or (name == "weight" and tensor.dtype != expected.dtype):
+            if not same or (name == "weight" and weight.dtype != expected.dtype):
                 raise UsageError(
                     f"{name} of a {self.scheme.name} layer with {self.in_features} in and {self.out_features} out "
                     f"features must be {_describe(expected)}, got {_describe(tensor)}",
@@ -95,11 +102,10 @@ class QuantizedLinear(nn.Module):
 
     def dequantize(self) -> nn.Linear:
         """Return an nn.Linear with the dequantized weight, in the dtype of the original layer."""
-        has_bias = self.bias is not None
-        linear = nn.Linear(self.in_features, self.out_features, has_bias, device="meta")
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         weight = dequantize(self.weight, self.scale, self.zero_point, self.in_features, self.scheme.block_size)
         linear.weight = nn.Parameter(weight.to(self.dtype))
-        if has_bias:
+        if self.bias is not None:
             linear.bias = nn.Parameter(self.bias.clone())
         return linear.train(self.training)
 
@@ -116,10 +122,14 @@ class QuantizedEmbedding(nn.Module):
     Raises UsageError ("quant.block_size") if the scheme's block size does not divide embedding_dim.
     """
 
+    weight: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
     def __init__(self, num_embeddings: int, embedding_dim: int, scheme: Scheme | str, dtype=torch.float32, device=None):
         super().__init__()
         self.num_embeddings, self.embedding_dim, self.dtype = num_embeddings, embedding_dim, dtype
-        self.gradient_options = {}  # nn.Embedding options that affect only its gradient, for `dequantize`
+        self.gradient_options: dict[str, Any] = {}  # nn.Embedding options that affect only its gradient
         self.scheme = scheme = Scheme.named(scheme) if isinstance(scheme, str) else scheme
         if scheme.block_size != -1 and embedding_dim % scheme.block_size:
             message = f"block_size {scheme.block_size} does not divide the embedding dimension {embedding_dim}"
@@ -141,7 +151,8 @@ class QuantizedEmbedding(nn.Module):
             message = "embeddings with max_norm modify their weights in the forward pass and cannot be quantized"
             raise UsageError(message, code="quant.max_norm", max_norm=embedding.max_norm)
         weight = embedding.weight.detach()
-        quantized = cls(*weight.shape, scheme, weight.dtype, weight.device)
+        rows, width = weight.shape
+        quantized = cls(rows, width, scheme, weight.dtype, weight.device)
         options = ("padding_idx", "scale_grad_by_freq", "sparse")
         quantized.gradient_options = {name: getattr(embedding, name) for name in options}
         scheme = quantized.scheme

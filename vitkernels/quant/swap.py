@@ -1,6 +1,7 @@
 """Swap a model's layers for quantized ones and back, in place."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,12 +48,12 @@ def dequantize_(model: nn.Module) -> nn.Module:
 
     State-dict names are those from before `quantize_`.
     """
-    layers = [
+    layers: list[tuple[str, Any]] = [
         (name, module)
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, QuantizedLinear | QuantizedEmbedding)
     ]
-    _swap(model, layers, lambda layer: layer.dequantize())
+    _swap(model, layers, _dequantized)
     return model
 
 
@@ -73,7 +74,7 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Filter | None = None) 
     """
     if dtype not in DTYPES:
         raise unknown_name("8-bit dtype", dtype, DTYPES)
-    layers = _select(model, (nn.Linear,), filter)
+    layers: Mapping[str, Any] = _select(model, (nn.Linear,), filter)
     odd = [n for n, m in layers.items() if m.in_features % _FEATURE_MULTIPLE or m.out_features % _FEATURE_MULTIPLE]
     if odd:
         raise UsageError(
@@ -133,7 +134,7 @@ def _check_has_no_eight_bit_layers(model: nn.Module) -> None:
         )
 
 
-def _check_block_size(layers: dict[str, nn.Module], scheme: Scheme) -> None:
+def _check_block_size(layers: Mapping[str, Any], scheme: Scheme) -> None:
     if scheme.block_size == -1:
         return
     widths = {n: m.in_features if isinstance(m, nn.Linear) else m.embedding_dim for n, m in layers.items()}
@@ -150,9 +151,14 @@ def _check_block_size(layers: dict[str, nn.Module], scheme: Scheme) -> None:
         )
 
 
+def _dequantized(layer: Any) -> nn.Module:
+    return layer.dequantize()
+
+
 def _quantized(layer: nn.Module, scheme: Scheme, backend: str) -> nn.Module:
     if isinstance(layer, nn.Linear):
         return QuantizedLinear.of(layer, scheme, backend)
+    assert isinstance(layer, nn.Embedding)  # `_select` chose both
     return QuantizedEmbedding.of(layer, scheme)
 
 

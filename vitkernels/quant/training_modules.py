@@ -15,7 +15,7 @@ M. Wortsman et al. 2023, arXiv 2304.13013). fp8: e4m3 for all operands (P. Micik
 Shape suffixes: M tokens, K in features, N out features, H hidden features, C channels of either.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,9 @@ class EightBitMlp(nn.Module):
 
     weights_in_float32 = True  # weights are quantized from float32, not from autocast's dtype
 
+    fc1: nn.Linear
+    fc2: nn.Linear
+
     def __init__(self, mlp: nn.Module, dtype: torch.dtype):
         super().__init__()
         self.__dict__.update(mlp.__dict__)
@@ -164,7 +167,7 @@ class EightBitMlp(nn.Module):
 
 def can_be_eight_bit_mlp(module: nn.Module) -> bool:
     """Return whether the module is linear, exact GELU, linear; other children must be identities or dropout of 0."""
-    children = dict(module.named_children())
+    children: dict[str, Any] = dict(module.named_children())
     if list(children) not in (["fc1", "act", "fc2"], ["fc1", "act", "drop1", "norm", "fc2", "drop2"]):
         return False
     if not isinstance(children.get("norm", nn.Identity()), nn.Identity):

@@ -40,7 +40,7 @@ def _two_functions(loaded: object) -> Any:
     absent = [name for name in ("unsupported", "run") if not callable(getattr(loaded, name, None))]
     if absent:
         raise TypeError(f"a backend needs the functions unsupported(...) and run(...); {absent[0]} is missing")
-    return cast(Backend, loaded)
+    return loaded
 
 
 class _Loaded:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +34,7 @@ class Runtime:
     """
 
     name = "cpu"
-    precisions = ("fp32", "bf16")
+    precisions: tuple[str, ...] = ("fp32", "bf16")
     default_precision = "fp32"
     compiles_by_default = False
     pins_memory = False  # whether the loader should put batches in page-locked memory
@@ -82,7 +83,8 @@ class Runtime:
 
     def compile(self, model: nn.Module, mode: str | None = None) -> nn.Module:
         """Return the model compiled by torch.compile; mode: one of torch.compile's modes."""
-        return torch.compile(model, mode=mode)
+        compiled: Any = torch.compile(model, mode=mode)
+        return compiled
 
     def optimizer_kwargs(self, name: str) -> dict:
         """Return constructor arguments that make timm's optimizer `name` faster on this device."""

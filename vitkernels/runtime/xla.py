@@ -7,7 +7,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,8 @@ class XlaRuntime(Runtime):
         if mode is not None:
             message = f"torch.compile's openxla backend has no modes, got {mode!r}; compile without a mode"
             raise UsageError(message, code="runtime.compile_mode", runtime="xla", mode=mode)
-        return torch.compile(model, backend="openxla")
+        compiled: Any = torch.compile(model, backend="openxla")
+        return compiled
 
     def feed(self, batches: Iterable[tuple[Tensor, Tensor]], sharding=None) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the batches on the device.
@@ -113,7 +114,8 @@ class XlaRuntime(Runtime):
         import torch_xla.core.xla_model as xm
 
         try:
-            return xm.get_memory_info(self.device)["peak_bytes_used"]
+            info: Any = xm.get_memory_info(self.device)  # its type has only some of its keys
+            return info["peak_bytes_used"]
         except (RuntimeError, KeyError):
             return None  # PJRT's CPU client has no memory statistics
 

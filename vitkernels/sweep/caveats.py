@@ -69,7 +69,7 @@ def fewest_timed_steps(row: dict) -> int | None:
 
 def _few_steps(rows: list[dict]) -> list[str]:
     enough = max(_FEW_STEPS, (fewest_timed_steps(rows[0]) or 0) / 2) if rows else 0
-    by_count: dict[int, list[str]] = {}
+    by_count: dict[float, list[str]] = {}
     for run in (run for row in rows for run in runs_of(row)):
         steps = fewest_timed_steps(run) or enough
         if steps < enough:

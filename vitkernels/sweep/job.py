@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -122,7 +123,8 @@ def run_job(config: DictConfig) -> float | list[float] | None:
 
 def _plain(config: DictConfig) -> dict:
     """Return the settings as a plain dictionary, as vitkernels.training takes them."""
-    return OmegaConf.to_container(config, resolve=True)
+    settings: Any = OmegaConf.to_container(config, resolve=True)
+    return settings
 
 
 def _preemption_signal() -> signal.Signals | None:
@@ -234,9 +236,10 @@ def _run_in_own_process(
             start_new_session=True,
             env={**os.environ, **environment},
         )
-        handled = {signal.SIGTERM, signal.SIGINT} | ({preemption} - {None})
+        handled = {signal.SIGTERM, signal.SIGINT} | (set() if preemption is None else {preemption})
         before = {number: signal.signal(number, forward) for number in handled}
         try:
+            assert process.stdout is not None  # a pipe
             for line in process.stdout:
                 output.write(line)
                 sys.stdout.buffer.write(line)
@@ -245,10 +248,10 @@ def _run_in_own_process(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-    with open(folder / "output.log", "rb") as output:
-        output.seek(0, os.SEEK_END)
-        output.seek(max(0, output.tell() - 4096))
-        return code, output.read().decode(errors="replace"), stopped_by
+    with open(folder / "output.log", "rb") as written:
+        written.seek(0, os.SEEK_END)
+        written.seek(max(0, written.tell() - 4096))
+        return code, written.read().decode(errors="replace"), stopped_by
 
 
 def _configuration_options() -> list[str]:
@@ -315,5 +318,5 @@ def write_pending_verdict(error: Exception) -> bool:
         return False
     first_line = (str(error).splitlines() or [repr(error)])[0]
     log.error("sweep ended early: %s; run the same command again to continue it", first_line)
-    table.on_multirun_end(None)
+    table.on_multirun_end(None)  # type: ignore[arg-type]  # it reads no configuration
     return True

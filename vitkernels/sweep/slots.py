@@ -66,7 +66,7 @@ def slot(slots: int | str | None) -> Iterator[dict[str, str]]:
         yield restored
         return
     gpus = [gpu for gpu in visible.split(",") if gpu] if slots == "gpus" else []
-    names = [f"gpu{gpu}" for gpu in gpus] or [f"slot{i}" for i in range(1 if slots == "gpus" else slots)]
+    names = [f"gpu{gpu}" for gpu in gpus] or [f"slot{i}" for i in range(slots if isinstance(slots, int) else 1)]
     with _locked(names) as name:
         yield restored | ({"CUDA_VISIBLE_DEVICES": name.removeprefix("gpu")} if gpus else {})
 

@@ -100,7 +100,9 @@ def _time_ratio(base: dict, row: dict) -> float | None:
     base_time, time = _time_per_image(base), _time_per_image(row)
     if not base_time or not time or incomparable(base, row):
         return None
-    if min(fewest_timed_steps(base), fewest_timed_steps(row)) < MIN_STEPS_FOR_RATIO:
+    base_steps, steps = fewest_timed_steps(base), fewest_timed_steps(row)
+    assert base_steps is not None and steps is not None  # both have a time
+    if min(base_steps, steps) < MIN_STEPS_FOR_RATIO:
         return None
     return round(base_time / time, 4)
 

@@ -16,6 +16,7 @@ Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D.
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vitkernels import attention
 from vitkernels.bridge.jax_compat import jax
@@ -47,6 +48,10 @@ def build(contender: str, pass_name: str, batch: int, heads: int, tokens: int, h
         from vitkernels.tpu_estimate import record_attention
 
         return record_attention.record(contender, pass_name, batch, heads, tokens, head_dim, chip), {}, True
+    attend: Any
+    sizes: list[tuple[int, ...]]
+    first: tuple[int, ...]
+    last: tuple[int, ...]
     width, packed = heads * head_dim, contender in ("pallas_flash", "xla")
     if packed:
         attend = partial(_xla, heads) if contender == "xla" else partial(_pallas_flash, heads, chip)

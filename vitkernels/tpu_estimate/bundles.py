@@ -8,6 +8,7 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 _BUNDLE = re.compile(r"^\s*(0x[0-9a-f]+|0)\s+(?:[A-Z]{2}\s*)?:[ >]*\{(.*?)\}\s*$", re.MULTILINE | re.DOTALL)
 _TEXT = re.compile(r"(?:%(\w+) = )?([a-z][\w.<> ]*?)(?: +(.*))?$", re.DOTALL)
@@ -52,7 +53,7 @@ def _unsigned(function: Callable) -> Callable:
     return lambda a, b: function(a & 0xFFFFFFFF, b & 0xFFFFFFFF)
 
 
-_BINARY = {
+_BINARY: dict[str, Callable] = {
     "sadd": operator.add,
     "scalar_lea": operator.add,
     "ssub": operator.sub,
@@ -66,7 +67,7 @@ _BINARY = {
     "smin": min,
     "smax": max,
 }
-_PREDICATES = {
+_PREDICATES: dict[str, Callable] = {
     "por": lambda a, b: a or b,
     "pand": lambda a, b: a and b,
     "pnor": lambda a, b: not (a or b),
@@ -105,7 +106,7 @@ class ScalarInstruction:
     opcode: str
     name: str | None  # the value it defines, as the dump names it
     target: int | None
-    function: Callable | None
+    function: Any  # a Callable, or None for an instruction that computes nothing
     operands: list[list[int]]  # slots; those of one operand are added up
     predicate: int | None = None
     wanted: bool = True  # the value of the predicate at which the instruction runs
@@ -161,7 +162,9 @@ class Decoder:
             return instruction
         smem = None
         if opcode in ("sld", "sst"):
-            address, rest = re.match(r"\[smem:\[(.*?)\]\](?!\])\s*,?\s*(.*)$", rest, re.DOTALL).groups()
+            found = re.match(r"\[smem:\[(.*?)\]\](?!\])\s*,?\s*(.*)$", rest, re.DOTALL)
+            assert found is not None, rest
+            address, rest = found.groups()
             smem = self._operand(f"[{address}]") if "#" in address or "+" in address else self._operand(address)
         rest = re.sub(r"^\[[a-z]+:\$?\w+\]\s*", "", rest)
         instruction = self._predicated(name, opcode, rest, smem)
@@ -179,9 +182,11 @@ class Decoder:
                 slots[1], slots[2] = slots[2], slots[1]
             return self._define(name, "scalar_select", slots)
         if found := re.match(r"\((!?)(%p\d+_p\d+)\),?\s*(.*)$", rest, re.DOTALL):
-            predicate, wanted, condition, rest = self._operand(found[2])[0], not found[1], found[2], found[3]
+            slot = self._operand(found[2])
+            assert slot is not None
+            predicate, wanted, condition, rest = slot[0], not found[1], found[2], found[3]
         if opcode == "sbr.rel":
-            jump = int(re.search(r"target bundleno = (\d+)", rest)[1])
+            jump = int(re.findall(r"target bundleno = (\d+)", rest)[0])
             return ScalarInstruction(opcode, name, None, None, [], predicate, wanted, jump=jump)
         if opcode.startswith("dma."):
             return self._dma(name, opcode, rest, predicate, wanted, condition)
@@ -240,7 +245,7 @@ class Decoder:
 
 def relevant(program: list[list[ScalarInstruction]]) -> tuple[list[list[ScalarInstruction]], set[str]]:
     """Return the instructions that branches, copies and waits depend on, and why some cannot be interpreted."""
-    writers: dict[str, list[ScalarInstruction]] = {}
+    writers: dict[str | None, list[ScalarInstruction]] = {}
     stores = [i for bundle in program for i in bundle if i.opcode == "sst"]
     results = [i for bundle in program for i in bundle if i.opcode == "spop.drf"]
     for bundle in program:

@@ -16,6 +16,7 @@ import sys
 import traceback
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from vitkernels.errors import UsageError
 from vitkernels.tpu_estimate import chips, compiler, dump
@@ -46,6 +47,7 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
     server = _server()
     # The path makes everything importable that this process can import.
     print(json.dumps(job | {"environment": environment, "path": sys.path}), file=server.stdin, flush=True)
+    assert server.stdout is not None  # a pipe
     status = server.stdout.readline().strip()
     if status == str(-signal.SIGALRM):
         message = f"{build}{arguments}: compilation takes longer than {timeout:g} s"
@@ -103,11 +105,11 @@ def _run_job(folder, chip, build, arguments, timeout, environment, path) -> None
 def _compile(folder: Path, chip: str, build: str, arguments: list) -> None:
     """Compile, and write the optimized module and its memory sizes next to the compiler's own dump."""
     module, function = build.split(":")
-    built = getattr(importlib.import_module(module), function)(*arguments)
+    built: Any = getattr(importlib.import_module(module), function)(*arguments)
     if isinstance(built[0], bytes):
         executable = compiler.compile_hlo(built[0], chip, *built[1:])
     else:
-        executable = compiler.compile_jax(*built, chip=chip).runtime_executable()
+        executable = compiler.compile_jax(*built, chip=chip).runtime_executable()  # type: ignore[misc]  # built has no chip
     analysis = executable.get_compiled_memory_stats()
     kinds = ("argument", "output", "temp", "alias", "generated_code")
     memory = {kind: getattr(analysis, f"{kind}_size_in_bytes") for kind in kinds}

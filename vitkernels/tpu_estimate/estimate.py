@@ -66,13 +66,15 @@ class ProgramEstimate:
 
 def array_bytes(text: str) -> int:
     """Return the bytes of an array type as XLA writes it, padded to its tiles: `bf16[2,577]{1,0:T(8,128)(2,1)}`."""
-    kind, sizes, order, rows, lanes = _ARRAY.match(text).groups()
-    sizes = [int(n) for n in sizes.split(",") if n]
-    order = [int(n) for n in (order or "").split(",") if n]
+    array = _ARRAY.match(text)
+    assert array is not None, text
+    kind, size_text, order_text, rows, lanes = array.groups()
+    sizes = [int(n) for n in size_text.split(",") if n]
+    order = [int(n) for n in (order_text or "").split(",") if n]
     if rows and len(order) > 1:
         for axis, tile in zip(order, (int(lanes), int(rows)), strict=False):
             sizes[axis] = -(-sizes[axis] // tile) * tile
-    bits = 8 if kind == "pred" else int(re.search(r"\d+", kind)[0])
+    bits = 8 if kind == "pred" else int(re.findall(r"\d+", kind)[0])
     return math.prod(sizes) * bits // 8
 
 
@@ -114,7 +116,7 @@ def estimate_program(dump: CompilationDump) -> ProgramEstimate:
                 program.prefetched += size
                 copies.start(operation.name, size)
         elif operation.kind in ("copy-done", "slice-done"):
-            waited_ms = copies.wait(re.match(r"%([\w.\-]+)", operation.rest)[1]) * 1e3
+            waited_ms = copies.wait(re.findall(r"^%([\w.\-]+)", operation.rest)[0]) * 1e3
             program.operations.append(
                 OperationEstimate(operation.name, operation.kind, "", waited_ms, kernel=operation.kind)
             )

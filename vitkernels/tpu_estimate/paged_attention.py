@@ -8,6 +8,7 @@ import re
 import tempfile
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -34,9 +35,11 @@ def build(contender: str, sizes: dict, pages_per_compute_block: int):
     if contender == "pallas_tpu":
         from vitkernels.ops.paged_attention.tpu.attend import attend as ours
 
-        attend = partial(ours, megacore_mode=None, soft_cap=None)
+        attend: Any = partial(ours, megacore_mode=None, soft_cap=None)
     else:
-        from jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel import paged_attention as attend
+        from jax.experimental.pallas.ops.tpu.paged_attention.paged_attention_kernel import paged_attention as theirs
+
+        attend = theirs
     return partial(attend, pages_per_compute_block=pages_per_compute_block), arrays
 
 

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections import Counter
+from typing import Any
 
 import torch
 
@@ -56,7 +57,7 @@ def compile_for(module: bytes, chips: int) -> str:
     from jax.experimental import topologies
 
     compiler.device()  # libtpu's environment
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chips]).devices
+    devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chips]).devices
     assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices]]))
     options = xla_client.CompileOptions()
     for settings in (options, options.executable_build_options):
@@ -76,7 +77,9 @@ def facts(program: str) -> dict:
     kernels: the first result of each Pallas kernel. Shapes are lists of sizes of the chip's shards.
     """
     layout = re.search(r"entry_computation_layout=\{\((.*)\)->\((.*)\)\}", program.partition("\n")[0])
-    kernels, collectives = [], {}
+    assert layout is not None
+    kernels: list[list[int]] = []
+    collectives: dict[str, list[list[int]]] = {}
     for line in program.splitlines():
         if 'custom_call_target="tpu_custom_call"' in line:
             kernels.append(_shapes(line.partition(" = ")[2])[0])

@@ -129,6 +129,7 @@ def take_steps(cfg: Config, runtime: XlaRuntime, steps: int) -> None:
                 steps=steps,
             )
         trainer.net.train()
+        assert trainer.data.train is not None
         batches = strategy.feed(trainer.plan.batches(trainer.data.train, 0))
         for _ in range(steps):
             trainer.train_step(batches)

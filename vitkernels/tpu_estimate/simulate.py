@@ -107,7 +107,7 @@ class _Core:
         self.copies = _CopyQueue(chip)
         self.issued, self.stalled = 0, 0.0
         self.memory: dict[int, int] = {}
-        self.divided: dict[str, list[int]] = {}
+        self.divided: dict[str | None, list[int]] = {}
         self.segments: dict[int, _Segment] = {}
         self.visits: Counter[int] = Counter()  # executions of each segment, by its start
 

@@ -89,7 +89,7 @@ def search(problem: TpuProblem, estimate: Estimator, report: Callable[[str], Non
         start_ms = sum(ms(form, pass_name, getattr(start, pass_name)) for pass_name in PASSES)
         if start_ms < _HOPELESS * sum(rule_ms.values()) or start_ms == float("inf"):
             blocks = [_descend(problem, form, pass_name, getattr(start, pass_name), ms) for pass_name in PASSES]
-            start = BlockPlan(form, *blocks, source="table")
+            start = BlockPlan(form, *blocks, source="table")  # type: ignore[misc, arg-type]  # one of each pass
         best[form] = start, {pass_name: ms(form, pass_name, getattr(start, pass_name)) for pass_name in PASSES}
     plan, times = _choose(best, rule, rule_ms)
     return SearchResult(plan, times, rule, rule_ms, best)

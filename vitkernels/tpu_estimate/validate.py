@@ -10,6 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from vitkernels.bridge.jax_compat import jax
 from vitkernels.errors import UsageError
@@ -75,7 +76,8 @@ def build(kind: str, size: int, *block: int):
         return partial(flash_attention, sm_scale=64**-0.5), [array] * 3
     from vitkernels.bridge.examples import quickstart
 
-    function = jax.numpy.matmul if kind == "xla" else partial(quickstart.matmul_jax, block=block)
+    blocked: Any = quickstart.matmul_jax
+    function = jax.numpy.matmul if kind == "xla" else partial(blocked, block=block)
     return function, [jax.ShapeDtypeStruct((size, size), "bfloat16")] * 2
 
 

@@ -28,7 +28,7 @@ class NonFiniteLossError(RuntimeError):
         super().__init__(message)
         self.step, self.ranks = step, ranks
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type, tuple[str, int, tuple[int, ...]]]:
         return type(self), (str(self), self.step, self.ranks)
 
 

@@ -7,9 +7,12 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Flag, auto
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vitkernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from vitkernels.data.contract import Loader
 
 
 class Due(Flag):
@@ -83,7 +86,7 @@ class StepPlan:
         """Return how many steps the current epoch has left after `step` steps."""
         return self.steps_per_epoch - step % self.steps_per_epoch
 
-    def batches(self, loader, step: int) -> Iterator:
+    def batches(self, loader: "Loader", step: int) -> Iterator:
         """Return the loader's batches from the one that follows `step` steps to the end of that epoch."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return loader.epoch(epoch, start=index * self.accum_steps)
@@ -108,7 +111,7 @@ class StepPlan:
             due |= Due.LOG
         return due
 
-    def sample_ids(self, loader, step: int, ranks: range | list[int]) -> list[int]:
+    def sample_ids(self, loader: "Loader", step: int, ranks: range | list[int]) -> list[int]:
         """Return the data set indices of the samples that the step numbered `step` took on these ranks."""
         epoch, index = divmod(step - 1, self.steps_per_epoch)
         batches = range(index * self.accum_steps, (index + 1) * self.accum_steps)

@@ -145,7 +145,7 @@ class FailureRecord:
     def __enter__(self) -> "FailureRecord":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         failed = isinstance(error, Exception) and not isinstance(error, FolderInUseError)
         if failed and self.owned and self.is_main:
             record_failure(self.folder, str(error) or type(error).__name__)

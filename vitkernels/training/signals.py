@@ -1,6 +1,7 @@
 """Turn SIGTERM and SIGINT into a request to stop after the current step, so that a checkpoint can be written."""
 
 import signal
+from types import FrameType
 
 from vitkernels.errors import EXIT_INTERRUPTED
 
@@ -13,18 +14,18 @@ class StopRequest:
     A context manager: on exit the previous signal handlers are restored.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self._handlers = {number: signal.signal(number, self._request) for number in (signal.SIGTERM, signal.SIGINT)}
 
-    def _request(self, number: int, frame) -> None:
+    def _request(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def __enter__(self) -> "StopRequest":
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 

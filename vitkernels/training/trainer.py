@@ -134,6 +134,7 @@ class Trainer:
         self.timer.start()
         while self.state.step < self.plan.total_steps and not due & (Due.STOP | Due.END):
             # One feed per epoch: a feed of all epochs would prefetch training batches across the evaluation.
+            assert self.data.train is not None
             batches = self.parallel.feed(self.plan.batches(self.data.train, self.state.step))
             with contextlib.closing(batches):
                 for _ in range(self.plan.steps_left_in_epoch(self.state.step)):

@@ -1,5 +1,7 @@
 """The page on training step times, from results/step.jsonl."""
 
+from typing import Any
+
 from vitkernels.benchmarks.step import StepTimes, losses_table
 from vitkernels.benchmarks.tables import markdown
 
@@ -97,8 +99,7 @@ def _run(run: list[dict], device: str) -> str:
     parts = [f"{device}; {markdown.code(run[0])}.", markdown.table(headings, cells)]
     notes = dict.fromkeys(row["note"] for row in run if row.get("note"))
     parts += [f"Note: {note}." for note in notes]
-    fields = StepTimes.__dataclass_fields__
-    if losses := losses_table([StepTimes(**{name: row.get(name) for name in fields}) for row in run], BASELINE):
+    if losses := losses_table([_step_times(row) for row in run], BASELINE):
         parts += ["Losses of training from the same weights on the same images, against the baseline:", losses]
     return "\n\n".join(parts)
 
@@ -106,3 +107,8 @@ def _run(run: list[dict], device: str) -> str:
 def _ratio(run: list[dict], row: dict) -> str:
     base = next((r["median"] for r in run if r["variant"] == BASELINE), None)
     return markdown.number(base and row["median"] / base, 3)
+
+
+def _step_times(row: dict[str, Any]) -> StepTimes:
+    known: dict[str, Any] = {name: row.get(name) for name in StepTimes.__dataclass_fields__}
+    return StepTimes(**known)
