@@ -52,7 +52,7 @@ class BlockPlan:
 
 def plan(problem: TpuProblem) -> BlockPlan:
     """Return the table's plan for the problem's chip and sizes if it has one, else the rule's."""
-    return _table(TABLE).get(_key(problem)) or rule(problem)
+    return _table(TABLE).get(_key(problem)) or rule(problem)  # type: ignore[arg-type]  # None is no key
 
 
 def rule(problem: TpuProblem) -> BlockPlan:
@@ -128,7 +128,7 @@ def _table(path: Path) -> dict[tuple, BlockPlan]:
         try:
             sizes = [entry[name] for name in _SIZES]
             passes = [PassBlocks(**entry[which]) for which in PASSES]
-            chosen = BlockPlan(entry["form"], *passes, source="table")
+            chosen = BlockPlan(entry["form"], *passes, source="table")  # type: ignore[misc, arg-type]  # one of each
             reason = invalid(chosen, *sizes)
             key = (entry["chip"], entry["dtype"], *sizes)
         except (KeyError, TypeError) as error:

@@ -111,11 +111,6 @@ def _masked(full, b, g, i, j):
     return tuple(at if spans else 0 for at, spans in zip((b, g, j, i), full, strict=True))
 
 
-def _extras(refs, present) -> ScoreExtras:
-    given = iter(refs)
-    return ScoreExtras(*[next(given) if is_present else None for is_present in present])
-
-
 def _scores(grid: _Grid, step, extras: ScoreExtras, head: int, s):
     """Return a head's scores, (keys, queries), in the problem's unit; -inf if masked or beyond the last key."""
     problem, blocks = grid.problem, grid.blocks
@@ -166,7 +161,7 @@ def _forward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
     problem, blocks = grid.problem, grid.blocks
     step = grid.program()
     *inputs, o_ref, saved_ref, top_ref, sum_ref, o_DN_ref = refs
-    extras = _extras(inputs[3:], present)
+    extras = ScoreExtras.of(inputs[3:], present)
     read_q, read_k, read_v = _inputs(grid, step, *inputs[:3])
     head_windows = windows(blocks.heads, problem.head_dim)
 
@@ -254,7 +249,7 @@ def _backward_inputs(grid: _Grid, step, refs, present):
     after = 3 + len(grid.statistics())
     statistics, do_ref = refs[3:after], refs[after]
     read_do, _, _ = _inputs(grid, step, do_ref, *refs[1:3])
-    return *_inputs(grid, step, *refs[:3]), read_do, statistics, _extras(refs[after + 1 :], present)
+    return *_inputs(grid, step, *refs[:3]), read_do, statistics, ScoreExtras.of(refs[after + 1 :], present)
 
 
 def _probabilities(grid: _Grid, step, extras, head, s, dp, statistics):

@@ -112,7 +112,7 @@ def _forward_kernel(*refs, layout: QkvLayout, sizes: PassBlocks, present: tuple[
     *inputs, o_ref = refs
     n = len(layout.specs())
     operands = layout.operands(inputs[:n])
-    extras = _extras(inputs[n:], present)
+    extras = ScoreExtras.of(inputs[n:], present)
     blocks = q_blocks(round_up(problem.q_tokens, ROWS), sizes.queries, ROWS)
     keys = slice(0, layout.kv_rows)
 
@@ -149,11 +149,6 @@ def _forward_kernel(*refs, layout: QkvLayout, sizes: PassBlocks, present: tuple[
         pipelined([(h, rows) for h in range(heads) for rows in blocks], scores, finish)
 
     _for_groups(problem, sizes.heads, heads_at)
-
-
-def _extras(refs, present) -> ScoreExtras:
-    given = iter(refs)
-    return ScoreExtras(*[next(given) if is_present else None for is_present in present])
 
 
 def _extra_specs(arrays, rows: int, columns: int) -> list[pl.BlockSpec]:
@@ -198,7 +193,7 @@ def _backward_refs(refs, layout: QkvLayout, present: tuple[bool, ...], bias_grad
     """Return the operands q, k, v, the ref of do, the extras, the operands dq, dk, dv, and the ref of dbias or None."""
     n = len(layout.specs())
     inputs, do_ref, rest = refs[:n], refs[n], refs[n + 1 :]
-    extras, outputs = _extras(rest[: sum(present)], present), rest[sum(present) :]
+    extras, outputs = ScoreExtras.of(rest[: sum(present)], present), rest[sum(present) :]
     dbias_ref = outputs[n] if bias_gradient else None
     return layout.operands(inputs), do_ref, extras, layout.operands(outputs[:n]), dbias_ref
 

@@ -212,6 +212,12 @@ class ScoreExtras:
     row_ids: object = None
     column_ids: object = None
 
+    @classmethod
+    def of(cls, refs, present: tuple[bool, ...]) -> "ScoreExtras":
+        """Assign refs to the fields that are present, in order."""
+        given = iter(refs)
+        return cls(*[next(given) if is_present else None for is_present in present])
+
     def join(self, s, problem: TpuProblem, head, rows: slice, columns: slice, transposed: bool, origin=(0, 0)):
         """Return scores in the problem's unit, with scale, bias, mask, segments and causality applied.
 
