@@ -40,6 +40,7 @@ lint: setup ## Check style (ruff), layers (import-linter), types (mypy) and shel
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/mypy
 	$(BIN)/shellcheck scripts/*.sh .ci/run .ci/wheel
 
 docs: setup ## Build the documentation site in docs/_build/html, warnings as errors
@@ -52,7 +53,7 @@ lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt from pyproject.toml and ne
 	  --no-annotate --no-header --upgrade --output-file $(NEWEST)
 
 clean: ## Remove .venv and caches; runs stay
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # uv comes through pip into an environment of its own, unless the machine has one.
 $(VENV)/uv/bin/uv:

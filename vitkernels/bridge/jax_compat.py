@@ -45,7 +45,7 @@ def keep_jax_off_tpu(torch_xla_in_use: bool | None = None) -> None:
     """
     if torch_xla_in_use is None:
         torch_xla_in_use = "torch_xla" in sys.modules
-    platforms = jax.config.jax_platforms
+    platforms = jax.config.jax_platforms  # type: ignore[attr-defined]  # JAX defines its options at run time
     if not _initialized_backends():
         if not platforms:
             _choose_platforms()

@@ -14,7 +14,7 @@ def platform() -> str:
         return _override[0]
     import torch_xla.runtime
 
-    return torch_xla.runtime.device_type()
+    return torch_xla.runtime.device_type()  # type: ignore[return-value]  # None only without a device
 
 
 @torch.compiler.assume_constant_result  # otherwise Dynamo would trace torch_xla's device query

@@ -8,6 +8,7 @@ caller provides, so that two kernels can fill parts of one tensor. It does nothi
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from typing import Any
 
 import jax
 import torch
@@ -28,7 +29,7 @@ class Kernel:
 
     def __init__(self, function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]):
         self.module = mosaic_module(function, shapes)
-        self._launch = None
+        self._launch: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
         device = tensors[0].get_device()
@@ -52,7 +53,7 @@ def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) ->
     initialize_backends()
     module = jax.jit(function).trace(*shapes).lower(lowering_platforms=("cuda",)).compiler_ir()
     with module.context:
-        mgpu.dialect.register_inliner_extensions(module.context)
+        mgpu.dialect.register_inliner_extensions(module.context)  # type: ignore[attr-defined]
         passmanager.PassManager.parse("builtin.module(inline{default-pipeline=})").run(module.operation)
         (main,) = (op for op in module.body.operations if op.operation.name == "func.func" and op.name.value == "main")
         (block,) = main.body.blocks

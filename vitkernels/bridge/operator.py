@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -59,7 +60,8 @@ class Operator:
             return output
 
         functions = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-        self._with_gradient = type(self.traced._opname, (torch.autograd.Function,), functions).apply
+        function: Any = type(self.traced._opname, (torch.autograd.Function,), functions)
+        self._with_gradient = function.apply
 
     def __deepcopy__(self, memo) -> "Operator":
         return self  # an operator is registered once per process
@@ -153,6 +155,14 @@ def differentiable_once(what: str):
         return refusing
 
     return decorate
+
+
+@overload
+def interpretable(x: Tensor) -> Tensor: ...
+
+
+@overload
+def interpretable(x: Tensor | None) -> Tensor | None: ...
 
 
 def interpretable(x: Tensor | None) -> Tensor | None:

@@ -146,7 +146,7 @@ def pallas_op(
 
     op.__name__ = op.__qualname__ = kernel.name
     op.__doc__ = jax_fn.__doc__
-    op.torch_op = kernel.op
+    op.torch_op = kernel.op  # type: ignore[attr-defined]  # the operator behind the function
     return op
 
 
@@ -177,7 +177,8 @@ class _Kernel:
         """Return the function's trace for these tensors' shapes and dtypes; each is traced once."""
         shapes = tuple((tuple(map(int, t.shape)), t.dtype) for t in tensors)
         # A trace bakes in the matmul precision and the 64-bit setting.
-        key = (call, shapes, jax.config.jax_default_matmul_precision, jax.config.jax_enable_x64)
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+        key = (call, shapes, precision, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         if key not in self.traces:
             keep_jax_off_tpu()
             self.traces[key] = devices.Trace.of(self.name, call.bind(self._function), shapes)

@@ -79,7 +79,7 @@ def _indexed(device: torch.device | str, like: Tensor) -> torch.device:
 
 
 def _check_dtype(name: str, i: int, dtype: torch.dtype) -> None:
-    if dtype in _DTYPES or (dtype in _DTYPES_64 and jax.config.jax_enable_x64):
+    if dtype in _DTYPES or (dtype in _DTYPES_64 and jax.config.jax_enable_x64):  # type: ignore[attr-defined]
         return
     if dtype in _DTYPES_64:
         narrow = str(dtype).replace("64", "32")
@@ -183,11 +183,12 @@ class Trace:
         if kernel is not None:
             return lambda tensors: self._launch(kernel, tensors)
         if jax.default_backend() != "gpu":
+            platforms = jax.config.jax_platforms  # type: ignore[attr-defined]
             raise UsageError(
-                f"{self.name}: JAX has no GPU here (platforms: {jax.config.jax_platforms}); pip install 'jax[cuda13]' "
+                f"{self.name}: JAX has no GPU here (platforms: {platforms}); pip install 'jax[cuda13]' "
                 "and leave JAX_PLATFORMS unset",
                 code="bridge.jax_without_gpu",
-                platforms=jax.config.jax_platforms,
+                platforms=platforms,
             )
         run = jax.jit(function)
         # DLPack synchronizes both ways: JAX's stream waits for torch's current stream on input, torch's for JAX's on

@@ -19,7 +19,8 @@ try:
     from vitkernels.attention.pallas_flash.tpu import dispatch
     from vitkernels.bridge import pallas_op
 except (ImportError, UsageError) as error:  # jax is missing or holds the TPU
-    _unavailable, _flash = str(error), None
+    _unavailable: str | None = str(error)
+    _flash = None
 else:
     _unavailable = None
     _flash = pallas_op(dispatch.attend, vjp=dispatch.attend_vjp, name="pallas_flash", shard_batch=True)

@@ -46,7 +46,7 @@ class TritonFlash(AttentionBackend):
                 raise UsageError(message, code="attention.tiles", key=name, value=size)
         if not tiles:
             return self
-        return TritonFlash(tuple(int(n) for name in _PASSES for n in tiles.get(name, "0x0").split("x")))
+        return TritonFlash(tuple(int(n) for name in _PASSES for n in str(tiles.get(name, "0x0")).split("x")))
 
     def unavailable(self) -> str | None:
         return _MISSING

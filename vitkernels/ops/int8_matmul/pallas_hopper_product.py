@@ -4,6 +4,7 @@ Shape suffixes: M rows (tokens), K the inner dimension of a product, N its colum
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ def _compiled(M: int, N: int, K: int, out_dtype: torch.dtype, bias_dtype: torch.
     from vitkernels.ops.int8_matmul.pallas_hopper_kernel import ScaledProduct
     from vitkernels.ops.linear.pallas_hopper_launch import name_of, pairs_on
 
-    fields = M, N, K, "int8", pairs_on(device), name_of(out_dtype), bias_dtype and name_of(bias_dtype)
-    product = ScaledProduct.best(*fields) if tiling is None else ScaledProduct(*fields, tiling)
+    fields: Any = M, N, K, "int8", pairs_on(device), name_of(out_dtype), bias_dtype and name_of(bias_dtype)
+    kind: Any = ScaledProduct
+    product = kind.best(*fields) if tiling is None else kind(*fields, tiling)
     return Kernel(product, product.inputs())

@@ -23,5 +23,12 @@ def product(
     """
     bias_N = None if bias_N is None else bias_N.contiguous()
     if pallas_hopper_product.takes(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype):
-        return pallas_hopper_product.product(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype)
+        return pallas_hopper_product.product(
+            a_MK,
+            b_NK,
+            a_scale_M,  # type: ignore[arg-type]  # `takes` refuses None
+            b_scale_N,  # type: ignore[arg-type]
+            bias_N,
+            out_dtype,
+        )
     return triton_product.product(a_MK, b_NK.T, out_dtype, a_scale_M, b_scale_N, bias_N=bias_N)

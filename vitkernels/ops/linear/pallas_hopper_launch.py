@@ -4,13 +4,14 @@ Shape suffixes: M rows (tokens), K the inner dimension of a product, N its colum
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vitkernels.bridge.mosaic_gpu import Kernel
 from vitkernels.bridge.operator import aligned
-from vitkernels.ops.linear.pallas_hopper_kernel import HopperProduct, LinearProduct
+from vitkernels.ops.linear.pallas_hopper_kernel import LinearProduct
 
 
 def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
@@ -30,14 +31,14 @@ def launch_forward(
 ) -> None:
     """Fill the outputs, (M, N) each. options: the fields of `kind` beyond LinearProduct's."""
     biases = () if bias_N is None else (bias_N.float().contiguous(),)
-    kernel = compiled(kind, *x_MK.shape, weight_NK.shape[0], x_MK.dtype, x_MK.device, bool(biases), *options)
+    kernel = compiled(kind, *x_MK.shape, weight_NK.shape[0], x_MK.dtype, x_MK.device, bool(biases), *options)  # type: ignore[arg-type]
     kernel(aligned(x_MK), aligned(weight_NK), *biases, *outputs)
 
 
 @cache
-def compiled(kind: type[HopperProduct], M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
+def compiled(kind: Any, M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
     """Return the compiled kernel. options: the fields of `kind` beyond HopperProduct's."""
-    product = kind(M, N, K, name_of(dtype), pairs_on(device), *options)
+    product: Any = kind(M, N, K, name_of(dtype), pairs_on(device), *options)
     return Kernel(product, product.inputs())
 
 

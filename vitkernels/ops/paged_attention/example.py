@@ -12,6 +12,8 @@ key head in grouped-query attention, so they are passed as N query heads per key
 Shape suffixes: B streams, N tokens of a frame, C channels, H heads, D head dim, P pages, S tokens per page.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -62,7 +64,7 @@ class PagedCache:
 class StreamingAttention(nn.Module):
     """timm's Attention, sharing its parameters, over all frames that its streams have received."""
 
-    def __init__(self, attention: nn.Module, streams: int, pages: int, page_size: int, backend: str = "auto"):
+    def __init__(self, attention: Any, streams: int, pages: int, page_size: int, backend: str = "auto"):
         super().__init__()
         self.attention, self.backend = attention, backend
         weight = attention.qkv.weight
@@ -77,7 +79,7 @@ class StreamingAttention(nn.Module):
                 code="ops.paged_attention.mask",
             )
         B, N, C = x_BNC.shape
-        attention = self.attention
+        attention: Any = self.attention
         qkv = attention.qkv(x_BNC).view(B, N, 3, attention.num_heads, attention.head_dim)
         q_BHND, k_BHND, v_BHND = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         q_BHND, k_BHND = attention.q_norm(q_BHND), attention.k_norm(k_BHND)
@@ -100,9 +102,9 @@ class VideoStream:
     pages: the size of each layer's pool, shared by all streams.
     """
 
-    def __init__(self, vit: nn.Module, streams: int, pages: int, page_size: int = 16, backend: str = "auto"):
+    def __init__(self, vit: Any, streams: int, pages: int, page_size: int = 16, backend: str = "auto"):
         self.vit = vit.eval()
-        for block in vit.blocks:
+        for block in self.vit.blocks:
             block.attn = StreamingAttention(block.attn, streams, pages, page_size, backend)
 
     @torch.no_grad()
@@ -124,7 +126,7 @@ def main() -> None:
 
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    vit = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=4, num_heads=3, num_classes=0)
+    vit: Any = VisionTransformer(img_size=64, patch_size=8, embed_dim=192, depth=4, num_heads=3, num_classes=0)
     video = VideoStream(vit.to(device), streams=3, pages=40)
     for streams in ([0], [0, 1], [0, 1], [1]):
         features = video.push(torch.randn(len(streams), 3, 64, 64, device=device), streams)

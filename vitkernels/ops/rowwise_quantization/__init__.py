@@ -20,7 +20,7 @@ _COMPILED_WIDTH = 1024  # longest rows that Inductor holds in registers; it read
 if find_spec("triton"):
     from vitkernels.ops.rowwise_quantization import triton as rowwise_triton
 else:
-    rowwise_triton = None
+    rowwise_triton = None  # type: ignore[assignment]
 
 
 def quantize_rows(x_MC: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _transposed(q: Tensor) -> Tensor:
 def _sums(x_MC: Tensor, factor_M: Tensor | None, wanted: bool) -> Tensor:
     if not wanted:
         return x_MC.new_empty(0, dtype=torch.float32)
-    return (x_MC.float() * factor_M[:, None]).sum(0)
+    return (x_MC.float() * factor_M[:, None]).sum(0)  # type: ignore[index]  # callers that want sums pass it
 
 
 @_quantize_rows.register_fake

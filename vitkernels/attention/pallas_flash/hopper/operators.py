@@ -7,6 +7,7 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = 
 
 from dataclasses import dataclass
 from functools import cache, cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ class AttentionKernels:
     packed: bool  # q, k and v, and their gradients, share one array of 3 H heads
     device: torch.device
 
-    def _build(self, kind: type, schedule: Schedule | None) -> HopperKernel:
+    def _build(self, kind: type, schedule: Schedule | None) -> Any:
         return kind(
             batch=self.batch,
             heads=self.heads,
