@@ -95,3 +95,13 @@ def test_help_of_train__has_every_setting():
         for each in settings_of(group):
             assert f"  {prefix}{'*' if each.description.collects_rest else each.name}" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_help_of_train__may_be_cut_off_by_its_reader():
+    """`train.py --help | head` closes the pipe before all of the text is written."""
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait(60) == 0
+    process.stderr.close()

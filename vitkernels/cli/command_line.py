@@ -47,6 +47,9 @@ def run(main: Callable[[], None], config_dir: str) -> int:
         main()
     except (HydraException, OmegaConfBaseException) as error:
         return _failed(explained(error, config_dir))
+    except BrokenPipeError:  # the reader of --help, such as `head`, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         if job.write_pending_verdict(error):
             return 1
