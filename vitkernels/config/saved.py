@@ -104,7 +104,7 @@ def from_run(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     for key in kept:
         _copy(key.split("."), plain, merged)
     _keep_constant_rate(saved, merged, kept)
-    names = ", ".join(name for name in taken if name not in kept)
+    names = ", ".join(name for name in taken if name not in kept) if is_eval else "all but parallel, checkpoints, sweep"
     log.info("settings from %s: %s%s", run, names, f"; from the command line: {', '.join(kept)}" if kept else "")
     return OmegaConf.create(merged)
 
