@@ -8,9 +8,11 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 
-from vitkernels.cli import command_line
+from vitkernels.cli import command_line, wording
 from vitkernels.cli.known_settings import OPEN
 from vitkernels.cli.wording import explained, in_settings, no_setting, setting_of
+from vitkernels.config.schema import Config
+from vitkernels.config.setting import groups_of, settings_of
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError, unknown_name
 
 CONF = str(Path(__file__).resolve().parents[2] / "conf")
@@ -46,7 +48,7 @@ def test_run__library_error_names_the_setting(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert command_line.run(main, CONF) == 2
     line = capsys.readouterr().out
-    assert "'adamw'" in line and line.endswith("Set with optim.opt=...\n")
+    assert "'adamw'" in line and line.endswith("Setting: optim.opt=...\n")
 
 
 def test_run__current_folder_is_importable(monkeypatch, tmp_path):
@@ -127,14 +129,26 @@ def test_no_setting__suggests_plus_only_for_open_groups():
         (UsageError("no", code="registry.unsupported", op="attention"), "attn"),
         (UsageError("no", code="registry.unsupported", op="linear"), "ops.linear"),
         (UsageError("no", code="parallel.setting", setting="reshard"), "parallel.reshard"),
+        (UsageError("no", code="data.value", setting="hflip"), "data.hflip"),
+        (UsageError("no", code="models.op_option", option="keep_activation"), "ops.keep_activation"),
         (UsageError("no", code="plan.accum_steps"), "trainer.accum_steps"),
         (UsageError("no", code="config.range", setting="seed"), None),
-        (UsageError("no", code="data.bad_images"), None),
+        (UsageError("no", code="data.one_class"), None),
     ],
 )
 def test_in_settings__adds_the_setting(raised, setting):
     assert setting_of(raised) == setting
-    assert in_settings(raised).endswith(f"Set with {setting}=..." if setting else str(raised))
+    assert in_settings(raised).endswith(f"Setting: {setting}=..." if setting else str(raised))
+
+
+def test_in_settings__knows_codes_and_settings_that_exist():
+    source = "".join(path.read_text() for path in (Path(CONF).parent / "vitkernels").rglob("*.py"))
+    assert [code for code in wording._SETTING_OF_CODE if f'code="{code}"' not in source] == []
+    groups = groups_of(Config)
+    known = {*groups, *(each.name for each in settings_of(Config))}
+    known |= {f"{name}.{each.name}" for name, group in groups.items() for each in settings_of(group)}
+    for setting in (*wording._SETTING_OF_CODE.values(), *wording._SETTING_OF_KIND.values()):
+        assert setting.removesuffix(".NAME") in known or setting.startswith(("data.", "attn.")), setting
 
 
 def test_in_settings__leaves_a_message_that_names_the_setting():

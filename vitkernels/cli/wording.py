@@ -15,26 +15,50 @@ _IN_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
 # The setting that an error of the library is about: by its code, for unknown names by their kind.
 _SETTING_OF_CODE = {
     "attention.options": "attn.NAME",
+    "attention.tiles": "attn.tiles",
     "attention.unsupported_model": "attn",
+    "data.batch_size": "data.batch_size",
+    "data.in_chans": "model.in_chans",
+    "data.mixup": "data.mixup",
+    "data.root": "data.root",
+    "data.small_images": "data.small_images",
+    "data.splits": "data.root",
     "models.arguments": "model.kwargs.NAME",
+    "models.attention": "model.name",
+    "models.download": "model.pretrained",
+    "models.image_size": "model.img_size",
+    "models.tag": "model.name",
+    "models.weights_mismatch": "checkpoint",
+    "models.weights_missing": "checkpoint",
+    "models.weights_unreadable": "checkpoint",
     "optim.arguments": "optim.kwargs.NAME",
     "optim.import": "optim.opt",
     "optim.kernel": "ops.adamw",
     "parallel.cuda_graphs": "compile",
-    "parallel.send": "parallel.send",
     "parallel.host_memory": "parallel.send",
+    "parallel.send": "parallel.send",
     "parallel.world": "parallel",
     "plan.accum_steps": "trainer.accum_steps",
+    "quant.block_size": "quant.block_size",
+    "quant.scheme": "quant",
+    "runtime.compile_mode": "compile",
+    "runtime.precision": "runtime.precision",
+    "runtime.unavailable": "runtime",
 }
 _SETTING_OF_KIND = {
     "8-bit dtype": "quant.dtype",
     "attention backend": "attn",
+    "crop_mode": "data.crop_mode",
+    "interpolation": "data.interpolation",
+    "mixup mode": "data.mixup.mode",
+    "mixup setting": "data.mixup",
     "model": "model.name",
     "optimizer": "optim.opt",
     "optimizer kernel": "ops.adamw",
     "parallel strategy": "parallel",
     "precision": "runtime.precision",
     "runtime": "runtime",
+    "small_images": "data.small_images",
 }
 
 
@@ -43,7 +67,7 @@ def in_settings(error: UsageError) -> str:
     message, setting = str(error), setting_of(error)
     if setting is None or f"{setting}=" in message:
         return message
-    return f"{message.removesuffix('.')}. Set with {setting}=..."
+    return f"{message}{'' if message.endswith(('.', '?')) else '.'} Setting: {setting}=..."
 
 
 def setting_of(error: UsageError) -> str | None:
@@ -58,8 +82,10 @@ def setting_of(error: UsageError) -> str | None:
         return _SETTING_OF_KIND.get(kind) or of_op or of_strategy
     if error.code == "registry.unsupported":
         return "attn" if fields["op"] == "attention" else f"ops.{fields['op']}"
-    if error.code in ("parallel.setting", "parallel.value"):
-        return f"parallel.{fields['setting']}"
+    if error.code in ("data.value", "parallel.setting", "parallel.value"):
+        return f"{error.code.split('.')[0]}.{fields['setting']}"
+    if error.code == "models.op_option":
+        return f"ops.{fields['option'].replace('residual_dtype', 'residual_precision')}"
     return _SETTING_OF_CODE.get(error.code)
 
 
