@@ -1,4 +1,4 @@
-"""Every file in conf/ composes into settings that pass their checks, and names things that exist."""
+"""Every file in conf/ composes into valid settings and names objects that exist."""
 
 from pathlib import Path
 
@@ -20,14 +20,14 @@ FILES = sorted(p.relative_to(CONF).with_suffix("") for p in CONF.rglob("*.yaml")
 GROUPED = [str(path) for path in FILES if path.parts[0] != "hydra"]
 
 
-def test_settings_need_no_home(settings, monkeypatch):
+def test_defaults__need_no_home_folder(settings, monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert OmegaConf.to_container(settings(), resolve=True)["sweep"]["compile_cache"] == "~/.cache/vitkernels"
 
 
 @pytest.mark.parametrize("path", GROUPED)
-def test_each_option_composes(path, settings):
+def test_option__composes_and_passes_the_checks(path, settings):
     group, option = path.split("/")
     overrides = [f"{group}={option}"]
     if path == "model/timm":
@@ -50,12 +50,12 @@ def test_each_option_composes(path, settings):
     assert facts.parameters > 1e4 and facts.attention
 
 
-def test_each_backend_has_its_file_and_each_file_its_backend():
+def test_attention_backends__match_the_files_in_conf():
     assert {path.stem for path in (CONF / "attn").glob("*.yaml")} == set(attention.names())
 
 
 @pytest.mark.parametrize("path", [str(p) for p in FILES])
-def test_each_file_opens_with_an_explanation(path):
+def test_file__begins_with_an_explanation(path):
     lines = (CONF / f"{path}.yaml").read_text().splitlines()
     assert (
         any(line.startswith("# ") and "@package" not in line for line in lines[:3]) or path == "hydra/help/vitkernels"
@@ -97,7 +97,7 @@ def test_yaml_comment__is_the_schema_sentence(group):
             assert each.text in found[f"{prefix}{each.name}"], each.name
 
 
-def test_the_article_experiment_is_what_was_published(settings):
+def test_rise_of_pallas__matches_the_publication(settings):
     cfg = settings("experiment=rise_of_pallas", "attn=sdpa")
     assert (cfg.model.name, cfg.data.batch_size, cfg.optim.opt) == ("vit_b16_256", 128, "sgd")
     assert (cfg.data["items"], cfg.data.num_classes, cfg.runtime.precision) == (1_000_000, 1024, "auto")
@@ -105,7 +105,7 @@ def test_the_article_experiment_is_what_was_published(settings):
     assert (cfg.trainer.max_steps, cfg.trainer.warmup_steps, cfg.attn.name) == (100, 20, "sdpa")
 
 
-def test_a_model_named_alone_is_that_model(settings):
+def test_model_name__needs_no_group(settings):
     assert settings("model.name=vit_base_patch16_224").model.name == "vit_base_patch16_224"
     assert input_spec("vit_base_patch16_224") == (224, 3)
     assert input_spec("vit_digits") == (16, 1)

@@ -55,7 +55,6 @@ _SETTING_OF_KIND = {
     "model": "model.name",
     "optimizer": "optim.opt",
     "optimizer kernel": "ops.adamw",
-    "parallel strategy": "parallel",
     "precision": "runtime.precision",
     "runtime": "runtime",
     "small_images": "data.small_images",

@@ -13,13 +13,15 @@ import torch
 from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.bridge import hopper, lazy_target
 from vitkernels.errors import UsageError
+from vitkernels.registry.sources import missing_package
 
 # Imported here, not at the first call, because torch.compile would trace the import.
 try:
     from vitkernels.attention.pallas_flash.tpu import dispatch
     from vitkernels.bridge import pallas_op
 except (ImportError, UsageError) as error:  # jax is missing or holds the TPU
-    _unavailable: str | None = str(error)
+    _missing = missing_package(error) if isinstance(error, ModuleNotFoundError) else None  # names the extra to install
+    _unavailable: str | None = str(_missing or error)
     _flash = None
 else:
     _unavailable = None
