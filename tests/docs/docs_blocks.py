@@ -5,6 +5,7 @@ A fenced block of sh, console or python may follow one comment that says how it 
     <!-- run: SETTINGS -->            run it, with these settings appended to every command of train.py
     <!-- run slow: SETTINGS -->       the same, in a test marked slow
     <!-- run: "a" -> "b", ... -->     run a python block, with these replacements
+    <!-- file: NAME -->               write a python block to this file, for the page's later commands
     <!-- skip: REASON -->             neither run nor checked
 
 Without a comment, python blocks are compiled, and each command of a sh block is checked: settings are composed, options
@@ -19,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(
-    r"(?:^<!-- (?P<how>run|skip)(?P<slow> slow)?(?:: (?P<argument>.*?))? -->\n\n?)?"
+    r"(?:^<!-- (?P<how>run|skip|file)(?P<slow> slow)?(?:: (?P<argument>.*?))? -->\n\n?)?"
     r"^```(?P<language>sh|console|python)\n(?P<text>.*?)^```",
     re.MULTILINE | re.DOTALL,
 )
@@ -27,7 +28,7 @@ _BLOCK = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: where it is, and how it is tested ("run", "skip", or "check")."""
+    """One fenced block: where it is, and how it is tested ("run", "skip", "file", or "check")."""
 
     page: str
     line: int

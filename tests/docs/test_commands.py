@@ -97,7 +97,7 @@ def _check_console(arguments: list[str]) -> None:
     elif command == "eval":
         check_settings(["mode=eval", f"checkpoint={words[0]}", *words[1:]])
     else:
-        _check_options(ROOT / f"vitkernels/cli/{command}.py", words)
+        _check_options(ROOT / f"vitkernels/cli/{command.replace('-', '_')}.py", words)
 
 
 def _check_program(arguments: list[str]) -> None:
@@ -122,7 +122,7 @@ def _check_options(path: Path, words: list[str]) -> None:
 
 def _builds_on_page(block: Block) -> bool:
     """Return whether the block runs after the commands of its page; other examples run alone."""
-    return block.how == "run" and (block.language != "python" or bool(re.fullmatch(r"\S+", block.argument)))
+    return block.how == "file" or block.how == "run" and (block.language != "python" or bool(re.fullmatch(r"\S+", block.argument)))
 
 
 def _pages_that_run() -> list:
@@ -146,12 +146,15 @@ def test_commands__run_in_order(found, tmp_path):
 
 def run_block(block: Block, folder: Path) -> str:
     """Run a block in the folder and return what its commands print."""
+    if block.how == "file":
+        (folder / block.argument).write_text(block.text)
+        return ""
     if block.language == "python":
         run_python(block, folder)
         return ""
     output = ""
     for words in block.commands:
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         while re.fullmatch(r"[A-Z_]+=.*", words[0]):
             name, _, value = words.pop(0).partition("=")
             environment[name] = value
@@ -170,6 +173,8 @@ def _in_checkout(words: list[str], settings: list[str]) -> list[str]:
         return [sys.executable, str(ROOT / "train.py"), *kept, *([] if "--help" in arguments else settings)]
     if program == "python":
         return [sys.executable, *arguments]
+    if program == "vitkernels":
+        return [sys.executable, "-m", "vitkernels", *arguments]
     return [str(ROOT / program), *arguments]
 
 
@@ -217,7 +222,7 @@ def without_figures(line: str) -> str:
 def test_marks__belong_to_blocks():
     """A misspelled mark would leave its block unmarked."""
     marks = [f"{page.name}: {line}" for page in pages() for line in page.read_text().splitlines()
-             if re.match(r"<!-- *(run|skip|check)\b", line)]  # fmt: skip
+             if re.match(r"<!-- *(run|skip|check|file)\b", line)]  # fmt: skip
     assert len(marks) == sum(block.how != "check" for block in BLOCKS)
 
 

@@ -1,4 +1,4 @@
-"""The `vitkernels` command: train, eval, doctor and tune."""
+"""The `vitkernels` command: train, eval, doctor, tune and tpu-estimate."""
 
 import difflib
 import importlib.util
@@ -15,6 +15,7 @@ USAGE = """usage: vitkernels COMMAND ...
   eval RUN [SETTING=VALUE ...]    evaluate a run, a checkpoint or a file of weights
   doctor                          print versions, devices and the backends that run on this machine
   tune [--model NAME ...]         measure the backends of each op on this GPU, for backend="auto"
+  tpu-estimate ...                estimate a kernel or a training step on a TPU, without a TPU
 
   --version                       print the version
 """
@@ -96,6 +97,13 @@ def tune(words: list[str]) -> None:
     run(words)
 
 
+def tpu_estimate(words: list[str]) -> int:
+    """Estimate a kernel or a training step on a TPU."""
+    from vitkernels.cli.tpu_estimate import main as run
+
+    return run(words)
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "train": train, "eval": evaluate, "doctor": doctor, "tune": tune,
+    "train": train, "eval": evaluate, "doctor": doctor, "tune": tune, "tpu-estimate": tpu_estimate,
 }  # fmt: skip

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from vitkernels.errors import UsageError
-from vitkernels.tpu_estimate import chips, compiler, dump
+from vitkernels.tpu_estimate import chips, compiler, dump, flops, refusals
 
 _FLAGS = (
     "--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_emit_annotations=true "
     "--xla_jf_dump_llo_pass_label_regex=post-ra|utilization"
 )
-_LOG = "compiler_output.log"
+_LOG, _ERROR = "compiler_output.log", "compiler_error.json"
 
 
 def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout: float = 900) -> dump.CompilationDump:
@@ -37,7 +37,9 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
             `compiler.compile_hlo` (a serialized module, its aliases, ...).
         timeout: seconds.
 
-    Raises UsageError (code tpu_estimate.compile or tpu_estimate.timeout) with the end of the compiler's message.
+    Raises UsageError with the end of the compiler's message: code tpu_estimate.compile, its field `reason` in one line,
+    tpu_estimate.vmem if the program needs more VMEM than there is, or tpu_estimate.timeout. A UsageError of `build` is
+    raised here as it is.
     """
     flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_FLAGS.format(folder=folder)}".strip()
     environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"}
@@ -53,11 +55,22 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
         message = f"{build}{arguments}: compilation takes longer than {timeout:g} s"
         raise UsageError(message, code="tpu_estimate.timeout", timeout=timeout)
     if status != "0":
-        output = Path(folder, _LOG)
-        end = output.read_text(errors="replace")[-2000:] if output.exists() else "the compiling process did not start"
-        message = f"{build}{arguments} does not compile for {chip} (status {status or 'unknown'}):\n{end}"
-        raise UsageError(message, code="tpu_estimate.compile", chip=chip, build=build)
+        raise _failure(folder, f"{build}{arguments}", chip, status)
     return dump.CompilationDump(folder, chips.chip(chip))
+
+
+def _failure(folder: Path, what: str, chip: str, status: str) -> UsageError:
+    """Return the error of a process that ended with this status."""
+    output, errors = folder / _LOG, folder / _ERROR
+    raised = json.loads(errors.read_text()) if errors.exists() else {}
+    if "code" in raised:
+        return UsageError(raised["message"], code=raised["code"], **raised["fields"])
+    end = output.read_text(errors="replace")[-2000:] if output.exists() else "the compiling process did not start"
+    message = f"{what} does not compile for {chip} (status {status or 'unknown'}):\n{end}"
+    reason = refusals.one_line(raised.get("message") or end)
+    if needed := refusals.vmem_needed(raised.get("message", "")):
+        return UsageError(message, code="tpu_estimate.vmem", chip=chip, reason=reason, **needed)
+    return UsageError(message, code="tpu_estimate.compile", chip=chip, reason=reason)
 
 
 @cache
@@ -95,11 +108,19 @@ def _run_job(folder, chip, build, arguments, timeout, environment, path) -> None
     try:
         _compile(Path(folder), chip, build, arguments)
         status = 0
-    except BaseException:
+    except BaseException as error:
         traceback.print_exc()
+        Path(folder, _ERROR).write_text(json.dumps(_described(error)))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+def _described(error: BaseException) -> dict:
+    """Return the message of an error, and the code and fields of a UsageError."""
+    if isinstance(error, UsageError):
+        return {"message": str(error), "code": error.code, "fields": error.fields}
+    return {"message": f"{type(error).__name__}: {error}"}
 
 
 def _compile(folder: Path, chip: str, build: str, arguments: list) -> None:
@@ -109,7 +130,9 @@ def _compile(folder: Path, chip: str, build: str, arguments: list) -> None:
     if isinstance(built[0], bytes):
         executable = compiler.compile_hlo(built[0], chip, *built[1:])
     else:
-        executable = compiler.compile_jax(*built, chip=chip).runtime_executable()  # type: ignore[misc]  # built has no chip
+        traced = compiler.trace_jax(*built, chip=chip)  # type: ignore[misc]  # built has no chip
+        (folder / dump.FLOPS).write_text(json.dumps(flops.matrix_flops(traced.jaxpr)))
+        executable = traced.lower().compile().runtime_executable()
     analysis = executable.get_compiled_memory_stats()
     kinds = ("argument", "output", "temp", "alias", "generated_code")
     memory = {kind: getattr(analysis, f"{kind}_size_in_bytes") for kind in kinds}

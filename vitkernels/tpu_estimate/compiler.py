@@ -40,19 +40,25 @@ def device(chip: str = "v5e"):
 def compile_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
     """Compile `function` of jax.ShapeDtypeStructs for the chip; return a jax.stages.Compiled that cannot be called.
 
+    The arguments are those of `trace_jax`. Raises whatever the compiler raises.
+    """
+    return trace_jax(function, shapes, own_layouts, chip).lower().compile()
+
+
+def trace_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
+    """Trace `function` of jax.ShapeDtypeStructs for the chip; return a jax.stages.Traced.
+
     Args:
         own_layouts: let the compiler choose the layouts of arguments and results, as it does between the layers of a
             model. Otherwise they have XLA's default layouts, which for (B, N, E) with an odd N puts N outermost, so
             that copies are added at both ends.
-
-    Raises whatever the compiler raises.
     """
     from jax.experimental.layout import Format, Layout
 
     sharding = jax.sharding.SingleDeviceSharding(device(chip))
     placed = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding), shapes)
     edges = Format(Layout.AUTO, sharding) if own_layouts else None
-    return jax.jit(function, in_shardings=edges, out_shardings=edges).trace(*placed).lower().compile()
+    return jax.jit(function, in_shardings=edges, out_shardings=edges).trace(*placed)
 
 
 def compile_hlo(module: bytes, chip: str = "v5e", aliases: dict[int, int] | None = None, own_layouts: bool = False):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from vitkernels.tpu_estimate.chips import CHIPS, Chip
 
-MODULE, MEMORY = "compiled_module.hlo", "compiled_memory.json"
+MODULE, MEMORY, FLOPS = "compiled_module.hlo", "compiled_memory.json", "matrix_flops.json"
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,12 @@ class CompilationDump:
         Aliased bytes are counted in both argument and output.
         """
         return json.loads((self.folder / MEMORY).read_text())
+
+    @property
+    def matrix_flops(self) -> int | None:
+        """Return the FLOPs of the matrix products, or None for a program that was not built from JAX."""
+        path = self.folder / FLOPS
+        return json.loads(path.read_text()) if path.exists() else None
 
     def text(self, operation: str, stage: str) -> str | None:
         """Return the dump of an HLO operation at a stage, or None if there is none or the file is ambiguous."""

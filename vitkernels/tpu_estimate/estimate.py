@@ -45,6 +45,7 @@ class ProgramEstimate:
     untimed: list[str] = field(default_factory=list)  # operations without a readable schedule
     memory: dict[str, int] = field(default_factory=dict)  # HBM bytes, see CompilationDump.memory
     chip: Chip = CHIPS["v5e"]
+    matrix_flops: int | None = None  # of a JAX program, see flops.py
     note: str = ""  # such as the block sizes that were chosen
 
     @property
@@ -106,7 +107,8 @@ class _BackgroundCopies:
 def estimate_program(dump: CompilationDump) -> ProgramEstimate:
     """Return the estimate of the program that `compile_process.compile_in` compiled."""
     operations = operations_that_run(dump.module)
-    program, copies = ProgramEstimate(memory=dump.memory, chip=dump.chip), _BackgroundCopies(dump.chip)
+    program = ProgramEstimate(memory=dump.memory, chip=dump.chip, matrix_flops=dump.matrix_flops)
+    copies = _BackgroundCopies(dump.chip)
     kernels = _kernels(dump, operations)
     for operation in operations:
         if operation.kind in ("copy-start", "slice-start"):

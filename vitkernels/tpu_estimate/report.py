@@ -140,6 +140,13 @@ def caveat(chip: Chip) -> str:
     )
 
 
+def trust(chip: Chip) -> str:
+    """Return in one line how far an estimate for the chip can be trusted."""
+    ratios = [case.ratio for case in PUBLISHED]
+    known = f"{len(ratios)} published timings of v5e: estimate / published is {min(ratios):.2f} to {max(ratios):.2f}."
+    return known if chip.validated else f"{known} NOT VALIDATED for {chip.name}."
+
+
 def validation(chip: Chip = CHIPS["v5e"]) -> str:
     """Return the caveat, and a table of estimates next to timings published for a real v5e."""
     lines = [caveat(chip), "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]

@@ -1,0 +1,115 @@
+"""`vitkernels tpu-estimate`: times on a TPU from the schedule that libtpu's compiler writes, without a TPU.
+
+    vitkernels tpu-estimate my_kernels:attention --shapes bf16[128,197,64],bf16[128,197,64]   # a kernel of yours
+    vitkernels tpu-estimate my_kernels:attention --shapes ... --tune block_q=128,256 block_k=128,256
+
+Every time is an ESTIMATE. A kernel is a function of JAX arrays that calls pallas_call; it is imported from the current
+folder or from an installed package. Needs libtpu: pip install "vitkernels[tpu]" (Linux x86-64).
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from vitkernels.errors import UsageError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run `vitkernels tpu-estimate`; return its exit status."""
+    options = _parser().parse_intermixed_args(arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # for a kernel in the user's own module
+    try:
+        _checked(options)
+        return estimate_kernel(options)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="vitkernels tpu-estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", nargs="+", metavar="MODULE:FUNCTION", help="the kernel")
+    parser.add_argument("--chip", default="v5e", metavar="NAME,...", help="v5e, v5p, v6e, or several (default: v5e)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="of a kernel's compilation")
+    parser.add_argument("--shapes", metavar="DTYPE[N,...],...", help="the kernel's arrays, such as bf16[128,197,64]")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="keyword arguments of the kernel")
+    parser.add_argument(
+        "--tune", nargs="+", default=[], metavar="NAME=V1,V2", help="try all combinations of these keyword arguments"
+    )
+    return parser
+
+
+def _checked(options: argparse.Namespace) -> None:
+    """Replace the names of chips by their facts; raise UsageError for what cannot work, before any compilation."""
+    from vitkernels.tpu_estimate import chips, compiler
+
+    options.chips = [chips.chip(name) for name in options.chip.split(",")]
+    if (reason := compiler.unavailable()) is not None:
+        raise UsageError(reason, code="tpu_estimate.no_libtpu")
+
+
+def estimate_kernel(options: argparse.Namespace) -> int:
+    """Print the estimate of a user's kernel on each chip, or of all combinations to tune."""
+    from vitkernels.tpu_estimate import report, user_kernel
+
+    (target, *more) = options.words
+    if more:
+        message = f"unexpected {more[0]!r}; keyword arguments of the kernel follow --set or --tune"
+        raise UsageError(message, code="tpu_estimate.words", word=more[0])
+    if ":" not in target:
+        message = f"{target!r}: expected MODULE:FUNCTION, such as my_kernels:attention"
+        raise UsageError(message, code="tpu_estimate.target", target=target)
+    if options.shapes is None:
+        message = "--shapes is missing: the arrays of the kernel, such as --shapes bf16[128,197,64],f32[64]"
+        raise UsageError(message, code="tpu_estimate.shapes", shapes=None)
+    shapes = user_kernel.parse_shapes(options.shapes)
+    fixed = {name: values[0] for name, values in user_kernel.parse_keywords(options.set).items()}
+    tuned = user_kernel.combinations(user_kernel.parse_keywords(options.tune))
+    found: list[dict[str, Any]] = []
+    for chip in options.chips:
+        rows = []
+        for keywords in tuned:
+            arguments = fixed | keywords
+            try:
+                program = user_kernel.estimate(target, shapes, arguments, chip, options.timeout)
+            except UsageError as error:
+                if not options.tune or error.code not in _REFUSED:
+                    raise
+                note = ", ".join(f"{name}={value}" for name, value in arguments.items())
+                rows.append({"label": "ESTIMATE", "chip": chip.name, "arguments": note, "error": _reason(error)})
+                print(f"{note}: {rows[-1]['error'][:160]}", file=sys.stderr, flush=True)
+                continue
+            rows.append(user_kernel.facts(program))
+            if options.tune:
+                print(f"{program.note}: {program.estimate_ms:.4f} ms", file=sys.stderr, flush=True)
+        what = f"{target} {options.shapes}"
+        if options.tune:
+            print(f"ESTIMATES for TPU {chip.name} (no TPU was used): {what}\n\n{user_kernel.tuning_table(rows)}\n")
+        else:
+            print(user_kernel.text(rows[0], what), end="\n\n")
+        found += rows
+    print("\n".join({report.trust(chip): None for chip in options.chips}))
+    if options.json is not None:
+        document = {"label": "ESTIMATE", "kernel": target, "shapes": options.shapes, "rows": found}
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+    return 2 if all("error" in row for row in found) else 0
+
+
+_REFUSED = ("tpu_estimate.compile", "tpu_estimate.vmem", "tpu_estimate.timeout", "tpu_estimate.call")
+
+
+def _reason(error: UsageError) -> str:
+    if error.code == "tpu_estimate.vmem":
+        return str(error).partition(" is ")[2].partition(";")[0]
+    return error.fields.get("reason") or str(error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
