@@ -122,7 +122,9 @@ def _check_options(path: Path, words: list[str]) -> None:
 
 def _builds_on_page(block: Block) -> bool:
     """Return whether the block runs after the commands of its page; other examples run alone."""
-    return block.how == "file" or block.how == "run" and (block.language != "python" or bool(re.fullmatch(r"\S+", block.argument)))
+    return block.how == "file" or (
+        block.how == "run" and (block.language != "python" or bool(re.fullmatch(r"\S+", block.argument)))
+    )
 
 
 def _pages_that_run() -> list:

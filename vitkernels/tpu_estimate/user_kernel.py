@@ -47,7 +47,7 @@ def parse_keywords(words: list[str]) -> dict[str, list[Any]]:
     for word in words:
         name, equals, values = word.partition("=")
         if not equals or not name.isidentifier() or not values:
-            message = f"{word!r}: expected NAME=VALUE,... with a keyword argument of the kernel, such as block_q=128,256"
+            message = f"{word!r}: expected NAME=VALUE,... with a keyword argument, such as block_q=128,256"
             raise UsageError(message, code="tpu_estimate.keyword", word=word)
         found[name] = [_literal(value) for value in re.split(r",(?![^(\[]*[)\]])", values)]
     return found
@@ -95,7 +95,8 @@ def _in_terms_of(target: str, keywords: dict, chip: Chip, error: UsageError) -> 
     call = f"{target}({', '.join(f'{name}={value}' for name, value in keywords.items())})"
     if error.code == "tpu_estimate.vmem":
         sizes = [error.fields[key] / 2**20 for key in ("needed_bytes", "limit_bytes")]
-        message = f"{call} is out of VMEM on {chip.name}: it needs at least {sizes[0]:.2f} of {sizes[1]:.2f} MiB; take smaller blocks"
+        needs = f"it needs at least {sizes[0]:.2f} of {sizes[1]:.2f} MiB; take smaller blocks"
+        message = f"{call} is out of VMEM on {chip.name}: {needs}"
     elif error.code == "tpu_estimate.compile":
         message = f"{call} does not compile for {chip.name}: {error.fields['reason']}"
     elif error.code == "tpu_estimate.timeout":
