@@ -1,14 +1,16 @@
 """Estimate attention on a TPU: pallas_flash, XLA's own attention, JAX's kernels, and every registered backend.
 
-`pallas_flash` and `xla` map a packed qkv (B, N, 3E) to (B, N, E), so XLA pays for the copies between these and its own
-layouts. `xla_apart` gets q, k and v as (B, H, N, D) and returns that shape: no such copies are counted, as if the
-layers around it used XLA's layouts at no cost. XLA attention in a real module lies between the two. `jax_flash` and
-`jax_splash` are JAX's own kernels, also with separate q, k and v, in their best block sizes (jax_attention.py). Every
-other attention backend maps a packed qkv as in training, and is recorded as a torch_xla graph (record_attention.py).
+`pallas_flash` and `xla` map a packed qkv (B, N, 3E) to (B, N, E), so XLA pays for the copies to and from its own
+layouts. `xla_apart` takes q, k and v as (B, H, N, D) and returns the same shape, so no copies are counted: it assumes
+that the surrounding layers use XLA's layouts at no cost. XLA attention in a real module falls between the two.
+`jax_flash` and `jax_splash` are JAX's own kernels, also with separate q, k and v, at their best block sizes
+(jax_attention.py). Every other attention backend maps a packed qkv as in training, and is recorded as a torch_xla graph
+(record_attention.py).
 
-Arguments and results have the layouts that suit the contender best (`own_layouts` of compiler.compile_jax). The pass
-`with projections` is forward and backward of x (B, N, E) through the qkv projection, attention and the output
-projection: a contender then gets the layouts that XLA's matmuls can write, and pays for the copies that remain.
+The compiler chooses the layouts of arguments and results to suit the contender (`own_layouts` of
+compiler.compile_jax). The `with projections` pass runs x (B, N, E) forward and backward through the qkv projection,
+attention and the output projection: each contender then gets layouts that XLA's matmuls can write, and pays for the
+remaining copies.
 
 Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D.
 """
@@ -36,9 +38,9 @@ def contenders() -> tuple[str, ...]:
 
 
 def build(contender: str, pass_name: str, batch: int, heads: int, tokens: int, head_dim: int, blocks=(), chip="v5e"):
-    """Return one pass of a contender in bfloat16, as the arguments of `compile_jax`, or of `compile_hlo` if recorded.
+    """Return one bfloat16 pass of a contender, as the arguments of `compile_jax`, or of `compile_hlo` if recorded.
 
-    A pass with backward returns the gradients too.
+    Passes that include backward also return the gradients.
 
     Args:
         blocks: block sizes for JAX's kernels, one of `jax_attention.candidates`.
@@ -104,7 +106,7 @@ def _projected_apart(attend, x_BNE, w_E3HD, w_HDE):
 
 
 def _softmax_attention(q_BHND, k_BHND, v_BHND):
-    """Return what jax.nn.dot_product_attention(implementation="xla") computes, which has the same estimate."""
+    """Compute the same as jax.nn.dot_product_attention(implementation="xla"), which has the same estimate."""
     s = jax.numpy.einsum("bhqd,bhkd->bhqk", q_BHND, k_BHND, preferred_element_type="float32")
     p = jax.nn.softmax(s * q_BHND.shape[-1] ** -0.5, axis=-1).astype(q_BHND.dtype)
     return jax.numpy.einsum("bhqk,bhkd->bhqd", p, v_BHND)
@@ -127,8 +129,8 @@ def estimate(
 ) -> ProgramEstimate:
     """Return the estimate of one pass of a contender at the shape (B, H, N, D).
 
-    JAX's kernels are estimated in all candidate block sizes, and the fastest counts. Raises UsageError if the contender
-    does not compile.
+    JAX's kernels are estimated at every candidate block size; the fastest is returned. Raises UsageError if the
+    contender does not compile.
     """
     if contender not in jax_attention.CONTENDERS:
         program = _estimate(contender, pass_name, shape, (), chip)
@@ -142,7 +144,7 @@ def estimate(
         except UsageError as error:
             refusals.append(f"{blocks}: {str(error).strip().splitlines()[-1]}")
     if not programs:
-        message = f"{contender} does not compile for {shape} in any block sizes: {'; '.join(refusals)}"
+        message = f"{contender} does not compile for {shape} at any block size: {'; '.join(refusals)}"
         raise UsageError(message, code="tpu_estimate.compile", contender=contender, shape=shape)
     blocks = min(programs, key=lambda blocks: programs[blocks].estimate_ms)
     programs[blocks].note = f"blocks of {blocks[0]} images, {blocks[1]} tokens"
@@ -150,7 +152,7 @@ def estimate(
 
 
 def pallas_flash_plan(shape: tuple[int, int, int, int], chip: Chip):
-    """Return the block plan that pallas_flash uses; it says whether the rule or the table chose it."""
+    """Return the block plan that pallas_flash uses; its `source` is the rule or the table."""
     from dataclasses import replace
 
     from vitkernels.attention.pallas_flash.tpu import block_plans
@@ -165,7 +167,7 @@ def _estimate(contender: str, pass_name: str, shape: tuple, blocks: tuple, chip:
         dump = compile_in(Path(folder), f"{__name__}:build", *arguments, chip=chip.name)
         program = estimate_program(dump)
     kernels = [o.name for o in program.operations if o.kind == "tpu_custom_call" and o.name in program.untimed]
-    if kernels:  # XLA has no estimate for custom calls, so the sum would leave out the attention kernel
+    if kernels:  # XLA has no estimate for custom calls, so the sum would omit the attention kernel
         message = f"no readable schedule of {', '.join(kernels)}"
         raise UsageError(message, code="tpu_estimate.unreadable_schedule", operations=kernels)
     return program

@@ -1,4 +1,4 @@
-"""Parse libtpu's schedule dumps: VLIW bundles, the units that each one uses, and their scalar instructions.
+"""Parse libtpu's schedule dumps: VLIW bundles, the functional units each bundle uses, and its scalar instructions.
 
 A name such as `%s12_s3` means value s12, held in register s3. Vector instructions are left out: they take the cycle of
 their bundle and affect no branch or copy.
@@ -33,7 +33,7 @@ def parse_bundles(text: str) -> list[tuple[str, ...]]:
 
 
 def parse_utilization(text: str) -> tuple[dict[str, int], list[list[int]]]:
-    """Return ({unit: number of them}, the number of each unit that each bundle uses)."""
+    """Return {unit: count on the chip}, and for each bundle the count of each unit that it uses."""
     names, capacities, rows = [], [], []
     for line in text.splitlines():
         if "MXU" in line:
@@ -80,7 +80,7 @@ _COMPARISONS = {name: getattr(operator, name) for name in ("lt", "le", "gt", "ge
 
 
 def _function(opcode: str) -> Callable | None:
-    """Return what a scalar opcode computes from its operands, or None for an unknown one."""
+    """Return the function that a scalar opcode computes, or None if the opcode is unknown."""
     name, *suffixes = opcode.split(".")
     if name in ("smov", "int_to_ptr"):
         return lambda a: a
@@ -107,7 +107,7 @@ class ScalarInstruction:
     name: str | None  # the value it defines, as the dump names it
     target: int | None
     function: Any  # a Callable, or None for an instruction that computes nothing
-    operands: list[list[int]]  # slots; those of one operand are added up
+    operands: list[list[int]]  # the slots of each operand; their values are summed
     predicate: int | None = None
     wanted: bool = True  # the value of the predicate at which the instruction runs
     sources: tuple[str, ...] = ()  # the values that it reads
@@ -266,6 +266,6 @@ def relevant(program: list[list[ScalarInstruction]]) -> tuple[list[list[ScalarIn
             pending += writers.get(name, [])
         if instruction.opcode == "sld":
             pending += stores
-        if instruction.opcode.startswith("sdivrem"):  # all its results leave the queue, used or not
+        if instruction.opcode.startswith("sdivrem"):  # all its results are popped from the queue, used or not
             pending += [i for i in results if instruction.name in i.sources]
     return [[i for i in bundle if id(i) in kept and i.opcode != "sphi"] for bundle in program], unknown

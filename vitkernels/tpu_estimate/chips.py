@@ -1,7 +1,7 @@
-"""TPU chips that estimates can be made for, and the published figures that estimates are computed with.
+"""The TPU chips that can be estimated, and the published figures that the estimates use.
 
 Sources: cloud.google.com/tpu/docs/v5e, /v5p and /v6e (bf16 peak, HBM size and bandwidth, cores per chip). The clock is
-the one at which the matrix units reach the peak: 4 units of 128² at 1.5 GHz are 197 Tflop/s.
+the frequency at which the matrix units reach the peak: 4 units of 128² at 1.5 GHz are 197 Tflop/s.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Chip:
     hbm_bandwidth: float
     hbm_bytes: int
     peak_flops: float  # bfloat16
-    cores: int = 1  # the compiler splits a program's operations among them where it can
+    cores: int = 1  # the compiler splits a program's operations across them where it can
     validated: bool = False  # whether estimates for this chip were compared with published timings
 
     @property
@@ -38,7 +38,7 @@ CHIPS = {
 
 
 def chip(name: str) -> Chip:
-    """Return the chip of that name; raise UsageError with the choices if there is none."""
+    """Return the chip with this name; raise UsageError with the choices if the name is unknown."""
     if name not in CHIPS:
         raise unknown_name("TPU", name, CHIPS)
     return CHIPS[name]

@@ -44,15 +44,15 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
     flags = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {_FLAGS.format(folder=folder)}".strip()
     environment = os.environ | {"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"}
     job = {"folder": str(folder), "chip": chip, "build": build, "arguments": arguments, "timeout": timeout}
-    if _server().poll() is not None:  # killed, for instance for want of memory
+    if _server().poll() is not None:  # for example killed for exceeding memory
         _server.cache_clear()
     server = _server()
-    # The path makes everything importable that this process can import.
+    # With sys.path, the child can import everything that this process can.
     print(json.dumps(job | {"environment": environment, "path": sys.path}), file=server.stdin, flush=True)
     assert server.stdout is not None  # a pipe
     status = server.stdout.readline().strip()
     if status == str(-signal.SIGALRM):
-        message = f"{build}{arguments}: compilation takes longer than {timeout:g} s"
+        message = f"{build}{arguments}: compilation took longer than {timeout:g} s"
         raise UsageError(message, code="tpu_estimate.timeout", timeout=timeout)
     if status != "0":
         raise _failure(folder, f"{build}{arguments}", chip, status)
@@ -60,12 +60,12 @@ def compile_in(folder: Path, build: str, *arguments, chip: str = "v5e", timeout:
 
 
 def _failure(folder: Path, what: str, chip: str, status: str) -> UsageError:
-    """Return the error of a process that ended with this status."""
+    """Return the error to raise for a process that exited with this status."""
     output, errors = folder / _LOG, folder / _ERROR
     raised = json.loads(errors.read_text()) if errors.exists() else {}
     if "code" in raised:
         return UsageError(raised["message"], code=raised["code"], **raised["fields"])
-    end = output.read_text(errors="replace")[-2000:] if output.exists() else "the compiling process did not start"
+    end = output.read_text(errors="replace")[-2000:] if output.exists() else "the compilation process did not start"
     message = f"{what} does not compile for {chip} (status {status or 'unknown'}):\n{end}"
     reason = refusals.one_line(raised.get("message") or end)
     if needed := refusals.vmem_needed(raised.get("message", "")):
@@ -75,18 +75,18 @@ def _failure(folder: Path, what: str, chip: str, status: str) -> UsageError:
 
 @cache
 def _server() -> subprocess.Popen:
-    """Start the process that compilations are forked from; it ends with this one."""
+    """Start the server that forks a process per compilation; it exits when this process does."""
     modules = os.pathsep.join(path for path in sys.path if path)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": modules}
     # -W ignore: JAX warns that forking is unsafe with threads, but has not started any yet.
     command = [sys.executable, "-W", "ignore", "-m", __name__]
     server = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    atexit.register(server.communicate)  # closes its input
+    atexit.register(server.communicate)  # closing its stdin ends it
     return server
 
 
 def _serve() -> None:
-    """Answer each job, a line of JSON, with the exit status of its process: -N if signal N ended it."""
+    """Read one job per line of JSON, and reply with the exit status of its process: -N if killed by signal N."""
     for line in sys.stdin:
         if (child := os.fork()) == 0:
             _run_job(**json.loads(line))
@@ -95,7 +95,7 @@ def _serve() -> None:
 
 
 def _run_job(folder, chip, build, arguments, timeout, environment, path) -> None:
-    """Compile in the forked process, and end it."""
+    """Compile in the forked process, then exit it."""
     log = os.open(Path(folder, _LOG), os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)

@@ -1,7 +1,7 @@
 """Compile for a TPU without a TPU: libtpu's own compiler, Mosaic included, on a compile-only device description.
 
-A kernel that exceeds VMEM, or that uses what Mosaic does not support, fails here as it would on the chip. Needs the
-libtpu wheel (the tpu extra, Linux x86-64). Nothing is executed, so times and memory sizes are estimates.
+A kernel that exceeds VMEM, or that uses a feature Mosaic does not support, fails here as it would on the chip. Requires
+the libtpu wheel (the tpu extra, Linux x86-64). Nothing is executed, so times and memory sizes are estimates.
 """
 
 import importlib.util
@@ -29,7 +29,7 @@ def device(chip: str = "v5e"):
         raise UsageError(reason, code="tpu_estimate.no_libtpu")
     from jax.experimental import topologies
 
-    # Without this, libtpu queries the cloud's metadata server for the slice of this machine until it times out.
+    # Without this, libtpu queries the cloud metadata server for this machine's slice until the request times out.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # no chip is opened, so no lock on it is needed
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
@@ -38,7 +38,7 @@ def device(chip: str = "v5e"):
 
 
 def compile_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
-    """Compile `function` of jax.ShapeDtypeStructs for the chip; return a jax.stages.Compiled that cannot be called.
+    """Compile `function` for the chip, given jax.ShapeDtypeStructs; return a jax.stages.Compiled that cannot be called.
 
     The arguments are those of `trace_jax`. Raises whatever the compiler raises.
     """
@@ -46,12 +46,12 @@ def compile_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
 
 
 def trace_jax(function, shapes, own_layouts: bool = False, chip: str = "v5e"):
-    """Trace `function` of jax.ShapeDtypeStructs for the chip; return a jax.stages.Traced.
+    """Trace `function` for the chip, given jax.ShapeDtypeStructs; return a jax.stages.Traced.
 
     Args:
         own_layouts: let the compiler choose the layouts of arguments and results, as it does between the layers of a
-            model. Otherwise they have XLA's default layouts, which for (B, N, E) with an odd N puts N outermost, so
-            that copies are added at both ends.
+            model. Otherwise they have XLA's default layouts: for (B, N, E) with an odd N, N is outermost, which adds
+            copies at both ends.
     """
     from jax.experimental.layout import Format, Layout
 

@@ -1,4 +1,4 @@
-"""Read the folder of files that one compilation leaves: the optimized module, its memory, and kernel schedules."""
+"""Read the files that one compilation writes: the optimized module, its memory sizes, and the kernels' schedules."""
 
 import json
 import re
@@ -46,7 +46,7 @@ class CompilationDump:
 
     @cached_property
     def _files(self) -> dict[tuple[str, str], Path]:
-        """The files by operation and stage; they are named TIME-OPERATION-NN-STAGE.txt."""
+        """Return the files by operation and stage; their names are TIME-OPERATION-NN-STAGE.txt."""
         found = {}
         for path in sorted(self.folder.iterdir(), reverse=True):
             if name := re.fullmatch(r"\d+-(.+?)-\d{2,3}-(.+)\.txt", path.name):
@@ -55,6 +55,6 @@ class CompilationDump:
 
     @cached_property
     def _shortened(self) -> dict[tuple[str, str], Path]:
-        """The files by the start of the operation's name; libtpu shortens names too long for a file and adds a hash."""
+        """Return the files whose operation names libtpu truncated and hashed, by the start of the operation's name."""
         files = {(re.fullmatch(r"(.+)-\d{15,}", name), stage): path for (name, stage), path in self._files.items()}
         return {(name[1], stage): path for (name, stage), path in files.items() if name}

@@ -1,10 +1,10 @@
-"""Estimate the time of a compiled program from its operations, in the compiler's order, each from its schedule.
+"""Estimate the time of a compiled program from the schedules of its operations, in the compiler's order.
 
 An operation takes the time of its own schedule (see simulate.py), or of the same kernel elsewhere in the program. An
-operation without a readable schedule takes XLA's own `estimated_cycles`, or nothing, and is listed in `untimed`. Copies
-that XLA starts early (copy-start, slice-start) use the HBM while the operations in between do not; the matching done
-operation waits for the rest. Copies that XLA starts before the program itself (cross-program prefetch) cost nothing
-here, as they would in a loop of steps.
+operation without a readable schedule takes XLA's own `estimated_cycles`, or zero if XLA has none, and is listed in
+`untimed`. Copies that XLA starts early (copy-start, slice-start) use the HBM while the operations in between do not;
+the matching done operation waits for the rest. Copies that XLA starts before the program itself (cross-program
+prefetch) are free here, as they are in a loop of steps.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Parse the text of an optimized HLO module: the operations that run, in order, and which of them share a kernel.
 
-libtpu compiles operations that compute the same on the same layouts once, and dumps the schedule of one of them.
+libtpu compiles identical operations on identical layouts once, and dumps the schedule of only one of them.
 """
 
 import re

@@ -13,13 +13,13 @@ from vitkernels.bridge.jax_compat import jax
 
 LANES = 128
 CONTENDERS = ("jax_flash", "jax_splash")
-_MAX_SCORES = 20 * 2**16  # per block; more exceed VMEM or take minutes to compile
+_MAX_SCORES = 20 * 2**16  # per block; larger blocks exceed VMEM or take minutes to compile
 
 
 def candidates(contender: str, batch: int, tokens: int) -> list[tuple[int, int]]:
     """Return the block sizes to try, as (images, tokens): at least 256 tokens, dividing the padded length.
 
-    Smaller blocks, including JAX's default of 128, are several times slower. Splash attention takes single images.
+    Smaller blocks, including JAX's default of 128, are several times slower. Splash attention takes one image.
     """
     padded = _round_up(tokens)
     sizes = [n for n in range(min(256, padded), padded + 1, LANES) if padded % n == 0]
@@ -32,7 +32,7 @@ def _round_up(tokens: int) -> int:
 
 
 def attend(contender: str, blocks: tuple[int, int], q_BHND, k_BHND, v_BHND):
-    """Return attention with SDPA's default scale, by one of JAX's kernels in the given (images, tokens) blocks."""
+    """Run one of JAX's kernels with the given (images, tokens) blocks and SDPA's default scale."""
     N = q_BHND.shape[2]
     extra = _round_up(N) - N
     arrays = [jax.numpy.pad(x, ((0, 0), (0, 0), (0, extra), (0, 0))) for x in (q_BHND, k_BHND, v_BHND)]
@@ -67,7 +67,7 @@ def _splash(blocks, ids, q, k, v):
     mask = masks.MultiHeadMask([masks.FullMask((N, N)) for _ in range(heads)])
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
-    # Drop the tables of blocks to skip: a full mask skips none, and the simulation could not follow reads from them.
+    # Drop the tables of blocks to skip: a full mask skips none, and the simulator cannot follow reads from them.
     for info in ("fwd_mask_info", "dkv_mask_info"):
         setattr(kernel, info, getattr(kernel, info)._replace(data_next=None, block_mask=None))
     segments = None if ids is None else splash.SegmentIds(ids, ids)

@@ -1,7 +1,7 @@
 """Estimate paged attention on a TPU v5e for given context lengths: pallas_tpu and JAX's own kernel.
 
-The time of such a kernel depends on the scalars that it prefetches: lengths and block tables. They are inserted into
-the dumped schedule as stores at its start, so the simulation follows the branches and copies of exactly this call.
+The time of these kernels depends on the scalars that they prefetch: lengths and block tables. The scalars are inserted
+at the start of the dumped schedule as stores, so the simulation follows the branches and copies of exactly this call.
 """
 
 import re
@@ -49,7 +49,7 @@ def prefetched_scalars(
     """Return the scalars that the kernel prefetches, in the order of its operands."""
     T = -(-case.tokens // case.page_size)
     tables = np.random.default_rng(0).permutation(len(lens) * T).reshape(len(lens), T)
-    if contender == "jax":  # the buffer's half to use first, and the flag that nothing is loaded yet
+    if contender == "jax":  # the half of the buffer to use first, and a flag: nothing is loaded yet
         return [lens, tables.reshape(-1), np.array([0]), np.array([1])]
     from vitkernels.ops.paged_attention.tpu.page_grid import PageGrid
 

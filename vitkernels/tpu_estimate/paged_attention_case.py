@@ -1,11 +1,11 @@
-"""The sizes at which paged attention is measured and estimated."""
+"""The problem sizes at which paged attention is benchmarked and estimated."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PagedAttentionCase:
-    """Sizes of a call: `tokens` is the length of each sequence, or with `ragged` the largest of random lengths."""
+    """Sizes of a call: `tokens` is the length of each sequence, or the maximum of random lengths if `ragged`."""
 
     what: str
     sequences: int

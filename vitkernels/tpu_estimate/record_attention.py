@@ -1,4 +1,4 @@
-"""Record an attention backend alone as the lazy graph that torch_xla would give a TPU, without executing it.
+"""Record a single attention backend as the lazy graph that torch_xla would send to a TPU, without executing it.
 
 This makes every registered backend a contender. pallas_flash is estimated from its kernels' JAX function instead (see
 attention_contenders.py).

@@ -1,10 +1,10 @@
-"""Record a training step over several chips, as torch_xla's SPMD would give it to TPUs, and compile it with libtpu.
+"""Record a training step over several chips, as torch_xla's SPMD would send it to TPUs, and compile it with libtpu.
 
     python -m vitkernels.tpu_estimate.record_spmd 4 ddp,fsdp model=vit_base_patch16_224 attn=pallas_flash
 
-Nothing is executed. CPU devices stand in for the chips while the first step of the trainer is recorded,
-in which the optimizer's state is created. Several hosts run the same program: each feeds its own rows of a batch whose
-shape is that of all rows together.
+Nothing is executed. CPU devices stand in for the chips while the trainer's first step, which creates the optimizer
+state, is recorded. Several hosts run the same program: its batch has the global shape, and each host feeds its own
+rows.
 """
 
 import json
@@ -56,7 +56,7 @@ def compile_for(module: bytes, chips: int) -> str:
     from jax._src.lib import _jax, xla_client
     from jax.experimental import topologies
 
-    compiler.device()  # libtpu's environment
+    compiler.device()  # sets libtpu's environment
     devices: Any = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[chips]).devices
     assignment = xla_client.DeviceAssignment.create(np.array([[device.id for device in devices]]))
     options = xla_client.CompileOptions()
@@ -74,7 +74,7 @@ def compile_for(module: bytes, chips: int) -> str:
 def facts(program: str) -> dict:
     """Return {"arguments", "results", "kernels": shapes, "collectives": {kind: shapes}} of one chip's program.
 
-    kernels: the first result of each Pallas kernel. Shapes are lists of sizes of the chip's shards.
+    kernels: the first result of each Pallas kernel. Shapes are those of the chip's shards.
     """
     layout = re.search(r"entry_computation_layout=\{\((.*)\)->\((.*)\)\}", program.partition("\n")[0])
     assert layout is not None

@@ -1,7 +1,7 @@
-"""Record the training step as the lazy graph that torch_xla would give a TPU, without executing it.
+"""Record the training step as the lazy graph that torch_xla would send to a TPU, without executing it.
 
 The trainer's own `train_step` runs on tensors without values: the first step creates the optimizer's state, and the
-second is the step that every later one repeats. Its graph is taken at the point where torch_xla would execute it.
+second is the step that every later one repeats. Its graph is captured at the point where torch_xla would execute it.
 """
 
 import gc
@@ -19,7 +19,7 @@ from vitkernels.config import Config
 from vitkernels.errors import UsageError
 from vitkernels.runtime.xla import XlaRuntime
 
-# Settings of the report unless overridden: evaluation and files play no part in a step.
+# Defaults of the report; overrides win. A step involves neither evaluation nor files.
 DEFAULTS = ("data=fake", "trainer.eval_every=null", "checkpoints.every_epochs=null")
 _OF_FAKE = "data.pool_batches=1"  # a setting that only data=fake has
 
@@ -67,7 +67,7 @@ class RecordingRuntime(XlaRuntime):
 
 
 def live_tensors() -> list[Tensor]:
-    """Return every tensor on torch_xla's device that Python holds: those that torch_xla.sync() would compute."""
+    """Return every live tensor on torch_xla's device: those that torch_xla.sync() would compute."""
     gc.collect()  # gradients can still be held by reference cycles
     found = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and x.device.type == "xla"]
     return list({id(x): x for x in found}.values())
@@ -83,7 +83,7 @@ def placeholder(like: Tensor) -> Tensor:
 def compose(overrides: tuple[str, ...]) -> Config:
     """Return the configuration of `python train.py` with the report's defaults and these overrides.
 
-    Raises UsageError for settings that do not exist or have a wrong value.
+    Raises UsageError for unknown settings and invalid values.
     """
     from vitkernels.config.compose import compose as compose_config
 
@@ -116,7 +116,7 @@ def model_flops(cfg: Config) -> int:
 
 
 def take_steps(cfg: Config, runtime: XlaRuntime, steps: int) -> None:
-    """Build everything that training needs on `runtime`, and take this many steps."""
+    """Build the training setup on `runtime` and take `steps` steps."""
     from vitkernels.training import setup
 
     options = vars(cfg.parallel)
@@ -124,7 +124,7 @@ def take_steps(cfg: Config, runtime: XlaRuntime, steps: int) -> None:
         trainer, _ = setup.trainer_from_config(cfg, strategy)
         if min(trainer.plan.total_steps, trainer.plan.steps_per_epoch) < steps:
             raise UsageError(
-                f"recording takes {steps} steps of one epoch; raise trainer.max_steps or the size of the data set",
+                f"recording requires {steps} steps within one epoch; raise trainer.max_steps or use a larger data set",
                 code="tpu_estimate.too_few_steps",
                 steps=steps,
             )
@@ -136,9 +136,9 @@ def take_steps(cfg: Config, runtime: XlaRuntime, steps: int) -> None:
 
 
 def build(chip: str, *overrides: str) -> tuple[bytes, dict[int, int]]:
-    """Record the step of `python train.py *overrides` for that chip, as `compile_process.compile_in` takes it.
+    """Record the step of `python train.py *overrides` for the chip; return what `compile_process.compile_in` takes.
 
-    The process can record one step only: its torch_xla device is left without values.
+    A process can record only one step, because recording leaves its torch_xla device without values.
     """
     os.environ["PJRT_DEVICE"] = "CPU"
     os.environ["XLA_HLO_DEBUG"] = os.environ["XLA_IR_DEBUG"] = "1"  # operations carry the name of their torch function

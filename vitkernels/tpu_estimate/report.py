@@ -13,7 +13,7 @@ from vitkernels.tpu_estimate.validate import CAVEAT, PUBLISHED
 
 
 def row(contender: str, pass_name: str, shape: tuple[int, int, int, int], chip: Chip = CHIPS["v5e"]) -> dict:
-    """Return the estimate of one pass of a contender, or the reason why it does not compile as `error`."""
+    """Return the estimate of one pass of a contender; if it does not compile, `error` holds the reason."""
     identity = {"shape_BHND": list(shape), "dtype": "bfloat16", "chip": chip.name, "contender": contender}
     identity["pass"] = pass_name
     try:
@@ -24,7 +24,7 @@ def row(contender: str, pass_name: str, shape: tuple[int, int, int, int], chip: 
 
 
 def append(found: dict, path: Path) -> None:
-    """Append a row to a results file, with date and versions and without its operations."""
+    """Append a row to a results file, with the date and versions but without its operations."""
     versions = {name: version(name) for name in ("jax", "libtpu")}
     label = {"label": "ESTIMATE, no TPU was used", "date": date.today().isoformat(), **versions}
     with path.open("a") as file:

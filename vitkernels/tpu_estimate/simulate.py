@@ -95,7 +95,7 @@ class _Segment:
 
 
 class _Core:
-    """Interpret a program's scalar instructions; all those of a bundle read before any of them writes."""
+    """Interpret a program's scalar instructions; all instructions of a bundle read before any of them writes."""
 
     def __init__(self, bundles, chip: Chip):
         self.chip = chip

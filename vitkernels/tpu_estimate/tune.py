@@ -4,7 +4,7 @@ The form (single pass over complete rows of scores, or online softmax) is common
 per pass. The search starts from the blocks of the kernels' rule and varies one size at a time. It skips blocks that do
 not compile within five minutes, and a form whose starting point is 1.5 times slower than the rule. A pass keeps the
 rule's blocks unless others take at least 10 % less time, because smaller differences are not significant
-(validate.CAVEAT). Another form than the rule's must take 10 % less in both passes together.
+(validate.CAVEAT). A form other than the rule's must reduce the sum of both passes by 10 %.
 
 Shape suffixes: B batch, H heads, N tokens, D head dim.
 """
@@ -27,7 +27,7 @@ SIGNIFICANT = 0.9  # largest ratio to the rule's estimate that counts as an impr
 _HOPELESS = 1.5  # ratio to the rule's estimate
 _TIMEOUT_S = 300  # per compilation
 _SIZES = (128, 256, 512, 1024, 1280)  # upper bounds: each stands for the block below it with the least padding
-# Scores per block of each form. More than that takes the compiler minutes or exceeds VMEM.
+# Scores per block of each form. Larger blocks take the compiler minutes or exceed VMEM.
 _MAX_SCORES = {"single_pass": 4 * 2**20, "online_softmax": 2 * 2**20}
 _SINGLE_PASS_KEYS = 1280
 
@@ -61,7 +61,7 @@ def plain_problem(shape_BHND: tuple[int, int, int, int]) -> TpuProblem:
 def search(problem: TpuProblem, estimate: Estimator, report: Callable[[str], None] = print) -> SearchResult:
     """Return the plan with the lowest estimate, or the rule's if none is significantly better.
 
-    `report` gets a line for each estimate.
+    `report` receives one line per estimate.
     """
     rule, known = block_plans.rule(problem), {}
 
@@ -96,7 +96,7 @@ def search(problem: TpuProblem, estimate: Estimator, report: Callable[[str], Non
 
 
 def _choose(best: dict, rule: BlockPlan, rule_ms: dict[str, float]) -> tuple[BlockPlan, dict[str, float]]:
-    """Return the rule's plan, with those parts replaced that are significantly better."""
+    """Return the rule's plan, with each significantly better part replaced."""
     totals = {form: sum(times.values()) for form, (_, times) in best.items()}
     form = min(totals, key=lambda form: totals[form])
     if totals[form] <= SIGNIFICANT * min(totals[rule.form], sum(rule_ms.values())):
@@ -165,7 +165,7 @@ def libtpu_estimator(problem: TpuProblem, chip: Chip) -> Estimator:
 
 
 def build(form: str, pass_name: str, blocks: dict, batch: int, heads: int, tokens: int, head_dim: int):
-    """Return one pass in these blocks, as a JAX function of the packed arrays and their shapes, for `compile_jax`."""
+    """Return one pass with these blocks for `compile_jax`: a JAX function of the packed arrays, and their shapes."""
     problem, pass_blocks = plain_problem((batch, heads, tokens, head_dim)), PassBlocks(**blocks)
     kernels, none = dispatch.FORMS[form], (None, None, None)
     shape = jax.ShapeDtypeStruct

@@ -1,4 +1,4 @@
-"""Compare the method's estimates with timings that others published for a real TPU v5e.
+"""Compare the method's estimates with published timings of a real TPU v5e.
 
 The recorded estimates are those of the study that fitted the method's two constants: the DMA latency, and 0.105 ms of
 host dispatch in every published time. `reestimate` repeats the cases that this checkout can build: XLA's own matmul,
@@ -82,7 +82,7 @@ def build(kind: str, size: int, *block: int):
 
 
 def reestimate(case: PublishedTiming) -> float:
-    """Return the case's estimate by this checkout and the installed libtpu, in ms.
+    """Return the case's estimate with this checkout and the installed libtpu, in ms.
 
     Raises UsageError if the case cannot be repeated.
     """
