@@ -1,4 +1,4 @@
-"""`auto`: the fastest backend that takes a call; the log says which one, and why each faster one refused."""
+"""`auto`: dispatch each call to the fastest backend that supports it; log the choice, and why faster ones refused."""
 
 import logging
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Auto(AttentionBackend):
-    """Dispatches each call to the backend that `vitkernels.attention.choose` names for it."""
+    """Dispatch each call to the backend that `vitkernels.attention.choose` selects for it."""
 
     name = "auto"
 

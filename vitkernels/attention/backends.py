@@ -1,12 +1,13 @@
 """The attention backends: their names, and the choice among them.
 
-To add one to this package: a file in this folder that ends in `BACKEND = Mine()`, a line in `OP`, a YAML in conf/attn/.
-From another package: `register`, or an entry point in the group `vitkernels.attention` that names the backend:
+To add a backend to this package, add a file to this folder that ends in `BACKEND = Mine()`, a line to `OP`, and a YAML
+file to conf/attn/. To add one from another package, call `register`, or declare an entry point in the group
+`vitkernels.attention` that names the backend:
 
     [project.entry-points."vitkernels.attention"]
     mine = "my_package.my_module:BACKEND"
 
-The conformance suite, the benchmarks and the doctor find it by its name.
+The conformance suite, the benchmarks and the doctor find the backend by its name.
 """
 
 import logging
@@ -53,34 +54,34 @@ OP = Op(
 
 
 def names() -> tuple[str, ...]:
-    """Return the name of every backend, those of other packages last; `auto` chooses among the others."""
+    """Return every backend's name, other packages' backends last; `auto` is included and chooses among the others."""
     return OP.names()
 
 
 def get(name: str) -> AttentionBackend:
-    """Return the backend of that name; UsageError (a ValueError) that lists the names if there is none.
+    """Return the backend with this name; raise UsageError (a ValueError) with the known names if there is none.
 
-    An error of the backend's own import passes through.
+    Errors from importing the backend propagate.
     """
     return OP.get(name)
 
 
 def broken(name: str) -> str | None:
-    """Return why that backend cannot be imported; None if it can. Each import is tried once."""
+    """Return why the backend cannot be imported; None if it can. Each import is tried once."""
     return OP.broken(name)
 
 
 def register(
     name: str, backend: AttentionBackend | ModuleType | str, auto_for: str | Iterable[str] | None = None
 ) -> None:
-    """Add a backend of your own, for this process.
+    """Register a backend for this process.
 
     Args:
-        name: a free name; or that of an entry point with this same target, to let `auto` choose it.
+        name: an unused name, or the name of an entry point with the same target, to let `auto` choose that backend.
         backend: an AttentionBackend, a module with one in `BACKEND`, or "package.module:ATTRIBUTE" to import at first
             use.
         auto_for: where `auto` tries it before all others: "cpu", "cuda", "tpu" or "xla" (an XLA device other than a
-            TPU), or several of them. Without it `auto` never chooses the backend.
+            TPU), or several of these. By default `auto` never chooses the backend.
 
     Raises UsageError if the name is taken; the message names both sources.
     """
@@ -89,7 +90,7 @@ def register(
 
 
 def unregister(name: str) -> None:
-    """Remove a backend that `register` added, for example before it is registered again from an edited cell."""
+    """Remove a backend that `register` added, for example before registering it again from an edited notebook cell."""
     OP.unregister(name)
     _forget_choices()
 
@@ -100,23 +101,23 @@ def _forget_choices() -> None:
 
 
 def unsupported(name: str, problem: Problem) -> str | None:
-    """Return why that backend cannot take the problem, a failed import included; None if it can."""
+    """Return why the backend does not support the problem, or why its import failed; None if it supports it."""
     return OP.unsupported(name, problem)
 
 
 def candidates(device_type: str) -> tuple[str, ...]:
-    """Return what `auto` tries on that type of device, fastest first."""
+    """Return the backends that `auto` tries on a type of device, fastest first."""
     return OP.auto.get(place_of(device_type), (OP.fallback,))
 
 
 def choose(problem: Problem) -> tuple[str, dict[str, str]]:
-    """Return the fastest backend that takes the problem, and why each faster one was passed over."""
+    """Return the fastest backend that supports the problem, and why each faster one was passed over."""
     return OP.choose(candidates(problem.device_type), problem)
 
 
 @cache
 def chosen(problem: Problem) -> AttentionBackend:
-    """Return the backend that `auto` chooses, and log the choice once for each problem."""
+    """Return the backend that `auto` chooses; log the choice once per problem."""
     name, refused = choose(problem)
     log.info("attention: auto chose %s for %s%s", name, problem, passed_over(refused))
     return get(name)
@@ -125,13 +126,13 @@ def chosen(problem: Problem) -> AttentionBackend:
 def choose_for_all(name: str, problems: Sequence[Problem]) -> str:
     """Return the name of one backend for all of a model's problems: the named one, or for "auto" the fastest.
 
-    With "auto" the log says which backends were passed over and why. Raises UsageError "attention.unsupported_model" if
-    the named backend refuses a problem; its fields are `backend`, `reason`, and `others`, the names of those that take
-    the problem.
+    With "auto", the backends that were passed over are logged with the reasons. Raises UsageError
+    "attention.unsupported_model" if the named backend refuses a problem; its fields are `backend`, `reason`, and
+    `others`, the names of the backends that support the problem.
     """
     if name == "auto":
         choices = dict(choose(problem) for problem in problems)
-        name = next(iter(choices)) if len(choices) == 1 else "sdpa"  # which takes every problem
+        name = next(iter(choices)) if len(choices) == 1 else "sdpa"  # sdpa supports every problem
         log.info("attention: auto chose %s for the model%s", name, "".join(map(passed_over, choices.values())))
     for problem in problems:
         reason = get(name).unsupported(problem)

@@ -16,7 +16,7 @@ from vitkernels.registry.op import unsupported_error
 
 @dataclass(frozen=True)
 class Problem:
-    """Describe one attention call without its data: everything that decides whether a backend can take it."""
+    """Describe one attention call without its data: everything that decides whether a backend supports it."""
 
     batch: int
     heads: int
@@ -41,10 +41,10 @@ class Problem:
         mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         is_causal: bool = False,
-        scale: float | None = None,  # accepted with a call's other arguments; every backend takes every scale
+        scale: float | None = None,  # accepted like a call's other arguments, but unused: backends support any scale
         dropout_p: float = 0.0,
     ) -> "Problem":
-        """Return the problem of a call with these arguments; UsageError if they do not fit together."""
+        """Return the problem of a call with these arguments; raise UsageError if they are inconsistent."""
         _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, dropout_p)
         B, H, N, D = q_BHND.shape
         return cls(
@@ -82,7 +82,7 @@ def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
         _check_broadcast("mask", mask, scores)
     if segment_ids is not None:
         _check_segment_ids(segment_ids, scores)
-    if type(is_causal) not in (bool, torch.SymBool):  # kernels disagree on which other values are true
+    if type(is_causal) not in (bool, torch.SymBool):  # kernels disagree on the truth of other values
         raise UsageError(f"is_causal must be True or False, got {is_causal!r}", code="attention.is_causal")
     if not 0.0 <= dropout_p < 1.0:
         message = f"dropout_p must be at least 0 and less than 1, got {dropout_p}"
@@ -92,7 +92,7 @@ def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
 def _check_tensors(**given) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "qkv")):
-            message = f"{name} must be a torch tensor, got {type(x).__name__}; torch.as_tensor makes one"
+            message = f"{name} must be a torch tensor, got {type(x).__name__}; convert it with torch.as_tensor"
             raise UsageError(message, code="attention.type", name=name)
 
 
@@ -107,7 +107,7 @@ def _check_qkv(q, k, v) -> tuple[int, int, int, int]:
         raise _shape_error(expected, q, k, v)
     if D == 0:
         raise _shape_error("the head dim must be at least 1", q, k, v)
-    is_floating = q.dtype.is_floating_point and q.dtype.itemsize > 1  # 8-bit floats are for storage alone
+    is_floating = q.dtype.is_floating_point and q.dtype.itemsize > 1  # 8-bit floats are storage formats
     if not dtype_of(q) == dtype_of(k) == dtype_of(v) or not is_floating:
         message = f"q, k and v must share one floating dtype of 16 bits or more; got {q.dtype}, {k.dtype} and {v.dtype}"
         raise UsageError(message, code="attention.dtype", name="q")
@@ -152,28 +152,28 @@ _dispatched_calls = BoundedCache()  # a call without bias, mask and segment_ids 
 
 
 def forget_dispatch() -> None:
-    """Let every backend examine its calls again: `auto` has other choices."""
+    """Clear the dispatch cache, because the choices of `auto` have changed."""
     _dispatched_calls.clear()
 
 
 class AttentionBackend:
-    """softmax(scale * q kᵀ + bias) v, with SDPA's semantics, on the two layouts that models have.
+    """Compute softmax(scale * q kᵀ + bias) v, with SDPA's semantics, on the two layouts that models use.
 
-    A subclass sets `name` and defines `run`, `refusal` if it cannot take every problem, `unavailable` if it cannot run
-    on every machine, and `run_qkvpacked` if its kernel reads the projection's own layout. Callers use the instance
+    A subclass sets `name` and defines `run`; `refusal` if it does not support every problem; `unavailable` if it cannot
+    run on every machine; and `run_qkvpacked` if its kernel reads the projection's own layout. Callers use the instance
     itself, `qkvpacked` and `unsupported`, which check the arguments and apply autocast.
 
     Keywords of both entry points:
         bias: floating, broadcastable to (B, H, N, M), added after scaling; differentiable. -inf masks.
         mask: boolean, broadcastable to (B, H, N, M); True keeps.
-        segment_ids: integers (B, N) that fit in 32 bits; a token attends to the tokens that carry its own id.
+        segment_ids: integers (B, N) that fit in 32 bits; a token attends to the tokens with the same id.
         is_causal: query i sees keys 0..i (aligned at the top left, as in SDPA).
         scale: a number without a gradient; defaults to D ** -0.5.
         dropout_p: probability of dropping an attention weight; the caller passes 0 in evaluation.
-    All of them combine. A query without keys gets zeros as its output and gradients. Under torch.autocast q, k and v
-    are cast to its dtype, as SDPA does.
+    They can be combined freely. The output and gradients of a query without keys are zero. Under torch.autocast, q, k
+    and v are cast to its dtype, as in SDPA.
 
-    A call that the backend cannot take raises UsageError (a ValueError) with the reason that `unsupported` returns.
+    An unsupported call raises UsageError (a ValueError) with the reason that `unsupported` returns.
     """
 
     name: str
@@ -183,7 +183,7 @@ class AttentionBackend:
 
     # ------------------------------------------------------------------ for subclasses to define
     def configured(self, **options) -> "AttentionBackend":
-        """Return this backend with options, those of its YAML in conf/attn/ besides `name`; UsageError if unknown."""
+        """Return this backend with the options of its YAML in conf/attn/, without `name`; UsageError if unknown."""
         if options:
             message = f"attention backend {self.name!r} has no options, got {', '.join(options)}"
             raise UsageError(message, code="attention.options", backend=self.name, options=tuple(options))
@@ -194,7 +194,7 @@ class AttentionBackend:
         return None
 
     def refusal(self, problem: Problem) -> str | None:
-        """Return why this backend cannot take the problem, on a machine where it can run; None if it can."""
+        """Return why this backend does not support the problem on a machine where it can run; None if it does."""
         return None
 
     def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> Tensor:
@@ -202,13 +202,13 @@ class AttentionBackend:
         raise NotImplementedError
 
     def run_qkvpacked(self, qkv_BN3HD: Tensor, **keywords) -> Tensor:
-        """Return (B, N, H * D); by default through `run` on views of qkv."""
+        """Return (B, N, H * D); by default, call `run` on views of qkv."""
         q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
         return self.run(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
 
     # ------------------------------------------------------------------ for callers
     def unsupported(self, problem: Problem | Tensor, *args, **keywords) -> str | None:
-        """Return why this backend refuses a `Problem`, or a call with these tensors; None if it takes it."""
+        """Return why this backend refuses a `Problem`, or a call with these tensors; None if it supports it."""
         if not isinstance(problem, Problem):
             problem = Problem.of(problem, *args, **keywords)
         return self.unavailable() or self.refusal(problem)
@@ -225,7 +225,7 @@ class AttentionBackend:
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> Tensor:
-        """(B, H, N, D), (B, H, M, D), (B, H, M, D) -> (B, H, N, D) in q's dtype, or in autocast's if it is on."""
+        """Map q (B, H, N, D), k and v (B, H, M, D) to (B, H, N, D) in q's dtype, or in autocast's if enabled."""
         try:
             q_BHND, k_BHMD, v_BHMD = tensors = cast(q_BHND, k_BHMD, v_BHMD)
         except AttributeError:
@@ -254,7 +254,7 @@ class AttentionBackend:
         scale: float | None = None,
         dropout_p: float = 0.0,
     ) -> Tensor:
-        """The projection's own (B, N, 3, H, D) -> (B, N, H * D), ready for the output projection."""
+        """Map the projection's packed qkv (B, N, 3, H, D) to (B, N, H * D), ready for the output projection."""
         if not isinstance(qkv_BN3HD, Tensor) or qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
             _check_tensors(qkv=qkv_BN3HD)
             shape = tuple(qkv_BN3HD.shape)
@@ -274,8 +274,7 @@ class AttentionBackend:
 
     # ------------------------------------------------------------------ dispatch
     def _dispatch(self, tensors, bias, mask, segment_ids, is_causal, dropout_p) -> "AttentionBackend":
-        """Return the backend that runs a call: the remembered one, because an examination takes longer than a short
-        kernel.
+        """Return the backend that runs a call, from a cache: checking a call takes longer than a short kernel.
 
         tensors: q, k and v, or packed qkv alone, after the cast.
         """
@@ -293,7 +292,7 @@ class AttentionBackend:
         return runner
 
     def _runner(self, problem: Problem) -> "AttentionBackend":
-        """Return the backend that runs such a problem, which is this one except for `auto`; UsageError if refused."""
+        """Return the backend that runs the problem: this one, except for `auto`. Raise UsageError if refused."""
         reason = self.unsupported(problem)
         if reason is not None:
             raise unsupported_error("attention", self.name, reason)

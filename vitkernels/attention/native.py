@@ -8,7 +8,7 @@ from vitkernels.attention.contract import AttentionBackend, keep_mask
 
 
 class Native(AttentionBackend):
-    """Runs on every device and takes every problem; materializes the (B, H, N, M) score matrix."""
+    """Run on every device and support every problem; materialize the (B, H, N, M) score matrix."""
 
     name = "native"
 

@@ -8,14 +8,14 @@ from vitkernels.attention.contract import AttentionBackend, Problem, keep_mask
 
 
 class Sdpa(AttentionBackend):
-    """Runs on every device. A bias is cast to q's dtype, as SDPA requires."""
+    """Run on every device. A bias is cast to q's dtype, as SDPA requires."""
 
     name = "sdpa"
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.heads:
             return None
-        # On the CPU PyTorch divides by the number of heads, and the process dies.
+        # On the CPU, PyTorch divides by the number of heads, which crashes the process.
         return "PyTorch's kernels need at least one head, got 0; use backend 'native'"
 
     def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
@@ -32,7 +32,7 @@ class Sdpa(AttentionBackend):
             finite = bias != float("-inf")
             keep = finite if keep is None else keep & finite
         # SDPA's kernels disagree on a query without keys: let it see every key, then clear its output.
-        keep = torch.atleast_2d(keep)  # SDPA takes no one-dimensional mask
+        keep = torch.atleast_2d(keep)  # SDPA rejects one-dimensional masks
         has_key = keep.any(-1, keepdim=True)
         keep = keep | ~has_key
         if bias is None:

@@ -1,4 +1,4 @@
-"""Everything the bridge needs from JAX beyond its stable surface, for jax 0.7.1 (the tpu extra) through 0.12.
+"""Everything the bridge needs from JAX beyond its stable API, for jax 0.7.1 (the tpu extra) through 0.12.
 
 Importing this module imports jax and, before any JAX backend initializes, removes the TPU from JAX's platforms. A
 process's TPU belongs to torch_xla; if JAX opens it first, every later torch_xla call hangs. The bridge never needs JAX
@@ -62,7 +62,7 @@ def _choose_platforms() -> None:
         # JAX shares the GPU with torch and must not preallocate three quarters of its memory.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         jax.config.update("jax_platforms", "cuda,cpu")
-        # Each torchrun process owns one GPU; without this JAX would open all GPUs in every process.
+        # Each torchrun process owns one GPU; without this, JAX would open all GPUs in every process.
         if "LOCAL_RANK" in os.environ and "JAX_CUDA_VISIBLE_DEVICES" not in os.environ:
             jax.config.update("jax_cuda_visible_devices", os.environ["LOCAL_RANK"])
     else:

@@ -30,6 +30,6 @@ def chip() -> str | None:
 
 
 def record_for(name: str, chip: str | None) -> None:
-    """Record all further graphs for this platform and chip. Graphs recorded afterwards cannot run on this machine."""
+    """Record all further graphs for this platform and chip; this machine cannot run them."""
     global _override
     _override = name, chip

@@ -1,7 +1,7 @@
 """Launch Mosaic-GPU Pallas kernels on torch CUDA tensors: compiled once per shape, a few microseconds per launch.
 
 Follows `jax.experimental.pallas.mosaic_gpu.as_torch_kernel`, with three differences. It launches on torch's current
-stream and so works in CUDA graphs (as_torch_kernel always uses the default stream). It writes into tensors that the
+stream, so it works in CUDA graphs (as_torch_kernel always uses the default stream). It writes into tensors that the
 caller provides, so that two kernels can fill parts of one tensor. It does nothing per call except launch.
 """
 
@@ -77,7 +77,7 @@ def _compile(module: bytes) -> Callable:
     with preserved_cuda_context():
         compiled = _library().MosaicGpuCompile(module, len(module))
     if not compiled:
-        raise RuntimeError("Mosaic GPU failed to compile the kernel; its output above says why")
+        raise RuntimeError("Mosaic GPU failed to compile the kernel; see its output above")
     function, address = compiled[0], compiled[1]
     launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(address)
     return partial(launch, function)

@@ -77,7 +77,7 @@ class Operator:
 
 
 def runs_eagerly(tensors: Iterable[Tensor | None]) -> bool:
-    """Return whether an operation on these tensors executes immediately, on plain tensors, with nothing tracing it."""
+    """Return whether an operation on these tensors executes immediately: plain tensors, and nothing traces the call."""
     if (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack()  # fake tensors, operation counters

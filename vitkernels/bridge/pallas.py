@@ -39,7 +39,7 @@ class BoundCall:
 
     static: tuple[tuple[str, object], ...] = ()
     vmaps: tuple[tuple[int | None, ...], ...] = ()
-    # Takes part in equality: 1, 1.0 and True compare equal, as do 0.0 and -0.0, but yield different programs.
+    # Part of equality, because 1, 1.0 and True compare equal, as do 0.0 and -0.0, but yield different programs.
     text: str = field(init=False, repr=False)
 
     def __post_init__(self):
@@ -280,7 +280,7 @@ def _with_vjp(function: Callable, vjp: Callable, call: BoundCall) -> Callable:
     static = dict(call.static)
 
     @jax.custom_vjp
-    def adopted(*primals):
+    def differentiable(*primals):
         return function(*primals, **static)
 
     def forward(*primals):
@@ -296,8 +296,8 @@ def _with_vjp(function: Callable, vjp: Callable, call: BoundCall) -> Callable:
             for g, x in zip(gradients, primals, strict=True)
         )
 
-    adopted.defvjp(forward, backward)
-    return adopted
+    differentiable.defvjp(forward, backward)
+    return differentiable
 
 
 def _checked_gradient(i: int, gradient, primal):

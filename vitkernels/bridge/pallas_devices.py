@@ -217,7 +217,7 @@ class Trace:
 def _mosaic_gpu_kernel(function: Callable, shapes: tuple):
     """Return `function` as a Mosaic-GPU kernel to launch on torch tensors.
 
-    None if it is not exactly one such kernel, or if this jax is older than 0.11.
+    None if it is not exactly one such kernel, or if the installed jax is older than 0.11.
     """
     if jax.__version_info__ < (0, 11):
         return None

@@ -14,7 +14,7 @@ from vitkernels.errors import UsageError
 
 try:
     import triton
-    import triton.compiler.code_generator  # copies names of triton.language: import it before the interpreter patches
+    import triton.compiler.code_generator  # copies triton.language names: import before the interpreter patches them
     import triton.language as tl
     from triton.runtime import interpreter
     from triton.runtime.jit import JITFunction
@@ -93,8 +93,8 @@ def _check_devices(tensors: list[torch.Tensor]) -> None:
 
 
 # --- CUDA -------------------------------------------------------------------------------------------------------------
-# Triton's launch inspects every argument on each call, 40 to 90 µs of host time: longer than a short kernel runs. Its
-# cdiv and next_power_of_2, made for kernels, cost 2 µs each on the host.
+# Triton's launch inspects every argument on each call, which takes 40 to 90 µs of host time: longer than a short kernel
+# runs. Its cdiv and next_power_of_2, made for kernels, take 2 µs each on the host.
 
 _launches = BoundedCache()  # call signature -> a launch that only needs the arguments
 
@@ -154,13 +154,13 @@ def _launch(args, kernel, grid, constexprs, signature: tuple | None) -> None:
     device = torch.cuda.current_device()
     launch, trailing = _compiled(args, kernel, grid, constexprs)
 
-    def again(args) -> None:
+    def relaunch(args) -> None:
         if device != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return again(args)
+                return relaunch(args)
         launch(*args, *trailing, stream=torch._C._cuda_getCurrentRawStream(device))
 
-    _launches[signature] = again
+    _launches[signature] = relaunch
 
 
 def _compiled(args, kernel, grid, constexprs):
@@ -193,7 +193,7 @@ def _interpret(args, kernel, grid, constexprs) -> None:
     constexprs = {name: value for name, value in constexprs.items() if name not in _LAUNCH_OPTIONS}
     with _interpreter_lock, _interpreting():
         if isinstance(kernel, JITFunction):
-            kernel = interpreter.InterpretedFunction(_twin(kernel.fn))
+            kernel = interpreter.InterpretedFunction(_with_own_globals(kernel.fn))
         kernel[grid](*args, **constexprs)
 
 
@@ -225,7 +225,7 @@ def _patch_lang(triton_patch_lang, fn):
 
 
 @cache
-def _twin(fn: FunctionType) -> FunctionType:
+def _with_own_globals(fn: FunctionType) -> FunctionType:
     """Return `fn` over a copy of its globals, because the interpreter writes into them.
 
     The interpreter patches the Triton modules it finds there; tl.sum and similar functions need tl.core.
@@ -238,7 +238,7 @@ def _twin(fn: FunctionType) -> FunctionType:
 
 @cache
 def _plain(fn: FunctionType):
-    return interpreter.InterpretedFunction(_twin(fn)).rewrite()
+    return interpreter.InterpretedFunction(_with_own_globals(fn)).rewrite()
 
 
 # --- JAX --------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """`pallas_flash`: flash attention for vision transformers in Pallas, for TPU and NVIDIA Hopper; interpreted on the CPU.
 
 On TPU, up to about 1k tokens run in a single pass over full rows of scores (tpu/single_pass.py), longer sequences with
-the online softmax (tpu/online_softmax.py). Both take any number of tokens and mask their padding. The packed entry
-point reads the projection's layout and writes the next projection's, without copies. On Hopper GPUs Mosaic-GPU kernels
-(hopper/) do the same.
+the online softmax (tpu/online_softmax.py). Both support any number of tokens and mask their padding. The packed entry
+point reads the layout that the projection writes, and writes the layout that the next projection reads, without copies.
+On Hopper GPUs, Mosaic-GPU kernels (hopper/) do the same.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -67,7 +67,7 @@ def _unsupported_anywhere(problem: Problem) -> str | None:
 
 
 class PallasFlash(AttentionBackend):
-    """bf16 and f32 on TPU, with float32 products in full precision; bf16 and fp16 on Hopper. No dropout."""
+    """Support bf16 and f32 on TPU, with full-precision float32 products; bf16 and fp16 on Hopper. No dropout."""
 
     name = "pallas_flash"
 
@@ -98,7 +98,7 @@ def _attend(arrays, heads, *, bias, mask, segment_ids, is_causal, scale, dropout
     extras = {
         "bias": None if bias is None else _four_axes(bias),
         "mask": None if mask is None else _four_axes(mask),
-        # A single token always shares its own segment.
+        # A single token attends to itself, whatever its segment.
         "segment_ids": None if segment_ids is None or segment_ids.shape[1] == 1 else segment_ids.to(torch.int32),
     }
     given = {name: x for name, x in extras.items() if x is not None}

@@ -67,7 +67,7 @@ class FlashInputs:
 
     @property
     def general(self) -> bool:
-        """Whether the kernels must do more than softmax(q kᵀ) v. A scale <= 0 counts: it turns max(s) into min(s)."""
+        """Return whether the call is more than softmax(q kᵀ) v. A scale <= 0 counts: it turns max(s) into min(s)."""
         extras = (self.bias, self.mask, self.segment_ids)
         return any(x is not None for x in extras) or self.is_causal or self.scale <= 0 or self.k.shape[2] == 0
 
@@ -84,7 +84,7 @@ class FlashInputs:
 
     @cached_property
     def layout(self) -> tuple:
-        """Everything that a launch depends on except the tensors' addresses."""
+        """Return everything that a launch depends on except the tensors' addresses."""
         q, k, v = self.q, self.k, self.v
         of_extras = [x if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
         return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras,
@@ -98,7 +98,7 @@ class FlashInputs:
 
 
 def readable(x_BHND: Tensor) -> Tensor:
-    """Return x if kernels can load 16 bytes at a time from its rows (true for the layouts of models), else a copy."""
+    """Return x if kernels can load 16 bytes at a time from its rows (as in model layouts), else a copy."""
     b, h, n = strides(x_BHND)
     aligned_rows = x_BHND.stride(3) == 1 and (b | h | n) % 8 == 0
     return x_BHND if aligned_rows and x_BHND.data_ptr() % 16 == 0 else aligned(x_BHND)
@@ -127,7 +127,7 @@ def tail_tile(length: int, tile: int) -> int:
 
 
 def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor, tiles: TileConfig | None = None) -> Launch | None:
-    """Fill out and lse. Like each pass below, return the launch for use with other tensors; None if interpreted."""
+    """Fill out and lse. Like each pass below, return the launch for reuse with other tensors; None if interpreted."""
     return _launch_pass(inputs, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
 
 
@@ -272,7 +272,7 @@ def forward_tiles(inputs: FlashInputs) -> TileConfig:
 
 
 def dq_tiles(inputs: FlashInputs) -> TileConfig:
-    """Choose the dq pass' tiles, measured like `forward_tiles`."""
+    """Choose the tiles of the dq pass, measured like `forward_tiles`."""
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(32, 16, 4, 1)
@@ -288,7 +288,7 @@ def dq_tiles(inputs: FlashInputs) -> TileConfig:
 
 
 def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
-    """Choose the dkdv pass' tiles, measured like `forward_tiles`."""
+    """Choose the tiles of the dkdv pass, measured like `forward_tiles`."""
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(16, 32, 4, 1)

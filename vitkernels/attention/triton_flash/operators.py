@@ -119,7 +119,7 @@ attend.register_autograd(_differentiate, setup_context=_save)
 
 # --- packed qkv -------------------------------------------------------------------------------------------------------
 # Creating and inspecting views of q, k and v takes longer than a launch, so a plain call with a known layout launches
-# directly at addresses.
+# directly with addresses.
 
 _forward_launches, _backward_launches = BoundedCache(), BoundedCache()  # layout of a plain call -> its launches
 

@@ -51,7 +51,7 @@ def _iota_kernel(o_ref, *, block):
 def iota_jax(*, length: int, block: int = 128):
     """Return 0, 1, ... length - 1 as int32; each grid step writes one block.
 
-    Any length: the part of the last block beyond the end is not written.
+    `length` need not be a multiple of `block`: elements beyond the end are not written.
     """
     row = pl.pallas_call(
         functools.partial(_iota_kernel, block=block),

@@ -78,7 +78,7 @@ class RingKernel(tiles.HopperKernel):
     # --- indices ------------------------------------------------------------------------------------------------------
 
     def tiles(self, own_rows: int) -> int:
-        """Return the work items per head."""
+        """Return the number of work items per head."""
         return pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)
 
     def work_items(self, own_rows: int) -> int:
@@ -96,7 +96,7 @@ class RingKernel(tiles.HopperKernel):
         return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
 
     def owner(self, number, warpgroup):
-        """Return the shared-memory index of a warpgroup's own rows for the block's item of that number."""
+        """Return the shared-memory index of a warpgroup's own rows for the block's item with this number."""
         return lax.rem(number, self.schedule.buffers) * self.schedule.warpgroups + warpgroup
 
     def slot(self, item: WorkItem, step):
@@ -169,7 +169,7 @@ class RingKernel(tiles.HopperKernel):
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
-        assignment rotates, so that each block gets early and late items of a head alike.
+        assignment rotates, so that each block gets both early and late items of a head.
         """
         tiles, blocks, items = self.tiles(rows), self.blocks(rows), self.work_items(rows)
         share = items // blocks

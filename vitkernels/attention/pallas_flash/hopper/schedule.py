@@ -1,6 +1,6 @@
 """Schedules of the Hopper kernels of `pallas_flash`: tile sizes, pipeline stages and warpgroups.
 
-They are fixed from measurements on one H200 (notes/pallas_flash_hopper.md), so training starts without autotuning.
+They are fixed, from measurements on one H200 (notes/pallas_flash_hopper.md), so training starts without autotuning.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Schedule:
     buffers: int = 2
 
     def __post_init__(self):
-        assert self.warpgroups <= 3, "more request more registers than the launch provides, which deadlocks"
+        assert self.warpgroups <= 3, "more warpgroups request more registers than the launch provides, which deadlocks"
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -69,7 +69,7 @@ def dkdv_schedule(queries: int, keys: int, head_dim: int, is_causal: bool) -> Sc
 def _narrow_backward(own: int, streamed: int, is_causal: bool) -> Schedule:
     """Choose three warpgroups, or two if fewer of them idle.
 
-    Two take larger tiles, except under a causal mask, which would exceed their registers.
+    Two warpgroups take larger tiles, except under a causal mask, where larger tiles would exceed their registers.
     """
     if _tiles(own) >= 3 and _idle(own, 2) >= _idle(own, 3):
         return Schedule(64, 4, 3)

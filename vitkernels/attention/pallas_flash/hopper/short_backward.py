@@ -3,8 +3,8 @@
 A persistent thread block loops over heads. Shared memory holds all of a head's inputs, so scores and weights are
 computed once and each array crosses the memory bus once. Two warpgroups own half of the keys each: they keep dk and dv
 in registers and loop over the queries, 64 at a time. They pass dS to a third warpgroup, the helper, which multiplies it
-with all keys to get dq, computes rowsum(dO O) beforehand, and loads the next head as buffers become free. Nothing is
-added atomically, so results are bit-equal from run to run.
+with all keys to get dq, computes rowsum(dO O) beforehand, and loads the next head as buffers become free. No sum uses
+atomics, so results are bit-equal from run to run.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -36,12 +36,12 @@ class ShortBackward(tiles.PerHeadKernel):
 
     @property
     def steps(self) -> int:
-        """Return the tiles of queries."""
+        """Return the number of query tiles."""
         return pl.cdiv(self.queries, ROWS)
 
     @property
     def own(self) -> int:
-        """Return the tiles of keys per compute warpgroup."""
+        """Return the number of key tiles per compute warpgroup."""
         return pl.cdiv(self.keys, 2 * ROWS)
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN):
@@ -253,7 +253,7 @@ class ShortBackward(tiles.PerHeadKernel):
         return [(index, x, transposed(y)) for x, y in zip(at(scratch["k_smem"], k_tile), q, strict=True)]
 
     def _has_padding(self, own_tile: int) -> bool:
-        """Return whether either compute warpgroup's tile of that number has rows beyond the last key."""
+        """Return whether either compute warpgroup's tile with this number has rows beyond the last key."""
         return any((warpgroup * self.own + own_tile + 1) * ROWS > self.keys for warpgroup in (0, 1))
 
     def _weights(self, scores, tile, has_padding, scratch):

@@ -24,12 +24,12 @@ class ShortForward(tiles.PerHeadKernel, Forward):
 
     @property
     def query_tiles(self) -> int:
-        """Return the tiles of queries, one per compute warpgroup."""
+        """Return the number of query tiles, one per compute warpgroup."""
         return pl.cdiv(self.queries, ROWS)
 
     @property
     def steps(self) -> int:
-        """Return the tiles of keys."""
+        """Return the number of key tiles."""
         return pl.cdiv(self.keys, ROWS)
 
     @property

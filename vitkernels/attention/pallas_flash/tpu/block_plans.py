@@ -52,7 +52,7 @@ class BlockPlan:
 
 def plan(problem: TpuProblem) -> BlockPlan:
     """Return the table's plan for the problem's chip and sizes if it has one, else the rule's."""
-    return _table(TABLE).get(_key(problem)) or rule(problem)  # type: ignore[arg-type]  # None is no key
+    return _table(TABLE).get(_key(problem)) or rule(problem)  # type: ignore[arg-type]  # None is not a key
 
 
 def rule(problem: TpuProblem) -> BlockPlan:
@@ -122,7 +122,7 @@ def _key(problem: TpuProblem) -> tuple | None:
 
 @cache
 def _table(path: Path) -> dict[tuple, BlockPlan]:
-    """Return the file's entries; raise UsageError for the first that no kernel can run."""
+    """Return the file's entries; raise UsageError for the first entry that no kernel can run."""
     found = {}
     for entry in json.loads(path.read_text())["entries"]:
         try:

@@ -9,7 +9,7 @@ FORMS = {"single_pass": single_pass, "online_softmax": online_softmax}
 
 
 def describe(arrays, extras, heads: int, scale: float, is_causal: bool, chip: str | None) -> TpuProblem:
-    """Return the problem that these arrays pose; `extras` maps names to arrays."""
+    """Return the attention problem of these arrays; `extras` maps names to arrays."""
     q, k = arrays[0], arrays[-1]
     width = q.shape[2] // 3 if len(arrays) == 1 else q.shape[2]
     return TpuProblem(

@@ -321,7 +321,7 @@ def _backward_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
 
 
 def _bias_kernel(*refs, grid: _Grid, present: tuple[bool, ...]):
-    """Recompute the scores' gradient; sum it over images, the innermost axis, and the bias' broadcast axes."""
+    """Recompute the scores' gradient; sum it over images, the innermost axis, and the bias's broadcast axes."""
     problem, blocks = grid.problem, grid.blocks
     step = grid.program()
     *inputs, dbias_ref = refs
@@ -372,7 +372,7 @@ def _bias_gradient(problem: TpuProblem, sizes: PassBlocks, operands: tuple, extr
 def backward(
     problem: TpuProblem, sizes: PassBlocks, arrays: tuple, o_BNE, saved, do_BNE, bias, mask, ids, bias_gradient: bool
 ):
-    """Return gradients shaped like `arrays`, and the bias' gradient in float32 (None unless requested)."""
+    """Return gradients shaped like `arrays`, and the bias's gradient in float32 (None unless requested)."""
     packed = len(arrays) == 1
     grid = _Grid(problem, sizes, packed, "bgji")
     B, N, M, D, heads = problem.batch, problem.q_tokens, problem.kv_tokens, problem.head_dim, grid.blocks.heads

@@ -295,7 +295,7 @@ def _add_bias_gradient(dbias_ref, ds_MN, head, rows: slice) -> None:
 
 
 def backward(problem: TpuProblem, sizes: PassBlocks, arrays: tuple, do_BNE, bias, mask, ids, bias_gradient: bool):
-    """Return gradients shaped like `arrays`, and the bias' gradient in float32 (None unless requested)."""
+    """Return gradients shaped like `arrays`, and the bias's gradient in float32 (None unless requested)."""
     layout = QkvLayout(problem, packed=len(arrays) == 1)
     q_rows = round_up(problem.q_tokens, LANES)
     extras = extra_arrays(bias, mask, ids, transposed=True)

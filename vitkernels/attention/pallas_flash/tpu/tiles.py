@@ -54,7 +54,7 @@ class TpuProblem:
 
     @property
     def unit(self) -> float:
-        """Return the scores' factor besides their scale: log2 e for bfloat16, which uses exp2; 1 for float32.
+        """Return the factor that multiplies the scores' scale: log2 e for bfloat16, which uses exp2; 1 for float32.
 
         In bfloat16 the factor is free. In float32 the scale is usually a power of two and exact, but scale · log2 e
         rounds each score relative to its own size, which exceeds its distance from the maximum.
@@ -113,7 +113,7 @@ def windows(heads: int, head_dim: int) -> list[LaneWindow]:
 
 
 def group_of_heads(problem: TpuProblem) -> int:
-    """Return the fewest heads that fill full lane tiles (64 lanes: 2, 72: 16); all heads if not a divisor of them."""
+    """Return the fewest heads that fill full lane tiles (64 lanes: 2, 72: 16); all heads if it does not divide them."""
     fewest = math.lcm(problem.head_dim, LANES) // problem.head_dim
     return fewest if problem.heads % fewest == 0 else problem.heads
 
