@@ -1,13 +1,13 @@
 """Train or evaluate a vision transformer: `python train.py --help`.
 
-The story of a run: join the processes, claim the run's folder, build data, model and optimizer, resume, fit, finish.
-vitkernels.training has the parts, and each works without this file.
+A run joins the processes, claims its folder, builds data, model and optimizer, resumes, fits and finishes. Its parts
+are in vitkernels.training; each works without this file.
 """
 
 import os
 
-# Set before torch loads. OpenMP threads that spin for long while they wait slow training tenfold if processes share
-# cores; threads that sleep at once slow it threefold if they do not.
+# Set before torch loads. Idle OpenMP threads that spin for long slow training tenfold if processes share cores; idle
+# threads that sleep immediately slow it threefold if they do not.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 

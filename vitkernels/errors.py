@@ -13,7 +13,7 @@ class UsageError(ValueError):
     Args:
         message: the sentence to show. Its wording may change between versions.
         code: a stable dotted name of the failure, such as "attention.shape", for programs and tests to match.
-        fields: the values that the failure is about, by name; stable as the code is.
+        fields: the values that the failure is about, by name; as stable as the code.
     """
 
     on_every_rank = True  # all processes of a distributed run raise it together

@@ -44,7 +44,7 @@ def original_class(module: nn.Module) -> type[nn.Module]:
 
 
 def instance_sharing_state(cls: type[M], module: nn.Module, without: Collection[str] = ()) -> M:
-    """Return an instance of `cls` with the attributes of `module`, except `without`, the same objects."""
+    """Return an instance of `cls` that shares the attributes of `module`, except those in `without`."""
     instance = cls.__new__(cls)
     nn.Module.__init__(instance)
     instance.__dict__.update({name: value for name, value in module.__dict__.items() if name not in without})

@@ -36,7 +36,7 @@ def git_commit() -> str | None:
 
 
 def git_commit_of(root: Path) -> str | None:
-    """Return the same for the checkout at `root` as it is now; untracked files count as changes."""
+    """Return the commit of the checkout at `root` in its current state; untracked files count as changes."""
     if not (root / ".git").exists():
         return None
     commit = _git(root, "describe", "--always", "--abbrev=12", "--exclude=*")
@@ -55,10 +55,10 @@ def code_hash(root: Path = ROOT) -> str:
 
 def _git(root: Path, *words: str) -> str | None:
     try:
-        said = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
+        finished = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.stdout.strip()
+    return finished.stdout.strip()
 
 
 def _hash(root: Path, patterns: tuple[str, ...]) -> str:

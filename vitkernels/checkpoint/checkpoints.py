@@ -39,12 +39,12 @@ log = logging.getLogger(__name__)
 FORMAT = 2
 BEST = "best"
 _NAME = re.compile(r"step_(\d{8})")
-# A single process has no process group; torch would warn of that at each checkpoint.
+# A single process has no process group; torch would warn about that at each checkpoint.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class CheckpointError(UsageError):
-    """A path that does not hold a complete checkpoint of this program."""
+    """The path holds no complete checkpoint of this program."""
 
 
 class Checkpoints:
@@ -196,12 +196,12 @@ class _Writer(StorageWriter):
         return done
 
     def finish(self, metadata, results) -> None:
-        """Rename the folder, on the coordinator, after all processes have written: only then is it a checkpoint."""
+        """Rename the folder, on the coordinator, after all processes have written; the rename makes it a checkpoint."""
         files = {name: [size, crc] for result in results for name, size, crc in (one.storage_data for one in result)}
         text = json.dumps({**self.state, "files": files})
         write_synced(self.folder / "state.json", lambda file: file.write(text.encode()))
         sync_folder(self.folder)
-        if self.path.exists():  # left by an earlier attempt that was incomplete or took another course
+        if self.path.exists():  # left by an earlier attempt
             _remove(self.path)
         os.rename(self.folder, self.path)
         sync_folder(self.path.parent)

@@ -19,7 +19,7 @@ def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path, notes: d
 
 
 def read_notes(path: Path, names: Iterable[str]) -> dict:
-    """Return the notes of these names in an exported file; names it lacks, and files of other kinds, give none."""
+    """Return the notes of these names from an exported file, without those it lacks; {} for files of other kinds."""
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

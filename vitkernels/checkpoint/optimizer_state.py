@@ -1,7 +1,7 @@
-"""Convert an optimizer's state to tensors and plain values under its parameters' names, as checkpoints hold it.
+"""Convert an optimizer's state to tensors and plain values under its parameters' names, for checkpoints.
 
-The numbers that torch gives to parameters depend on which are frozen, how they are grouped and how many processes shard
-them. Their names do not.
+The numbers that torch assigns to parameters depend on which are frozen, how they are grouped and how many processes
+shard them. Their names do not.
 """
 
 from collections.abc import Callable
@@ -15,12 +15,12 @@ from vitkernels.errors import UsageError
 
 
 def check(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """Raise UsageError if the optimizer called `name` cannot be trained or saved here, now or in its first step.
+    """Raise UsageError, now or in the first step, if the optimizer `name` cannot train here or be saved.
 
     Optimizers create their state in the first step. An error at the first checkpoint would lose all steps up to it.
     """
     fix = "use another of timm's optimizers, such as adamw"
-    inner = getattr(optimizer, "_base_optimizer", optimizer)  # of Lookahead: it has the state
+    inner = getattr(optimizer, "_base_optimizer", optimizer)  # Lookahead wraps the optimizer that has the state
     if getattr(inner, "is_second_order", False):
         raise UsageError(
             f"optimizer {name!r} needs second derivatives, which are not computed here; {fix}",
@@ -80,7 +80,7 @@ def load(
     """Restore what `pack` returned from the checkpoint at `path`.
 
     Of a parameter group, only its counters ("step", Lookahead's "lookahead_step") come from the checkpoint. Weight
-    decay, betas and the like are settings: they stay as the optimizer was created with.
+    decay, betas and the like are settings: they keep the values that the optimizer was created with.
 
     Args:
         rest: the second value that `pack` returned.
@@ -142,7 +142,7 @@ def _rest(state: dict) -> dict:
 
 
 def _as_json(value, name: str, tensors: dict[str, torch.Tensor]):
-    """Return `value` as JSON can hold it; tensors in it are moved to `tensors`, under `name` or `name`.INDEX."""
+    """Return `value` in JSON-serializable form; add its tensors to `tensors` as `name` or `name`.INDEX."""
     if isinstance(value, torch.Tensor):
         tensors[name] = value
         return {"tensor": name}
@@ -155,7 +155,7 @@ def _as_json(value, name: str, tensors: dict[str, torch.Tensor]):
 
 
 def _from_json(value, tensors: dict[str, torch.Tensor]):
-    """Return what `_as_json` was given, taking its tensors out of `tensors`."""
+    """Return the value that `_as_json` converted; its tensors are removed from `tensors`."""
     if isinstance(value, list):
         return [_from_json(item, tensors) for item in value]
     if isinstance(value, dict):

@@ -24,7 +24,7 @@ __all__ = ["add_backends", "in_settings", "run"]
 
 
 def run(main: Callable[[], None], config_dir: str) -> int:
-    """Call a Hydra main function, or with -m that of a sweep's jobs; return the exit status.
+    """Call a Hydra main function, or `job.run_job` if the command line has -m; return the exit status.
 
     The status is 2 after an error in the command line, and `EXIT_INTERRUPTED` after Ctrl-C.
     """
@@ -41,19 +41,19 @@ def run(main: Callable[[], None], config_dir: str) -> int:
         sys.argv[0] = PROGRAM.split()[0]  # Hydra completes the arguments of this program
     sweeps = bool({"-m", "--multirun"} & set(sys.argv))
     if sweeps:
-        # Launchers pickle what their jobs run: it must be importable, as a script's own functions are not.
+        # Launchers pickle the function of a job, so it must be importable; a script's functions are not.
         main = hydra.main(version_base="1.3", config_path=config_dir, config_name="config")(job.run_job)
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
         return _failed(explained(error, config_dir))
-    except BrokenPipeError:  # the reader of --help, such as `head`, has read enough
+    except BrokenPipeError:  # the reader of --help, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
         if job.write_pending_verdict(error):
             return 1
-        if isinstance(error, OSError):  # from Hydra, which creates the folder; a run words its own errors
+        if isinstance(error, OSError):  # from Hydra, which creates the folder; a run reports its own errors
             setting = "hydra.sweep.dir" if sweeps else "hydra.run.dir"
             return _failed(f"could not create the results folder: {error}; set another with {setting}=FOLDER")
         if isinstance(error, UsageError):

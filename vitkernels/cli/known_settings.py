@@ -6,7 +6,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-# Settings below these names are passed on as they are; the receiver knows their names and refuses others itself.
+# Settings below these names are passed on unchecked; the receiver refuses names that it does not know.
 OPEN = ("model.kwargs.", "optim.kwargs.", "data.mixup.")
 
 
@@ -18,7 +18,7 @@ def read_owners(config_dir: str) -> dict[str, list[str]]:
     owners: dict[str, list[str]] = {name: [] for name in flat_names(_load(Path(config_dir) / "config.yaml"))}
     for path in sorted(Path(config_dir).glob("*/*.yaml")):
         group = path.parent.name
-        if group != "experiment":  # an experiment sets what the other groups have
+        if group != "experiment":  # an experiment only sets settings of other groups
             for name in flat_names({group: _load(path)}):
                 owners.setdefault(name, []).append(f"{group}={path.stem}")
     return owners
@@ -33,7 +33,7 @@ def flat_names(node: dict, prefix: str = "") -> list[str]:
 
 
 def suggestion(name: str, owners: dict[str, list[str]]) -> str:
-    """Return "Did you mean ...? " with the nearest names, or nothing."""
+    """Return "Did you mean ...? " with the nearest names, or an empty string."""
     near = difflib.get_close_matches(name, owners, n=3, cutoff=0.75)
     return f"Did you mean {' or '.join(near)}? " if near else ""
 

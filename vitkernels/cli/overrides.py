@@ -1,4 +1,4 @@
-"""The words of a command line: quote values, order options, and refuse settings that nothing reads."""
+"""Prepare the words of a command line: quote values, order options, and refuse settings that nothing reads."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _USES_OF_PLUS = (
 
 
 def prepare(words: list[str], config_dir: str) -> list[str]:
-    """Return the words as Hydra reads them: quoted, options after settings, open to the settings of an earlier run.
+    """Return the words in the form that Hydra reads: values quoted, options last, ++ before settings of an earlier run.
 
     Raises UsageError for a setting that nothing reads.
     """
@@ -32,7 +32,7 @@ def prepare(words: list[str], config_dir: str) -> list[str]:
 
 
 def parse(word: str) -> Override | None:
-    """Return Hydra's reading of the word, None if it has none."""
+    """Return the override that Hydra parses from the word, or None if it cannot."""
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException:
@@ -40,7 +40,7 @@ def parse(word: str) -> Override | None:
 
 
 def quote_value(word: str) -> str:
-    """Return name=value with quotes around a value that Hydra cannot read without, such as a path with blanks or =.
+    """Return name=value with quotes around a value that Hydra cannot read unquoted, such as a path with spaces or =.
 
     A leading ~/ becomes the home folder. Values that begin like a list, a mapping, a quotation or a function stay as
     they are, and so do values with commas: these may be a sweep.
@@ -49,7 +49,7 @@ def quote_value(word: str) -> str:
     has_meaning = "," in value or re.match(r"[\[{\"']|\w+ *\(", value)
     if not equals or word.startswith("-") or has_meaning or parse(word):
         return word
-    # Most shells do not expand this ~; in quotes it would name a folder.
+    # Most shells do not expand this ~, and in quotes Hydra would take it literally.
     with_quotes = f"{name}={quoted(os.path.expanduser(value) if value.startswith('~/') else value)}"
     return with_quotes if parse(with_quotes) else word
 
@@ -66,7 +66,7 @@ def options_last(words: list[str]) -> list[str]:
 
 def check_added(words: list[str], config_dir: str) -> None:
     """Raise UsageError for a setting that + or ++ adds and that nothing reads: cli.added, cli.exists or cli.group."""
-    # A user's configuration folder has names of its own.
+    # A user's configuration folder may define other names.
     foreign = any(word.startswith(("--config-", "-cp", "-cn", "-cd", "hydra.searchpath=")) for word in words)
     added = [override for word in words if word.startswith("+") and (override := parse(word))]
     if foreign or not added:

@@ -1,4 +1,4 @@
-"""The command line of one process among several: only the main one writes files."""
+"""Adapt the command line to the rank of this process: only the main process writes files."""
 
 from vitkernels.errors import UsageError
 from vitkernels.parallel import rank_and_world

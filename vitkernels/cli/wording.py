@@ -1,4 +1,4 @@
-"""Word errors for the command line: Hydra's in one sentence, the library's with the setting that they are about."""
+"""Phrase errors for the command line: Hydra's in one sentence, the library's with the setting to change."""
 
 import re
 
@@ -12,7 +12,7 @@ from vitkernels.sweep.job import quoted
 
 _IN_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
 
-# The setting that an error of the library is about: by its code, for unknown names by their kind.
+# The setting that a library error concerns: by the error's code or, for unknown names, by their kind.
 _SETTING_OF_CODE = {
     "attention.options": "attn.NAME",
     "attention.tiles": "attn.tiles",
@@ -62,7 +62,7 @@ _SETTING_OF_KIND = {
 
 
 def in_settings(error: UsageError) -> str:
-    """Return the message of a library's error, with the setting that it is about unless the message names it."""
+    """Return the message of a library error, followed by its setting unless the message names it."""
     message, setting = str(error), setting_of(error)
     if setting is None or f"{setting}=" in message:
         return message
@@ -70,9 +70,9 @@ def in_settings(error: UsageError) -> str:
 
 
 def setting_of(error: UsageError) -> str | None:
-    """Return the setting that an error of the library is about, None if it is about none."""
+    """Return the setting that a library error concerns, or None."""
     fields = error.fields
-    if error.code.startswith("config."):  # these speak of settings already
+    if error.code.startswith("config."):  # these messages already name settings
         return None
     if error.code == "unknown_name":
         kind = fields["kind"]

@@ -56,7 +56,7 @@ def check_training(trainer: TrainerSettings, ema: EmaSettings) -> None:
 
 
 def check_model(model: ModelSettings) -> None:
-    """Raise UsageError for an argument of timm that has a setting of its own."""
+    """Raise UsageError for an argument of timm that has its own setting."""
     for name, instead in _NOT_IN_MODEL_KWARGS.items():
         if name in model.kwargs:
             raise _conflict(

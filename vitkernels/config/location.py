@@ -1,4 +1,4 @@
-"""Find the configuration and train.py: in a checkout next to the package, in an installed package inside it."""
+"""Find the configuration and train.py: next to the package in a checkout, inside the package once installed."""
 
 import sys
 from pathlib import Path
@@ -7,7 +7,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _IS_INSTALLED = (_PACKAGE / "conf").is_dir()
 _HOME = _PACKAGE if _IS_INSTALLED else _PACKAGE.parent
 
-# How this process was started, or would be, for messages.
+# The command that starts training, for messages.
 _BY_COMMAND = _IS_INSTALLED or any(Path(word).name == "vitkernels" for word in sys.orig_argv[:4])
 PROGRAM = "vitkernels train" if _BY_COMMAND else "python train.py"
 
@@ -23,7 +23,7 @@ def train_script() -> Path:
 
 
 def train_command() -> list[str]:
-    """Return the words that start train.py in a process of its own."""
+    """Return the command that starts train.py in its own process."""
     # -P keeps the package's folder, where train.py is installed, off sys.path: its modules are not top-level ones.
     options = ["-P"] if _IS_INSTALLED else []
     return [sys.executable, *options, str(train_script())]

@@ -114,7 +114,7 @@ def _given_by(overrides: Sequence[str]) -> list[str]:
     groups = groups_of(Config)
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     keys = [override.key_or_group for override in parsed if not override.key_or_group.startswith("hydra")]
-    # An inner key of a group that is given too adds nothing.
+    # A key inside a group that is also given is redundant.
     return [key for key in keys if "." not in key or not (key.split(".")[0] in groups and key.split(".")[0] in keys)]
 
 
@@ -123,7 +123,7 @@ def _copy(names: list[str], source: Mapping[str, Any], target: dict[str, Any]) -
     *groups, last = names
     for name in groups:
         source = source.get(name) or {}
-        target[name] = dict(target.get(name) or {})  # not the mapping that others hold
+        target[name] = dict(target.get(name) or {})  # a copy, because others hold this mapping
         target = target[name]
     if last in source:
         target[last] = source[last]
@@ -132,7 +132,7 @@ def _copy(names: list[str], source: Mapping[str, Any], target: dict[str, Any]) -
 
 
 def _keep_constant_rate(saved: Mapping[str, Any], merged: dict[str, Any], given: Sequence[str]) -> None:
-    """Let a new learning rate be constant if the run's was: schedule=constant sets min_lr to optim.lr."""
+    """Keep a new learning rate constant if the run's was: schedule=constant sets min_lr to optim.lr."""
     before, schedule = saved.get("optim", {}).get("lr"), saved.get("schedule", {})
     is_given = any(key in ("schedule", "schedule.min_lr") for key in given)
     if not is_given and before is not None and schedule.get("min_lr") == before:

@@ -1,4 +1,4 @@
-"""Find what a reader of the verdict table must know in addition to its figures; one sentence per finding."""
+"""Find the caveats that a reader of the verdict table must know, one sentence each."""
 
 from vitkernels.sweep.statistics import median_step_times, runs_of
 from vitkernels.training.health import HOST_BOUND

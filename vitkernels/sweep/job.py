@@ -31,7 +31,7 @@ from vitkernels.training.run_dir import circumstances, differences, find_complet
 
 log = logging.getLogger(__name__)
 
-_LONG_RUN_S = 900  # a longer run is a training rather than a measurement of step times, and is not repeated by itself
+_LONG_RUN_S = 900  # longer runs train a model rather than measure step times, and are not repeated automatically
 
 
 def add_sweep_folder(argv: list[str]) -> list[str]:
@@ -193,7 +193,7 @@ def _clear(folder: Path) -> None:
 def _set_aside(folder: Path) -> None:
     """Move the results of an earlier attempt into `before`, replacing what `before` holds.
 
-    They are kept because they may include the weights of a training.
+    They are kept because they may include trained weights.
     """
     before = folder / "before"
     if before.exists():
@@ -291,7 +291,7 @@ class VerdictTable(Callback):
     pending: "VerdictTable | None" = None  # the table still to be written by this process
 
     def on_multirun_start(self, config: DictConfig, **kwargs) -> None:
-        """Note the start of the sweep, by which its jobs are later told from those of earlier sweeps in the folder."""
+        """Record the start of the sweep, which separates its jobs from those of earlier sweeps in the folder."""
         self.folder = Path(config.hydra.sweep.dir)
         # The time comes from the file system because jobs on other machines write to it too.
         marker = self.folder / ".started"

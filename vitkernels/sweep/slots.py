@@ -1,6 +1,6 @@
 """Limit how many jobs of a sweep run at once on one machine, assign each a GPU, and share compiler caches.
 
-Some launchers start every job at once (submitit's local one) or know nothing of GPUs. The limit is therefore enforced
+Some launchers start every job at once (submitit's local one) or do not assign GPUs. The limit is therefore enforced
 here, just before a job starts its process. A slot is a locked file: the kernel releases it however the job ends.
 """
 

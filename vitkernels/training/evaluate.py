@@ -14,7 +14,7 @@ from vitkernels.parallel import Parallel
 def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "eval") -> dict:
     """Return {"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model over the images of all ranks.
 
-    The model is put into evaluation mode and back. Rows with a negative target are padding and do not count.
+    The model runs in evaluation mode; its mode is restored. Rows with a negative target are padding and are ignored.
     images_per_s is the model's throughput without input wait. It excludes the first batch, which may compile, and is
     None if there is only one.
 

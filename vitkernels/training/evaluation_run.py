@@ -16,16 +16,16 @@ from vitkernels.training.summary import log_evaluation
 
 
 def evaluate_checkpoint(cfg: Config, parallel: Parallel, folder: Path) -> dict:
-    """Evaluate the weights of `checkpoint` and return what eval.json gets.
+    """Evaluate the weights of `checkpoint` and return the content of eval.json.
 
-    With quantization the figures are those of the quantized model; those from before have names ending in _before.
+    With quantization, the figures describe the quantized model; those of the original model end in _before.
     """
     random_seed(cfg.seed)
     setup.log_runtime(cfg, parallel)
     trained_on = setup.read_source(cfg, parallel)
     data = setup.build_data(cfg, parallel, trained_on)
     parts = setup.build_model(cfg, parallel, data, trained_on)
-    parallel.runtime.synchronize()  # pending work of quantization is not part of the evaluation
+    parallel.runtime.synchronize()  # keep pending quantization work out of the timing
     result = evaluate(parts.net, data.val, parallel) | {"bytes": size_in_bytes(parts.model)}
     if parts.quantized is not None and parts.quantized_net is not None:
         before = {f"{name}_before": result[name] for name in ("top1", "images_per_s", "bytes")}

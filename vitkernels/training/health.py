@@ -1,4 +1,4 @@
-"""Detect a run in trouble: non-finite losses, parameters without gradients, a slow rank, a host-bound GPU."""
+"""Detect training problems: non-finite losses, parameters without gradients, a slow rank, a host-bound GPU."""
 
 import logging
 import math
@@ -15,8 +15,8 @@ from vitkernels.training.step_timer import Window
 log = logging.getLogger(__name__)
 
 STRAGGLER_FACTOR, STRAGGLER_MS = 2.0, 5.0  # a straggler exceeds the others' median by this factor and this many ms
-MIN_STEPS = 8  # a window with fewer timed steps proves no habit
-HOST_BOUND = 0.5  # share of a window's steps from which it counts as host-bound
+MIN_STEPS = 8  # a window with fewer timed steps gives no warning
+HOST_BOUND = 0.5  # a window is host-bound if more than this share of its steps launched late
 
 
 class NonFiniteLossError(RuntimeError):
@@ -63,7 +63,7 @@ def check_finite(
 
 
 def parameters_without_gradient(model: nn.Module) -> list[str]:
-    """Return the names of trainable parameters that backward gave no gradient, and warn of them."""
+    """Return the names of trainable parameters without a gradient after backward, and log a warning."""
     names = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
     if names:
         listed = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if names[4:] else "")
@@ -78,8 +78,8 @@ def parameters_without_gradient(model: nn.Module) -> list[str]:
 def warn_of_straggler(parallel: Parallel, step: int, window: Window) -> None:
     """Warn if one process was much slower than the others in this window. All processes must call it.
 
-    Compared is the time from the start of a step to the end of its last forward pass, input included. With gradients
-    averaged (ddp), this contains no wait for other ranks, unlike the step time. Under fsdp it does.
+    It compares the time from the start of a step to the end of its last forward pass, input included. Unlike the step
+    time, this excludes the wait for other ranks under ddp. Under fsdp it includes that wait.
     """
     if parallel.world == 1:
         return

@@ -21,7 +21,8 @@ def build_loss(backend: str = "eager", label_smoothing: float = 0.0) -> Loss:
         label_smoothing: share of each target that is spread evenly over all classes.
 
     The loss takes logits (B, C), float32, and class numbers (B,) or class distributions (B, C). Rows without a sample
-    have the class number -100, or a distribution of zeros, which must not be smoothed: it would train the model.
+    have the class number -100, or a distribution of zeros. Smoothing keeps
+    these zeros, so padding adds nothing to the loss.
     """
     if backend not in ("eager", "auto"):
         op_of(cross_entropy).get(backend)

@@ -13,7 +13,7 @@ class StepRecord:
     """The figures of one optimizer step.
 
     step: counted from 1. loss: mean over the images of all processes. grad_norm: before clipping. lr: learning rate.
-    nonfinite_ranks: on several processes, the ranks whose own loss is not finite.
+    nonfinite_ranks: with several processes, the ranks whose own loss is not finite.
     """
 
     step: int
@@ -34,7 +34,7 @@ class StepMetrics:
         self._pending: list[tuple[int, Tensor, Tensor, float]] = []
 
     def add(self, step: int, loss: Tensor, grad_norm: Tensor, lr: float) -> None:
-        """Note a step; nothing waits for the device."""
+        """Add a step's figures without waiting for the device."""
         self._pending.append((step, loss.detach(), grad_norm.detach(), lr))
 
     def read(self) -> list[StepRecord]:

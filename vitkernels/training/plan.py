@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Due(Flag):
-    """What has to happen after a step. An empty value means: launch the next step without waiting for the device."""
+    """Actions due after a step. The empty value means: launch the next step without waiting for the device."""
 
     NONE = 0
     LOG = auto()
     EVAL = auto()
     SAVE = auto()
-    STOP = auto()  # a signal asked the run to stop before its last step
+    STOP = auto()  # a signal requested a stop before the last step
     END = auto()  # the last step is done
 
 
@@ -31,9 +31,9 @@ class StepPlan:
     """The steps of a run, counted from 1; a step takes `accum_steps` batches on each process.
 
     total_steps: length of the run.
-    steps_per_epoch: full steps of an epoch; batches that do not fill a step are left out.
+    steps_per_epoch: full steps in an epoch; batches that do not fill a step are dropped.
     accum_steps: batches whose gradients one optimizer step accumulates.
-    images_per_step: images that all processes together take per step.
+    images_per_step: images per step, summed over all processes.
     log_every, save_every_steps: in steps. eval_every, save_every_epochs: in epochs. None: never.
     """
 
@@ -50,7 +50,7 @@ class StepPlan:
     def of(cls, trainer: Any, checkpoints: Any, *, batches_per_epoch: int, images_per_batch: int) -> "StepPlan":
         """Return the plan of a run from its `trainer` and `checkpoints` settings (vitkernels.config).
 
-        images_per_batch: images of one batch over all processes.
+        images_per_batch: images per batch, summed over all processes.
         """
         accum = trainer.accum_steps
         steps_per_epoch = batches_per_epoch // accum
@@ -74,7 +74,7 @@ class StepPlan:
         )
 
     def warmup_steps(self, epochs: float, cap: float | None) -> int:
-        """Return the steps of `epochs` epochs, at most the share `cap` of the run (None: no limit)."""
+        """Return the number of steps in `epochs` epochs, at most the fraction `cap` of the run (None: no limit)."""
         steps = round(epochs * self.steps_per_epoch)
         return steps if cap is None else min(steps, int(cap * self.total_steps))
 
@@ -87,7 +87,7 @@ class StepPlan:
         return self.steps_per_epoch - step % self.steps_per_epoch
 
     def batches(self, loader: "Loader", step: int) -> Iterator:
-        """Return the loader's batches from the one that follows `step` steps to the end of that epoch."""
+        """Return the batches that the current epoch has left after `step` steps."""
         epoch, index = divmod(step, self.steps_per_epoch)
         return loader.epoch(epoch, start=index * self.accum_steps)
 

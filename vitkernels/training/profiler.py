@@ -13,7 +13,7 @@ PROFILED_STEPS = 8  # two to start the profiler, five in the trace, one during w
 def start_profiler(folder: Path, warmup_steps: int, steps_left: int) -> torch.profiler.profile | None:
     """Start a profiler that traces five steps after the warm-up into `folder`/profile, for TensorBoard and Perfetto.
 
-    Traced steps are not timed. Return None, and log it, if the run has too few steps left.
+    Traced steps are not timed. Return None, with a warning, if the run has too few steps left.
     """
     needed = warmup_steps + PROFILED_STEPS
     if steps_left < needed:

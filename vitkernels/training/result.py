@@ -1,4 +1,4 @@
-"""What a complete run leaves: exported weights and summary.json."""
+"""Write the results of a complete run: exported weights and summary.json."""
 
 import time
 from pathlib import Path

@@ -18,12 +18,12 @@ log = logging.getLogger("vitkernels")
 
 
 def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: dict | None, begin: float) -> bool:
-    """Load the checkpoint that `resume` asks for, if any, and record the run in its folder.
+    """Load the checkpoint that `resume` selects, if any, and record the run in its folder.
 
-    Nothing in the folder changes before everything has been checked. Return False if the run turns out to be complete.
+    The folder changes only after all checks have passed. Return False if the run is already complete.
 
     Args:
-        preprocessing: how images are prepared, with `input_size` as timm has it; kept with the weights.
+        preprocessing: how images are prepared, with `input_size` under timm's name; stored with the weights.
         begin: time.time() when the process started.
     """
     parallel, plan, settings, data = trainer.parallel, trainer.plan, cfg.to_dict(), trainer.data
@@ -56,7 +56,7 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
 
 
 def _loggers(cfg: Config, trainer: Trainer, folder: Path) -> MetricLogger:
-    """Return the run's loggers, with its settings logged as text; other processes than the main one log nothing."""
+    """Return the run's loggers, with its settings logged as text; all processes but the main one log nothing."""
     if not trainer.parallel.is_main:
         return NullLogger()
     state = trainer.state

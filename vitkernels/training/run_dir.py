@@ -23,12 +23,12 @@ from vitkernels.registry import tuning_table
 
 log = logging.getLogger(__name__)
 
-# Settings that say how a run is carried out, not what it computes.
+# Settings that change how a run executes, not what it computes.
 _NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel")
 _NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
-# Settings that make no difference to a complete run,
+# Settings that make no difference to a complete run.
 _WITHOUT_EFFECT = ("trainer.log_every", "trainer.profile", "data.num_workers")
-# and those that may change when a run is resumed.
+# Settings that may change when a run is resumed.
 _MAY_CHANGE = (
     *_WITHOUT_EFFECT, "trainer.max_epochs", "trainer.max_steps", "trainer.eval_every", "trainer.warmup_steps",
     "data.root", "runtime", "compile",
@@ -84,7 +84,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def holds_run(folder: Path) -> bool:
-    """Return whether the folder holds anything of a run that must not be lost."""
+    """Return whether the folder holds results of a run that must not be overwritten."""
     log_file = folder / "metrics.jsonl"
     logged = log_file.exists() and log_file.stat().st_size > 0
     return logged or is_complete(folder) or any((folder / "checkpoints").glob("step_*"))
@@ -93,7 +93,7 @@ def holds_run(folder: Path) -> bool:
 def find_complete(folder: Path, settings: dict) -> Path | None:
     """Return the folder where a run with these settings is already complete: `folder`, or the newest one next to it.
 
-    The losses found there are this run's. Its step times may differ; see `circumstances`.
+    Its losses are those of this run. Its step times may differ; see `circumstances`.
     """
     if settings["mode"] == "eval":
         return folder if _is_evaluated(folder / "eval.json", settings) else None
@@ -123,7 +123,7 @@ def read_results(folder: Path) -> dict:
 
 
 def record_failure(folder: Path, reason: str) -> None:
-    """Leave a summary.json that says why there is no result, unless there is one."""
+    """Write the reason of a failure to summary.json, unless the run is complete."""
     if not is_complete(folder):
         try:
             write_json(folder / "summary.json", {"status": "failed", "reason": reason})
@@ -134,8 +134,8 @@ def record_failure(folder: Path, reason: str) -> None:
 class FailureRecord:
     """Write the reason of a failure into the run's folder, if the folder is this run's.
 
-    A context manager around everything that a run does. `owned` starts out true for a folder that holds no other run,
-    and the caller sets it once the folder is claimed: a folder that turns out to be another run's stays as it is.
+    A context manager for the entire run. `owned` is initially true if the folder holds no run, and the caller sets it
+    once the folder is claimed. A folder that belongs to another run is never changed.
     """
 
     def __init__(self, folder: Path, is_main: bool):
@@ -158,7 +158,7 @@ class FailureRecord:
 def locked(folder: Path) -> Iterator[None]:
     """Lock the folder for this process until the context or the process ends, however it ends.
 
-    Two processes in one folder, such as a job that is started again while it still runs, would delete each other's
+    Two processes in one folder, such as a job that is restarted while it still runs, would delete each other's
     checkpoints. Raises FolderInUseError.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -229,11 +229,11 @@ def _length(settings: dict) -> tuple:
 
 
 def begin(folder: Path, settings: dict, resumed: bool, notes: dict) -> None:
-    """Record in the folder which run it now holds. Until here, nothing in it was changed.
+    """Record this run's settings in the folder. This is the first change to the folder.
 
     notes: class_names and preprocessing (see source.TrainedOn), each written to a file of its name unless None.
-    The summary of a complete run that is extended is kept under another name. Raises UsageError if such a run has no
-    checkpoint to resume from.
+    If a complete run is extended, its earlier summary is kept under another name. Raises UsageError if such a run
+    has no checkpoint to resume from.
     """
     if not is_complete(folder):
         (folder / "summary.json").unlink(missing_ok=True)  # of an attempt that failed
@@ -252,7 +252,7 @@ def begin(folder: Path, settings: dict, resumed: bool, notes: dict) -> None:
 
 
 def restore_summary(folder: Path, settings: dict, steps: int) -> bool:
-    """Put back the summary that the run had at exactly this length; return whether it was complete at that length."""
+    """Restore the summary that the run had at exactly this length; return whether it was complete at that length."""
     aside = _summary_of_length(folder, steps)
     if aside.exists():
         aside.rename(folder / "summary.json")
@@ -268,7 +268,7 @@ def _summary_of_length(folder: Path, steps: int) -> Path:
 
 
 def find_checkpoint(folder: Path, settings: dict, checkpoints: Checkpoints) -> Path | None:
-    """Return the checkpoint that `resume` asks for; None starts from scratch.
+    """Return the checkpoint that `resume` selects; None starts from scratch.
 
     resume=auto takes the newest complete checkpoint of this folder or, if folders are named by time, of the newest run
     with the same settings next to it; broken checkpoints are logged and skipped. resume=PATH takes that checkpoint, or
@@ -310,7 +310,7 @@ def _requested(resume: Path, own: Checkpoints) -> Path:
 def _same_runs_nearby(folder: Path, settings: dict) -> list[Path]:
     """Return runs with the same settings in the parent folder that have checkpoints, newest first.
 
-    Only folders named by time are searched, as runs get them by default. A folder named by hand is meant literally.
+    Only folders named by time are searched, as runs get them by default. A folder named by hand is used as given.
     """
     if not _NAMED_BY_TIME.fullmatch(folder.name):
         return []

@@ -54,7 +54,7 @@ class ModelParts:
 
 @dataclass(frozen=True)
 class Optimization:
-    """What turns gradients into new weights: optimizer, learning rate schedule and fp16's loss scaler."""
+    """The optimizer, its learning rate schedule and the fp16 loss scaler."""
 
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
@@ -70,7 +70,7 @@ def compile_mode(cfg: Config, parallel: Parallel) -> tuple[bool, str | None]:
 def log_runtime(cfg: Config, parallel: Parallel) -> None:
     """Log the device, the strategy and the compilation; raise UsageError if processes got different settings."""
     settings = cfg.to_dict()
-    settings["data"].pop("root", None)  # hosts may keep their files in different places
+    settings["data"].pop("root", None)  # may differ between hosts
     parallel.expect_same("the settings", settings, "start train.py with the same command on every host")
     compiled, mode = compile_mode(cfg, parallel)
     how = ", torch.compile" + (f" ({mode})" if mode else "") if compiled else ""
@@ -87,8 +87,8 @@ def read_source(cfg: Config, parallel: Parallel) -> TrainedOn:
 def build_data(cfg: Config, parallel: Parallel, trained_on: TrainedOn) -> Data:
     """Build the data set that the configuration names.
 
-    Preprocessing that the configuration leaves open is that of the weights' training or, if unknown, timm's for the
-    model.
+    Preprocessing settings that are null take the values that the weights were trained with or, if unknown, timm's
+    values for the model.
     """
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
     arguments = {**cfg.data.arguments, "batch_size": cfg.data.batch_size * parallel.local_devices}
@@ -117,14 +117,14 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
     facts, attn, model = _create(cfg, parallel, data)
     if cfg.checkpoint is not None:
         _load_weights(cfg, parallel, model, data, trained_on)
-    # Before the model moves: the EMA makes a torch.Generator on the model's device, and XLA devices have none.
+    # Create the EMA before the model moves: it makes a torch.Generator on the model's device, and XLA has none.
     ema = None
     if cfg.ema.decay is not None and cfg.mode == "train":
         ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup)
     for module in filter(None, (model, ema)):
         module.to(runtime.device)
     if parallel.stream:
-        random_seed(cfg.seed, parallel.stream)  # ranks share their weights but not their drop path
+        random_seed(cfg.seed, parallel.stream)  # ranks have equal weights and draw different drop paths
     quantized = _quantize(cfg, model)
     ops = {op: getattr(cfg.ops, op) for op in models.MODEL_OPS}
     residual = None if cfg.ops.residual_precision is None else PRECISIONS[cfg.ops.residual_precision]
@@ -212,7 +212,7 @@ def _quantize(cfg: Config, model: nn.Module) -> nn.Module | None:
 
 
 def build_plan(cfg: Config, parallel: Parallel, data: Data) -> StepPlan:
-    """Return the arithmetic of the run's steps."""
+    """Return the run's step plan."""
     assert data.train is not None, "mode=train builds a training split"
     return StepPlan.of(
         cfg.trainer,
@@ -258,7 +258,7 @@ def build_optimizer(cfg: Config, parallel: Parallel, model: nn.Module, plan: Ste
 def build_trainer(
     cfg: Config, parallel: Parallel, data: Data, parts: ModelParts, plan: StepPlan, optimization: Optimization
 ) -> Trainer:
-    """Return the trainer, at step 0 and without a run folder: its `train_step` can be called at once."""
+    """Return the trainer, at step 0, without a run folder and ready for `train_step`."""
     return Trainer(
         parallel,
         plan,
@@ -292,7 +292,7 @@ def trainer_from_config(cfg: Config, parallel: Parallel) -> tuple[Trainer, Model
 
 
 def timm_preprocessing(cfg: Config, data: Data) -> dict | None:
-    """Return the data's preprocessing with `input_size`, as timm's pretrained_cfg has it; None if it has none."""
+    """Return the data's preprocessing with `input_size`, in the format of timm's pretrained_cfg, or None."""
     if not data.preprocessing:
         return data.preprocessing
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)

@@ -1,6 +1,6 @@
-"""What weights were trained on: their class names and preprocessing, read from a run, a checkpoint or exported weights.
+"""Read what weights were trained on (class names, preprocessing) from a run, a checkpoint or exported weights.
 
-Evaluating or fine-tuning with other classes is refused; with other preprocessing, it is logged.
+Evaluating or resuming with other classes is refused; other preprocessing is logged.
 """
 
 import itertools
@@ -43,7 +43,7 @@ def read_trained_on(weights: Path) -> TrainedOn:
 
 
 def _recorded_by(run: Path) -> dict:
-    """Return what the run's folder says; weights written by older versions do not say it themselves."""
+    """Return what the run's folder records, for weights from older versions, which carry no notes."""
     data = read_settings(run).get("data", {})
     prepared = {name: data.get(name) for name in ("mean", "std", "interpolation", "crop_pct", "crop_mode")}
     known = prepared if None not in prepared.values() else None
@@ -53,7 +53,7 @@ def _recorded_by(run: Path) -> dict:
 def check_data(
     weights: str | Path, trained_on: TrainedOn, class_names: list[str] | None, preprocessing: dict | None
 ) -> None:
-    """Raise UsageError if the weights know other classes than the data set; warn if images are prepared differently."""
+    """Raise UsageError if the weights have other classes than the data set; warn if images are prepared differently."""
     known, prepared = trained_on.class_names, trained_on.preprocessing
     if known is not None and class_names is not None and known != class_names:
         pairs = itertools.zip_longest(known, class_names, fillvalue="none")
@@ -75,7 +75,7 @@ def check_data(
 def warn_of_timm_class_order(weights: str | Path, outputs: int, class_names: list[str] | None) -> None:
     """Warn if weights that are not from a run here may have these classes in timm's order instead of ours.
 
-    outputs: number of the weights' classes; the warning is given only if the data set has as many.
+    outputs: the weights' number of classes; there is no warning if the data set has another number.
     """
     class_names = class_names or []
     in_order = sorted(class_names, key=natural_key)

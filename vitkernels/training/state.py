@@ -1,4 +1,4 @@
-"""The progress of a run that a checkpoint keeps next to its tensors."""
+"""The progress of a run, which a checkpoint stores next to its tensors."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ RECENT_STEPS = 20  # a run's final loss is the mean over these
 
 @dataclass
 class TrainState:
-    """Where a run stands.
+    """The progress of a run.
 
     step: optimizer steps taken.
     best: top-1 accuracy in percent and step of the best evaluation; step 0 before the first one.

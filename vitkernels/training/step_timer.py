@@ -22,7 +22,7 @@ class Window:
     forward_done_ms: list[float] = field(
         default_factory=list
     )  # from the start of the step; contains no wait for other ranks
-    host_was_late: list[bool] = field(default_factory=list)  # for the steps that can tell; see StepTimer.forward_done
+    host_was_late: list[bool] = field(default_factory=list)  # of steps that can be judged; see StepTimer.forward_done
 
 
 class StepTimer:
@@ -75,7 +75,7 @@ class StepTimer:
         """Mark the end of a forward pass on the host; if a step has several, the last counts.
 
         If the device has completed the previous step by now, it was idle while the host launched this forward pass. The
-        first step of a window cannot tell, because the device was synchronized before it.
+        first step of a window cannot be judged, because the device was synchronized before it.
         """
         if not self.runtime.per_step_clock:
             return

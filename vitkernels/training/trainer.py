@@ -38,22 +38,23 @@ from vitkernels.training.summary import log_window
 
 log = logging.getLogger("vitkernels")
 
-SETTLING_STEPS = 4  # after these, every object that lives as long as the run exists
+SETTLING_STEPS = 4  # by then, all objects that live as long as the run exist
 
 
 class Trainer:
-    """Trains `model` by calling `net`, which wraps the same parameters.
+    """Train `model` by calling `net`, which wraps the same parameters.
 
-    vitkernels.training.setup builds it. On its own it keeps nothing: `attach` gives it checkpoints and a logger.
+    vitkernels.training.setup builds it. By itself it saves and logs nothing: `attach` adds checkpoints,
+    and `logger` can be replaced.
 
     Args:
         parallel: the strategy that connects this process to the others.
         plan: which batches each step takes, and what is due after it.
         data: the loaders; only `fit` and evaluations use them.
-        model, net: the model with timm's parameter names, and what to call.
+        model, net: the model with timm's parameter names, and the wrapped module to call.
         optimizer, scheduler, scaler: the scheduler counts steps; the scaler does nothing except in fp16.
         loss_fn: called with float32 logits (B, K) and targets.
-        ema, ema_net: the average of the weights and what to call for it, or None.
+        ema, ema_net: the averaged weights and the wrapped module to call, or None.
         clip_grad: largest gradient norm; None does not clip.
         untimed_steps: first steps of the process that are not timed.
         flops_per_image: model FLOPs of one image, forward and backward.
@@ -86,7 +87,7 @@ class Trainer:
         self.parameters_without_gradient: list[str] | None = None  # known after the first step
         self.state = TrainState()
         self.metrics = StepMetrics(parallel)
-        # fp16's scaler waits for the device in each step of an optimizer that cannot itself skip an overflow.
+        # The fp16 scaler waits for the device in each step, unless the optimizer itself skips overflows.
         waits = scaler.is_enabled() and not getattr(optimizer, "_step_supports_amp_scaling", False)
         self.timer = StepTimer(parallel.runtime, untimed_steps, waits)
         scheduler.step_update(0)
@@ -98,10 +99,10 @@ class Trainer:
         self._host_bound = False
 
     def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
-        """Give the trainer a place for its checkpoints.
+        """Attach the checkpoints of a run.
 
         Args:
-            identity: the entries by which a checkpoint recognizes its run.
+            identity: the entries that a checkpoint must share with this run to be resumed.
             notes: class names and preprocessing, kept in each checkpoint.
             begin: time.time() when the run started.
         """
@@ -153,7 +154,7 @@ class Trainer:
         return due
 
     def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
-        """Take one optimizer step on the next `plan.accum_steps` batches. Nothing in it waits for the device.
+        """Take one optimizer step on the next `plan.accum_steps` batches. It never waits for the device.
 
         Args:
             batches: (images, targets) on this process's devices, such as `parallel.feed` gives.
@@ -197,7 +198,7 @@ class Trainer:
         self._host_bound = self._host_bound or warn_if_host_bound(step, window)
         self.state.recent_losses.extend(record.loss for record in records)
         log_window(self.logger, self.parallel, self.plan, records, window, self.flops_per_step)
-        # The checkpoint comes first: an evaluation can take longer than a preempted machine has left.
+        # Save before evaluating: an evaluation can take longer than a preempted machine has left.
         self.state.eval_pending = Due.EVAL in due
         saved = self.save() if Due.SAVE in due and self.checkpoints else None
         if Due.EVAL in due and Due.STOP not in due:
@@ -233,7 +234,7 @@ class Trainer:
 
     def save(self) -> Path:
         """Start writing a checkpoint of this step and return its path; `attach` must have been called."""
-        assert self.checkpoints is not None, "attach gives the trainer its checkpoints"
+        assert self.checkpoints is not None, "call attach before save"
         self.logger.flush()
         tensors, optimizer = optimizer_state.pack(self.optimizer, self.model)
         tensors = prefixed("optimizer", tensors) | prefixed("model", self.model.state_dict())
@@ -261,7 +262,7 @@ class Trainer:
         if self.ema is not None:
             load_weights(self.ema.module, read(path, "ema", self.ema.module.state_dict()), str(path))
         streams = read(path, "rng")
-        if str(self.parallel.stream) in streams:  # a process added since then starts a stream of its own
+        if str(self.parallel.stream) in streams:  # an added process keeps its own new stream
             set_random_state(streams[str(self.parallel.stream)], self.parallel.runtime)
         self.state.load_state_dict(state)
         self.begin -= state.get("seconds", 0)

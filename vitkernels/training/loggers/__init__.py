@@ -1,4 +1,4 @@
-"""Where a run's figures go. A new destination is one file here, and one line in `run_loggers`."""
+"""Loggers of a run's metrics. A new one is one file here and one line in `run_loggers`."""
 
 from pathlib import Path
 

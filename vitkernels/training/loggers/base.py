@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 class MetricLogger(Protocol):
-    """Receives a run's figures at its log boundaries. Subclass NullLogger to implement only some of the methods."""
+    """Receive a run's figures at its log boundaries. Subclass NullLogger to implement only some of the methods."""
 
     def steps(self, records: list[StepRecord]) -> None:
         """Record every step since the last boundary, in order."""
@@ -24,7 +24,7 @@ class MetricLogger(Protocol):
         """Record scalars under names such as train/loss; None means not measured."""
 
     def window(self, step: int, text: str, brief: str) -> None:
-        """Show a log window to a person, as one line or briefly."""
+        """Show a log window to a person: `text` is one full line, `brief` fits next to a progress bar."""
 
     def text(self, title: str, markdown: str) -> None:
         """Record a Markdown text, such as the run's settings."""
@@ -40,7 +40,7 @@ class MetricLogger(Protocol):
 
 
 class NullLogger:
-    """Records nothing: the logger of every process but the main one, and of steps without a run."""
+    """Record nothing: the logger of all processes but the main one, and of steps without a run."""
 
     def steps(self, records: list[StepRecord]) -> None: ...
 
