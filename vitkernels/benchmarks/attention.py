@@ -117,9 +117,9 @@ def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Tim
 
 
 def measure_shape(shape: tuple[int, int, int, int], backends: tuple[str, ...], flex: bool = True) -> list[dict]:
-    """Return the row of each contender at the shape (B, H, N, D) in bfloat16; an error is a row too.
+    """Return the row of each contender at the shape (B, H, N, D) in bfloat16; a failure becomes a row with its error.
 
-    The first backend is measured again at the end, which shows the noise.
+    The first backend is measured again at the end, to show the noise.
     """
     torch._dynamo.reset()  # flex_attention's limit on recompilations is per process
     found = contenders(backends)

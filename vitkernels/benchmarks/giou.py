@@ -31,7 +31,7 @@ def random_boxes(images: int, boxes: int, device: str, dtype: torch.dtype) -> tu
 
 
 def min_bytes(images: int, boxes: int, itemsize: int, pass_name: str) -> int:
-    """Return the fewest bytes that a pass moves: boxes read once; scores (float32) and gradients written once."""
+    """Return the minimum bytes that a pass moves: boxes read once; scores (float32) and gradients written once."""
     count = images * boxes
     forward = count * (2 * 4 * itemsize + 4)
     return forward if pass_name == "forward" else forward + count * (4 * 4 * itemsize + 4)
@@ -71,7 +71,7 @@ def contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]
 
 
 def training_contenders(preds: Tensor, targets: Tensor) -> dict[str, Callable[[], object]]:
-    """Return calls of forward and backward, with the gradients of both tensors, of contenders that support autograd."""
+    """Return forward-and-backward calls, with both tensors' gradients, of the contenders that support autograd."""
     preds, targets = preds.detach().requires_grad_(), targets.detach().requires_grad_()
     grad = torch.rand(preds.shape[:-1], device=preds.device)
 

@@ -1,4 +1,4 @@
-"""Time square matmuls in bfloat16, int8 and fp8, ours and the library's: measured on a GPU or TPU, or estimated.
+"""Time square matmuls in bfloat16, int8 and fp8, this package's and the vendor library's, measured or estimated.
 
 A row is one matmul of (size, size) matrices: its time, and the share of the chip's peak that it reaches. On a GPU the
 matrices have the layout of a linear layer, x (M, K) and w (N, K); on a TPU w is (K, N).
@@ -48,7 +48,7 @@ class MatmulRow:
 
 
 def place() -> str:
-    """Return what this machine offers: "gpu", "tpu", or "estimate" for TPU v5e from the compiler's schedule."""
+    """Return "gpu" or "tpu" if this machine has one, else "estimate" (TPU v5e, from the compiler's schedule)."""
     from vitkernels.runtime import xla
 
     if torch.cuda.is_available():
@@ -74,7 +74,7 @@ def _on_gpu(dtype: str, size: int) -> Iterator[MatmulRow]:
 
 
 def _gpu_contenders(dtype: str, size: int) -> dict[str, Callable[[], object]]:
-    """Return calls on random matrices; the first one is repeated at the end, which shows the noise."""
+    """Return calls on random matrices; the first one is repeated at the end, to show the noise."""
     contenders: dict[str, Callable[[], object]]
     if dtype == "bf16":
         x, w = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -104,7 +104,7 @@ def _gpu_contenders(dtype: str, size: int) -> dict[str, Callable[[], object]]:
 
 
 def _on_tpu(dtype: str, size: int) -> Iterator[MatmulRow]:
-    """Measure back-to-back calls through torch_xla; host time is included where the host is slower."""
+    """Measure back-to-back calls through torch_xla; host time is included if the host is slower."""
     import torch_xla
 
     from vitkernels.bridge import pallas_op

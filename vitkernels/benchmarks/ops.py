@@ -62,7 +62,7 @@ class OpCase:
 
 
 def cases(sizes: ModelSizes, dtype: torch.dtype) -> list[Callable[[], OpCase]]:
-    """Return a function per op that creates its case with random inputs; each case takes much GPU memory."""
+    """Return a function per op that creates its case with random inputs; each case uses much GPU memory."""
     qkv, keeping = partial(_linear, times=3), partial(_mlp, keep=True)
     makers = (_layer_norm_residual, _linear, qkv, _linear_gelu, _mlp, keeping, _patch_embed)
     return [partial(make, sizes, dtype) for make in makers]
@@ -90,7 +90,7 @@ def _layer_norm_residual(sizes: ModelSizes, dtype: torch.dtype) -> OpCase:
 
 
 def _linear(sizes: ModelSizes, dtype: torch.dtype, times: int = 1) -> OpCase:
-    """Return a projection to `times` the width."""
+    """Return a projection to `times` × the width."""
     draw = _drawing(sizes.device)
     C, N = sizes.width, times * sizes.width
     leaves = draw(sizes.images, sizes.tokens, C, dtype=dtype), draw(N, C, scale=C**-0.5), draw(N)
@@ -139,8 +139,8 @@ def _patch_embed(sizes: ModelSizes, dtype: torch.dtype) -> OpCase:
 def measure(case: OpCase) -> dict[str, float | str]:
     """Return, by backend, the milliseconds of forward and backward on the device, or why it cannot be timed.
 
-    The backends take turns for five rounds, and the median counts: a GPU slows down as it warms up, which would favour
-    the backend measured first.
+    The backends alternate for five rounds, and the result is the median: a GPU slows down as it warms up, which would
+    favor the backend measured first.
     """
     exact = case.both("reference")
     refusals = {name: _refusal(case, name, exact) for name in OPS[case.op].names()}

@@ -43,7 +43,7 @@ class PagedAttentionTensors:
         )
 
     def bytes(self) -> int:
-        """Return the fewest bytes to move: each sequence's keys and values, queries and results, once each."""
+        """Return the minimum bytes to move: each sequence's keys and values, queries and results, once each."""
         K, _, _, D = self.key_cache.shape
         return 2 * (2 * K * D * int(self.context_lens.sum()) + 2 * self.query.numel())
 
@@ -62,7 +62,7 @@ def exact(t: PagedAttentionTensors) -> Tensor:
 def contenders(tensors: PagedAttentionTensors, flex: bool = True) -> dict[str, Callable[[], Tensor]]:
     """Return the contenders by name, each a function without arguments that returns (B, H, D).
 
-    Masks, which depend on the block tables alone, are built in advance and not timed.
+    Masks, which depend only on the block tables, are built in advance and not timed.
     """
     found: dict[str, Callable[[], Tensor]] = {
         "triton": functools.partial(_ours, tensors),
@@ -127,7 +127,7 @@ def _flex(t: PagedAttentionTensors) -> Callable[[], Tensor]:
 
 
 def measure(case: PagedAttentionCase, flex: bool = True) -> Iterator[dict]:
-    """Time every contender of a case; yield rows with its error against the reference, or with the `problem` it has."""
+    """Time every contender of a case; yield rows with its error against the reference, or its failure as `problem`."""
     torch.manual_seed(0)
     tensors = PagedAttentionTensors.random(case)
     expected = exact(tensors)

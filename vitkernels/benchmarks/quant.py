@@ -18,7 +18,7 @@ def linear_times(
 ) -> dict[str, Timing]:
     """Return the time of a layer's forward pass on random bfloat16 tokens, by scheme.
 
-    bfloat16 is measured first and last, which shows the noise. `size` is (in, out) features.
+    bfloat16 is measured first and last, to show the noise. `size` is (in, out) features.
     """
     linear = nn.Linear(*size, device="cuda", dtype=torch.bfloat16)
     x = torch.randn(tokens, size[0], device="cuda", dtype=torch.bfloat16)

@@ -76,7 +76,7 @@ def train_in_this_process(overrides: list[str]) -> dict:
 
 @contextlib.contextmanager
 def _environment_of(job: int, world: int):
-    """Set torchrun's environment as if it had started `world` processes for this run alone; a world of 1 is rank 0."""
+    """Set torchrun's environment as if it had started `world` processes for this run; a world of 1 is rank 0."""
     before = dict(os.environ)
     os.environ |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world), "TORCHELASTIC_RESTART_COUNT": f"run_{job}"}
     if world == 1:
@@ -89,7 +89,7 @@ def _environment_of(job: int, world: int):
 
 
 def row(engine: str, alone: bool, summary: dict, args) -> dict:
-    """Return a run's row for the results file."""
+    """Return the row of a run for the results file."""
     return {
         "model": args.model, "attn": args.attn, "parallel": engine, "devices": summary["devices"], "alone": alone,
         "batch_size_per_device": args.batch, "device": summary["device"], "precision": summary["precision"],

@@ -106,11 +106,11 @@ def train_on_synthetic(
     image_size: int, batch_size: int, num_classes: int, in_chans: int = 3, steps: int = 200, lr: float = 1e-4,
     adamw: str = "eager",
 ) -> list[float]:  # fmt: skip
-    """Train from the state dict `start` on synthetic images that can be learned; return the loss of each step.
+    """Train from the state dict `start` on learnable synthetic images; return the loss of each step.
 
-    Each class, of at most 256, is one random picture of 16 × 16 pixels, enlarged; each image is the picture of its
-    class with fresh noise, so that no image can be memorized (memorizing amplifies the smallest rounding differences).
-    AdamW with 20 steps of warm-up. The same arguments give the same images on the same device.
+    Each class, of at most 256, is one random picture of 16 × 16 pixels, enlarged. Each image is the picture of its
+    class with fresh noise, so that no image can be memorized (memorization amplifies tiny rounding differences).
+    Trains with AdamW and 20 steps of warm-up. The same arguments give the same images on the same device.
     """
     getattr(model, "_orig_mod", model).load_state_dict(start)
     optimizer = _optimizer(runtime, model, lr, adamw)
@@ -130,7 +130,7 @@ def train_on_synthetic(
 
 
 def free(runtime: Runtime) -> None:
-    """Release compiled graphs and cached memory, so that the next variant starts like the first."""
+    """Release compiled graphs and cached memory, so that the next variant starts in the same state as the first."""
     torch._dynamo.reset()
     gc.collect()  # reference cycles would count in the next variant's peak memory
     if runtime.device.type == "cuda":
@@ -176,7 +176,7 @@ def run_variants(
 
 
 def _state_on_host(model: nn.Module) -> dict[str, Tensor]:
-    """Return a copy of the model's state in host memory, where it counts in no variant's peak memory."""
+    """Return a copy of the model's state in host memory, so that it does not count in any variant's peak memory."""
     state = getattr(model, "_orig_mod", model).state_dict()
     return {key: value.to("cpu", copy=True) for key, value in state.items()}
 

@@ -88,7 +88,7 @@ class StepBenchmark:
             return list(possible)
         if missing := sorted(set(ours) - set(possible)):
             raise UsageError(
-                f"fused ops would be interpreted on {runtime.describe()}; leave out {', '.join(missing)}",
+                f"fused ops would be interpreted on {runtime.describe()}; omit {', '.join(missing)}",
                 code="benchmarks.no_kernels",
                 variants=missing,
             )

@@ -17,7 +17,7 @@ class Timing:
 
     @classmethod
     def of_calls(cls, function: Callable[[], object], milliseconds: float = 150) -> "Timing":
-        """Time calls on a cold L2 cache; host time is included where the host is slower than the GPU."""
+        """Time calls on a cold L2 cache; host time is included if the host is slower than the GPU."""
         from triton.testing import do_bench
 
         low, median, high = do_bench(function, warmup=30, rep=milliseconds, quantiles=[0.2, 0.5, 0.8])
@@ -25,7 +25,7 @@ class Timing:
 
     @classmethod
     def on_device(cls, function: Callable[[], object], milliseconds: float = 100) -> "Timing":
-        """Time replays of a CUDA graph, which leave out the host."""
+        """Time replays of a CUDA graph, which exclude host time."""
         with torch.cuda.stream(torch.cuda.Stream()):
             function()
             once = _replay_ms(_captured(function, 1))
@@ -71,7 +71,7 @@ def machine() -> dict[str, str]:
 
 
 def copy_bandwidth() -> float:
-    """Return the bytes per second, read and written, of a large copy on the GPU."""
+    """Return the bytes per second, read plus written, of a large copy on the GPU."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / Timing.of_calls(lambda: target.copy_(source)).median * 1e3

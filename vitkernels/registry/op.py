@@ -21,11 +21,11 @@ class Backend(Protocol):
     """One implementation of an op: an object, or a module with these two functions.
 
     Both take the arguments of the op's contract. Attention describes a call by a `Problem` instead, so that a model can
-    be checked before it has data.
+    be checked without data.
     """
 
     def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
-        """Return why the backend cannot take this call and what to change; None if it can."""
+        """Return why the backend does not support this call and what to change; None if it does."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Return the op's result."""
@@ -58,12 +58,12 @@ class Op(Generic[B]):
         name: the op's public name.
         backends: name -> "package.module" or "package.module:ATTRIBUTE", imported at first use.
         auto: place (one of PLACES) -> the names that "auto" tries there, fastest first. List no backend that would only
-            be interpreted. If all refuse, or the place is absent, "auto" takes the fallback.
-        fallback: the backend that takes every call.
+            be interpreted. If all refuse, or the place is absent, "auto" uses the fallback.
+        fallback: the backend that supports every call.
         features: arguments of a call -> (sizes that decide which backend is fastest, dtype of the arithmetic): the key
-            under which `python -m vitkernels.tune` stores its measurements. On a GPU these precede `auto`.
+            under which `python -m vitkernels.tune` stores its measurements. On a GPU these override `auto`.
         group: the entry point group through which other packages add backends.
-        prefix: what precedes the backend's name in an entry point's name.
+        prefix: the part of an entry point's name before the backend's name.
         adapt: turns an imported target into a backend, or raises.
     """
 
@@ -109,17 +109,17 @@ class Op(Generic[B]):
         return tuple(self._sources)
 
     def source(self, name: str) -> Source:
-        """Return where that backend comes from; UsageError if no backend has the name."""
+        """Return the source of the backend's code; raise UsageError if no backend has the name."""
         self._read_entry_points()
         if name not in self._sources:
             raise unknown_name(f"{self.name} backend", name, {"auto", *self._sources})
         return self._sources[name]
 
     def get(self, name: str) -> B:
-        """Return the backend of that name.
+        """Return the backend with this name.
 
-        Raises UsageError for an unknown name, for a name that two packages claim, and for a missing package of one of
-        our extras. Any other error of the backend's import passes through.
+        Raises UsageError for an unknown name, for a name that two packages claim, and for a missing package that one of
+        our extras installs. Any other error from importing the backend propagates.
         """
         if not self._is_loaded(name):
             self._load(name)
@@ -128,10 +128,10 @@ class Op(Generic[B]):
 
     @constant_when_traced  # torch.compile cannot trace an import
     def broken(self, name: str) -> str | None:
-        """Return why that backend cannot be imported; None if it can, or if no backend has the name.
+        """Return why the backend cannot be imported; None if it can, or if no backend has the name.
 
-        Each import is tried once. Code that looks at all backends asks here first, because one broken backend must not
-        stop the others.
+        Each import is tried once. Code that iterates over all backends calls this first, so that one broken backend
+        does not stop the others.
         """
         if name in vars(self._loaded):  # the fast path of every call
             return None
@@ -166,12 +166,12 @@ class Op(Generic[B]):
         """Add a backend.
 
         Args:
-            name: its name, free so far; or the name of an entry point with this same target.
+            name: an unused name, or the name of an entry point with the same target.
             target: the backend, a module, or "package.module:ATTRIBUTE", which is imported at first use.
-            auto_for: the places (of PLACES) where "auto" tries it before all others. Without it "auto" never chooses
-                the backend, because nobody measured how it compares.
+            auto_for: the places (of PLACES) where "auto" tries it before all others. By default "auto" never chooses
+                the backend, because its speed relative to the others has not been measured.
 
-        Raises UsageError if the name is taken. Graphs that torch.compile made before keep the backend they chose.
+        Raises UsageError if the name is taken. Graphs that torch.compile has already made keep the backend they chose.
         """
         places = (auto_for,) if isinstance(auto_for, str) else tuple(auto_for or ())
         for place in places:
@@ -192,7 +192,7 @@ class Op(Generic[B]):
             self.auto[place] = (name, *(other for other in self.auto.get(place, ()) if other != name))
 
     def unregister(self, name: str) -> None:
-        """Remove a backend that `register` added; UsageError for any other."""
+        """Remove a backend that `register` added; raise UsageError for any other."""
         if self.source(name).provider != "registered":
             message = f"{self.name} backend {name!r} was not added by register(): it comes from {self.source(name)}"
             raise UsageError(message, code="registry.not_registered", op=self.name, name=name)
@@ -225,11 +225,11 @@ class Op(Generic[B]):
 
     # ------------------------------------------------------------------ choice
     def unsupported(self, name: str, *args: Any, **kwargs: Any) -> str | None:
-        """Return why that backend cannot take a call with these arguments, a failed import included; None if it can."""
+        """Return why the backend does not support this call, or why its import failed; None if it supports it."""
         return self.broken(name) or self.get(name).unsupported(*args, **kwargs)
 
     def choose(self, order: Iterable[str], *args: Any, **kwargs: Any) -> tuple[str, dict[str, str]]:
-        """Return the first backend of `order` that takes the call, else the fallback; and why each other refused."""
+        """Return the first backend of `order` that supports the call, else the fallback; and why the others refused."""
         refused: dict[str, str] = {}
         for name in order:
             reason = self.unsupported(name, *args, **kwargs)
@@ -239,9 +239,9 @@ class Op(Generic[B]):
         return self.fallback, refused
 
     def pick(self, backend: str, device: torch.device, *args: Any, **kwargs: Any) -> B:
-        """Return the backend for a call with these arguments: the named one, or for "auto" the fastest that takes it.
+        """Return the backend for a call: the named one, or for "auto" the fastest that supports it.
 
-        Raises UsageError if the named one refuses. For "auto" the log says, once, which faster ones refused and why.
+        Raises UsageError if the named one refuses. For "auto", logs once which faster ones refused and why.
         """
         if backend != "auto":
             reason = self.unsupported(backend, *args, **kwargs)
@@ -254,14 +254,14 @@ class Op(Generic[B]):
         return self.get(name)
 
     def _order(self, device: torch.device, args: tuple, kwargs: dict) -> tuple[str, ...]:
-        """Return what "auto" tries on that device, fastest first."""
+        """Return the backends that "auto" tries on the device, fastest first."""
         place = place_of(device.type)
         default = self.auto.get(place, ())
         if place != "cuda" or self.features is None:
             return default
         features, dtype = self.features(*args, **kwargs)
         measured = fastest_first(self.name, features, dtype, device.index, default)
-        # A table may name backends that are gone, or of packages that did not register theirs for auto.
+        # A table may name backends that no longer exist, or that other packages did not register for auto.
         ours = tuple(name for name in measured if name in default or self._is_ours(name))
         unmeasured = tuple(name for name in default if name not in measured and not self._is_ours(name))
         return unmeasured + ours
@@ -271,13 +271,13 @@ class Op(Generic[B]):
 
 
 def unsupported_error(op: str, backend: str, reason: str) -> UsageError:
-    """Return the error of a named backend that cannot take a call."""
+    """Return the error of a named backend that does not support a call."""
     message = f"{op} backend {backend!r} cannot take this call: {reason}"
     return UsageError(message, code="registry.unsupported", op=op, backend=backend, reason=reason)
 
 
 def passed_over(refused: Mapping[str, str]) -> str:
-    """Return the reasons for a log line, each opened by a semicolon."""
+    """Return the reasons for a log line, each after a semicolon."""
     return "".join([f"; not {name}: {reason}" for name, reason in refused.items()])
 
 
@@ -293,7 +293,7 @@ def say_once(message: str) -> None:
 
 
 def op_of(function: Callable) -> Op:
-    """Return the `Op` of a function of `vitkernels.ops`, which stands next to it as BACKENDS."""
+    """Return the `Op` of a function of `vitkernels.ops`: the BACKENDS of its module."""
     return sys.modules[function.__module__].BACKENDS
 
 

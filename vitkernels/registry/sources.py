@@ -1,4 +1,4 @@
-"""Where the code of a backend comes from: a module, an object, or an entry point of another package."""
+"""The source of a backend's code: a module, an object, or an entry point of another package."""
 
 import logging
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Source:
         return f"{target} ({self.provider})" if self.provider else target
 
     def load(self) -> object:
-        """Import the target and return the module or the attribute; errors of the import pass through."""
+        """Import the target and return the module or the attribute; import errors propagate."""
         if not isinstance(self.target, str):
             return self.target
         module, _, attributes = self.target.partition(":")
@@ -39,14 +39,14 @@ class Source:
         return loaded
 
     def failure(self, error: Exception) -> str:
-        """Return one line on why the import failed."""
+        """Return the reason for the failed import, in one line."""
         if isinstance(error, UsageError):
             return str(error)
         return f"{self} cannot be imported: {type(error).__name__}: {error}"
 
 
 def missing_package(error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error that names the extra to install; None if the missing package is in none of our extras."""
+    """Return the error that names the extra to install; None if no extra installs the missing package."""
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         return None

@@ -1,4 +1,4 @@
-"""A mark for functions that torch.compile must call, not trace."""
+"""A decorator for functions that torch.compile must call, not trace."""
 
 from typing import Any, TypeVar
 
@@ -8,8 +8,8 @@ F = TypeVar("F")
 def constant_when_traced(function: F) -> F:
     """Mark a function whose result is a constant of a compiled graph, because it imports, logs or reads a file.
 
-    Equal to torch.compiler.assume_constant_result, which imports torch._dynamo and Triton: a second for every program
-    that imports this package.
+    Equivalent to torch.compiler.assume_constant_result, which would import torch._dynamo and Triton: a second of
+    start-up for every program that imports this package.
     """
     marked: Any = function
     marked._dynamo_marked_constant = True

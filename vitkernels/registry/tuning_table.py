@@ -2,8 +2,8 @@
 
 Two tables have the same format: the user's own, which takes precedence, and the one that ships with the package. A
 table is JSON: GPU name -> rows of {op, dtype, features, rows, ms: {backend: milliseconds}, versions, date}. `features`
-are the sizes of the op's parameters, and for the MLP whether it keeps its activation (1) or not (0). They decide which
-backend is fastest, and unlike the batch size they do not change during training.
+are the sizes of the op's parameters, and for the MLP whether it keeps its activation (1) or not (0). They determine
+which backend is fastest and, unlike the batch size, do not change during training.
 """
 
 import json
@@ -29,7 +29,7 @@ def user_table() -> Path:
 
 
 def read(table: Path) -> dict[str, list[dict]]:
-    """Return GPU name -> rows; empty if the file does not exist or cannot be read, the latter with a warning."""
+    """Return GPU name -> rows; empty if the file does not exist, or, with a warning, if it cannot be read."""
     try:
         return json.loads(table.read_text()) if table.is_file() else {}
     except (OSError, ValueError) as error:
@@ -82,7 +82,7 @@ def _fastest_first(op: str, features: tuple[int, ...], dtype: str, gpu: str, def
 
 
 def find(table: dict[str, list[dict]], gpu: str, key: tuple) -> tuple[dict | None, str]:
-    """Return the row of that key for this GPU, else of its family, and the name of the GPU it was measured on."""
+    """Return the row with this key for the GPU, or else for its family, and the GPU it was measured on."""
     family = next((f for f in _FAMILIES if any(name in gpu for name in f)), ())
     relatives = [name for name in table if name != gpu and any(member in name for member in family)]
     for name in (gpu, *relatives):

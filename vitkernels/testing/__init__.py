@@ -1,4 +1,4 @@
-"""Tests for backends of your own; they need pytest.
+"""Conformance tests for custom backends; requires pytest.
 
 from vitkernels.testing import AttentionConformance
 

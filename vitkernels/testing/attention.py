@@ -25,13 +25,13 @@ from vitkernels.testing.attention_reference import (
 
 
 class AttentionConformance(AttentionHarness):
-    """Hold one attention backend to the contract of `vitkernels.attention.AttentionBackend`.
+    """Check that one attention backend satisfies the contract of `vitkernels.attention.AttentionBackend`.
 
-    Subclass it in a test file, in a class whose name begins with "Test", and set:
+    In a test file, subclass it with a name that begins with "Test", and set:
         backend: a registered name, or the backend itself.
-        slow_on_cpu: True for kernels that are interpreted on a CPU; long sequences then run on a GPU alone.
-    Each test runs on the CPU and, if PyTorch finds one, on an NVIDIA GPU. Where the backend refuses a problem, the test
-    checks that the call refuses it with the same reason, and is skipped.
+        slow_on_cpu: True for kernels that are interpreted on a CPU; long sequences then run only on a GPU.
+    Each test runs on the CPU and, if PyTorch finds one, on an NVIDIA GPU. If the backend refuses a problem, the test
+    checks that the call raises with the same reason, and is then skipped.
     """
 
     # ------------------------------------------------------------------ shapes and dtypes
@@ -141,7 +141,7 @@ class AttentionConformance(AttentionHarness):
 
     def test_large_scores(self, device):
         q, k, v = draw(device, 1, 2, 70, 64)
-        # A tenth of a float32 unit in scores of about 500 changes a weight by 3e-6, each weight differently.
+        # A tenth of a float32 ulp in scores of about 500 changes a weight by 3e-6, each weight differently.
         self.check([(q.detach() * 8).requires_grad_(), (k.detach() * 8).requires_grad_(), v], tolerance=2e-4)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -199,8 +199,8 @@ class AttentionConformance(AttentionHarness):
 
     # ------------------------------------------------------------------ derivatives, dropout, autocast
     @pytest.mark.parametrize("way", ["a second derivative", "make_dual", "jvp", "grad"])
-    def test_other_derivatives__right_or_refused(self, device, way):
-        """Kernels define only a backward pass, and PyTorch silently takes some other derivatives for zero."""
+    def test_other_derivatives__correct_or_refused(self, device, way):
+        """Kernels define only a backward pass, and PyTorch silently treats some other derivatives as zero."""
         x = torch.randn(2, 2, 9, 32, device=device)
 
         def of(attend, x):
@@ -222,7 +222,7 @@ class AttentionConformance(AttentionHarness):
             found = of(self.attend, x)
         except UsageError:
             return
-        except RuntimeError as refusal:  # PyTorch's own: of SDPA's kernels, or of a function marked once_differentiable
+        except RuntimeError as refusal:  # raised by PyTorch for SDPA's kernels or a once_differentiable function
             assert re.search("derivative|differentia|forward (mode )?AD|functorch|not require grad", str(refusal))
             return
         assert found is not None
@@ -232,8 +232,8 @@ class AttentionConformance(AttentionHarness):
         qkv = torch.randn(2, 50, 3, 2, 64, device=device, requires_grad=True)
         self.check_packed(qkv, mask=torch.rand(2, 1, 50, 50, device=device) < 0.7, is_causal=True)
 
-    def test_dropout__right_or_refused(self, device):
-        """With the identity as v the result is the weights themselves, each dropped or divided by 1 - p."""
+    def test_dropout__correct_or_refused(self, device):
+        """With the identity as v, the result is the weights themselves, each dropped or divided by 1 - p."""
         p, B, H, N, M = 0.25, 2, 2, 64, 32  # p differs from 1 - p; as many keys as head dims
         q, k, _ = draw(device, B, H, N, M, M=M)
         v = torch.eye(M, device=device).repeat(B, H, 1, 1).requires_grad_()
@@ -249,13 +249,13 @@ class AttentionConformance(AttentionHarness):
         exact_grads = torch.autograd.grad(exact, copies, do.double())
         for what, x, y in zip(("out", "dq", "dk", "dv"), (out, *grads), (exact, *exact_grads), strict=True):
             assert relative_error(x, y) < TOLERANCE[torch.float32], what
-        # Five standard deviations of a mean of that many draws: one run in a million exceeds them.
+        # Five standard deviations of the mean of these draws: exceeded in one run in a million.
         assert abs((~kept).double().mean() - p) < 5 * (p * (1 - p) / kept.numel()) ** 0.5
         drawn = torch.stack([kept, other != 0]).flatten(0, 2)
-        assert len(drawn.unique(dim=0)) == len(drawn)  # each call, image and head draws its own
+        assert len(drawn.unique(dim=0)) == len(drawn)  # each call, image and head draws a separate mask
 
     @pytest.mark.parametrize("alone", range(4), ids=["q", "k", "v", "bias"])
-    def test_one_gradient_alone__equals_the_one_among_all(self, device, alone):
+    def test_single_gradient__equals_that_of_a_full_backward(self, device, alone):
         given = draw(device, 2, 2, 50, 64, M=70)
         if alone == 3:
             given.append(torch.randn(2, 1, 50, 70, device=device, requires_grad=True))

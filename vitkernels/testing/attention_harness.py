@@ -1,4 +1,4 @@
-"""What the tests of an attention backend share: devices, poisoned memory, and the comparison with the reference."""
+"""Shared fixtures of attention tests: devices, poisoned memory, and the comparison with the reference."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ class AttentionHarness:
     backend: str | AttentionBackend
     slow_on_cpu = False
 
-    # SDPA's backward kernels warn, because poisoned memory comes with deterministic algorithms.
+    # SDPA's backward kernels warn, because poisoned memory requires deterministic algorithms.
     pytestmark = pytest.mark.filterwarnings("ignore:.* defaults to a non-deterministic algorithm:UserWarning")
 
     @pytest.fixture(params=["cpu", "cuda"])

@@ -1,4 +1,4 @@
-"""What attention backends are tested on: shapes of vision transformers, tolerances, and a float64 reference.
+"""Test data for attention backends: shapes of vision transformers, tolerances, and a float64 reference.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -29,7 +29,7 @@ TOLERANCE = {
 
 
 def batch_and_heads(tokens: int) -> tuple[int, int]:
-    """Return (B, H): enough of both to notice when a kernel confuses them, fewer for long sequences."""
+    """Return (B, H): enough of both to detect a kernel that confuses them, fewer for long sequences."""
     return (2, 3) if tokens < 64 else (1, 2)
 
 
@@ -55,7 +55,7 @@ def reference(q, k, v, bias=None, mask=None, segment_ids=None, is_causal=False, 
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Return ‖x - exact‖ / ‖exact‖; the absolute error if ‖exact‖ < 1, as the gradients of one token alone are zero."""
+    """Return ‖x - exact‖ / ‖exact‖; the absolute error if ‖exact‖ < 1, because dq and dk of a single token are 0."""
     return ((x.double() - exact).norm() / exact.norm().clamp_min(1.0)).item()
 
 
@@ -79,7 +79,7 @@ def unpacked(qkv_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 @contextmanager
 def unchanged(*given: object) -> Iterator[None]:
-    """Check that a call leaves its inputs alone; otherwise the reference would agree with what the kernel wrote."""
+    """Check that a call does not modify its inputs, from which the reference is computed afterwards."""
     tensors = [x for x in given if isinstance(x, Tensor)]
     before = [x.detach().clone() for x in tensors]
     yield

@@ -1,7 +1,7 @@
-"""Markdown pages of the measurements in results/*.jsonl; one module per file. No figure is written by hand.
+"""Build Markdown pages from the measurements in results/*.jsonl; one module per file. No figure is copied by hand.
 
 Each module has `page(rows) -> str`: first a summary of selected rows, then every run in the file. Summaries select rows
-by the number of their run, which never changes because results files are only appended to.
+by the number of their run, which never changes because results files are append-only.
 """
 
 import importlib

@@ -12,11 +12,11 @@ _HEADINGS = (
 _SUMMARY = (47, 48, 49, 50, 51, 52, 53, 54, 57, 59, 60, 56, 58, 55)  # numbers of measurements, in order
 _INTRODUCTION = (
     "Each measurement compares backends at one shape (B, H, N, D) in bfloat16, from packed qkv to (B, N, H · D), so"
-    " a peer's time includes the layout copies that a module makes around it. Times are medians in ms with the 20th"
+    " a peer's time includes the layout copies that a module needs around it. Times are medians in ms with the 20th"
     ' and 80th percentile. "device" is the time on the GPU, from replays of a CUDA graph; "called" is a call from '
-    "Python on a cold L2 cache, host time included where the host is slower; the last two columns are the kernels "
-    "alone, on contiguous tensors. `python scripts/bench_attention.py --backends pallas_flash triton_flash` "
-    "measures. `pallas_flash` is Mosaic GPU here (Hopper)."
+    "Python on a cold L2 cache, including host time if the host is slower; the last two columns time the kernels "
+    "alone, on contiguous tensors. Here `pallas_flash` runs its Mosaic-GPU kernels (Hopper). To measure: `python "
+    "scripts/bench_attention.py --backends pallas_flash triton_flash`."
 )
 
 

@@ -30,7 +30,7 @@ def percentiles(times: dict, digits: int = 2) -> str:
 
 
 def spread(timing: dict | None, digits: int = 3) -> str:
-    """Return "median [20th, 80th percentile]", or the median alone where no percentiles were recorded."""
+    """Return "median [20th, 80th percentile]", or only the median if no percentiles were recorded."""
     if timing is None:
         return MISSING
     if "low" not in timing:

@@ -5,9 +5,9 @@ from vitkernels.benchmarks.tables import markdown
 TITLE = "Paged attention on a GPU"
 _INTRODUCTION = (
     "One query token per sequence against a paged key-value cache in bfloat16. Times are medians in ms with the "
-    "20th and 80th percentile: of calls on a cold L2 cache, host time included where the host is slower, and of "
-    'replays of a CUDA graph. The error is relative to the float64 reference. "× faster" compares with gathering '
-    "the pages for SDPA, by graph replays. `python scripts/bench_paged_attention.py` measures."
+    "20th and 80th percentile: of calls on a cold L2 cache, including host time if the host is slower, and of "
+    'replays of a CUDA graph. The error is relative to the float64 reference. "× faster" is the speedup over '
+    "gathering the pages for SDPA, in graph replays. To measure: `python scripts/bench_paged_attention.py`."
 )
 _RENAMED = {"heads of their own, ragged": "one key head per query head, ragged"}  # cases of older rows
 

@@ -4,10 +4,10 @@ from vitkernels.benchmarks.tables import markdown
 
 TITLE = "Quantized linear layers"
 _INTRODUCTION = (
-    "Forward passes of the linear layers of ViT-L on random bfloat16 tokens, rounding of the tokens included: "
-    'medians in µs, and in brackets the speedup over bf16. The last row is the sum over the layers. "bf16 again" '
-    "shows the noise. Graph replays are the GPU's own time; calls with a cold L2 cache include host time where the "
-    "host is slower. `python scripts/bench_quant.py` measures."
+    "Forward passes of the linear layers of ViT-L on random bfloat16 tokens, including the rounding of the tokens: "
+    'medians in µs, with the speedup over bf16 in brackets. The last row is the sum over the layers. "bf16 again" '
+    "shows the noise. Graph replays exclude host time; calls with a cold L2 cache include host time if the host is "
+    "slower. To measure: `python scripts/bench_quant.py`."
 )
 
 

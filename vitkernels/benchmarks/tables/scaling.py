@@ -28,11 +28,11 @@ _SUMMARY = (
     ("ddp, send=copy, fused ops, repeated", 10, 6),
 )
 _INTRODUCTION = (
-    "Weak scaling of train.py on the GPUs of one host: each GPU keeps its batch, the data is synthetic, and the "
-    "input never limits. Times are medians in ms with the 10th and 90th percentile. Efficiency is the step time of "
-    'one GPU that trains alone, without any strategy, divided by that of the row in the same run. "All GPUs at '
-    'once, each alone" shows what the GPUs take from each other in power and host time. `python '
-    "scripts/bench_scaling.py` measures a run."
+    "Weak scaling of train.py on the GPUs of one host: the batch per GPU is constant, the data is synthetic, and "
+    "input is never the bottleneck. Times are medians in ms with the 10th and 90th percentile. Efficiency is the "
+    "step time of one GPU training alone, without any strategy, divided by that of the row in the same run. "
+    '"All GPUs at once, each alone" shows how much the GPUs compete for power and host time. To measure a run: '
+    "`python scripts/bench_scaling.py`."
 )
 _HEADINGS = ("parallel", "GPUs", "step ms (p10, p90)", "images/s", "efficiency")
 

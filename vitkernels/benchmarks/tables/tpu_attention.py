@@ -5,15 +5,15 @@ from vitkernels.tpu_estimate.validate import CAVEAT
 
 TITLE = "Attention on a TPU (estimates)"
 _INTRODUCTION = (
-    f"{CAVEAT} `pallas_flash` and `xla` go from a packed qkv (B, N, 3E) to (B, N, E); `xla_apart` gets q, k and v as"
-    " (B, H, N, D), so no layout copies are counted; `jax_flash` and `jax_splash` are JAX's kernels in their best "
+    f"{CAVEAT} `pallas_flash` and `xla` map a packed qkv (B, N, 3E) to (B, N, E); `xla_apart` takes q, k and v as"
+    " (B, H, N, D), so no layout copies are counted; `jax_flash` and `jax_splash` are JAX's kernels at their best "
     'block sizes. "with projections" adds the qkv and output projections. "time / ours" is the estimate divided by '
     "that of `pallas_flash`. `python scripts/tpu_report.py --shapes vit --results FILE` estimates."
 )
 
 
 def page(rows: list[dict]) -> str:
-    """Return the page in Markdown; of repeated estimates, the last one counts."""
+    """Return the page in Markdown; the last one of repeated estimates is shown."""
     latest: dict[tuple, dict[str, dict[str, dict]]] = {}
     for row in rows:
         key = (row["chip"], tuple(row["shape_BHND"]))
