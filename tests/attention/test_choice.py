@@ -1,4 +1,4 @@
-"""Which attention backend runs, and that a broken one does not stop the others."""
+"""The choice of an attention backend; a broken backend does not stop the others."""
 
 import sys
 
@@ -17,7 +17,7 @@ PROBLEM = Problem(1, 2, 8, 8, 32, torch.float64, "cpu")
 
 @pytest.fixture(params=["raise ImportError('no such symbol')", "1 / 0", "x = 1"], ids=["import", "code", "no BACKEND"])
 def why(request, monkeypatch, tmp_path):
-    """The start of the reason for a backend BROKEN whose module fails."""
+    """Yield the start of the refusal of a backend BROKEN, whose module fails to import."""
     (tmp_path / f"{BROKEN}.py").write_text(request.param)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(backends.OP._sources, BROKEN, Source(BROKEN))
@@ -33,13 +33,13 @@ def test_doctor__names_a_broken_backend(why, capsys):
     assert f"attn={BROKEN:14}cannot run: {why}" in printed and "attn=native        runs\n" in printed
 
 
-def test_choose_for_all__lists_the_backends_that_take_the_model(why):
+def test_choose_for_all__lists_the_backends_that_support_the_model(why):
     with error("attention.unsupported_model", backend="pallas_flash", others=["native", "sdpa"]) as caught:
         attention.choose_for_all("pallas_flash", [PROBLEM])
     assert caught.value.fields["reason"] == attention.unsupported("pallas_flash", PROBLEM)
 
 
-def test_choose_for_all__speaks_of_no_command_line_message():
+def test_choose_for_all_message__does_not_mention_the_command_line():
     with error("attention.unsupported_model") as caught:
         attention.choose_for_all("pallas_flash", [PROBLEM])
     reason = caught.value.fields["reason"]
@@ -53,19 +53,19 @@ def test_auto__passes_over_a_broken_backend_and_logs_why(why, monkeypatch, caplo
     monkeypatch.setitem(backends.OP.auto, "cpu", (BROKEN, "sdpa"))
     attend, x = attention.get("auto").__call__, torch.randn(1, 2, 8, 32)
     if compiled:
-        torch._dynamo.reset()  # a graph of another parameter of this test would serve
+        torch._dynamo.reset()  # drops the graphs of this test's other parameters
         attend = torch.compile(attend, fullgraph=True, backend="eager")
     with caplog.at_level("INFO"):
         assert torch.equal(attend(x, x, x), attention.get("sdpa")(x, x, x))
     assert "auto chose sdpa" in caplog.text and f"not {BROKEN}: {why}" in caplog.text
 
 
-def test_get__raises_the_error_of_a_broken_backend(why):
+def test_get__raises_the_import_error_of_a_broken_backend(why):
     with pytest.raises((ImportError, ZeroDivisionError, TypeError)):
         attention.get(BROKEN)
 
 
-def test_get__finds_a_backend_that_was_broken_before(why, tmp_path):
+def test_get__finds_a_repaired_backend(why, tmp_path):
     assert attention.broken(BROKEN).startswith(why)
     (tmp_path / f"{BROKEN}.py").write_text("from vitkernels.attention.native import Native\nBACKEND = Native()\n#")
     sys.modules.pop(BROKEN, None)

@@ -1,4 +1,4 @@
-"""The conformance suite for every backend that is registered here, those of installed packages included."""
+"""The conformance suite for every registered backend, including those of installed packages."""
 
 import pytest
 

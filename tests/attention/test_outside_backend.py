@@ -1,4 +1,4 @@
-"""Backends of other packages: entry points and `attention.register`, each in a process of its own."""
+"""Backends of other packages: entry points and `attention.register`, each in a separate process."""
 
 import os
 import re
@@ -67,14 +67,14 @@ def python(tmp_path):
 
 
 def install(site, name: str, version: str, entry_points: str) -> None:
-    """Write the metadata that an installer would."""
+    """Write the package metadata that an installer would write."""
     info = site / f"{name}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
     (info / "entry_points.txt").write_text(entry_points)
 
 
-def test_entry_point__is_a_backend_like_the_others(python):
+def test_entry_point__behaves_like_a_built_in_backend(python):
     python(
         "-c",
         """
@@ -103,7 +103,7 @@ except ValueError as error:
     )
 
 
-def test_entry_point__broken_is_reported_and_stops_no_other(python):
+def test_broken_entry_point__is_reported_and_does_not_stop_others(python):
     python(
         "-c",
         """
@@ -119,12 +119,12 @@ try:
 except ZeroDivisionError:
     pass
 else:
-    raise AssertionError("its own error passes through")
+    raise AssertionError("the backend's import error propagates")
 """,
     )
 
 
-def test_entry_point__same_name_names_both_sources(python, tmp_path):
+def test_entry_points__name_clash_error_lists_both_sources(python, tmp_path):
     install(tmp_path / "site", "other_kernels", "2.0", "[vitkernels.attention]\noutside = other:B\nnative = other:B\n")
     python(
         "-c",
@@ -152,7 +152,7 @@ attention.get("sdpa")
     )
 
 
-def test_auto__chooses_an_outside_backend_only_if_registered_for_it(python):
+def test_auto__chooses_an_outside_backend_only_if_registered_for_auto(python):
     python(
         "-c",
         """
@@ -166,13 +166,13 @@ auto(x, x, x)
 assert attention.choose(problem)[0] == "sdpa"
 attention.register("outside", "outside_kernels.flash:BACKEND", auto_for="cpu")
 assert attention.choose(problem) == ("outside", {})
-assert auto._dispatch((x, x, x), None, None, None, False, 0.0).name == "outside"  # nothing remembered from before
+assert auto._dispatch((x, x, x), None, None, None, False, 0.0).name == "outside"  # the dispatch cache was cleared
 assert attention.choose(attention.Problem.of(x, x, x, dropout_p=0.5)) == ("sdpa", {"outside": "no dropout"})
 """,
     )
 
 
-def test_register__instance_module_and_string(python):
+def test_register__accepts_instance_module_and_string(python):
     python(
         "-c",
         """
@@ -191,13 +191,13 @@ mine = flash.Outside()
 attention.register("instance", mine)
 attention.register("module", flash, auto_for=("cuda", "cpu"))
 attention.register("string", "outside_kernels.flash:BACKEND")
-attention.register("string", "outside_kernels.flash:BACKEND")  # the same again
+attention.register("string", "outside_kernels.flash:BACKEND")  # identical registration
 assert attention.get("instance") is mine and attention.get("module") is attention.get("string") is flash.BACKEND
 assert {"instance", "module", "string"} < set(attention.names())
 assert attention.candidates("cpu")[0] == attention.candidates("cuda")[0] == "module"
 
 assert code(attention.register, "instance", flash.Outside()) == "registry.name_clash"
-assert attention.get("instance") is mine  # a refused name stays what it was
+assert attention.get("instance") is mine  # a refused registration changes nothing
 assert code(attention.register, "sdpa", mine) == code(attention.register, "auto", mine) == "registry.name_clash"
 assert attention.get("sdpa").name == "sdpa"
 assert code(attention.register, "new", mine, auto_for="gpu") == "unknown_name" and "new" not in attention.names()
@@ -277,11 +277,11 @@ def test_conformance__runs_for_an_outside_backend(python, tmp_path):
     assert "FAILED test_outside.py::TestOutside" not in printed, printed
     count = {word: int(number) for number, word in re.findall(r"(\d+) (\w+)", counts)}
     assert printed.count("FAILED test_outside.py::TestWrong") == count["failed"] > 10
-    assert count["skipped"] == 2 and count["passed"] > 20, counts  # it has no dropout
+    assert count["skipped"] == 2 and count["passed"] > 20, counts  # it does not support dropout
     assert sum(count[word] for word in ("failed", "passed", "skipped", "deselected")) == 2 * 334, counts
 
 
-def test_testing__alone_imports_pytest():
+def test_pytest__is_imported_only_by_the_testing_package():
     code = (
         "import sys, vitkernels.attention, vitkernels.ops; vitkernels.attention.names(); print('pytest' in sys.modules)"
     )

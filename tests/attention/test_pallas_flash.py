@@ -1,6 +1,6 @@
 """pallas_flash's numerics, interpreted on the CPU, against float64, with few heads and images at many lengths.
 
-The interpreter fills the part of a block beyond an array's end with NaN, so a kernel that forgets to mask its padding
+The interpreter fills the part of a block beyond the array's end with NaN, so a kernel that does not mask its padding
 fails here.
 """
 
@@ -155,7 +155,7 @@ def test_reruns__are_bit_equal():
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-def test_compile__and_fake_tensors():
+def test_compile_and_fake_tensors__are_supported():
     qkv = torch.randn(1, 40, 3, 2, 64, requires_grad=True)
     compiled = torch.compile(lambda x: FLASH.qkvpacked(x).square().sum(), fullgraph=True, backend="aot_eager")
     ours, eager = (torch.autograd.grad(f(qkv), qkv)[0] for f in (compiled, lambda x: FLASH.qkvpacked(x).square().sum()))
@@ -192,14 +192,14 @@ def test_accuracy__at_least_that_of_jax_flash_attention(N, D):
 
 
 @pytest.mark.parametrize("on_tpu", [True, False])
-def test_auto__prefers_it_on_tpu_and_never_interpreted(monkeypatch, on_tpu):
+def test_auto__prefers_pallas_flash_on_tpu_but_never_interpreted(monkeypatch, on_tpu):
     problem = attention.Problem(1, 12, 197, 197, 64, torch.bfloat16, "xla")
     monkeypatch.setattr(lazy_target, "_override", ("TPU", "v5e") if on_tpu else ("CPU", None))
     assert attention.choose(problem)[0] == ("pallas_flash" if on_tpu else "sdpa")
 
 
 @pytest.mark.parametrize(("tokens", "head_dim"), [(50, 64), (197, 64), (257, 64), (257, 88), (320, 48), (4096, 64)])
-def test_auto__prefers_it_on_hopper(monkeypatch, tokens, head_dim):
+def test_auto__prefers_pallas_flash_on_hopper(monkeypatch, tokens, head_dim):
     for name in ("pallas_flash", "triton_flash"):
         monkeypatch.setattr(type(attention.get(name)), "refusal", lambda self, problem: None)
     problem = attention.Problem(1, 12, tokens, tokens, head_dim, torch.bfloat16, "cuda")

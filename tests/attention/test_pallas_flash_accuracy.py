@@ -1,7 +1,7 @@
 """pallas_flash is at least as accurate as JAX's flash attention for TPU, at every length that vision transformers use.
 
 Both run interpreted on the CPU and are compared with float64 on the same inputs, one image and one head. At lengths
-that are not multiples of 128 JAX's kernel needs padding and segment ids to be correct, so it gets both.
+that are not multiples of 128, JAX's kernel is correct only with padding and segment ids, so it gets both.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The choice of pallas_flash's form and blocks on a TPU: by rule, or from the table of blocks that a search found."""
+"""The choice of pallas_flash's form and blocks on a TPU: by rule, or from the table of searched blocks."""
 
 import json
 from dataclasses import replace
@@ -108,7 +108,7 @@ def test_table__rejects_a_bad_entry(table, change, reason):
     assert reason in caught.value.fields["reason"]
 
 
-def test_table__message(table):
+def test_table_error__message(table):
     table(ENTRY | {"form": "wide"})
     with error("attention.block_table") as caught:
         block_plans.plan(PROBLEM)

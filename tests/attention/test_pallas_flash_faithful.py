@@ -1,4 +1,4 @@
-"""pallas_flash in Pallas' faithful TPU interpreter, compared with the flash attention of JAX and torch_xla.
+"""pallas_flash in Pallas's faithful TPU interpreter, compared with the flash attention of JAX and torch_xla.
 
 Unlike the plain interpreter, the faithful one gives each kernel separate memory filled with NaN, runs copies as late as
 their waits allow, and reports races: accesses that no wait or barrier orders. It is slow, so shapes are small.

@@ -132,7 +132,7 @@ def test_short_backward__interpreted(shift):
 @needs_new_jax
 @pytest.mark.parametrize("N, D", [(197, 64), (256, 40), (577, 88), (4096, 128), (1024, 40)])
 def test_kernels__lower_without_a_gpu(N, D):
-    """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs the GPU's."""
+    """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.attention.pallas_flash.hopper.operators import AttentionKernels, fits_short_backward
 
     call = AttentionKernels(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
@@ -158,7 +158,7 @@ def test_unsupported__names_the_missing_requirement():
 
 def test_unsupported__message(monkeypatch):
     module = importlib.import_module("vitkernels.attention.pallas_flash")
-    monkeypatch.setattr(module, "_no_hopper", None)  # as on a Hopper GPU; nothing is launched
+    monkeypatch.setattr(module, "_no_hopper", None)  # as if on a Hopper GPU; nothing is launched
     half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
     reason = lambda **changes: module.BACKEND.unsupported(dataclasses.replace(half, **changes))  # noqa: E731
     assert reason() is None

@@ -1,6 +1,6 @@
 """Compile each pallas_flash kernel for TPU with libtpu's compiler, at the shapes that vision transformers use.
 
-Needs no TPU. One or two images suffice: the batch size only changes the grid, not the compiled code.
+No TPU is needed. One or two images suffice: the batch size changes only the grid, not the compiled code.
 """
 
 import functools

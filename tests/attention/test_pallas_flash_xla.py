@@ -76,7 +76,7 @@ def test_tpu_graph__compiles():
     assert run(code) == "True"
 
 
-def test_spmd__runs_on_each_devices_shard_of_the_batch():
+def test_spmd__runs_on_the_batch_shard_of_each_device():
     code = """
     import numpy as np
     import torch, torch_xla

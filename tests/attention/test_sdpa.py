@@ -1,4 +1,4 @@
-"""What `sdpa` changes in a call before PyTorch's kernels see it."""
+"""The changes that `sdpa` makes to a call before it reaches PyTorch's kernels."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from vitkernels.testing.attention_reference import TOLERANCE, draw, reference, r
 
 
 @pytest.mark.parametrize("shape", [(2, 1, 5, 6), (6,)])
-def test_requiring_gradient__gives_q_a_gradient_if_only_the_bias_has_one(shape):
+def test_requiring_gradient__makes_q_require_one_if_only_the_bias_does(shape):
     q, k, v = (x.detach() for x in draw("cpu", 2, 3, 5, 8, M=6))
     bias = torch.randn(shape)
     bias[..., 0] = float("-inf")

@@ -102,7 +102,7 @@ def test_configured__rejects_unknown_options(options, code, fields):
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_relaunch__reads_its_own_tensors(device):
-    """A second call with a known layout launches at addresses, which must be those of its own tensors."""
+    """A second call with a known layout launches with addresses, which must be those of its own tensors."""
     packed = torch.randn(2, 41, 2, 3, 2, 40, device=device)  # two interleaved packed projections
     odd = torch.randn(2 * 41 * 256, device=device)
     shape = (2, 41, 3, 2, 40)
@@ -138,7 +138,7 @@ def test_relaunch__after_alignment_changes(device):
 
 @pytest.mark.gpu
 def test_memory__holds_no_copies():
-    """Besides its inputs, a training call allocates only out, lse, delta and one dqkv."""
+    """In addition to its inputs, a training call allocates only out, lse, delta and one dqkv."""
     qkv = torch.randn(8, 197, 3, 12, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     do = torch.randn(8, 197, 12 * 64, device="cuda", dtype=torch.bfloat16)
     before = torch.cuda.memory_allocated()

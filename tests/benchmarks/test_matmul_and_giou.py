@@ -1,4 +1,4 @@
-"""The benchmarks of matmuls and of generalized IoU time what they claim to time."""
+"""The matmul and generalized-IoU benchmarks time the computation they report."""
 
 import pytest
 import torch
@@ -19,12 +19,12 @@ def test_rows__estimated_without_a_chip():
     assert list(matmul.rows("estimate", "fp8", 256)) == []  # v5e has none
 
 
-def test_rows__unknown_dtype():
+def test_rows__reject_an_unknown_dtype():
     with error("unknown_name", name="int4"):
         next(matmul.rows("estimate", "int4", 256))
 
 
-def test_time_xla__plausible():
+def test_time_xla__is_plausible():
     torch_xla = pytest.importorskip("torch_xla")
     x = torch.ones(8, 8).to(torch_xla.device())
     assert 0 < matmul.time_xla(lambda: x @ x, calls=3) < 10_000
@@ -47,7 +47,7 @@ def test_jax_contenders__compute_giou():
 
 
 def test_unavailable__jax_without_gpu():
-    """On a CPU nothing is missing. If jax cannot use the GPU, its contenders would be timed on the CPU."""
+    """On a CPU nothing is missing. If jax cannot use the GPU, its contenders must not be timed on the CPU."""
     jax = pytest.importorskip("jax")
     boxes, _ = giou.random_boxes(2, 3, "cpu", torch.float32)
     assert giou.unavailable(boxes) == {}

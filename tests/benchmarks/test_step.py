@@ -1,4 +1,4 @@
-"""The benchmark of training steps: what is timed, what is in memory meanwhile, and its tables."""
+"""The benchmark of training steps: the steps it times, the memory it holds, and its tables."""
 
 import contextlib
 import weakref
@@ -21,7 +21,7 @@ SIZES = {"image_size": 4, "batch_size": 2, "num_classes": 3, "in_chans": 1}
 
 
 class FakeRuntime:
-    """A device on which the first `slow` steps take 1000 ms and all others 10; it records its calls."""
+    """A device on which the first `slow` steps take 1000 ms and all others 10 ms; it records its calls."""
 
     device = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""The pages on measurements: generated from results/*.jsonl, with no figure that does not come from there."""
+"""The benchmark pages: generated from results/*.jsonl, which every figure comes from."""
 
 import importlib
 import json
@@ -26,7 +26,7 @@ def rows_of(name: str) -> list[dict]:
 
 
 def perturbed(value, measured: bool, generator: random.Random):
-    """Return the row with every measured value multiplied by a random factor of its own."""
+    """Return the row with every measured value multiplied by a different random factor."""
     if isinstance(value, dict):
         return {key: perturbed(v, measured or bool(MEASURED.search(key)), generator) for key, v in value.items()}
     if isinstance(value, list):
@@ -38,7 +38,7 @@ def perturbed(value, measured: bool, generator: random.Random):
 
 @pytest.mark.parametrize("name", tables.NAMES)
 def test_page__every_figure_comes_from_the_results(name):
-    """Figures of measurements with other values are other figures; a figure written by hand would stay the same."""
+    """If the measurements change, every figure changes; a figure copied by hand would stay the same."""
     generator, rows = random.Random(0), rows_of(name)
     original = page(name, rows).splitlines()
     changed = page(name, [perturbed(row, False, generator) for row in rows]).splitlines()

@@ -55,7 +55,7 @@ def dual(f, x):
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
 
 
-# Ways to differentiate f at x other than the backward pass.
+# Ways to differentiate f at x, other than the backward pass.
 DERIVATIVES = {
     "make_dual": dual,
     "make_dual of what requires a gradient": lambda f, x: dual(f, x.clone().requires_grad_()),
@@ -210,8 +210,8 @@ def test_negated_views_and_dual_levels__go_through_the_dispatcher(monkeypatch):
     assert negated.is_neg() and len(calls) == 2
 
 
-def test_operator_without_a_formula__warns_in_backward():
-    """Gradients of the function's own PyTorch calls may be wrong, because a kernel is not differentiated."""
+def test_operator_without_a_gradient_formula__warns_in_backward():
+    """Gradients of the function's own PyTorch calls may be wrong, because kernels are not differentiated."""
     doubled = operator("doubled_without_gradient(Tensor x) -> Tensor")(lambda x: x.detach() + x)
     x = torch.ones(2, requires_grad=True)
     with pytest.warns(UserWarning, match="autograd kernel was not registered"):

@@ -96,7 +96,7 @@ def test_gradient__defaults_to_jax_vjp():
     torch.testing.assert_close(y.grad, x.sin())
 
 
-def test_gradient__of_a_bare_kernel_message():
+def test_gradient_of_a_bare_kernel__message():
     op = pallas_op(quickstart.add_vectors_jax, name="add_without_vjp")
     x = torch.randn(8, 128, requires_grad=True)
     with error("bridge.not_differentiable") as caught:
@@ -330,7 +330,7 @@ def test_cuda_context__is_preserved(monkeypatch):
     driver, started = Driver(), []
 
     def devices():
-        driver.current = 8  # as on a machine with a second GPU
+        driver.current = 8  # as if on a machine with a second GPU
         started.append("cpu")
 
     monkeypatch.setattr(cuda_context, "_cuda_driver", lambda: driver)

@@ -1,4 +1,4 @@
-"""Compile every example kernel for TPU v5e with libtpu's compiler; needs no TPU."""
+"""Compile every example kernel for TPU v5e with libtpu's compiler; no TPU is needed."""
 
 import functools
 

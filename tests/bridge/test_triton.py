@@ -157,7 +157,7 @@ def add_op(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return add(x, y)
 
 
-def test_compiled_graph__on_the_cpu_breaks_and_is_correct():
+def test_compiled_graph_on_the_cpu__breaks_and_is_correct():
     x, y = torch.randn(2, 19)
     compiled = torch.compile(lambda x, y: add(x.sin(), y) * 2, backend="eager")
     torch.testing.assert_close(compiled(x, y), (x.sin() + y) * 2)

@@ -25,7 +25,7 @@ def run(packages, call):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
 
 
-def test_ops__without_triton_and_jax_run_and_name_the_missing_package():
+def test_ops__run_without_triton_and_jax_and_name_the_missing_package():
     call = """
 for op, (call, *_) in CALLS.items():
     function = getattr(ops, op)
@@ -79,7 +79,7 @@ print(len(torch.compile(model, fullgraph=True, backend="eager")()))
     assert done.stdout.split() == ["4"], done.stdout + done.stderr[-2000:]
 
 
-def test_constant_when_traced__is_what_torch_marks():
+def test_constant_when_traced__equals_torchs_own_decorator():
     import torch
 
     from vitkernels.registry.tracing import constant_when_traced

@@ -16,7 +16,7 @@ from vitkernels.registry.op import Op
 
 @pytest.fixture
 def tables(tmp_path, monkeypatch):
-    """Paths of a user's and a shipped table, both empty, on a machine with an H200."""
+    """Return the paths of a user's and a shipped table, both empty, as if on a machine with an H200."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(tuning_table, "SHIPPED", tmp_path / "shipped.json")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index=None: "NVIDIA H200")
@@ -50,7 +50,7 @@ def test_order__user_table_precedes_shipped_table_message(tables, caplog):
     ]
 
 
-def test_order__from_a_gpu_of_the_same_family(tables, caplog):
+def test_order__falls_back_to_a_gpu_of_the_same_family(tables, caplog):
     _, shipped = tables
     tuning_table.write(shipped, "NVIDIA H100 80GB HBM3", [row(hopper=1.0, passes=2.0)])
     tuning_table.write(shipped, "NVIDIA A100-SXM4-40GB", [row(passes=1.0)])
@@ -59,7 +59,7 @@ def test_order__from_a_gpu_of_the_same_family(tables, caplog):
     assert "measured on NVIDIA H100 80GB HBM3" in caplog.text
 
 
-def test_order__unmeasured_is_the_default_and_logged(tables, caplog):
+def test_order__defaults_with_a_log_line_if_not_measured(tables, caplog):
     user, _ = tables
     tuning_table.write(user, "NVIDIA A100-SXM4-40GB", [row(hopper=1.0)])
     tuning_table.write(user, "NVIDIA H200", [row(dtype="float16", hopper=1.0), row((1024, 4096), hopper=1.0)])
@@ -77,7 +77,7 @@ def test_write__replaces_older_measurements(tables):
     assert len(user.read_text().splitlines()) == 6  # one row per line, for diffs
 
 
-def test_pick__auto_takes_the_fastest_that_can_and_logs_why_once(tables, caplog):
+def test_pick__auto_chooses_the_fastest_supported_backend_and_logs_why_once(tables, caplog):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes", "triton")}
     op = linear_gelu_op(modules)
@@ -89,7 +89,7 @@ def test_pick__auto_takes_the_fastest_that_can_and_logs_why_once(tables, caplog)
     assert caplog.text.count("linear_gelu: auto chose passes; not triton: ") == 1
 
 
-def test_pick__logging_breaks_no_graph(monkeypatch, caplog):
+def test_pick__logging_does_not_break_the_graph(monkeypatch, caplog):
     monkeypatch.setattr("vitkernels.registry.op.place_of", lambda device_type: "tpu")
     monkeypatch.setattr("vitkernels.registry.op._said", set())
     x, weight = torch.randn(2, 5, dtype=torch.float64), torch.randn(3, 5, dtype=torch.float64)
@@ -100,7 +100,7 @@ def test_pick__logging_breaks_no_graph(monkeypatch, caplog):
     assert "linear_gelu: auto chose reference; not pallas_tpu: " in caplog.text
 
 
-def test_pick__survives_a_table_of_another_version_and_a_torn_one(tables, caplog):
+def test_pick__ignores_a_table_of_another_version_and_a_truncated_one(tables, caplog):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes")}
     op = linear_gelu_op(modules)
@@ -115,7 +115,7 @@ def test_pick__survives_a_table_of_another_version_and_a_torn_one(tables, caplog
     assert len(warnings) == 1 and str(user) in warnings[0]
 
 
-def test_pick__measured_backend_of_another_package_only_if_registered_for_auto(tables):
+def test_pick__chooses_an_outside_backend_only_if_registered_for_auto(tables):
     user, _ = tables
     modules = {name: f"vitkernels.ops.linear_gelu.{name}" for name in ("reference", "passes")}
     mine = SimpleNamespace(unsupported=lambda *args: None, run=lambda *args: None)
@@ -146,7 +146,7 @@ def test_shipped_table__names_existing_backends_and_features():
             assert all(ms > 0 for ms in measured["ms"].values())
 
 
-def test_tune__sizes_of_a_model():
+def test_tune__reads_the_sizes_of_a_model():
     sizes = tune.sizes_of("vit_base_patch16_224", 8)
     assert (sizes.images, sizes.tokens, sizes.width, sizes.hidden) == (8, 197, 768, 3072)
     assert (sizes.image_size, sizes.patch) == (224, 16)
@@ -191,7 +191,7 @@ def test_measure__reports_a_wrong_backend(monkeypatch):
     }
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="runs only without a GPU")
 def test_tune__without_a_gpu_exits(tmp_path):
     with pytest.raises(SystemExit) as end:
         tune.main(["--table", str(tmp_path / "table.json")])

@@ -6,7 +6,7 @@ home folder in which `tpu-vm ssh` runs commands. The plan:
     states: the states that successive calls of describe report; the last one is kept
     error: the message of a FAILED request
     faults: [{step, code, message, times, hang, after}]: the first `times` calls of a step wait `hang` seconds and then
-            fail with `code`, unless it is 0; with `after`, the step is carried out all the same
+            fail with `code`, unless it is 0; with `after`, the step is still carried out
 
 Steps: create, describe, delete, scp, ssh install, ssh train, ssh stop, ssh fetch, ssh other. Flags are checked against
 the reference of gcloud 528: cloud.google.com/sdk/gcloud/reference/compute/tpus/queued-resources and .../tpu-vm.

@@ -1,4 +1,4 @@
-"""scripts/bench_step.py and its variants, except for the measuring."""
+"""scripts/bench_step.py and its variants, except for the measurements."""
 
 import json
 import subprocess

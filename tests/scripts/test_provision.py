@@ -1,7 +1,7 @@
 """scripts/provision_v5litepod.sh against a fake gcloud (gcloud_stand_in.py): every verb, failure and interruption.
 
-scripts/v5litepod_worker.sh runs too, in the folders of the fake. Only what it would install and train with is replaced:
-`uv` and `make` do nothing, and train.py is a few lines that obey SIGTERM.
+scripts/v5litepod_worker.sh runs too, in the fake's folders. Only installation and training are replaced: `uv` and
+`make` do nothing, and train.py is a few lines of shell that handle SIGTERM.
 """
 
 import json

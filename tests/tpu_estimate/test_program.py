@@ -52,7 +52,7 @@ def test_estimate_program__early_copy_overlaps_with_operations(tmp_path):
     assert program.estimate_ms == pytest.approx(1.0 + 4 * 2**20 / 819e9 * 1e3)
 
 
-def test_estimate_program__copy_hidden_completely(tmp_path):
+def test_estimate_program__fully_hidden_copy_is_free(tmp_path):
     program = estimate_program(write_dump(tmp_path, bundles=15000))
     assert program.operations[-1].estimate_ms == 0
 

@@ -37,7 +37,7 @@ def test_search__finds_best_blocks_in_best_form():
     assert len(lines) == len(set(lines)), "nothing is estimated twice"
 
 
-def test_search__skips_and_reports_what_does_not_compile():
+def test_search__skips_and_reports_blocks_that_do_not_compile():
     def estimate(form, pass_name, blocks):
         if form == "online_softmax" and blocks.keys == 384:
             raise UsageError("out of VMEM")
