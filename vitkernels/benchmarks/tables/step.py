@@ -43,9 +43,9 @@ _INTRODUCTION = (
     'autocast, on one random batch that stays on the device, in a bare loop. "time / timm" is the step time divided '
     "by that of timm's compiled model with SDPA in the same run, so lower is faster; compare only within a "
     "run, because machines differ. `eager` and `fused` are values of `ops`; `best` is `ops=auto "
-    "ops.residual_precision=bf16 ops.keep_activation=true`. `train.py` rows run in a separate process. In runs 4 to 21, "
-    "the peak of every row of the bare loop but the first includes the first model's weights, which the benchmark then "
-    "kept on the GPU. To measure a run: `python scripts/bench_step.py`."
+    "ops.residual_precision=bf16 ops.keep_activation=true`. `train.py` rows run in a separate process. In runs 4 to "
+    "21, the peak of every row of the bare loop but the first includes the first model's weights, which the benchmark "
+    "then kept on the GPU. To measure a run: `python scripts/bench_step.py`."
 )
 
 
