@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, metavar="FILE", help="append the rows to this file as JSON lines")
     options = parser.parse_args(arguments)
     if options.estimate and (reason := compiler.unavailable()) is not None:
-        parser.error(f"{reason}; --no-estimate leaves out the estimates")
+        parser.error(f"{reason}; --no-estimate skips the estimates")
     for images, boxes in options.shapes:
         for dtype in options.dtypes:
             rows = measured(images, boxes, dtype)
@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> None:
 def measured(images: int, boxes: int, dtype: str) -> list[dict]:
     """Measure all contenders and print a table; return its rows.
 
-    "per call" is the time of back-to-back calls, host included; "device" is that of CUDA graph replays.
+    "per call" is the time of back-to-back calls, including the host; "device" is that of CUDA graph replays.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -84,7 +84,7 @@ def measured(images: int, boxes: int, dtype: str) -> list[dict]:
 
 
 def _copy_rate(size: int) -> float:
-    """Return the GB/s, read and written, of a copy that moves `size` bytes."""
+    """Return the GB/s, read plus written, of a copy that moves `size` bytes."""
     source = torch.rand(size // 8, device="cuda")
     target = torch.empty_like(source)
     return size / Timing.on_device(lambda: target.copy_(source), 50).median / 1e6

@@ -1,12 +1,12 @@
-"""Time matmuls in bfloat16, int8 and fp8 against the library's own, and show the share of the chip's peak.
+"""Time matmuls in bfloat16, int8 and fp8 against the vendor library's, and show the share of the chip's peak.
 
     python scripts/bench_matmul.py                              # 1024 to 8192, on this machine
     python scripts/bench_matmul.py --sizes 8192 --dtypes int8
     python scripts/bench_matmul.py --on estimate                # TPU v5e, from its compiler's schedule
 
 Measures on an NVIDIA GPU (fp8 only there) or a TPU; elsewhere prints an ESTIMATE for TPU v5e from the schedule of
-libtpu's compiler, about 20 seconds per figure. Every row says which. --results appends the rows to a file as JSON
-lines.
+libtpu's compiler, about 20 seconds per figure. Every row is labeled accordingly. --results appends the rows to a file
+as JSON lines.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Measure how training scales over the GPUs of one host, with DDP and FSDP on fake data, so that input never limits.
+"""Measure how training scales over the GPUs of one host, with DDP and FSDP on fake data, so input is no bottleneck.
 
     python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1 to 8 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\
@@ -8,7 +8,7 @@
 
 Weak scaling: the batch per GPU stays the same. Efficiency is the median step of one GPU alone, without any strategy,
 divided by that of N GPUs. All GPUs are also measured at the same time, each training alone: this shows how much they
-share power and the host, and which GPU is the slowest, for which the others would wait.
+compete for power and the host, and which GPU is the slowest, because the others would wait for it.
 torchrun starts the processes once; processes that a run does not need wait. Rows are appended to
 results/scaling.jsonl.
 """

@@ -68,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--attn", default="auto", help="attention backend of our rows")
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--learning-steps", type=int, default=200, help="0 leaves out the losses")
+    parser.add_argument("--learning-steps", type=int, default=200, help="0 skips the losses")
     parser.add_argument("--peers", nargs="*", default=["eager native", "eager sdpa", "compiled max-autotune"])
     parser.add_argument("--ours", nargs="*", choices=OURS, metavar="ROW", help=f"of {', '.join(OURS)}; default: all")
     parser.add_argument("--results", type=Path, default=ROOT / "results/step.jsonl")

@@ -19,7 +19,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder of the .jsonl files")
     parser.add_argument("--output", type=Path, default=ROOT / "docs/benchmarks", help="folder of the pages")
-    parser.add_argument("--check", action="store_true", help="compare with the pages in the folder, write nothing")
+    parser.add_argument("--check", action="store_true", help="compare with the pages in the folder; write nothing")
     options = parser.parse_args(arguments)
     if not options.check:
         for path in tables.write_pages(options.results, options.output):

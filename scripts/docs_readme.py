@@ -3,7 +3,7 @@
     python scripts/docs_readme.py                   # rewrite the marked sections and docs/_static/step_times.svg
     python scripts/docs_readme.py --check           # exit 1 if any is not up to date
 
-A section stands between <!-- begin NAME --> and <!-- end NAME -->; SECTIONS has a function for each name.
+A section is enclosed in <!-- begin NAME --> and <!-- end NAME -->; SECTIONS maps each name to a function.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from vitkernels.benchmarks.tables import step as step_table  # noqa: E402
 
 PAGES = ("README.md", "docs/tutorials/compare_kernels.md", "docs/index.md")
 CHART = ROOT / "docs/_static/step_times.svg"
-# Numbers of runs in results/step.jsonl, attention.jsonl and scaling.jsonl, which are only appended to.
+# Numbers of runs in results/step.jsonl, attention.jsonl and scaling.jsonl, which are append-only.
 VIT_B, VIT_L, ATTENTION, SCALING = 20, 21, 47, 9
 BEST = "attn=auto best"
 KERNELS = ("triton_flash", "pallas_flash")
@@ -73,7 +73,7 @@ def _head_dims(devices: dict[str, tuple[str, ...]]) -> str:
 
 
 def _on(devices: dict[str, tuple[str, ...]], label: str) -> str:
-    """Return the dtypes of a backend on the device of that label."""
+    """Return the dtypes of a backend on the device with this label."""
     label = "NVIDIA Hopper" if label == "NVIDIA GPU" and label not in devices else label
     found = next((device for device in devices if device.startswith(label)), None)
     if found is None:
@@ -83,7 +83,7 @@ def _on(devices: dict[str, tuple[str, ...]], label: str) -> str:
 
 
 def _where(devices: dict[str, tuple[str, ...]], column: int) -> str:
-    """Return "yes", "no", or the devices on which a backend has the feature of that column."""
+    """Return "yes", "no", or the devices on which a backend has the feature of this column."""
     having = [device for device, figures in devices.items() if figures[column] == "yes"]
     if len(having) in (0, len(devices)):
         return "yes" if having else "no"
@@ -108,7 +108,7 @@ def verdict() -> str:
 
 
 def measured() -> str:
-    """Return five results against the best that was measured next to each."""
+    """Return five results, each with the best peer measured in the same run."""
     cells = []
     for title, number in (("ViT-B/16 at 256 px", VIT_B), ("ViT-L/16 at 224 px", VIT_L)):
         run = step_run(number)
@@ -183,7 +183,7 @@ def write_chart(path: Path) -> None:
 
 
 def chart_labels() -> list[str]:
-    """Return what the chart writes at its bars, for a check of the committed file."""
+    """Return the labels of the chart's bars, to check the committed file."""
     run = step_run(VIT_B)
     return [f"{run[variant]['median']:.1f} ms" for _, variant in BARS]
 
@@ -192,7 +192,7 @@ def chart_labels() -> list[str]:
 
 
 def rewritten(text: str) -> str:
-    """Return the page with every marked section written again."""
+    """Return the page with every marked section regenerated."""
     for name, section in SECTIONS.items():
         pattern = re.compile(rf"(<!-- begin {name}\b[^>]*-->\n).*?(<!-- end {name} -->)", re.DOTALL)
         if pattern.search(text):
@@ -202,7 +202,7 @@ def rewritten(text: str) -> str:
 
 
 def outdated() -> list[str]:
-    """Return the pages, and the chart, that differ from what this would write."""
+    """Return the pages, and the chart, that are not up to date."""
     found = [page for page in PAGES if (ROOT / page).read_text() != rewritten((ROOT / page).read_text())]
     chart = CHART.read_text() if CHART.exists() else ""
     return found + ([str(CHART.relative_to(ROOT))] if any(label not in chart for label in chart_labels()) else [])

@@ -1,4 +1,4 @@
-"""Write the reference pages of the documentation that follow from the code; docs/conf.py calls it before each build.
+"""Write the reference pages that are generated from the code; docs/conf.py calls this before each build.
 
 python scripts/docs_reference.py [FOLDER]                 # docs/reference/generated
 """
@@ -26,7 +26,7 @@ from vitkernels.registry.op import PLACES, op_of  # noqa: E402
 DEVICES = {"cpu": "CPU", "cuda": "NVIDIA GPU", "xla": "TPU"}
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 HEAD_DIMS = range(1, 300)
-# Backends whose kernels a CPU only interprets, for tests.
+# Backends whose kernels run only interpreted on a CPU, for tests.
 INTERPRETED = ("triton_flash", "pallas_flash")
 # One keyword of a call per feature.
 FEATURES = {
@@ -38,7 +38,7 @@ FEATURES = {
     "cross": {"kv_tokens": 64},
     "empty batch": {"batch": 0},
 }
-# What an op's backend is, if its module has no docstring.
+# Descriptions of backends whose modules have no docstring.
 SUMMARIES = {
     "reference": "Plain PyTorch.",
     "passes": "The library's products, with one pass of a Triton kernel for GELU.",
@@ -76,7 +76,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def write_pages(folder: Path) -> list[Path]:
-    """Write every generated page to `folder` and return their paths. Unchanged files keep their time."""
+    """Write every generated page to `folder` and return their paths. Unchanged files keep their modification time."""
     pages = {
         "configuration.md": configuration_page(),
         "attention_backends.md": attention_page(),
@@ -116,7 +116,7 @@ def configuration_page() -> str:
             parts.append(table(("option", "sets"), [(f"`{name}={o}`", text) for o, text in options]))
         if name == "data":
             parts += [_data_set(option) for option, _ in options]
-    parts += ["## experiment", "Complete recipes; an experiment sets what the other groups have."]
+    parts += ["## experiment", "Complete recipes; an experiment sets values of the other groups."]
     parts.append(table(("option", "is"), [(f"`experiment={o}`", text) for o, text in _options("experiment")]))
     return "\n\n".join(parts) + "\n"
 
@@ -159,14 +159,14 @@ def _data_set(option: str) -> str:
 
 
 def refusal(name: str, device_type: str, **changes) -> str | None:
-    """Return why that attention backend refuses a problem on a machine that has the device; None if it runs it."""
+    """Return why the attention backend refuses a problem on a machine with the device; None if it supports it."""
     problem = {
         "batch": 2, "heads": 3, "q_tokens": 197, "kv_tokens": 197, "head_dim": 64, "dtype": torch.bfloat16,
         "device_type": device_type,
     }  # fmt: skip
     backend = attention.get(name)
     module = importlib.import_module(type(backend).__module__)
-    # On this machine the Hopper kernels may be missing; the table is about machines that have them.
+    # The Hopper kernels may be missing here; the table describes machines that have them.
     with mock.patch.object(module, "_no_hopper", None, create=True):
         return backend.refusal(Problem(**problem | changes))
 
@@ -188,7 +188,7 @@ def backend_names() -> list[str]:
 
 
 def support_rows() -> list[tuple[str, ...]]:
-    """Return (backend, device, dtypes, head dims, yes or no per feature) for each backend and device that it has."""
+    """Return (backend, device, dtypes, head dims, yes or no per feature) for each backend and supported device."""
     rows = []
     for name in backend_names():
         for device, label in DEVICES.items():
@@ -207,7 +207,7 @@ def support_rows() -> list[tuple[str, ...]]:
 
 
 def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Return the rows with the devices of a backend joined where everything else is equal."""
+    """Return the rows, merging a backend's devices if everything else is equal."""
     devices: dict[tuple[str, ...], list[str]] = {}
     for name, device, *figures in rows:
         devices.setdefault((name, *figures), []).append(device)
@@ -215,20 +215,20 @@ def _merged(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
 
 
 def attention_page() -> str:
-    """Return the page of what each attention backend supports, from its own `refusal`."""
+    """Return the page that lists what each attention backend supports, from its own `refusal`."""
     names = backend_names()
     parts = [
         "# Attention backends",
-        "What each backend runs, asked of the backend itself: the table calls `refusal` for one property at a time. "
-        "`attention.get(name).unsupported(...)` answers for a particular call on your machine, with the reason. All "
-        "backends take any number of tokens and any scale. `cross`: keys of another length than queries.",
+        "What each backend supports. The table calls the backend's own `refusal` for one property at a time. "
+        "`attention.get(name).unsupported(...)` checks a particular call on your machine and returns the reason. All "
+        "backends support any number of tokens and any scale. `cross`: fewer or more keys than queries.",
         table(("backend", "device", "dtypes", "head dims", *FEATURES), _merged(support_rows())),
-        "A CPU interprets `triton_flash` and `pallas_flash` slowly, for tests. `pallas_flash` on NVIDIA GPUs needs a "
-        "Hopper GPU and jax 0.11.2 or newer.",
+        "On a CPU, `triton_flash` and `pallas_flash` run interpreted: slow, for tests only. On NVIDIA GPUs, "
+        "`pallas_flash` requires a Hopper GPU and jax 0.11.2 or newer.",
         "## Reasons for a refusal",
         table(("backend", "device", "property", "reason"), _reasons(names)),
         "## Order of `auto`",
-        "`auto` takes the first backend of this list that supports the call:",
+        "`auto` uses the first backend of this list that supports the call:",
         table(("device", "order"), _auto_orders()),
     ]
     return "\n\n".join(parts) + "\n"
@@ -260,9 +260,9 @@ def ops_page() -> str:
     """Return the page of the fused ops: their backends and the order in which `auto` tries them."""
     parts = [
         "# Backends of the ops",
-        'Each op of `vitkernels.ops` takes `backend="auto"` or a name. A named backend runs or raises; `auto` takes '
-        "the first that supports the call, and otherwise `reference`. On a GPU, measurements by "
-        "`python -m vitkernels.tune` come first.",
+        'Each op of `vitkernels.ops` takes `backend="auto"` or a name. A named backend runs or raises; `auto` uses '
+        "the first backend that supports the call, or else `reference`. On a GPU, the order measured by "
+        "`python -m vitkernels.tune` takes precedence.",
     ]
     for name in ops.__all__:
         function = getattr(ops, name)
@@ -279,7 +279,7 @@ def ops_page() -> str:
 
 
 def _module_summary(source) -> str:
-    """Return the first paragraph of a backend's docstring, without importing it: it may need another machine."""
+    """Return the first paragraph of a backend's docstring, without importing it: the import may fail here."""
     path = ROOT / Path(*str(source.target).partition(":")[0].split(".")).with_suffix(".py")
     text = ast.get_docstring(ast.parse(path.read_text())) or SUMMARIES[path.stem]
     return text.split("\n\n")[0].replace("\n", " ")
@@ -336,9 +336,9 @@ def error_codes_page() -> str:
     rows = [(f"`{code}`", ", ".join(f"`{module}`" for module in modules)) for code, modules in error_codes().items()]
     parts = [
         "# Error codes",
-        "A mistake in a call or a setting raises `vitkernels.errors.UsageError`, a `ValueError`. Its message says what "
-        "was expected, what came and what to do. Programs should test its `code` and `fields`, which stay the same "
-        "when the wording changes:",
+        "A mistake in a call or a setting raises `vitkernels.errors.UsageError`, a `ValueError`. Its message states "
+        "the expected value, the actual value and the fix. Programs should test its `code` and `fields`, which stay "
+        "the same when the wording changes:",
         CODES_EXAMPLE,
         "`<name>` stands for a part that depends on the call.",
         table(("code", "raised by"), rows),

@@ -23,16 +23,16 @@ Provision a Cloud TPU v5e node, train on it and delete it. Any command can be in
   train     train on every worker with the settings after --; if a training is running, attach to it
   fetch     copy the run's folder, which worker 0 writes, to the local runs/NAME
   delete    delete the node and the request, after a confirmation unless --quiet
-  run       do all of the above with the settings after --; the node is deleted at the end in any case
+  run       create, wait, setup and train with the settings after --, fetch the run; always delete the node at the end
 
 Each setting is taken from its flag, then from its environment variable, then from a line VARIABLE=value of the
 configuration file:
 
   --project ID             V5E_PROJECT          Google Cloud project (required)
   --zone ZONE              V5E_ZONE             such as us-central1-a (required)
-  --lifetime DURATION      V5E_LIFETIME         such as 90m, 4h, 1d (required to create). At its end, `run` stops the
-                                                training and deletes the node. The node also deletes itself, in case
-                                                this script is gone (its service account needs roles/tpu.admin)
+  --lifetime DURATION      V5E_LIFETIME         such as 90m, 4h, 1d (required to create). When it expires, `run` stops
+                                                the training and deletes the node. The node also deletes itself, in case
+                                                this script was killed (its service account needs roles/tpu.admin)
   --valid-until DURATION   V5E_VALID_UNTIL      leave the queue after this time (default: the lifetime)
   --name NAME              V5E_NAME             name of the node (default: vitkernels)
   --accelerator TYPE       V5E_ACCELERATOR      v5litepod-1, 4, 8, 16, 32, 64, 128 or 256 (default: v5litepod-1)
@@ -175,7 +175,7 @@ check_settings() {
 }
 
 # ---------------------------------------------------------------------- gcloud
-# Commands are printed, can be interrupted, and are retried if their answer is ambiguous. Every `return` has an explicit
+# Commands are printed, can be interrupted, and are retried if their result is ambiguous. Every `return` has an explicit
 # value, because in a trap a bare `return` yields the status from before the trap.
 
 shown() { printf '%q ' "$@"; }
@@ -232,7 +232,7 @@ retried() { # TRIES COMMAND...; repeats the command until it succeeds
   done
 }
 
-# Sets `state` to ABSENT or to one of Google's states. Any failure other than a clear "not found" is retried and then an
+# Set `state` to ABSENT or to one of Google's states. Any failure other than a clear "not found" is retried, and then an
 # error: a node that cannot be queried must never count as deleted.
 state=''
 look() {
@@ -286,11 +286,11 @@ print_bill() {
     say "  at ${setting[price]} USD per chip hour: at most" \
       "$(awk "BEGIN { printf \"%.2f\", $hours * ${setting[price]} }") USD"
   else
-    say "  price per chip hour: cloud.google.com/tpu/pricing (--price USD multiplies it out)"
+    say "  price per chip hour: cloud.google.com/tpu/pricing (pass it as --price USD to print the cost)"
   fi
 }
 
-# The startup script of the node: it deletes the node at the end of its lifetime, even if this script is gone.
+# The startup script of the node: it deletes the node at the end of its lifetime, even if this script was killed.
 lifetime_guard() {
   printf '%s\n' '#!/bin/bash' "systemd-run --unit=lifetime --on-active=$(seconds "${setting[lifetime]}")s \\" \
     "  gcloud compute tpus queued-resources delete ${setting[name]} --project=${setting[project]} \\" \
@@ -426,7 +426,7 @@ setup() {
 
 fetcher=''
 
-outlived() { # SECONDS; waits that long, or fails if this script is gone while its background job still runs
+outlived() { # SECONDS; waits that long, or fails if this script was killed while its background job still runs
   local left=$1
   for (( ; left > 0; left -= 5)); do
     sleep $((left < 5 ? left : 5)) &
@@ -472,10 +472,10 @@ train() {
     code=0
     on_worker all "$WORKER train ${setting[name]} ${arguments[*]@Q}" || code=$?
     ((code == 0)) && return 0
-    # The state tells whether the training ended or the node is gone.
+    # The state shows whether the training ended or the node is gone.
     need_node || return $?
     ((code == NO_CONNECTION)) || break
-    say "connection lost (attempt $attempt); training continues, attaching to it again"
+    say "connection lost (attempt $attempt); training continues, reattaching"
     nap
   done
   say "error: training ended with exit code $code"
@@ -518,7 +518,7 @@ remove() {
         ;;
     esac
   done
-  say "error: ${setting[name]} STILL EXISTS (${state:-state unknown}) AND MAY BE BILLED. Delete it by hand:"
+  say "error: ${setting[name]} STILL EXISTS (${state:-state unknown}) AND MAY BE BILLED. Delete it manually:"
   say "  gcloud compute tpus queued-resources delete ${setting[name]} ${place[*]} --force"
   return 1
 }

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the attention report to this file")
     parser.add_argument("--results", type=Path, metavar="FILE", help="append the attention rows to this file")
     parser.add_argument("--tune", action="store_true", help="search block sizes of pallas_flash for --shapes")
-    parser.add_argument("--validate", action="store_true", help="compare estimates with timings published for v5e")
+    parser.add_argument("--validate", action="store_true", help="compare estimates with published v5e timings")
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="table of block sizes to write; default: the package's"
     )

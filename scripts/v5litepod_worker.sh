@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The part of scripts/provision_v5litepod.sh that runs on each worker of a TPU node; it is copied with the checkout.
+# The part of scripts/provision_v5litepod.sh that runs on each worker of a TPU node, copied there with the checkout.
 #
 #   v5litepod_worker.sh install           install the locked packages and run the doctor
 #   v5litepod_worker.sh train RUN [...]   train in runs/RUN with these settings of train.py, or attach to its training
@@ -43,7 +43,7 @@ train() {
 
 is_running() { [[ -s $1/pid && ! -e $1/exit_code ]] && kill -0 "$(cat "$1/pid")" 2>/dev/null; }
 
-ended() { # waits for the exit code, which is written shortly after the process ends
+ended() { # waits for the exit code, which is written shortly after the process exits
   local tries=50
   until [[ -s $1/exit_code ]]; do
     ((tries-- > 0)) || return 1
