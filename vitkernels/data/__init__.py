@@ -39,7 +39,7 @@ Saved as stripes.py next to train.py or on PYTHONPATH, it trains with a configur
 by `python train.py --config-dir=my_conf data=stripes`. Samples get shuffling, sharding over processes, workers, exact
 resume, masks for unreadable images and (spec.mixing) Mixup and CutMix from DatasetLoader.
 
-A data set that streams has no random access, so it implements Loader itself. Training uses only what this one has:
+A data set that streams has no random access, so it implements Loader itself. Training uses only these members:
 
     import itertools
     from vitkernels.data import Data, InputSpec, data_set

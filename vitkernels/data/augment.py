@@ -33,7 +33,7 @@ def train_transform(
 ) -> Transform:
     """Return random resized crop, flip, RandAugment or color jitter, and random erasing.
 
-    It draws from the global generators. Raises UsageError for values that cannot work.
+    Draws from the global generators. Raises UsageError for invalid values.
     """
     check_range("scale", scale)
     check_range("ratio", ratio)
@@ -78,7 +78,7 @@ def eval_transform(
 ) -> Transform:
     """Return a resize to image_size / crop_pct, of the side or sides that crop_mode names, and a center crop.
 
-    Raises UsageError for values that cannot work.
+    Raises UsageError for invalid values.
     """
     if crop_mode not in CROP_MODES:
         raise unknown_name("crop_mode", str(crop_mode), CROP_MODES)

@@ -33,7 +33,7 @@ def check_range(name: str, value: Any) -> None:
 
 
 def check_common(batch_size: int, seed: int, pin_memory: bool) -> None:
-    """Raise UsageError for values that no data set can work with."""
+    """Raise UsageError for values that are invalid for every data set."""
     if batch_size < 1:
         raise value_error("batch_size", batch_size, "at least 1")
     if seed < 0:

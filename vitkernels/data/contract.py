@@ -50,7 +50,8 @@ class Data:
 
     train: None if only evaluation was requested.
     class_names: in the order of the targets, if known. They are saved with the weights.
-    preprocessing: how evaluation images are prepared, if that is a choice, as vitkernels.models.preprocessing words it.
+    preprocessing: the preprocessing of evaluation images if it is configurable, with the keys of
+        vitkernels.models.preprocessing.
     """
 
     train: Loader | None

@@ -101,10 +101,10 @@ def build(
 ) -> Data:
     """Return 1437 training and 360 evaluation images of 10 classes, float32 (B, in_chans, image_size, image_size).
 
-    The split is stratified and the same for every seed, so results compare.
+    The split is stratified and the same for every seed, so results are comparable.
     augment: rotate, shift and scale training images within degrees, translate and scale (see Affine).
     mixup: settings of vitkernels.data.mixing.Mixing, or None.
-    Raises UsageError for values that cannot work.
+    Raises UsageError for invalid values.
     """
     if not isinstance(augment, bool):
         raise value_error("augment", augment, "true or false")

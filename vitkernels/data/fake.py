@@ -46,7 +46,7 @@ class PoolLoader:
         return (self._batch(batch) for batch in range(start, self.batches_per_epoch))
 
     def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
-        """Return indices in the pool: a sample recurs with every round through it."""
+        """Return indices in the pool, which repeat each time the loader cycles through it."""
         shard = self._shard if rank is None else self._shard._replace(rank=rank)
         size = self.batch_size * shard.world
         left = self.num_samples - batch * size
@@ -77,7 +77,7 @@ def build(
     items, val_items: images that a training epoch and an evaluation count.
     pool_batches: batches generated, from the seed; they stay in memory, page-locked with spec.pin_memory.
     spec.num_workers has no effect, since there is no work to distribute.
-    Raises UsageError for values that cannot work.
+    Raises UsageError for invalid values.
     """
     check_number("items", items, integer=True)
     for name, value in (("val_items", val_items), ("num_classes", num_classes), ("pool_batches", pool_batches)):

@@ -114,8 +114,8 @@ def build(
     """Return images float32 (B, 3, image_size, image_size); classes are the folders' names in sorted order.
 
     With spec.train=False, train/ need not exist. conf/data/imagefolder.yaml explains the arguments; those of
-    PREPROCESSING that are None take its values. Raises UsageError, before any image is decoded, for a folder or values
-    that cannot work.
+    PREPROCESSING that are None take its values. Raises UsageError, before any image is decoded, for an unusable folder
+    or invalid values.
     """
     check_number("check_images", check_images, integer=True, null=True)
     check_number("max_bad_share", max_bad_share, 0, 1)

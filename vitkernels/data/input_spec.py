@@ -16,16 +16,16 @@ from vitkernels.data.samples import Samples
 
 @dataclass(frozen=True)
 class InputSpec:
-    """The input that training asks every data set for.
+    """The input that training requests from every data set.
 
     image_size, in_chans: side in pixels and channels of the images that the model takes.
-    seed: of order, augmentation and mixing.
+    seed: for shuffling, augmentation and mixing.
     batch_size: rows per process.
     num_workers: processes that make batches ahead; 0 makes them in the calling process.
     pin_memory: put batches in page-locked memory, for asynchronous copies to an NVIDIA GPU.
     train: False leaves out the training set, for evaluation.
     shard: this process's part of every batch.
-    Raises UsageError for values that no data set can work with.
+    Raises UsageError for values that are invalid for every data set.
     """
 
     image_size: int

@@ -94,7 +94,7 @@ class DatasetLoader:
         self._serial = 0  # of the newest iterator
         self._dataloader = dataloader(self._batches, self._keys, num_workers, pin_memory)
         # finalize holds the DataLoader until this loader dies. If both died in one garbage cycle, the queues to the
-        # workers would be taken apart before the workers were told to stop, and each would be waited for in vain.
+        # workers would be destroyed before the workers received the stop signal, and joining each would time out.
         weakref.finalize(self, _release, self._dataloader).atexit = False
 
     def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:

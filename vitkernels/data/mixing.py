@@ -29,7 +29,7 @@ class Mixing:
     prob: share of batches (or rows) that are mixed. switch_prob: share of those that get CutMix if both are enabled.
     mode: one mixture per "batch", per "pair" of rows, or per row ("elem").
     off_epoch: stop mixing from this epoch on; targets stay soft, so shapes do not change. None never stops.
-    Raises UsageError for settings that cannot work.
+    Raises UsageError for invalid settings.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Mixing:
         mode: str = "batch",
         off_epoch: int | None = None,
     ):
-        from timm.data import Mixup  # timm takes seconds to import, which runs without mixing are spared
+        from timm.data import Mixup  # timm takes seconds to import; runs without mixing skip it
 
         if mode not in MODES:
             raise unknown_name("mixup mode", str(mode), MODES)
@@ -89,7 +89,7 @@ class Mixing:
         """
         missing = targets < 0
         if missing.any():
-            # The partner temporarily fills the missing row, and is so mixed with itself.
+            # The partner temporarily fills the missing row, so it is mixed with itself.
             images = torch.where(missing[:, None, None, None], images.flip(0), images)
             targets = torch.where(missing, targets.flip(0), targets).clamp(min=0)  # clamp: both may be missing
         self.mixup.mixup_enabled = self.off_epoch is None or epoch < self.off_epoch

@@ -39,7 +39,7 @@ class Samples(Protocol):
 
 @dataclass
 class SampleBatches(Dataset):
-    """The finished batch of each (epoch, batch): decides everything that is in a batch, and runs in the workers."""
+    """The finished batch of each (epoch, batch): determines the content of a batch, and runs in the workers."""
 
     samples: Samples
     batch_size: int

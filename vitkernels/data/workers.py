@@ -58,7 +58,7 @@ def process_context() -> multiprocessing.context.BaseContext:
 
 
 def _start_worker(worker: int) -> None:
-    # Ctrl-C reaches every process of a terminal; only the training process decides when workers end.
+    # Ctrl-C reaches every process of a terminal; only the training process may stop the workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_with_training, daemon=True).start()
 

@@ -7,7 +7,7 @@ Every op takes `backend`: "auto", the fastest backend that takes the call, or a 
 imported at their first use; this package imports only torch.
 """
 
-# Eager imports: op folders are named like their functions, so importing a folder later would replace the function.
+# Import eagerly: an op folder has the name of its function, so importing the folder later would replace the function.
 from vitkernels.ops.cross_entropy import cross_entropy
 from vitkernels.ops.generalized_box_iou import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
 from vitkernels.ops.int8_matmul import int8_matmul
