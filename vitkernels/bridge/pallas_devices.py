@@ -90,7 +90,7 @@ def _check_dtype(name: str, i: int, dtype: torch.dtype) -> None:
             argument=i,
             dtype=dtype,
         )
-    message = f"{name}: argument {i} is {dtype}; Pallas kernels take {', '.join(map(str, _DTYPES))}"
+    message = f"{name}: argument {i} is {dtype}; Pallas kernels support {', '.join(map(str, _DTYPES))}"
     raise UsageError(message, code="bridge.dtype", argument=i, dtype=dtype)
 
 

@@ -41,7 +41,7 @@ def _unsupported_on_hopper(problem: Problem) -> str | None:
     if problem.dtype not in _HOPPER_DTYPES:
         return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
-        return f"its kernels for NVIDIA take head dims 32 to 128 in steps of 8, not {problem.head_dim}"
+        return f"its kernels for NVIDIA support head dims 32 to 128 in steps of 8, not {problem.head_dim}"
     has_bias = problem.bias_shape is not None
     extras = {"bias": has_bias, "mask": problem.has_mask, "segment_ids": problem.has_segment_ids}
     given = [name for name, x in extras.items() if x]
@@ -54,7 +54,7 @@ def _unsupported_on_tpu(problem: Problem) -> str | None:
     if problem.dtype not in _DTYPES:
         return f"its kernels for TPU compute in bfloat16 and float32, not {problem.dtype}"
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= 128:
-        return f"its kernels for TPU take head dims up to 128 in steps of 8, not {problem.head_dim}"
+        return f"its kernels for TPU support head dims up to 128 in steps of 8, not {problem.head_dim}"
     return None
 
 

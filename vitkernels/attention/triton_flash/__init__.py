@@ -55,9 +55,9 @@ class TritonFlash(AttentionBackend):
         if problem.device_type not in ("cuda", "cpu"):
             return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {problem.device_type}"
         if problem.dtype not in _DTYPES:
-            return f"its kernels take bfloat16, float16 and float32, got {problem.dtype}; use native or sdpa"
+            return f"its kernels support bfloat16, float16 and float32, got {problem.dtype}; use native or sdpa"
         if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
-            return f"its tiles take head dims 32 to 128 in steps of 8, got {problem.head_dim}; use native or sdpa"
+            return f"its tiles support head dims 32 to 128 in steps of 8, got {problem.head_dim}; use native or sdpa"
         if problem.dropout_p:
             return f"does not support dropout of attention weights (dropout_p={problem.dropout_p}); use 0 or sdpa"
         return None
