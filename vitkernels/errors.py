@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 # Exit status of a run that was interrupted after writing a checkpoint and can be resumed (EX_TEMPFAIL of sysexits.h).
 EXIT_INTERRUPTED = 75
+_MOST_LISTED = 30  # names that an error message lists if it can suggest a few of them
 
 
 class UsageError(ValueError):
@@ -25,9 +26,15 @@ class UsageError(ValueError):
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UsageError:
-    """Return the error for a name that is not among `choices`; the message lists them and suggests the nearest."""
+    """Return the error for a name that is not among `choices`.
+
+    The message suggests the nearest, and lists all choices, or counts them if there are many.
+    """
     choices = sorted(choices)
     near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
-    message = f"unknown {kind} {name!r}; known: {', '.join(choices)}.{hint}"
+    if near and len(choices) > _MOST_LISTED:
+        message = f"unknown {kind} {name!r}.{hint} {len(choices)} names are known."
+    else:
+        message = f"unknown {kind} {name!r}; known: {', '.join(choices)}.{hint}"
     return UsageError(message, code="unknown_name", kind=kind, name=name, choices=choices, near=near)

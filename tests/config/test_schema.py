@@ -39,6 +39,10 @@ from vitkernels.errors import UsageError
         ("+model.kwargs.img_size=[64,32]", "conflict", {"setting": "model.kwargs.img_size"}),
         ("+model.kwargs.num_classes=7", "conflict", {"setting": "model.kwargs.num_classes", "value": 7}),
         ("seed=4294967296", "range", {"setting": "seed"}),
+        ("optim.lr=inf", "range", {"setting": "optim.lr"}),
+        ("model.img_size=1000000", "range", {"setting": "model.img_size"}),
+        ("data._target_=os.path.join", "target", {"setting": "data._target_", "value": "os.path.join"}),
+        ("data._target_=os.getcwd", "target", {"value": "os.getcwd"}),
         ("checkpoint=4", "type", {"setting": "checkpoint"}),
         ("sweep.slots=0", "range", {"setting": "sweep.slots"}),
         ("sweep.slots=gpu", "type", {"setting": "sweep.slots", "choices": ["auto", "gpus", "null"]}),
@@ -65,6 +69,7 @@ def test_wrong_setting__refused_with_code_and_fields(settings, override, code, f
     ("override", "message"),
     [
         ("trainer.max_steps=0", "trainer.max_steps must be an integer of at least 1 or null; got 0."),
+        ("optim.lr=inf", "optim.lr must be a finite number of at least 0; got inf."),
         ("mode=evaluate", "mode must be one of train, eval; got 'evaluate'. Did you mean eval?"),
         ("sweep.slots=0", "sweep.slots must be an integer of at least 1, auto, gpus or null; got 0."),
     ],

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from expecting import error
+
 from vitkernels.data import digits
 
 KILLED = """
@@ -46,3 +48,10 @@ def test_workers__end_with_a_killed_training_process():
     command = [sys.executable, "-c", KILLED]
     run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL and run.stdout == "training\n", run.stderr
+
+
+def test_workers__more_than_the_machine_can_use_are_refused_before_any_starts(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(2), raising=False)
+    with error("data.value", setting="num_workers", value=500):
+        digits.build(image_size=8, in_chans=1, seed=0, batch_size=64, num_workers=500)
+    assert not multiprocessing.active_children()

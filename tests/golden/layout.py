@@ -14,7 +14,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 # Depend on the machine: whether a package is installed, and whether the code lies in git.
 _OF_THE_MACHINE = re.compile(r"(.*\.)?(versions\.\w.*|git_commit|commit|code|tuned)")
-_NOT_FROZEN = ("data._target_", "data.root")  # a module's name may change, and a folder is the machine's
+_NOT_FROZEN = ("data._target_", "data.root", "command")  # a module's name may change, and a folder is the machine's
 # Whose values are part of the layout, beside all of config.json, class_names.json and preprocessing.json.
 _VALUES = {
     "summary.json": "status model attn ops quant runtime precision compile parallel devices data batch_size "

@@ -15,7 +15,12 @@ from record import FORMATS
 RECORDED = json.loads(FORMATS.read_text())
 
 # "section: key" -> type or value, as layout.py has it, such as "summary.json: watts": "float".
-ADDED: dict[str, object] = {}
+ADDED: dict[str, object] = {
+    "files: command.json": "file",  # the command that started the run
+    "files: attn=native/command.json": "file",
+    "files: attn=sdpa/command.json": "file",
+    "command.json: command": "any",
+}
 
 SLOW = ("fsdp", "sweep")
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECORDED]

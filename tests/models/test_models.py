@@ -160,6 +160,12 @@ def test_create_model__rejects_unknown_arguments_and_backends():
         models.create_model("vit_digits", "nosuch")
 
 
+@pytest.mark.parametrize("kwargs", [{"depth": -1}, {"num_heads": 0}, {"embed_dim": "wide"}, {"embed_dim": -64}])
+def test_create_model__impossible_arguments_are_refused(kwargs):
+    with error("models.arguments", name="vit_digits", kwargs=kwargs):
+        models.create_model("vit_digits", "native", **kwargs)
+
+
 def test_create_model__arguments_message():
     """A snapshot of the wording."""
     with pytest.raises(UsageError, match=r"^timm cannot build model 'vit_digits' with \{.*'embed_dim': 97.*\}: dim "):
@@ -208,6 +214,27 @@ def test_inspect_model__rejects_an_image_size_that_the_patches_do_not_divide():
         models.inspect_model(create, image_size=20, in_chans=3, batch_size=1, dtype=torch.float32, device_type="cpu")
 
 
+@pytest.mark.parametrize(("size", "nearest"), [(100, [96, 112]), (17, [16, 32]), (9, [16])])
+def test_inspect_model__rejects_an_image_size_of_which_pixels_would_be_ignored(size, nearest):
+    def inspect(**kwargs):
+        return models.inspect_model(
+            lambda backend: models.create_model("vit_tiny_patch16_224", backend, depth=1, **kwargs),
+            image_size=size, in_chans=3, batch_size=1, dtype=torch.float32, device_type="cpu",
+        )  # fmt: skip
+
+    with error("models.image_size", image_size=size, nearest=nearest):
+        inspect(img_size=size)
+    assert inspect(img_size=nearest[-1], dynamic_img_size=True, dynamic_img_pad=True).attention  # padded instead
+
+
+def test_inspect_model__accepts_a_published_size_that_ignores_pixels():
+    facts = models.inspect_model(
+        lambda backend: models.create_model("vit_so400m_patch14_siglip_384", backend, depth=1),
+        image_size=384, in_chans=3, batch_size=1, dtype=torch.float32, device_type="cpu",
+    )  # fmt: skip
+    assert facts.attention[0].q_tokens == 27 * 27
+
+
 def test_input_spec__rejects_an_unknown_tag():
     with error("models.tag", name="vit_tiny_patch16_224.nosuch"):
         models.input_spec("vit_tiny_patch16_224.nosuch")
@@ -217,6 +244,36 @@ def test_pretrained__download_failure_is_one_line_with_its_reason(monkeypatch):
     def offline(*_, **__):
         raise OSError("no network\nand more")
 
+    monkeypatch.setattr("vitkernels.models.download._is_cached", lambda repository: True)
     monkeypatch.setattr("timm.create_model", offline)
     with error("models.download", reason="no network"):
         models.timm_model("vit_tiny_patch16_224", pretrained=True)
+
+
+def test_pretrained__unreachable_hub_is_reported_at_once(monkeypatch, tmp_path):
+    """The hub's own client would retry for a minute."""
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")  # the port that nobody listens to
+    monkeypatch.setattr("timm.create_model", lambda *_, **__: pytest.fail("it asked the hub"))
+    with error("models.download", name="vit_tiny_patch16_224") as caught:
+        models.timm_model("vit_tiny_patch16_224", pretrained=True)
+    assert "127.0.0.1" in caught.value.fields["reason"]
+
+
+def test_pretrained__cached_weights_need_no_network(monkeypatch, tmp_path):
+    from vitkernels.models import download
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(download, "_unreachable", lambda _: pytest.fail("it asked for the network"))
+    snapshot = tmp_path / "models--timm--mine" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").write_text("")
+    download.check_download("mine", {"hf_hub_id": "timm/mine"})
+
+
+def test_pretrained__preset_has_none():
+    with error("models.download", name="vit_digits"):
+        models.create_model("vit_digits", "native", pretrained=True)

@@ -68,6 +68,7 @@ def test_unknown_optimizer__suggests_near_names():
     with error("unknown_name", name="adamww") as caught:
         create_optimizer(nn.Linear(2, 2), "adamww", lr=0.1)
     assert "adamw" in caught.value.fields["near"]
+    assert "Did you mean" in str(caught.value) and len(str(caught.value)) < 200  # timm has over a hundred
 
 
 @pytest.mark.parametrize("path", ["no_such_module:SGD", "torch.optim:NoSuchClass", "torch.nn:Linear", ":SGD", "torch."])
@@ -80,6 +81,13 @@ def test_import_path__rejects_what_is_not_an_optimizer_class(path):
 def test_arguments__rejected_by_the_optimizer(name):
     with error("optim.arguments", name=name, options={"no_such_option": 1}):
         create_optimizer(nn.Linear(2, 2), name, lr=0.1, kwargs={"no_such_option": 1})
+
+
+@pytest.mark.parametrize("betas", [3, [0.9]])
+def test_arguments__of_several_numbers_are_explained(betas):
+    with error("optim.arguments") as caught:
+        create_optimizer(nn.Linear(2, 2), "adamw", lr=0.1, kwargs={"betas": betas})
+    assert "betas must be a list of 2 numbers" in str(caught.value)
 
 
 def test_arguments__message_names_optimizer_and_value():

@@ -21,6 +21,8 @@ def test_settings_added_later__do_not_block_a_resume(tmp_path, settings):
     write_json(tmp_path / "config.json", before)
     (tmp_path / "metrics.jsonl").write_text("logged")
     assert run_dir.claim(tmp_path, now) == (tmp_path, False)
+    write_json(tmp_path / "command.json", {"command": "python train.py seed=0"})
     changed = ["schedule.warmup_cap was 0.1 and is now 0.5"]
-    with error("run.settings_differ", differences=changed):
+    with error("run.settings_differ", differences=changed) as caught:
         run_dir.claim(tmp_path, plain(settings("resume=auto", "schedule.warmup_cap=0.5")))
+    assert "it was started with: python train.py seed=0" in str(caught.value)

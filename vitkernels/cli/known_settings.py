@@ -33,8 +33,9 @@ def flat_names(node: dict, prefix: str = "") -> list[str]:
 
 
 def suggestion(name: str, owners: dict[str, list[str]]) -> str:
-    """Return "Did you mean ...? " with the nearest names, or an empty string."""
-    near = difflib.get_close_matches(name, owners, n=3, cutoff=0.75)
+    """Return "Did you mean ...? " with the nearest names, or those that differ by their group alone."""
+    of_a_group = [known for known in owners if known.rpartition(".")[2] == name]
+    near = of_a_group or difflib.get_close_matches(name, owners, n=3, cutoff=0.75)
     return f"Did you mean {' or '.join(near)}? " if near else ""
 
 

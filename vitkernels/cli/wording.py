@@ -134,6 +134,9 @@ def _how_to_write(word: str) -> str:
 
 def no_setting(key: str, owners: dict[str, list[str]]) -> UsageError:
     """Return the error for a setting that does not exist, or not with the chosen options."""
+    if f"{key}." in OPEN:
+        message = f"{key} has no such entry yet: + adds one, as in +{key}.NAME=VALUE"
+        return UsageError(message, code="cli.setting", setting=key, owners=owners.get(key, []))
     plus = f"+{key}=... adds it." if key.startswith(OPEN) else ""
     if owners.get(key):
         message = f"no setting {key!r} here: it belongs to {' or '.join(owners[key])}. {plus}".strip()

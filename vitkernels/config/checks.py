@@ -78,6 +78,16 @@ def check_data(data: DataSettings) -> None:
         ) from error
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
+    missing = sorted({*PASSED_TO_DATA, "batch_size", "num_workers"} - parameters.keys())
+    if missing:
+        raise UsageError(
+            f"data._target_={data.target} does not build a data set: it has no parameter {', '.join(missing)}. "
+            "vitkernels.data describes such a function; data=digits, data=fake and data=imagefolder are built in",
+            code="config.target",
+            setting="data._target_",
+            value=data.target,
+            missing=missing,
+        )
     choices = sorted(parameters.keys() - PASSED_TO_DATA)
     for name in data.arguments:
         if name not in choices:

@@ -144,8 +144,11 @@ def checked(setting: Setting, value: Any, prefix: str = "") -> Any:
     choices = [in_yaml(choice) for choice in setting.choices]
     near = difflib.get_close_matches(str(value), choices, n=2, cutoff=0.6) if isinstance(value, str) else []
     hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    allowed = expected(setting)
+    if isinstance(value, float) and not math.isfinite(value):
+        allowed = allowed.replace("a number", "a finite number")
     raise UsageError(
-        f"{name} must be {expected(setting)}; got {repr(value) if isinstance(value, str) else in_yaml(value)}.{hint}",
+        f"{name} must be {allowed}; got {repr(value) if isinstance(value, str) else in_yaml(value)}.{hint}",
         code=f"config.{_fault(setting, value)}",
         setting=name,
         value=value,

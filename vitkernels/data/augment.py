@@ -1,5 +1,6 @@
 """imagefolder's transforms, by timm.data.create_transform: PIL image -> float32 (3, S, S), normalized."""
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from vitkernels.data.checks import check_number, check_range, value_error
 from vitkernels.errors import UsageError, unknown_name
 
 Transform = Callable[[Image.Image], torch.Tensor]
+_SECTIONS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}  # timm's
 CROP_MODES = ("center", "squash", "border")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
@@ -42,6 +44,8 @@ def train_transform(
     check_number("re_count", re_count, 1, integer=True)
     if interpolation not in (*INTERPOLATIONS, "random"):
         raise unknown_name("interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
+    if auto_augment:
+        _check_auto_augment(auto_augment)
     # timm annotates these as tuples and color_jitter as a number, but takes sequences and None.
     untyped: dict[str, Any] = {"mean": mean, "std": std, "scale": scale, "ratio": ratio}
     untyped["color_jitter"] = color_jitter or None
@@ -89,6 +93,23 @@ def eval_transform(
     return create_transform(
         image_size, interpolation=interpolation, **statistics, crop_pct=crop_pct, crop_mode=crop_mode
     )
+
+
+def _check_auto_augment(text: str) -> None:
+    """Raise UsageError for a section that timm would ignore: it reads NAME[-SECTION]..., each a key and a number."""
+    policy, *sections = str(text).split("-")
+    keys = next((keys for name, keys in _SECTIONS.items() if policy.startswith(name)), ("mstd",))
+    for section in sections:
+        key = re.split(r"[\d.]", section)[0]
+        is_choice = policy == "rand" and section.startswith("t") and len(section) > 1  # names a set of operations
+        if not is_choice and (key not in keys or not re.fullmatch(r"\d+(\.\d+)?", section[len(key) :])):
+            raise UsageError(
+                f"auto_augment={text!r}: {section!r} is no section of {policy!r}; it takes "
+                f"{', '.join(f'{key}NUMBER' for key in keys)}, as in 'rand-m9-mstd0.5-inc1'",
+                code="data.augmentation",
+                auto_augment=text,
+                section=section,
+            )
 
 
 def _augment_ops(transform: Any) -> Iterator[AugmentOp]:

@@ -1,11 +1,15 @@
 """Checks of a data set's settings, before the values reach code that would fail obscurely or accept them silently."""
 
 import math
+import os
 from typing import Any
 
 import torch
 
 from vitkernels.errors import UsageError
+
+WORKERS_PER_CORE = 8  # more only wait for each other, and take memory
+LEAST_WORKERS = 16  # allowed on any machine
 
 
 def value_error(setting: str, value: Any, expected: str) -> UsageError:
@@ -32,12 +36,17 @@ def check_range(name: str, value: Any) -> None:
         raise value_error(name, value, "[least, greatest], both above 0")
 
 
-def check_common(batch_size: int, seed: int, pin_memory: bool) -> None:
+def check_common(batch_size: int, seed: int, pin_memory: bool, num_workers: int = 0) -> None:
     """Raise UsageError for values that are invalid for every data set."""
     if batch_size < 1:
         raise value_error("batch_size", batch_size, "at least 1")
     if seed < 0:
         raise value_error("seed", seed, "0 or more")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    most = max(LEAST_WORKERS, WORKERS_PER_CORE * cores)
+    if not 0 <= num_workers <= most:
+        expected = f"at most {most} processes on {cores} cores for each split; one per core is a good start"
+        raise value_error("num_workers", num_workers, expected)
     if pin_memory and not torch.cuda.is_available():
         message = "pin_memory=True needs an NVIDIA GPU, but torch finds none: use pin_memory=False"
         raise UsageError(message, code="data.pin_memory")

@@ -72,7 +72,7 @@ class DatasetLoader:
         max_bad_share: float = 0.01,
         log: logging.Logger | None = None,
     ):
-        check_common(batch_size, seed, pin_memory)
+        check_common(batch_size, seed, pin_memory, num_workers)
         if training and len(samples) < batch_size * shard.world:
             processes = f" on {shard.world} processes" if shard.world > 1 else ""
             raise UsageError(

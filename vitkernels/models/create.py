@@ -14,6 +14,7 @@ from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.models.backend_attention import BackendAttention, attention_layer
+from vitkernels.models.download import check_download, download_error
 from vitkernels.models.presets import PRESETS
 
 
@@ -117,6 +118,8 @@ def _similar_names(name: str) -> list[str]:
 def _build(name: str, **kwargs: Any) -> nn.Module:
     _check_known(name)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
+    if kwargs.get("pretrained"):
+        check_download(name, _pretrained_cfg(name))
     try:
         if name in PRESETS:
             return VisionTransformer(**{**PRESETS[name], **kwargs})
@@ -132,13 +135,7 @@ def _build(name: str, **kwargs: Any) -> nn.Module:
         if not kwargs.get("pretrained"):
             raise
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UsageError(
-            f"could not fetch the pretrained weights of model {name!r}: {reason}. Fetch them once with network access "
-            "(the cache is in HF_HOME), or load a local file of weights",
-            code="models.download",
-            name=name,
-            reason=reason,
-        ) from error
+        raise download_error(name, reason) from error
 
 
 def _attention_error(name: str, why: str) -> UsageError:
@@ -151,8 +148,7 @@ def _attention_error(name: str, why: str) -> UsageError:
 
 def _check_attention_is_standard(name: str, kwargs: dict[str, Any]) -> None:
     """Reject models with another attention module: replacing it would change the architecture."""
-    with torch.device("meta"):
-        plain = _build(name, **{k: v for k, v in kwargs.items() if k != "pretrained"})
+    plain = _build_on_meta(name, {k: v for k, v in kwargs.items() if k != "pretrained"})
     others = {
         f"{type(m).__module__}.{type(m).__name__}"
         for path, m in plain.named_modules()
@@ -160,8 +156,24 @@ def _check_attention_is_standard(name: str, kwargs: dict[str, Any]) -> None:
     }
     if others:
         raise _attention_error(name, f"its attention is {', '.join(sorted(others))}")
+    if not any("attn" in path or "Attention" in type(m).__name__ for path, m in plain.named_modules()):
+        raise _attention_error(name, f"{type(plain).__name__} has no attention, so it is no transformer")
     if not any(type(m) is Attention for m in plain.modules()):
         raise _attention_error(name, f"{type(plain).__name__} has no timm.layers.Attention")
+
+
+def _build_on_meta(name: str, kwargs: dict[str, Any]) -> nn.Module:
+    """Return the model without storage; there, any failure is one of its arguments."""
+    try:
+        with torch.device("meta"):
+            return _build(name, **kwargs)
+    except UsageError:
+        raise
+    except Exception as error:
+        given = {k: v for k, v in kwargs.items() if v is not None}
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        message = f"timm cannot build model {name!r} with {given}: {reason}"
+        raise UsageError(message, code="models.arguments", name=name, kwargs=given) from error
 
 
 def _uses_backend_attention(model: nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,16 +56,17 @@ def inspect_model(
         dtype, device_type: of the reported attention problems; the trace itself runs on the meta device.
 
     Raises:
-        UsageError: "models.image_size" if the model rejects images of that size.
+        UsageError: "models.image_size" if the model rejects images of that size, or would ignore pixels at the edge.
     """
     recorder = _ProblemRecorder()
     with torch.device("meta"):
         model = create(recorder)
         images = torch.empty(1, in_chans, image_size, image_size)
+    _check_patches_cover(model, image_size)
     with FlopCounterMode(display=False) as counter:
         try:
             logits = model(images)
-        except AssertionError as error:  # timm asserts that sizes are compatible
+        except (AssertionError, RuntimeError) as error:  # timm asserts that sizes are compatible; torch, that they fit
             message = f"the model does not support images of {image_size} px: {error}"
             raise UsageError(message, code="models.image_size", image_size=image_size) from error
         logits.sum().backward()
@@ -73,4 +75,26 @@ def inspect_model(
         parameters=sum(p.numel() for p in model.parameters()),
         train_flops_per_image=counter.get_total_flops(),
         attention=problems,
+    )
+
+
+def _check_patches_cover(model: nn.Module, image_size: int) -> None:
+    """Raise UsageError if the patches leave pixels over: timm's convolution would ignore them without a word.
+
+    A few models of timm were published with such a size; at that size they are accepted.
+    """
+    embed: Any = getattr(model, "patch_embed", None)
+    patch = max(getattr(embed, "patch_size", None) or (1,))
+    published = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (0,))[-1]
+    left_over = image_size % patch
+    if left_over == 0 or image_size == published or getattr(embed, "dynamic_img_pad", False):
+        return
+    nearest = [size for size in (image_size - left_over, image_size - left_over + patch) if size]
+    raise UsageError(
+        f"images of {image_size} px do not divide into patches of {patch} px: {left_over} px at two edges would be "
+        f"ignored. Use {' or '.join(map(str, nearest))} px",
+        code="models.image_size",
+        image_size=image_size,
+        patch_size=patch,
+        nearest=nearest,
     )

@@ -1,6 +1,7 @@
 """Build an optimizer by name, with timm's parameter groups and, for AdamW on NVIDIA GPUs, our fused kernel."""
 
 import importlib
+import inspect
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -58,10 +59,11 @@ def create_optimizer(
         else:
             rate: dict[str, Any] = {} if lr is None else {"lr": lr}
             optimizer = own_class(_param_groups(model, weight_decay, layer_decay), **rate, **options)
-    except (ValueError, TypeError, AssertionError, ImportError) as error:
+    except (ValueError, TypeError, AssertionError, ImportError, IndexError) as error:
+        reason = _wrong_tuple(own_class or timm.optim.get_optimizer_class(name.lower().rpartition("_")[2]), options)
         raise UsageError(
             f"could not build optimizer {name!r} with lr={lr}, weight_decay={weight_decay}, "
-            f"layer_decay={layer_decay}, {options}: {error}",
+            f"layer_decay={layer_decay}, {options}: {reason or error}",
             code="optim.arguments",
             name=name,
             options=options,
@@ -128,6 +130,16 @@ def _import_class(path: str) -> type[torch.optim.Optimizer]:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise UsageError(f"{path!r} is not a subclass of torch.optim.Optimizer", code="optim.import", path=path)
     return found
+
+
+def _wrong_tuple(optimizer: Any, options: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with an option of several numbers, such as betas; the optimizers themselves do not say."""
+    parameters = inspect.signature(optimizer).parameters
+    for name, value in options.items():
+        default = parameters[name].default if name in parameters else None
+        if isinstance(default, tuple) and not (isinstance(value, list | tuple) and len(value) == len(default)):
+            return f"{name} must be a list of {len(default)} numbers such as {list(default)}, got {value!r}"
+    return None
 
 
 def _param_groups(model: nn.Module, weight_decay: float, layer_decay: float | None) -> list[dict]:

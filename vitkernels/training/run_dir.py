@@ -10,7 +10,9 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -207,19 +209,26 @@ def _refuse_to_overwrite(folder: Path, settings: dict) -> None:
     before, now = read_settings(folder), identity(settings)
     complete = is_complete(folder) and _length(before) == _length(now)
     changed = differences(before, now, _WITHOUT_EFFECT if complete else _MAY_CHANGE)
+    command = started_with(folder)
     if changed and complete:
         raise UsageError(
-            f"{folder} holds a complete run with other settings: {'; '.join(changed)}. {_ELSEWHERE}; in a sweep, "
-            "sweep.rerun=true runs it again",
+            f"{folder} holds a complete run with other settings: {'; '.join(changed)}{command}. {_ELSEWHERE}; in a "
+            "sweep, sweep.rerun=true runs it again",
             code="run.settings_differ",
             differences=changed,
         )
     if changed:
         raise UsageError(
-            f"{folder} holds a run with other settings: {'; '.join(changed)}. {_ELSEWHERE}",
+            f"{folder} holds a run with other settings: {'; '.join(changed)}{command}. {_ELSEWHERE}",
             code="run.settings_differ",
             differences=changed,
         )
+
+
+def started_with(folder: Path) -> str:
+    """Return "; it was started with: COMMAND" for messages; a run of an older version gives ""."""
+    command = (read_json(folder / "command.json") or {}).get("command")
+    return f"; it was started with: {command}" if isinstance(command, str) else ""
 
 
 def _length(settings: dict) -> tuple:
@@ -246,6 +255,8 @@ def begin(folder: Path, settings: dict, resumed: bool, notes: dict) -> None:
             code="run.no_checkpoint",
         )
     write_json(folder / "config.json", identity(settings))
+    if not resumed or not (folder / "command.json").exists():
+        write_json(folder / "command.json", {"command": shlex.join(["python", *sys.argv])})
     for name, content in notes.items():
         if content is not None:
             write_json(folder / f"{name}.json", content)

@@ -21,6 +21,7 @@ from vitkernels import attention, models, optim
 from vitkernels.checkpoint import optimizer_state
 from vitkernels.config import COMPILE_MODES, Config
 from vitkernels.data import Data, Shard
+from vitkernels.errors import UsageError
 from vitkernels.parallel import Parallel
 from vitkernels.quant import Scheme, quantize_, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
@@ -103,6 +104,13 @@ def build_data(cfg: Config, parallel: Parallel, trained_on: TrainedOn) -> Data:
         shard=Shard(parallel.rank, parallel.world),
         **arguments,
     )
+    if not isinstance(data, Data):
+        raise UsageError(
+            f"data._target_={cfg.data.target} returned {type(data).__name__}, not a vitkernels.data.Data",
+            code="config.target",
+            setting="data._target_",
+            value=cfg.data.target,
+        )
     sizes = "" if data.train is None else f"{data.train.num_samples} training images, "
     sizes += f"{data.val.num_samples} evaluation images"
     parallel.expect_same("the data sets", (sizes, data.num_classes), "every host needs the same files")
