@@ -1,4 +1,4 @@
-"""Deprecated, for one release: the names that data sets of your own import now come from vitkernels.data."""
+"""Deprecated, for one release: custom data sets now import these names from vitkernels.data."""
 
 import warnings
 

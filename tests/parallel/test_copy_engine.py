@@ -78,7 +78,7 @@ def fingerprint(steps) -> str:
 
 
 def expect_close(steps, expected):
-    """Compare to float32 rounding: sums of 8 images in another order, after up to 12 steps of SGD."""
+    """Compare up to float32 rounding: sums of 8 images in another order, after up to 12 steps of SGD."""
     for ours, theirs in zip(steps, expected, strict=True):
         assert ours.keys() == theirs.keys()
         for name in theirs:

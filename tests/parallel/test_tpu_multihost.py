@@ -289,7 +289,7 @@ def test_sigterm__to_one_host_stops_both_and_they_resume_from_the_first_host_s_f
     assert sorted(p.name for p in newest.iterdir()) == ["rank_00000.safetensors", "state.json"], (
         "the first host writes everything"
     )
-    # The other host cannot read the files: the first one reads them for it.
+    # The other host cannot read the files: the first one reads and broadcasts them.
     blind = "from vitkernels.training import resume, trainer\n"
     blind += "if xla.host().rank: resume.load_state = trainer.load_state = trainer.load_tensors = None\n"
     hosts = two_hosts(folder, "parallel=ddp", f"trainer.max_steps={last + 2}", code=code + blind)

@@ -16,8 +16,8 @@ class Parallel:
 
     rank, world: this process's rank and the number of processes.
     local_devices: devices fed by this process; the batch size is per device.
-    one_program: all processes run one program over all devices (SPMD). Results are then those of the global batch and
-        equal on every process, and every input except the images, such as a random draw, must be equal too.
+    one_program: all processes run one program over all devices (SPMD). Results then cover the global batch and
+        are equal on every process, and every input except the images, such as a random draw, must be equal too.
     checkpoint_group: a process group reserved for the thread that writes checkpoints; None if one process writes.
     """
 
@@ -42,7 +42,7 @@ class Parallel:
 
     @property
     def stream(self) -> int:
-        """Number of the random streams that this process draws from."""
+        """Index of the random stream that this process draws from."""
         return 0 if self.one_program else self.rank
 
     @property
@@ -63,7 +63,7 @@ class Parallel:
         return self.runtime.compile(model, mode) if compiled else model
 
     def accumulating(self, net: nn.Module, last: bool) -> contextlib.AbstractContextManager:
-        """Surround forward and backward of one micro-batch; gradients are all-reduced with the last one only."""
+        """Surround forward and backward of one micro-batch; only the last one all-reduces gradients."""
         return contextlib.nullcontext()
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +111,7 @@ class Parallel:
     def agree(self, requested: bool) -> bool:
         """Return whether any process requested something; all get the same answer at the same step. Call once a step.
 
-        With several processes the answer is about the previous step's requests.
+        With several processes the answer covers the previous step's requests.
         """
         return requested
 
@@ -150,7 +150,7 @@ class Parallel:
     def load(self, function: Callable, *args):
         """Run `function(*args)`, which reads the run's files, on each process, or on the main one for one program.
 
-        With one program the result is then certainly equal everywhere, and only one host needs the files.
+        With one program the result is then guaranteed to be equal everywhere, and only one host needs the files.
         """
         return self.on_main(function, *args) if self.one_program else function(*args)
 

@@ -2,7 +2,7 @@
 
 A copy engine moves bytes without the multiprocessors, which NCCL's kernels would share with backward's matrix products.
 Gradients therefore leave while backward computes others, even from inside one compiled graph. Afterwards each rank
-averages what all have sent, in rank order, so all get the same bits. The averages are those of Li et al., "PyTorch
+averages what all have sent, in rank order, so all get the same bits. Averaging follows Li et al., "PyTorch
 Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.15704).
 """
 
@@ -107,12 +107,12 @@ class CopyEngineDataParallel(nn.Module):
     ):
         super().__init__()
         self.module, self.overlap, self.last, self.late = model, overlap, True, 0
-        self._is_open = False  # the last pass of a step has begun and not ended
+        self._is_open = False  # whether the last pass of a step is in progress
         trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._trained_by_name = dict(sorted(trained, key=lambda one: one[1].numel() < _SMALL_GRADIENT))
         for tensor in itertools.chain(model.parameters(), model.buffers()):
             dist.broadcast(tensor.detach(), 0)
-        self._has_buffers = next(model.buffers(), None) is not None  # the search takes the host too long for each step
+        self._has_buffers = next(model.buffers(), None) is not None  # too slow on the host to repeat at each step
         self._trained = list(self._trained_by_name.values())
         self._large = sum(p.numel() >= _SMALL_GRADIENT for p in self._trained)  # large parameters come first
         # Built after the first backward pass, which shows how gradients travel.
@@ -151,7 +151,7 @@ class CopyEngineDataParallel(nn.Module):
     def begin(self, last: bool) -> None:
         """Call on all ranks before forward and backward of each micro-batch.
 
-        A pass that an error ended is discarded. If the error was on some ranks only, all must have begun the same pass,
+        A pass aborted by an error is discarded. If the error was on some ranks only, all must have begun the same pass,
         and it must be the last of a step and not the first ever.
         """
         if self._is_open or self._sent or self._finish_is_queued:
@@ -175,7 +175,7 @@ class CopyEngineDataParallel(nn.Module):
             self._send(index, gradient, narrow)
 
     def gradient_accumulated(self, index: int, parameter: Tensor) -> None:
-        """Handle that a parameter holds the gradient of this backward pass and of earlier ones of the same step."""
+        """Send a gradient that has accumulated over this backward pass and earlier ones of the same step."""
         if not self.last:
             return
         if not self._finish_is_queued:

@@ -23,7 +23,7 @@ from vitkernels.runtime.base import PRECISIONS
 
 log = logging.getLogger("vitkernels")
 
-_LARGE_BUCKET_MB = 128  # few collectives, while the copy into one bucket still overlaps the transfer of another
+_LARGE_BUCKET_MB = 128  # few collectives, yet the copy into one bucket overlaps the transfer of another
 
 
 class Ddp(TorchrunProcesses):

@@ -133,7 +133,7 @@ class Fsdp(TorchrunProcesses):
             # Every process holds replicated parameters; only the main one counts them.
             counted = [isinstance(parameter, DTensor) or self.is_main for parameter in parameters]
             gradients = [shard.grad for shard in itertools.compress(shards, counted) if shard.grad is not None]
-            squared = nn.utils.get_total_norm(gradients).square().to(self.device)  # the norm of no tensor is on the CPU
+            squared = nn.utils.get_total_norm(gradients).square().to(self.device)  # no tensors: norm on CPU
             dist.all_reduce(squared)
             norm = squared.sqrt()
             if limit:

@@ -17,7 +17,7 @@ from vitkernels.parallel.compile_options import uses_cuda_graphs
 from vitkernels.parallel.replicated_params import has_weights_in_float32
 
 _NARROW = (torch.bfloat16, torch.float16)
-_REORDERS_PARTITIONS = "reorder_for_reducing_graph_partitions"  # fewer CUDA graphs, by moving what is in none
+_REORDERS_PARTITIONS = "reorder_for_reducing_graph_partitions"  # fewer CUDA graphs, by moving other operations
 
 
 class Sender(Protocol):
@@ -39,11 +39,11 @@ _SCHEMA = "send_gradient(Tensor(a!) gradient, Tensor? narrow, int index, int sen
 
 @operator(_SCHEMA, tags=(torch.Tag.cudagraph_unsafe,))  # a CUDA graph ends before it, and another starts after it
 def send_gradient(gradient: Tensor, narrow: Tensor | None, index: int, sender: int) -> None:
-    """Tell sender number `sender` that its parameter `index` has this gradient.
+    """Pass the gradient of parameter `index` to sender number `sender`.
 
     narrow: the bfloat16 or float16 tensor that was cast to make the gradient, if any. It may hold more numbers than the
     gradient, which can be a part of what was cast.
-    The schema says that the gradient is written to, which is untrue, but keeps the call in the compiled graph and the
+    The schema declares, falsely, that the gradient is written to: this keeps the call in the compiled graph and the
     gradient at its address.
     """
     senders[sender].gradient_computed(index, gradient, narrow)
@@ -70,7 +70,7 @@ class SendInBackward(torch.autograd.Function):
 
 
 class ScheduleSends(CustomGraphPass):
-    """Move each bucket's sends to right after its last gradient, and let them send what autocast cast to make it.
+    """Move each bucket's sends to right after its last gradient, and make them send the tensor that autocast cast.
 
     torch 2.9 would leave all sends at the end of backward. Scheduled by bucket, not by gradient, sends split backward
     into one CUDA graph per bucket.

@@ -21,8 +21,8 @@ class Heartbeat:
     """A thread in each process that sends heartbeats through a store and monitors the other processes.
 
     A process on the same host counts as lost as soon as it is gone; any process, once its last heartbeat is
-    `lost_after` seconds old. The first to notice tells all others through the store, and all exit with the code that
-    requests a restart. Nothing gentler would end them in time: a device may wait for a lost peer forever.
+    `lost_after` seconds old. The first to notice reports it to all others through the store, and all exit with the code
+    that requests a restart. They exit immediately, because a device may wait for a lost peer forever.
 
     address: (host, port) of the store.
     keeps_store: the store ends with this process, which therefore exits a little after it has reported an error.
@@ -50,7 +50,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop monitoring, and let the others know that this process left on purpose."""
+        """Stop monitoring, and report to the others that this process left on purpose."""
         if self.world > 1 and not self._stop.is_set():
             self._stop.set()
             self._thread.join()
@@ -81,7 +81,7 @@ class Heartbeat:
 
     def abort_all(self, message: str) -> None:
         """End this process and, through the store, all others: for a hang that no exception could end."""
-        # A process that is gone by now may itself have reported another one first: the first report is the cause.
+        # A process that has exited may itself have reported another one earlier: the first report is the cause.
         self._abort(self._store.compare_set("lost", "", message).decode())
 
     def _run(self) -> None:

@@ -1,8 +1,8 @@
 """All-reduce of gradients between the GPUs of one host, through host memory and by their copy engines.
 
 Gradients travel in buckets. A short kernel first copies a bucket's gradients into contiguous memory, which saves the
-host one call per gradient. The route is not NVLink: its links, once awake, took 2.4 % of the speed of two H200s at
-their power limit although they carried next to nothing (notes/parallel.md).
+host one call per gradient. The route avoids NVLink: its active links slowed two H200s at their power limit by 2.4 % although
+they carried almost no data (notes/parallel.md).
 
 Shape suffixes: R ranks, B bytes of what one rank sends, L elements of one dtype in it.
 """
@@ -17,8 +17,8 @@ from torch import Tensor
 from vitkernels.parallel.host_memory import SharedHostRows
 
 _ALIGNMENT = 128  # bytes; each gradient starts at a multiple
-_MIN_BUCKET_ELEMENTS = 2**20  # for fewer the host's calls take longer than the transfer
-_REMAINDER_PER_BUCKET = 8  # a bucket takes 1/8 of the elements left: large at first, small and so soon sent at the end
+_MIN_BUCKET_ELEMENTS = 2**20  # with fewer, the host's calls take longer than the transfer
+_REMAINDER_PER_BUCKET = 8  # a bucket takes 1/8 of the remaining elements, so the last ones are small and quickly sent
 
 
 class HostAllReduce:
@@ -93,7 +93,7 @@ class HostAllReduce:
             pass  # the averages of the last pass have been read
         with _on_stream(self._send_stream):
             for other in self._others:
-                self._host.wait(other, self._all_read, self._pass - 1)  # and so has what this rank sent
+                self._host.wait(other, self._all_read, self._pass - 1)  # and so have the gradients that this rank sent
 
     def _send_bucket(self, number: int) -> None:
         with _overlapping(self._send_stream):
@@ -120,7 +120,7 @@ class HostAllReduce:
         return slice(self._spans[indices[0]].start, self._spans[indices[-1]].stop)
 
     def abort(self) -> None:
-        """End a pass without averages, as all ranks must: none waits any longer for what this one has not sent."""
+        """End a pass without averages, as all ranks must; none then waits for gradients that this one has not sent."""
         with _on_stream(self._send_stream):
             for number in range(len(self._buckets)):
                 self._host.signal(number, self._pass)

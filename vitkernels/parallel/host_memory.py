@@ -26,7 +26,7 @@ class SharedHostRows:
     rows: uint8 tensors of `length` bytes by rank, pinned for GPUs. Flags start at 0.
     On GPUs `signal` and `wait` are ordered in the current stream, as copies are; on CPUs they run at once.
     gather: returns every rank's value, by rank. All ranks must construct their SharedHostRows together.
-    Raises OSError or RuntimeError if the memory cannot be had, possibly on some ranks only.
+    Raises OSError or RuntimeError if the memory cannot be allocated, possibly on some ranks only.
     """
 
     def __init__(self, length: int, flags: int, rank: int, device: torch.device, gather: Callable[[object], list]):
@@ -62,7 +62,7 @@ class SharedHostRows:
 
 
 def unavailable(rank: int, device: torch.device, gather: Callable[[object], list]) -> str | None:
-    """Return why this rank cannot share host memory, found by trying; None if it can. All ranks must call this."""
+    """Try to share host memory; return why this rank cannot, or None if it can. All ranks must call this."""
     try:
         host = SharedHostRows(1, 1, rank, device, gather)
         host.signal(0, 1)

@@ -1,8 +1,8 @@
 """Optimizer steps and norms on this process's shards of FSDP2's parameters, as plain tensors.
 
-Every operation on a DTensor costs the host time, which for 150 parameters or more exceeds what the GPU needs for the
-step. Elementwise operations give the same result on local shards. The shards are looked up again for every step: at
-the first forward pass FSDP2 may replace a shard that is smaller than those of other processes.
+Every operation on a DTensor takes host time, which for 150 parameters or more exceeds the GPU time of the step.
+Elementwise operations give the same result on local shards. Every step looks up the shards again: at the first
+forward pass FSDP2 may replace a shard that is smaller than those of other processes.
 """
 
 import contextlib

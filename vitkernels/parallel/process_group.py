@@ -75,5 +75,5 @@ class ProcessGroup(Parallel):
         elif getattr(error, "on_every_rank", False):
             self._heartbeat.fail_together(error)
         else:
-            # A peer that died breaks our connection first: its heartbeat then aborts us before we blame ourselves.
+            # A dead peer breaks our connection first; its missing heartbeat then aborts us before we report our error.
             self._heartbeat.fail(error)

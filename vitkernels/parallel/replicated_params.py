@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-_ROUNDED_BY_AUTOCAST = (nn.Linear, nn.Conv2d)  # but no subclass, which may use its weight in another way
+_ROUNDED_BY_AUTOCAST = (nn.Linear, nn.Conv2d)  # exact classes: a subclass may use its weight in another way
 _MAX_REPLICATED = 0.1  # of all elements
 
 

@@ -5,7 +5,7 @@ supplies the rows of a batch for its own chips, which are adjacent in the mesh, 
 numbered by the slice's metadata, not by torch_xla's `xla://` rendezvous, which asks the TPU's driver: the process that
 writes the run's folder is then known before the TPU is opened, and nothing depends on how the two numberings match.
 
-A mistake here would silently corrupt training, so every assumption is probed before use: see Multihost._check.
+A mistake here would silently corrupt training, so Multihost._check probes every assumption before training.
 """
 
 import os

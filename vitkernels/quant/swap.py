@@ -163,7 +163,7 @@ def _quantized(layer: nn.Module, scheme: Scheme, backend: str) -> nn.Module:
 
 
 def _swap(model: nn.Module, layers: Iterable[tuple[str, nn.Module]], replace: Callable[[nn.Module], nn.Module]) -> None:
-    """Put `replace(layer)` in the place of each named layer; a shared layer is replaced once and stays shared."""
+    """Replace each named layer by `replace(layer)`; a shared layer is replaced once and stays shared."""
     replaced: dict[nn.Module, nn.Module] = {}
     for name, layer in layers:
         if layer not in replaced:

@@ -114,7 +114,7 @@ class XlaRuntime(Runtime):
         import torch_xla.core.xla_model as xm
 
         try:
-            info: Any = xm.get_memory_info(self.device)  # its type has only some of its keys
+            info: Any = xm.get_memory_info(self.device)  # the type stub lists only some keys
             return info["peak_bytes_used"]
         except (RuntimeError, KeyError):
             return None  # PJRT's CPU client has no memory statistics
