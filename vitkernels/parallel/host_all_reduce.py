@@ -1,8 +1,8 @@
 """All-reduce of gradients between the GPUs of one host, through host memory and by their copy engines.
 
 Gradients travel in buckets. A short kernel first copies a bucket's gradients into contiguous memory, which saves the
-host one call per gradient. The route avoids NVLink: its active links slowed two H200s at their power limit by 2.4 % although
-they carried almost no data (notes/parallel.md).
+host one call per gradient. The route avoids NVLink: its active links slowed two H200s at their power limit by 2.4 %
+although they carried almost no data (notes/parallel.md).
 
 Shape suffixes: R ranks, B bytes of what one rank sends, L elements of one dtype in it.
 """
