@@ -177,7 +177,7 @@ def test_unsupported__raises_with_the_reason():
 
 @pytest.mark.parametrize(("N", "D"), [(256, 64), (256, 128)])
 def test_accuracy__at_least_that_of_jax_flash_attention(N, D):
-    """At multiples of a full block, where JAX's TPU kernel is correct."""
+    """Compare at multiples of a full block, where JAX's TPU kernel is correct."""
     from jax.experimental.pallas.ops.tpu import flash_attention as theirs
 
     def run(q, k, v):

@@ -75,7 +75,7 @@ def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgro
 
 @needs_new_jax
 def test_short_forward__interpreted():
-    """Five heads in two thread blocks, so that both buffers are reused; the last tiles are nearly empty."""
+    """Run five heads in two thread blocks, so that both buffers are reused; the last tiles are nearly empty."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
@@ -98,7 +98,7 @@ def test_short_forward__interpreted():
 @needs_new_jax
 @pytest.mark.parametrize("shift", [0, -140])
 def test_short_backward__interpreted(shift):
-    """Two heads in sequence in one thread block, so that every buffer is reused.
+    """Run two heads in sequence in one thread block, so that every buffer is reused.
 
     shift: offset of all scores. Softmax is invariant to it, but exp2 of the padding beyond the last key is not.
     """

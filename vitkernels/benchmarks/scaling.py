@@ -1,4 +1,4 @@
-"""Measure how training scales over the GPUs of one host, within the processes that torchrun starts.
+"""Measure how training scales over the GPUs of one host, in the processes that torchrun starts.
 
 `args` are the parsed arguments of scripts/bench_scaling.py.
 """

@@ -1,6 +1,6 @@
 """Parse libtpu's schedule dumps: VLIW bundles, the functional units each bundle uses, and its scalar instructions.
 
-A name such as `%s12_s3` means value s12, held in register s3. Vector instructions are left out: they take the cycle of
+A name such as `%s12_s3` means value s12, held in register s3. Vector instructions are omitted: they take the cycle of
 their bundle and affect no branch or copy.
 """
 

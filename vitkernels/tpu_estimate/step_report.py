@@ -157,7 +157,7 @@ def _short(ms: float) -> str:
 
 
 def untimed(row: dict) -> str:
-    """Return a sentence on the operations that the estimate of a step leaves out."""
+    """Return a sentence about the operations that the estimate of a step omits."""
     names = sorted({name.split(".")[0] for name in row["untimed"]})
     if not names:
         return "The schedules of all operations were read."

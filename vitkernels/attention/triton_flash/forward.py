@@ -1,7 +1,7 @@
 """Flash attention, forward: one program per head and tile of queries, looping over tiles of keys.
 
 FlashAttention-2 (Dao 2023, arXiv 2307.08691): online softmax, normalized once at the end; its log-sum-exp is kept for
-the backward pass. Ragged ends (197 = 3 * 64 + 5) get tiles of their own, as small as the tensor cores allow, so that an
+the backward pass. Ragged ends (197 = 3 * 64 + 5) get separate tiles, as small as the tensor cores allow, so that an
 odd length costs little more than its useful work.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.

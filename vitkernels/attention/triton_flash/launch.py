@@ -206,7 +206,7 @@ def _launch_pass(
 def _tiling(inputs: FlashInputs, tiles: TileConfig, own: str) -> dict:
     """Return the tile sizes as constexprs.
 
-    A general kernel masks every tile, so all of its own tiles count as ragged and its loop needs no tail.
+    A general kernel masks every tile, so all tiles that it owns count as ragged and its loop needs no tail.
     """
     N, M = inputs.q.shape[2], inputs.k.shape[2]
     tails = {"TAIL_N": tail_tile(N, tiles.n), "TAIL_M": tail_tile(M, tiles.m)}

@@ -14,7 +14,7 @@ from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_ROW, LOG2E, ROWS, along_rows, at, filled
 
-LOWEST = -1e30  # below every score, and finite: a tile without keys for a query yields no NaN
+LOWEST = -1e30  # below every score, but finite, so that a tile without keys for a query gives no NaN
 
 
 class Forward(RingKernel):
