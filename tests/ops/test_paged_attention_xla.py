@@ -29,7 +29,7 @@ def agrees_with_torch_xla():
 
     from vitkernels.ops import paged_attention
 
-    tensors = make("cpu", [1, 19, 16, 48], table_dtype=torch.int64)  # theirs does not support a length of 0
+    tensors = make("cpu", [1, 19, 16, 48], table_dtype=torch.int64)  # torch_xla does not support a length of 0
     tensors = [t.nan_to_num() if t.is_floating_point() else t.clamp(0, 10**6) for t in tensors]
     tensors[4].clamp_(0, 19)  # and reads every entry of the table
     query, key_cache, value_cache, lens, table = lazy = [t.to("xla") for t in tensors]

@@ -26,7 +26,7 @@ SMALL = ["runtime=cpu", "attn=sdpa", "+model.kwargs.embed_dim=32", "+model.kwarg
 SMALL += ["schedule=constant", "schedule.warmup_epochs=0", "trainer.log_every=2", "trainer.warmup_steps=0"]
 
 
-# Not multiprocessing's own server, which a test of data workers may have started without these imports.
+# Not multiprocessing's default server, which a test of data workers may have started without these imports.
 _SERVER = forkserver.ForkServer()
 _SERVER.set_forkserver_preload(PRELOADED)
 

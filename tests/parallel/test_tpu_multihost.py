@@ -1,7 +1,7 @@
 """Several hosts of a TPU slice, without a slice: each host alone, two hosts together, and hosts that share no program.
 
-XLA's CPU client has one process. Two processes here have a client each and so share no program: the tests cover their
-communication on the host, and that training is refused. They cannot show that training on a slice is correct.
+XLA's CPU client spans one process. Two processes here have separate clients and share no program: the tests cover
+their communication on the host, and that training is refused. They cannot show that training on a slice is correct.
 """
 
 import json

@@ -49,7 +49,7 @@ def _scaled_mm(a_MK, b_NK, a_scale_M, b_scale_N, bias_N, out_dtype) -> Tensor:
         for t, scale in ((a_MK, a_scale_M), (b_NK, b_scale_N))
     )
     options = {"scale_a": scale_a[:, None], "scale_b": scale_b[None], "out_dtype": out_dtype, "use_fast_accum": True}
-    if bias_N is None or out_dtype == torch.float32:  # it adds a bias only to 16-bit results
+    if bias_N is None or out_dtype == torch.float32:  # cuBLAS adds a bias only to 16-bit results
         out_MN = torch._scaled_mm(a_MK, b_NK.T, **options)
         return out_MN if bias_N is None else out_MN + bias_N
     return torch._scaled_mm(a_MK, b_NK.T, bias=bias_N.to(out_dtype), **options)

@@ -81,7 +81,7 @@ def _rows_kernel(
 
 @triton.jit
 def _mean_kernel(loss_B, counts_B, mean, counted, B, BLOCK_B: tl.constexpr):
-    """Average the losses of the rows that count, in a fixed order."""
+    """Average the losses of the rows that are not ignored, in a fixed order."""
     loss = tl.zeros([BLOCK_B], tl.float32)
     count = tl.zeros([BLOCK_B], tl.float32)
     for start in range(0, B, BLOCK_B):

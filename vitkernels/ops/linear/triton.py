@@ -1,4 +1,4 @@
-"""The library's matrix product; gradients of the parameters by kernels."""
+"""The library's matrix product, with parameter gradients by Triton kernels."""
 
 from torch import Tensor
 

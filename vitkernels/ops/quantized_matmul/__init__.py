@@ -46,8 +46,8 @@ def quantized_matmul(
             weights per byte: (N, ⌈K/2⌉) or (S, ⌈B/2⌉, N);
             fp8 (e4m3) (N, K), with activation_bits=8, which then rounds tokens to fp8, and without a zero point.
         scale: (N,) or (S, N), floating point.
-        zero_point: same shape as scale, or None for symmetric weights. In the units of W, that is, scale times the
-            integer zero point; integers are therefore refused.
+        zero_point: same shape as scale, or None for symmetric weights. In the units of W: scale times the integer
+            zero point; integers are therefore refused.
         bias: (N,) or None.
         activation_bits: 8 rounds each token to int8, symmetric, its largest magnitude at 127, and sums in int32 (for
             fp8 weights to fp8, its largest magnitude at 448). 16 keeps x in its own dtype.

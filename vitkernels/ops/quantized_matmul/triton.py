@@ -20,7 +20,7 @@ from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 from vitkernels.ops.rowwise_quantization import triton as rowwise_triton
 from vitkernels.ops.scaled_products import product_of_rows
 
-_MANY_TOKENS = 512  # from here on arithmetic, and not reading the weights, bounds the product
+_MANY_TOKENS = 512  # from this number of tokens on, the product is compute-bound, not bound by reading the weights
 
 
 @operator(
@@ -89,6 +89,6 @@ def _has_fp8(device: int) -> bool:
 
 def run(x_MK, w, scale, zero_point, bias, block_size, activation_bits) -> Tensor:
     x, x_scale = x_MK, None
-    if activation_bits == 8 and torch.compiler.is_compiling():  # apart, so that the compiler can fuse the rounding
+    if activation_bits == 8 and torch.compiler.is_compiling():  # outside: the compiler can fuse the rounding
         x, x_scale = rowwise_quantization.quantize_rows(x_MK, _token_dtype(w))
     return _quantized_matmul(x, x_scale, w, scale, zero_point, bias, block_size, activation_bits, x_MK.dtype)

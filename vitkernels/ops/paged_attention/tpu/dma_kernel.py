@@ -2,7 +2,7 @@
 
 One grid step attends to one sequence, with a group of key heads at a time. Each page is one DMA, from the page that the
 scalar-prefetched table names into one half of a double buffer. The last block of a sequence is followed by the first
-block of the next sequence that has tokens, so copies never pause.
+block of the next non-empty sequence, so copies never pause.
 
 Shape suffixes: B sequences, H query heads, K key heads, G = H / K query heads per key head (padded to full registers),
 D head dim, P pages, S tokens per page, T pages per sequence, N tokens of a block.
