@@ -30,7 +30,7 @@ test-gpu: ## Run the tests that need an NVIDIA GPU, ten at a time, with the Pyth
 
 newest: $(VENV)/newest/.ready ## Make .venv/newest: Python 3.12 with the newest JAX, and PyTorch as GPU images have it
 
-test-newest: newest ## Run the tests of the bridge and of pallas_flash there
+test-newest: newest ## Run the tests of the bridge and of pallas_flash with .venv/newest
 	$(VENV)/newest/bin/python -m pytest tests/bridge tests/attention/test_pallas_flash_faithful.py $(ARGS)
 
 wheel-test: setup ## Build the wheel, install it into an empty environment, and train, evaluate and sweep with it
@@ -56,7 +56,7 @@ lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt from pyproject.toml and ne
 clean: ## Remove .venv and caches; runs stay
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-# uv comes through pip into an environment of its own, unless the machine has one.
+# pip installs uv into its own environment, unless the machine has uv.
 $(VENV)/uv/bin/uv:
 	@mkdir -p $(VENV)
 	@if command -v uv >/dev/null; then mkdir -p $(@D) && ln -sf "$$(command -v uv)" $@; \

@@ -1,11 +1,11 @@
-"""Fixtures of the whole suite. Warnings are errors, but for those listed in pyproject.toml with their reasons."""
+"""Fixtures of the entire suite. Warnings are errors, except those listed in pyproject.toml with their reasons."""
 
 import logging
 import os
 
 # Set before torch_xla is imported by any test: on a machine without a TPU it trains on the CPU.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
-# Set before torch loads: threads that sleep while they wait, and do not spin, let tests run beside other work.
+# Set before torch loads: threads that sleep instead of spinning let tests share the machine with other work.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from pathlib import Path
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_configure(config):
-    # torch.distributed.checkpoint says so at each checkpoint of one process, which needs no process group.
+    # torch.distributed.checkpoint warns about this for a single process, which needs no process group.
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False  # 25 lines of each, in every failure's report
 

@@ -1,4 +1,4 @@
-"""Running train.py's main function: backends without YAML, exit statuses, mistakes worded for the command line."""
+"""Running train.py's main function: backends without YAML, exit statuses, errors phrased for the command line."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def test_run__results_folder_cannot_be_created(words, setting, monkeypatch, caps
 
 
 def test_run__interrupted_single_run(monkeypatch, capsys):
-    """Unlike a sweep's, its command alone would start again."""
+    """Unlike a sweep, repeating its command alone would start from scratch."""
 
     def main():
         raise KeyboardInterrupt
@@ -61,7 +61,7 @@ def test_run__current_folder_is_importable(monkeypatch, tmp_path):
 
 @pytest.fixture
 def attn_mine(monkeypatch):
-    """An attention backend "mine" without a YAML file, as another package's is."""
+    """Register an attention backend "mine" without a YAML file, like one from another package."""
     names = command_line.attention.names()
     monkeypatch.setattr(command_line.attention, "names", lambda: (*names, "mine"))
     repo = ConfigStore.instance().repo

@@ -1,4 +1,4 @@
-"""The `vitkernels` command: which words reach train.py, and how mistakes are answered."""
+"""The `vitkernels` command: which words reach train.py, and how mistakes are reported."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The words of a command line: what is quoted, moved, refused and opened to an earlier run."""
+"""The words of a command line: which are quoted, moved, refused or marked as settings of an earlier run."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Every command and example of README.md and docs/ runs, or can be composed, or says why not (commands.py)."""
+"""Every command and example of README.md and docs/ runs, or can be composed, or gives the reason (docs_blocks.py)."""
 
 import os
 import re

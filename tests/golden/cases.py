@@ -1,6 +1,6 @@
 """The trainings and evaluations whose figures recorded.json holds, as command lines of train.py.
 
-No case trains in fp16, the path of the gradient scaler: the CPU runtime takes fp32 and bf16 alone.
+No case trains in fp16, the path of the gradient scaler, because the CPU runtime supports only fp32 and bf16.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ SWEEP = ("-m", *(word for word in _SMALL if word != "attn=native"), "attn=native
 
 @dataclass(frozen=True)
 class Case:
-    """words: overrides. packages: those that its figures depend on, beside PACKAGES. slow: whether its test is.
+    """words: overrides. packages: those that its figures depend on, besides PACKAGES. slow: whether its test is.
 
-    world: processes under torchrun. own_process: whether `python train.py` runs it, and not a fork of server.py.
+    world: processes under torchrun. own_process: whether `python train.py` runs it instead of a fork of server.py.
     resumes, evaluates: (another case, or the folder OLD; a path in its run folder).
-    continues: the case, or OLD, in a copy of whose run folder it goes on. images: whether it needs image files.
+    continues: the case, or OLD, whose run folder it continues in a copy. images: whether it needs image files.
     """
 
     words: tuple[str, ...]
@@ -49,7 +49,7 @@ class Case:
 
 
 PACKAGES = ("torch", "numpy", "timm", "scikit-learn")
-OLD = "run_folder"  # beside this file
+OLD = "run_folder"  # next to this file
 
 CASES = {
     "plain": Case(_SMALL, own_process=True),

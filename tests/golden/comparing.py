@@ -1,4 +1,4 @@
-"""The comparison of a run's figures with the recorded ones."""
+"""Compare a run's figures with the recorded ones."""
 
 import json
 from pathlib import Path
@@ -9,19 +9,19 @@ from runs import HERE, Runs, figures, versions
 
 RECORDED = json.loads((HERE / "recorded.json").read_text())
 
-# Of other versions and machines, whose products are rounded otherwise: 1e-7 each, which 20 steps of AdamW amplify to
-# 1e-6 of a loss, and roundings to 8 and 16 bits to 1e-4. One batch more or less, or another seed, changes it by 1e-2.
+# Tolerances for other versions and machines. Their products round differently by 1e-7, which 20 steps of AdamW amplify
+# to 1e-6 of a loss, and rounding to 8 and 16 bits to 1e-4. An extra or missing batch, or another seed changes it by 1e-2.
 LOSS, GRAD_NORM, LR = 1e-3, 1e-2, 1e-12
-IMAGES = 3  # of an evaluation, that may change sides
+IMAGES = 3  # of an evaluation, whose prediction may differ
 
 
 def is_same_machine(name: str) -> bool:
-    """Whether the case was recorded with these versions, on this kind of machine: then every bit is the same."""
+    """Return whether the case was recorded with these versions on this kind of machine, where every bit must match."""
     return versions(CASES[name]) == RECORDED[name]["versions"]
 
 
 def check(name: str, runs: Runs) -> None:
-    """Run the case, and compare what it computes with what is recorded."""
+    """Run the case and compare its figures with the recorded ones."""
     absent = [package for package, found in versions(CASES[name]).items() if found is None]
     if absent:
         pytest.skip(f"not installed: {', '.join(absent)}")

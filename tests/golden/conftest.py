@@ -1,4 +1,4 @@
-"""Runs that the golden tests share: each is made once in a session, when a test first asks for its folder."""
+"""Runs that the golden tests share: each runs once per session, when a test first requests its folder."""
 
 import pytest
 from runs import Runs

@@ -1,4 +1,4 @@
-"""The layout of a run's files: their names, keys, types, tensors and TensorBoard tags. formats.json holds it.
+"""Describe the layout of a run's files, recorded in formats.json: names, keys, types, tensors and TensorBoard tags.
 
 {section: {entry: what it is}}, a section for each file or kind of file. A key within a key is joined to it by a dot;
 [] stands for the elements of a list.
@@ -12,10 +12,10 @@ from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-# Depend on the machine: whether a package is installed, and whether the code lies in git.
+# Depend on the machine: whether a package is installed, and whether the code is in git.
 _OF_THE_MACHINE = re.compile(r"(.*\.)?(versions\.\w.*|git_commit|commit|code|tuned)")
-_NOT_FROZEN = ("data._target_", "data.root", "command")  # a module's name may change, and a folder is the machine's
-# Whose values are part of the layout, beside all of config.json, class_names.json and preprocessing.json.
+_NOT_FROZEN = ("data._target_", "data.root", "command")  # module names may change; folders depend on the machine
+# Keys whose values are part of the layout, besides all of config.json, class_names.json and preprocessing.json.
 _VALUES = {
     "summary.json": "status model attn ops quant runtime precision compile parallel devices data batch_size "
     "train_flops_per_step parameters_without_gradient epochs steps seed",
@@ -26,7 +26,7 @@ _VALUES = {
 
 
 def of_run(folder: Path) -> dict:
-    """The layout of a training's or an evaluation's folder, or of one job of a sweep."""
+    """Return the layout of the folder of a training, an evaluation or one job of a sweep."""
     found = {"files": files(folder)}
     for path in sorted(folder.glob("*.json")):
         found |= of_json(path)
@@ -51,7 +51,7 @@ def of_json(path: Path) -> dict:
 
 
 def of_sweep(folder: Path) -> dict:
-    """The layout of a sweep's own folder. Its jobs are runs."""
+    """Return the layout of a sweep's own folder, without its jobs, which are runs."""
     found = {"files": files(folder), "comparison.json": types(json.loads((folder / "comparison.json").read_text()))}
     jobs = [json.loads(path.read_text()) for path in sorted(folder.glob("*/job.json"))]
     return found | {"job.json": types(jobs)}
@@ -69,7 +69,7 @@ def files(folder: Path) -> dict[str, str]:
 
 
 def types(content, prefix: str = "") -> dict[str, str]:
-    """{key: type}; several types of one key are joined by |."""
+    """Return {key: type}; several types of one key are joined by |."""
     found: dict[str, set[str]] = {}
     _collect(content, prefix, found)
     return {key: " | ".join(sorted(kinds)) for key, kinds in found.items()}
@@ -89,7 +89,7 @@ def _collect(content, key: str, found: dict[str, set[str]]) -> None:
 
 
 def values(content: dict | list, prefix: str = "") -> dict:
-    """{key: value}; a list is one value."""
+    """Return {key: value}; a list is one value."""
     if isinstance(content, list):
         return {"[]": content}
     found = {}
@@ -103,7 +103,7 @@ def values(content: dict | list, prefix: str = "") -> dict:
 
 
 def tensors(path: Path) -> dict[str, str]:
-    """{name: type and shape}, and the keys of the file's metadata."""
+    """Return {name: type and shape}, and the keys of the file's metadata."""
     with safe_open(path, "pt") as file:
         found = {f"metadata.{key}": "str" for key in sorted(file.metadata() or {})}
         for name in file.keys():  # noqa: SIM118 (a safe_open is no dict)
@@ -113,7 +113,7 @@ def tensors(path: Path) -> dict[str, str]:
 
 
 def tags(folder: Path) -> dict[str, str]:
-    """TensorBoard's tags, and the names in its HPARAMS tab."""
+    """Return TensorBoard's tags, and the names in its HPARAMS tab."""
     board = EventAccumulator(str(folder))
     board.Reload()
     found = dict.fromkeys(board.Tags()["scalars"], "scalar")

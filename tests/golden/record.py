@@ -1,4 +1,4 @@
-"""Record what train.py does now: python tests/golden/record.py [--train-py PATH] [CASE...]
+"""Record the current results of train.py: python tests/golden/record.py [--train-py PATH] [CASE...]
 
 CASE is a name in cases.py, `formats` or `run_folder`; without any, all are recorded. `run_folder` makes the committed
 run folder anew, and with it the cases that start from it.
@@ -41,7 +41,7 @@ def record(names: list[str], train_py: Path) -> None:
 
 
 def make_run_folder(runs: Runs) -> None:
-    """A finished run with its checkpoints, without event files, logs and Hydra's notes."""
+    """Write the folder of a finished run with its checkpoints, without event files, logs and Hydra's files."""
     made = runs.below / "made"
     runs.forked(*OLD_RUN, f"hydra.run.dir={made}")
     shutil.rmtree(HERE / OLD, ignore_errors=True)
@@ -50,7 +50,7 @@ def make_run_folder(runs: Runs) -> None:
 
 
 def write(path: Path, content: dict) -> None:
-    """A line for each entry of an entry. JSON has floats by their repr, which is exact."""
+    """Write one line for each inner entry. JSON writes floats by their repr, which is exact."""
     entries = [f" {json.dumps(name)}: {_lines(entry)}" for name, entry in content.items()]
     path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
 

@@ -1,4 +1,4 @@
-"""Runs of train.py in processes whose arithmetic is the same on every x86-64 machine, and the figures they leave."""
+"""Run train.py in processes whose arithmetic is the same on every x86-64 machine, and read the figures they leave."""
 
 import contextlib
 import json
@@ -16,38 +16,38 @@ HERE = Path(__file__).resolve().parent
 # VITKERNELS_TRAIN_PY names the train.py of another checkout that the tests run instead of this one's.
 TRAIN_PY = Path(os.environ.get("VITKERNELS_TRAIN_PY") or HERE.parents[1] / "train.py").resolve()
 
-# One thread, so that the order of sums does not depend on the number of cores, and instructions that every x86-64 CPU
-# has. Each of the lower six but OPENBLAS_CORETYPE was seen to change losses in their last bits. The C library's own
-# choice of instructions stays: with FMA, on every x86-64 CPU of the last ten years.
+# One thread, so that the order of sums does not depend on the number of cores, and only instructions that every x86-64
+# CPU has. Each of the last six variables except OPENBLAS_CORETYPE changed the last bits of losses. The C library still
+# chooses its own instructions: with FMA, on every x86-64 CPU of the last ten years.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "OPENBLAS_CORETYPE": "Nehalem",  # of numpy's products, in interpreted Triton kernels
+    "OPENBLAS_CORETYPE": "Nehalem",  # numpy's products, in interpreted Triton kernels
     "NPY_DISABLE_CPU_FEATURES": "X86_V3,X86_V4,AVX512_ICL,AVX512_SPR",
     "ATEN_CPU_CAPABILITY": "default",
     "MKL_CBWR": "COMPATIBLE",
     "ONEDNN_MAX_CPU_ISA": "SSE41",
-    "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",  # of interpreted Pallas kernels
+    "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",  # interpreted Pallas kernels
 }
-# What a machine's user may have set and train.py or its libraries read.
+# Variables that a user may have set and that train.py or its libraries read.
 _UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET", "OMP_WAIT_POLICY", "JAX_PLATFORMS", "PYTHONPATH")
 
 
 class Runs:
-    """Run folders of cases, each made when it is first asked for and below `folder`. `close` ends the server."""
+    """Run folders of cases below `folder`, each created when first requested. `close` ends the server."""
 
     def __init__(self, folder: Path, train_py: Path = TRAIN_PY):
         self.below = folder
         self.train_py = train_py
         (folder / "cache").mkdir(parents=True)
         kept = {name: value for name, value in os.environ.items() if name not in _UNSET}
-        # An empty cache, without the measurements that a user of this machine may have made.
+        # An empty cache, without tuning measurements of this machine.
         self.environment = kept | ENVIRONMENT | {"XDG_CACHE_HOME": str(folder / "cache")}
         self._server = None
 
     def folder(self, name: str) -> Path:
-        """The run folder of a case, the folder of "sweep", or a copy of the committed run folder."""
+        """Return the run folder of a case, the folder of "sweep", or a copy of the committed run folder."""
         folder = self.below / name
         if folder.exists():
             return folder
@@ -81,7 +81,7 @@ class Runs:
         return [*words, f"data.root={self.images()}"] if case.images else words
 
     def own_process(self, *words: str, world: int = 1) -> str:
-        """What `python train.py WORDS` says; AssertionError with it where the exit code is not 0."""
+        """Return the output of `python train.py WORDS`; raise AssertionError with it if the exit code is not 0."""
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
         process = subprocess.run(
             [sys.executable, *launcher, str(self.train_py), *words],
@@ -97,7 +97,7 @@ class Runs:
         return process.stdout
 
     def forked(self, *words: str) -> str:
-        """As `own_process`, without the seconds of imports."""
+        """Do the same as `own_process` without the seconds that imports take."""
         log = self.below / "log"
         if self._server is None:
             server = [sys.executable, str(HERE / "server.py")]
@@ -112,7 +112,7 @@ class Runs:
         return said
 
     def images(self) -> Path:
-        """Class folders of 160 PNG images for training and 20 for evaluation, the same in each session."""
+        """Return class folders of 160 PNG images for training and 20 for evaluation, the same in each session."""
         import numpy as np
         from PIL import Image
 
@@ -143,7 +143,7 @@ class Runs:
 
 
 def versions(case: Case) -> dict[str, str | None]:
-    """What a case's figures depend on beside the code: packages and the kind of machine."""
+    """Return what a case's figures depend on besides the code: package versions and the kind of machine."""
     found: dict[str, str | None] = {"machine": f"{platform.system()} {platform.machine()}"}
     for package in (*PACKAGES, *case.packages):
         try:
@@ -154,7 +154,7 @@ def versions(case: Case) -> dict[str, str | None]:
 
 
 def figures(folder: Path) -> dict:
-    """What a run computed, without times: of a training each step's and evaluation's, of an evaluation its own."""
+    """Return the figures of a run without times: each step and evaluation of a training, or the evaluation."""
     if (folder / "eval.json").exists():
         content = json.loads((folder / "eval.json").read_text())
         names = ("top1", "top5", "loss", "images", "bytes", "top1_before", "bytes_before")

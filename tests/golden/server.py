@@ -1,4 +1,4 @@
-"""A process that has the slow imports behind it and forks a run of train.py at each request.
+"""Serve runs of train.py: import the slow packages once, and fork a process for each request.
 
 Third-party packages only: a run imports the project's own modules anew. A request is a line of JSON on standard input,
 {"words": [train.py, override, ...], "folder": where to run, "log": file for what it says}; the reply is its exit code.
@@ -22,7 +22,7 @@ import torch.utils.tensorboard  # noqa: F401
 
 
 def run(request: dict) -> int:
-    """The exit code of train.py, run in this process as Python runs a script."""
+    """Run train.py in this process as Python runs a script; return its exit code."""
     words = request["words"]
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)

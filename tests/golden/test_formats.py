@@ -1,4 +1,4 @@
-"""Names, keys, types and tensors of the files that a run leaves are the recorded ones; formats.json has them.
+"""The names, keys, types and tensors in the files of a run equal those recorded in formats.json.
 
 What is recorded must stay. What is new must be listed in ADDED, so that each change of a format is on purpose.
 """
@@ -31,7 +31,7 @@ def flat(layout: dict) -> dict:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_format__has_what_is_recorded_and_nothing_unlisted(name, runs):
+def test_format__equals_the_recorded_one_and_listed_additions(name, runs):
     found = flat((of_sweep if name == "sweep" else of_run)(runs.folder(name)))
     expected = flat(RECORDED[name])
     missing = expected.keys() - found.keys()

@@ -22,7 +22,7 @@ def test_figures__equal_the_recorded_ones(name, runs):
 
 @pytest.mark.parametrize(("resumed", "whole"), [("resumed", "plain"), ("resumed_rich", "rich")])
 def test_resume__equals_uninterrupted_run(resumed, whole, runs):
-    """From the checkpoint of step 11 in another folder, with no tolerance on any machine."""
+    """Resume from the checkpoint of step 11 in another folder; there is no tolerance on any machine."""
     expected = [line for line in metrics(runs.folder(whole)) if line["step"] > STOPPED_AT]
     assert metrics(runs.folder(resumed)) == expected
     assert expected[0]["step"] == STOPPED_AT + 1

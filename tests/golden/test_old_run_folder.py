@@ -1,4 +1,4 @@
-"""A run folder that an earlier version wrote: it resumes, goes on and is evaluated as that version did.
+"""A run folder of an earlier version resumes, continues and evaluates as in that version.
 
 run_folder/ is a run of 20 steps with EMA, drop path and mixup, and checkpoints at steps 11 and 20.
 """
@@ -21,13 +21,13 @@ def test_old_run_folder__gives_the_recorded_figures(name, runs):
     check(name, runs)
 
 
-def test_old_run_folder__resumed_at_step_11_has_the_losses_it_was_written_with(runs):
+def test_old_run_folder__resumed_at_step_11_has_the_recorded_losses(runs):
     if not is_same_machine("old_run_resumed"):
         pytest.skip("other versions: the recorded figures are compared with a tolerance")
     assert metrics(runs.folder("old_run_resumed")) == [line for line in WRITTEN if line["step"] > STOPPED_AT]
 
 
-def test_old_run_folder__made_longer_goes_on_from_step_20(runs):
+def test_old_run_folder__extended_continues_from_step_20(runs):
     lines = metrics(runs.folder("old_run_longer"))
     assert lines[: len(WRITTEN)] == WRITTEN
     assert [line["step"] for line in lines[len(WRITTEN) :]] == [21, 22, 23, 24, 24]

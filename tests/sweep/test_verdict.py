@@ -1,4 +1,4 @@
-"""The verdict of a sweep: its table, and the caveats without which a reader would draw wrong conclusions."""
+"""The verdict of a sweep: its table, and the caveats that prevent wrong conclusions."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Non-finite losses stop a run with what is needed to find the cause; a host-bound GPU is logged.
+"""Non-finite losses stop a run with a message that helps to find the cause; a host-bound GPU is logged.
 
 Slow ranks: tests/parallel/test_torchrun.py.
 """

@@ -407,7 +407,7 @@ def test_impossible_settings__are_refused(settings, tmp_path, overrides, code):
         train.run(settings(*overrides), tmp_path)
 
 
-def test_wrong_name__is_answered_in_one_line_message(tmp_path):
+def test_wrong_name__is_reported_in_one_line_message(tmp_path):
     output = finish(start("attn=nosuch", f"hydra.run.dir={tmp_path}"), code=2)
     assert output.startswith("error: unknown attn 'nosuch'; known: auto, ") and "attn=NAME" in output
     assert len(output.splitlines()) == 1
