@@ -10,7 +10,7 @@ from runs import HERE, Runs, figures, versions
 RECORDED = json.loads((HERE / "recorded.json").read_text())
 
 # Tolerances for other versions and machines. Their products round differently by 1e-7, which 20 steps of AdamW amplify
-# to 1e-6 of a loss, and rounding to 8 and 16 bits to 1e-4. An extra or missing batch, or another seed changes it by 1e-2.
+# to 1e-6 of a loss, and rounding to 8 and 16 bits to 1e-4. An extra or missing batch or another seed gives 1e-2.
 LOSS, GRAD_NORM, LR = 1e-3, 1e-2, 1e-12
 IMAGES = 3  # of an evaluation, whose prediction may differ
 
