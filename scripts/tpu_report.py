@@ -1,8 +1,6 @@
-"""Estimate a training step, or attention alone, on a TPU from libtpu's schedules, without a TPU.
+"""Estimate the attention backends on a TPU from libtpu's schedules, without a TPU, and search block sizes.
 
-    python scripts/tpu_report.py attn=pallas_flash model=vit_b16_256 chip=v5e        # a training step
-    python scripts/tpu_report.py model=vit_b16_256 --compare native,sdpa,pallas_flash
-    python scripts/tpu_report.py --shapes 128,12,256,64 64,16,256,72                  # attention alone
+    python scripts/tpu_report.py --shapes 128,12,256,64 64,16,256,72                  # next to XLA's and JAX's
     python scripts/tpu_report.py --shapes vit --results results/tpu_attention.jsonl   # attention at the shapes of ViTs
     python scripts/tpu_report.py --tune chip=v5e --shapes 16,16,577,64                # block sizes of pallas_flash
     python scripts/tpu_report.py --validate                                           # estimates of published timings
@@ -29,7 +27,6 @@ sys.path.insert(0, str(ROOT))
 
 from vitkernels.errors import UsageError  # noqa: E402
 from vitkernels.tpu_estimate import attention_contenders, chips, compiler, report  # noqa: E402
-from vitkernels.tpu_estimate.validate import CAVEAT, PUBLISHED, reestimate  # noqa: E402
 
 # (B, H, N, D): ViT-B at 256 and 224 pixels, ViT-L at 384 and 512, and the head sizes of SoViT-400m, ViT-H and ViT-g.
 VIT_SHAPES = (
@@ -45,9 +42,7 @@ VIT_SHAPES = (
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", metavar="NAME=VALUE", help="train.py's settings, and chip=v5e|v5p|v6e")
-    parser.add_argument("--compare", type=lambda text: text.split(","), metavar="A,B", help="attention backends")
-    parser.add_argument("--output", type=Path, default=Path("runs/tpu_report"), help="folder for the report on a step")
+    parser.add_argument("settings", nargs="*", metavar="chip=NAME", help="chip=v5e, chip=v5p or chip=v6e")
     parser.add_argument(
         "--shapes",
         nargs="+",
@@ -67,7 +62,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the attention report to this file")
     parser.add_argument("--results", type=Path, metavar="FILE", help="append the attention rows to this file")
     parser.add_argument("--tune", action="store_true", help="search block sizes of pallas_flash for --shapes")
-    parser.add_argument("--validate", action="store_true", help="compare estimates with published v5e timings")
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="table of block sizes to write; default: the package's"
     )
@@ -78,52 +72,16 @@ def main(arguments: list[str] | None = None) -> None:
         chip = chips.chip(wanted[-1] if wanted else "v5e")
         if (reason := compiler.unavailable()) is not None:
             raise UsageError(reason, code="tpu_estimate.no_libtpu")
-        if options.validate:
-            validate()
-        elif options.tune:
+        if overrides:
+            message = f"unexpected {overrides[0]!r}; for a training step: vitkernels tpu-estimate step {overrides[0]}"
+            raise UsageError(message, code="tpu_estimate.words", word=overrides[0])
+        if options.tune:
             tune(options, chip)
-        elif overrides or options.compare:
-            report_step(options, overrides, chip)
         else:
             report_attention(options, chip)
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def report_step(options, overrides: list[str], chip: chips.Chip) -> None:
-    """Estimate the training step of each backend and write the comparison."""
-    from vitkernels import attention
-    from vitkernels.tpu_estimate import record_step, step_report
-
-    for name in options.compare or ():
-        attention.get(name)  # raises for an unknown name before anything is compiled
-    variants = {name: [*overrides, f"attn={name}"] for name in options.compare or ()}
-    if not variants:
-        variants = {record_step.compose(tuple(overrides)).attn.name: overrides}
-    cfg = record_step.compose(tuple(next(iter(variants.values()))))
-    batch, flops = cfg.data.batch_size * cfg.trainer.accum_steps, record_step.model_flops(cfg)
-    steps, kernels = {}, {}
-    for name, settings in variants.items():
-        print(f"compiling the step with attn={name} for {chip.name} ...", flush=True)
-        try:
-            program = step_report.estimate(settings, chip)
-        except UsageError as error:
-            steps[name] = {"error": str(error)}
-            continue
-        steps[name] = step_report.step(program, batch, flops)
-        kernels[name] = step_report.kernels(program)
-        print(f"\nESTIMATES for TPU {chip.name}, attn={name}\n\n{step_report.kernel_table(kernels[name])}\n")
-        print(step_report.untimed(steps[name]), flush=True)
-    title = f"{cfg.model.name}, batch {batch}, training step on TPU {chip.name}: ESTIMATES"
-    print(f"\n{title}\n\n{step_report.step_table(steps, chip)}\n\n{report.validation(chip)}")
-    options.output.mkdir(parents=True, exist_ok=True)
-    document = report.document([], chip) | {"settings": overrides, "steps": steps, "kernels": kernels}
-    (options.output / "report.json").write_text(json.dumps(document, indent=1) + "\n")
-    step_report.picture(steps, title, chip, options.output / "report.png")
-    print(f"\nwritten: {options.output}/report.json, {options.output}/report.png")
-    if all("error" in row for row in steps.values()):
-        raise UsageError("no step compiled; see the reasons in the table", code="tpu_estimate.compile")
 
 
 def report_attention(options, chip: chips.Chip) -> None:
@@ -171,20 +129,6 @@ def tune(options, chip: chips.Chip) -> None:
             block_plans.write(entry, table)
             print(f"written: {table}")
     print(f"\n{report.validation(chip)}")
-
-
-def validate() -> None:
-    """Print the published timings, each with its recorded estimate and the estimate of this checkout."""
-    print(
-        "ESTIMATES for TPU v5e\n\n| case | recorded ms | now ms | published ms | now / published |\n" + "|---" * 5 + "|"
-    )
-    for case in PUBLISHED:
-        cells = [case.what, f"{case.recorded_ms:g}", "–", f"{case.published_ms:g}", "–"]
-        if case.program:
-            ms = reestimate(case)
-            cells[2], cells[4] = f"{ms:.3f}", f"{ms / case.published_ms:.2f}"
-        print("| " + " | ".join(cells) + " |", flush=True)
-    print(f"\n{CAVEAT}")
 
 
 def _shapes(text: str) -> tuple[tuple[int, int, int, int], ...]:

@@ -7,8 +7,9 @@ from expecting import error
 pytest.importorskip("jax")
 
 from vitkernels.tpu_estimate import compiler
-from vitkernels.tpu_estimate.paged_attention import estimate, with_scalars
+from vitkernels.tpu_estimate.paged_attention import estimate
 from vitkernels.tpu_estimate.paged_attention_case import PagedAttentionCase
+from vitkernels.tpu_estimate.prefetched import with_scalars
 
 CASE = PagedAttentionCase("small", sequences=2, query_heads=4, key_heads=2, head_dim=128, page_size=16, tokens=128)
 PAGE_BYTES = 2 * 2 * 16 * 128 * 2  # keys and values, two heads, bfloat16

@@ -1,19 +1,17 @@
 """The report on a training step: train.py's graph, recorded, compiled by libtpu and estimated without a TPU."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from expecting import error
 
 pytest.importorskip("jax")
 
+from vitkernels.cli.tpu_estimate import main as command
 from vitkernels.runtime import xla
-from vitkernels.tpu_estimate import chips, compiler, hlo, record_step, step_report
+from vitkernels.tpu_estimate import chips, compiler, hlo, record_step, step_comparison, step_picture, step_report
 from vitkernels.tpu_estimate.estimate import OperationEstimate, ProgramEstimate
 
-ROOT = Path(__file__).resolve().parents[2]
 needs_both = pytest.mark.skipif(
     compiler.unavailable() is not None or xla.unavailable() is not None,
     reason=f"{compiler.unavailable()} {xla.unavailable()}",
@@ -102,22 +100,72 @@ def test_compose__settings_of_fake_data_only_for_fake_data():
 
 
 @needs_both
-def test_tpu_report__training_step(tmp_path, capsys, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    import tpu_report as script
-
-    monkeypatch.delitem(sys.modules, "tpu_report")
+def test_command__step(tmp_path, capsys):
     settings = ["model=vit_digits", "data=digits", "attn=pallas_flash", "data.batch_size=4", "+model.kwargs.depth=1"]
-    settings += ["chip=v5e"]
-    script.main([*settings, "--output", str(tmp_path)])
-    assert "ESTIMATE" in capsys.readouterr().out
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["label"] == "ESTIMATE" and report["chip"] == "v5e" and len(report["validation"]) > 10
-    step, rows = report["steps"]["pallas_flash"], report["kernels"]["pallas_flash"]
+    paths = tmp_path / "a.json", tmp_path / "a.png"
+    words = ["step", *settings, "--operations", "--json", str(paths[0]), "--picture", str(paths[1])]
+    assert command(words) == 0
+    printed = capsys.readouterr().out
+    found = json.loads(paths[0].read_text())
+    assert found["label"].startswith("ESTIMATE") and found["chip"] == "v5e" and found["settings"] == settings
+    step, rows, operations = found["step"], found["kernels"], found["operations"]
     assert step["fits_in_hbm"] and 0 < step["estimate_ms"] < 5
     assert step["estimate_ms"] == pytest.approx(sum(row["estimate_ms_in_all"] for row in rows))
     assert step["estimate_ms"] == pytest.approx(sum(step["estimate_ms_of_parts"].values()))
     attention = [row for row in rows if row["part"] == "Pallas kernels"]
     assert sum(row["times_run"] for row in attention) == 2  # forward and backward of one block
     assert all(row["estimate_ms"] > 0 and row["mxu_share"] > 0 for row in attention)
-    assert (tmp_path / "report.png").stat().st_size > 10_000
+    assert sum(row["times_run"] for row in rows) == len(operations)
+    last = operations[-1]
+    assert last["start_ms"] + last["estimate_ms"] == pytest.approx(step["estimate_ms"])
+    assert all(f"| {row['name']} |" in printed for row in operations)  # every operation by name
+    assert paths[1].stat().st_size > 10_000
+
+
+def document(chip="v5e", settings=("attn=sdpa",), **kernels) -> dict:
+    """A step's document with kernels of (part, ms in total, times run)."""
+    rows = [
+        {"part": part, "op": name, "result": "f32[8]{0}", "estimate_ms_in_all": ms, "times_run": runs}
+        for name, (part, ms, runs) in kernels.items()
+    ]
+    total = sum(row["estimate_ms_in_all"] for row in rows)
+    return {"chip": chip, "settings": list(settings), "step": {"estimate_ms": total}, "kernels": rows}
+
+
+def test_compare__says_where_the_difference_comes_from(tmp_path, capsys):
+    first = document(mm=("matrix products", 60.0, 12), softmax=("attention in XLA", 40.0, 12))
+    second = document(
+        settings=["attn=pallas_flash"], mm=("matrix products", 61.0, 12), flash=("Pallas kernels", 9.0, 12)
+    )
+    for name, found in (("a", first), ("b", second)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    assert command(["--compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "B takes 0.700 × the time of A: -30.00 ms" in printed and "attn=pallas_flash" in printed
+    assert "| attention in XLA | 40.00 | 0.00 | -40.00 | 12, 0 |" in printed
+    assert "| attention in XLA, softmax, f32[8] | 40.00 | 0.00 | -40.00 | 12, 0 |" in printed
+    assert printed.index("-40.00") < printed.index("+9.00") < printed.index("+1.00")  # the largest first
+
+
+def test_compare__refuses_other_files(tmp_path, capsys):
+    (tmp_path / "a.json").write_text("{}")
+    with error("tpu_estimate.report"):
+        step_comparison.read(tmp_path / "a.json")
+    assert command(["--compare", str(tmp_path / "a.json"), str(tmp_path / "no.json")]) == 2
+    assert "tpu-estimate step" in capsys.readouterr().err
+
+
+def test_command__step_refuses_settings_before_compiling(capsys):
+    for words in (["step", "attn=pallas_flush"], ["step", "--chip", "v5e,v6e"], ["step", "--chip", "v9"], []):
+        assert command(words) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_binned__averages_over_time():
+    rows = [
+        {"start_ms": 0.0, "estimate_ms": 1.0, "mxu_share": 1.0},
+        {"start_ms": 1.0, "estimate_ms": 2.0, "mxu_share": None},
+        {"start_ms": 3.0, "estimate_ms": 1.0, "mxu_share": 0.5},
+    ]
+    assert step_picture.binned(rows, "mxu_share", 4.0, bins=2) == [0.5, 0.25]
+    assert step_picture.binned(rows, "mxu_share", 4.0, bins=8) == [1.0, 1.0, 0, 0, 0, 0, 0.5, 0.5]

@@ -4,7 +4,6 @@ The time of these kernels depends on the scalars that they prefetch: lengths and
 at the start of the dumped schedule as stores, so the simulation follows the branches and copies of exactly this call.
 """
 
-import re
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from vitkernels.bridge.jax_compat import jax
-from vitkernels.errors import UsageError
+from vitkernels.tpu_estimate import prefetched
 from vitkernels.tpu_estimate.compile_process import compile_in
 from vitkernels.tpu_estimate.estimate import ProgramEstimate, estimate_program
 from vitkernels.tpu_estimate.paged_attention_case import PagedAttentionCase
@@ -66,30 +65,5 @@ def estimate(
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
         arguments = (contender, vars(case), pages_per_compute_block)
         dump = compile_in(Path(folder), f"{__name__}:build", *arguments)
-        for path in Path(folder).glob("*packed-bundles-post-ra.txt"):
-            text = path.read_text()
-            if "_to_smem" in text:
-                path.write_text(with_scalars(text, scalars))
+        prefetched.insert(Path(folder), scalars)
         return estimate_program(dump)
-
-
-def with_scalars(text: str, scalars: list[np.ndarray]) -> str:
-    """Return the kernel's schedule with stores of its prefetched scalars at the start.
-
-    The kernel copies an array of scalars to SMEM, in the order of its operands, and gets a single scalar in a register.
-    """
-    for index, values in enumerate(scalars):
-        found = rf"inlined_call_operand\.<no memory space> \[shape: s32\[1\], index: {index}, .*?shape index: {{}}\]"
-        text = re.sub(found, f"smov {int(values[0])}", text)
-    bases = dict(re.findall(r"%(\w+) = smov \[(#allocation\d+)\]", text))
-    copies = re.findall(r"dma\.\w+_to_smem [^;}]*/\*smem=\*/%(\w+)", text)
-    arrays = [values for values in scalars if len(values) > 1]
-    if len(copies) != len(arrays):
-        message = f"got {len(arrays)} arrays of scalars, but the kernel copies {len(copies)} to SMEM"
-        raise UsageError(message, code="tpu_estimate.scalars", arrays=len(arrays), copies=len(copies))
-    stores = [
-        f"%{9_000_000 + 100_000 * n + i} = sst [smem:[{bases[copy]} + $0x{i:x}]] {int(value)}"
-        for n, (copy, values) in enumerate(zip(copies, arrays, strict=True))
-        for i, value in enumerate(values)
-    ]
-    return text.replace("{ ", "{ " + " ;; ".join(stores) + " ;; ", 1)

@@ -1,6 +1,7 @@
 """Report estimates of attention: rows as dictionaries (for JSON) and as tables, together with the validation."""
 
 import json
+from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -9,7 +10,7 @@ from vitkernels.errors import UsageError
 from vitkernels.tpu_estimate import attention_contenders
 from vitkernels.tpu_estimate.chips import CHIPS, Chip
 from vitkernels.tpu_estimate.estimate import OperationEstimate, ProgramEstimate
-from vitkernels.tpu_estimate.validate import CAVEAT, PUBLISHED
+from vitkernels.tpu_estimate.validate import CAVEAT, PUBLISHED, reestimate
 
 
 def row(contender: str, pass_name: str, shape: tuple[int, int, int, int], chip: Chip = CHIPS["v5e"]) -> dict:
@@ -152,6 +153,19 @@ def validation(chip: Chip = CHIPS["v5e"]) -> str:
     lines = [caveat(chip), "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]
     lines += [f"| {c.what} | {c.recorded_ms:g} | {c.published_ms:g} | {c.ratio:.2f} |" for c in PUBLISHED]
     return "\n".join(lines)
+
+
+def published_lines() -> Iterator[str]:
+    """Yield the published timings as Markdown, each with its recorded estimate and that of this checkout."""
+    columns = ("case", "chip", "recorded ms", "now ms", "published ms", "now / published", "source")
+    yield "ESTIMATES, no TPU was used\n\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|"
+    for case in PUBLISHED:
+        cells = [case.what, case.chip, f"{case.recorded_ms:g}", "–", f"{case.published_ms:g}", "–", case.source]
+        if case.program:
+            ms = reestimate(case)
+            cells[3], cells[5] = f"{ms:.3f}", f"{ms / case.published_ms:.2f}"
+        yield "| " + " | ".join(cells) + " |"
+    yield f"\n{CAVEAT}"
 
 
 def document(rows: list[dict], chip: Chip = CHIPS["v5e"]) -> dict:

@@ -1,16 +1,17 @@
-"""Report the estimate of a training step: the cost of each kernel, what dominates, and whether it fits into HBM."""
+"""Report the estimate of a training step: every operation, what dominates, and whether the step fits into HBM."""
 
 import re
 import tempfile
-import textwrap
 from pathlib import Path
+from typing import Any
 
-from vitkernels.tpu_estimate.chips import Chip
+from vitkernels.tpu_estimate import bounds
+from vitkernels.tpu_estimate.chips import CHIPS, Chip
 from vitkernels.tpu_estimate.compile_process import compile_in
 from vitkernels.tpu_estimate.estimate import OperationEstimate, ProgramEstimate, estimate_program
 from vitkernels.tpu_estimate.report import caveat, summary
-from vitkernels.tpu_estimate.validate import PUBLISHED
 
+_WAITS = ("copy-done", "slice-done")  # for copies that XLA started earlier
 _COPIES = ("copy", "copy-done", "slice-done", "slice", "transpose", "reshape", "concatenate", "bitcast-convert")
 # libtpu replaces a plain softmax(q kᵀ) v by its own flash attention, under this name.
 _XLA_FLASH = re.compile(r"name(\.\d+)?")
@@ -21,6 +22,15 @@ def estimate(overrides: list[str], chip: Chip, timeout: float = 3600) -> Program
     with tempfile.TemporaryDirectory(prefix="vitkernels_tpu_") as folder:
         build = "vitkernels.tpu_estimate.record_step:build"
         return estimate_program(compile_in(Path(folder), build, chip.name, *overrides, chip=chip.name, timeout=timeout))
+
+
+def estimate_document(settings: list[str], chip: Chip) -> dict[str, Any]:
+    """Return `document` of the step with these settings; raise UsageError if it cannot be estimated."""
+    from vitkernels.tpu_estimate import record_step
+
+    cfg = record_step.compose(tuple(settings))
+    batch, flops = cfg.data.batch_size * cfg.trainer.accum_steps, record_step.model_flops(cfg)
+    return document(estimate(settings, chip), settings, batch, flops)
 
 
 def part(operation: OperationEstimate) -> str:
@@ -70,6 +80,50 @@ def step(program: ProgramEstimate, batch: int, flops: float | None) -> dict:
     }
 
 
+def document(program: ProgramEstimate, settings: list[str], batch: int, flops: float | None) -> dict[str, Any]:
+    """Return everything about a step, for JSON: its figures, a row per kernel, and a row per operation."""
+    return {
+        "label": "ESTIMATE, no TPU was used",
+        "chip": program.chip.name,
+        "settings": settings,
+        "batch": batch,
+        "caveat": caveat(program.chip),
+        "step": step(program, batch, flops),
+        "kernels": kernels(program),
+        "operations": operations(program),
+    }
+
+
+def operations(program: ProgramEstimate) -> list[dict]:
+    """Return a row per operation, in the order of execution; an operation starts when the one before it has ended.
+
+    mxu_share and hbm_share are shares of the operation's time; None without a readable schedule.
+    """
+    rows, start = [], 0.0
+    for operation in program.operations:
+        schedule = operation.schedule
+        row = {
+            "name": operation.name,
+            "kernel": operation.kernel,
+            "op": _torch_op(operation.source),
+            "part": part(operation),
+            "result": operation.result,
+            "start_ms": start,
+            "estimate_ms": operation.estimate_ms,
+            "bound_by": "HBM" if operation.kind in _WAITS else bounds.binding(schedule),
+            "vmem_bytes": operation.vmem,
+        }
+        keys = ("read_bytes", "written_bytes", "mxu_share", "hbm_share")
+        row |= dict.fromkeys(keys)
+        if schedule is not None:
+            row |= {"read_bytes": schedule.read, "written_bytes": schedule.written}
+            found = bounds.shares(schedule)
+            row |= {"mxu_share": found.get("MXU", 0.0), "hbm_share": found["HBM"]}
+        rows.append(row)
+        start += operation.estimate_ms
+    return rows
+
+
 def kernels(program: ProgramEstimate) -> list[dict]:
     """Return a row per distinct kernel, by descending total time.
 
@@ -87,7 +141,10 @@ def _kernel(same: list[OperationEstimate]) -> dict:
     row = {
         "kernel": one.kernel,
         "part": part(one),
+        "op": _torch_op(one.source),
+        "result": one.result,
         "source": one.source,
+        "bound_by": "HBM" if one.kind in _WAITS else bounds.binding(schedule),
         "times_run": len(same),
         "estimate_ms": one.estimate_ms,
         "estimate_ms_in_all": sum(operation.estimate_ms for operation in same),
@@ -107,48 +164,82 @@ def _kernel(same: list[OperationEstimate]) -> dict:
     return row
 
 
-_HEAD = (
-    "| kernel | torch op | part | runs | ESTIMATE ms in total | each | compute | HBM | HBM MiB | MXU | bundles × trips "
-    "| spills | VMEM MiB |"
-)
-
-
-def kernel_table(rows: list[dict], limit: int = 20) -> str:
-    """Return the longest kernels as Markdown, each with its torch operation (of a fusion, the root's)."""
-    lines = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
-    for row in rows[:limit]:
-        cells = [row["kernel"], _torch_op(row["source"]), row["part"], str(row["times_run"])]
-        cells += [f"{row['estimate_ms_in_all']:.2f}", f"{row['estimate_ms']:.3f}"]
-        if "bundles" in row:
-            cells += [f"{row[key]:.3f}" for key in ("estimate_compute_ms", "estimate_memory_ms")]
-            cells.append(f"{row['hbm_traffic_bytes'] / 2**20:.1f}")
-            cells += [f"{row['mxu_share']:.0%}", f"{row['scheduled_bundles']}", f"{row['spilled_registers']}"]
-        else:
-            cells += ["–"] * 6
-        cells.append("–" if row["vmem_bytes"] is None else f"{row['vmem_bytes'] / 2**20:.1f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    if (rest := rows[limit:]) != []:
-        lines.append(f"| {len(rest)} more | | | | {sum(row['estimate_ms_in_all'] for row in rest):.2f} |" + " |" * 8)
+def text(found: dict, top: int = 25) -> str:
+    """Return the figures of a step as a page for a person: the step, its parts, and its longest kernels (0: all)."""
+    row, chip = found["step"], CHIPS[found["chip"]]
+    mfu = "unknown" if row["estimate_mfu"] is None else f"{row['estimate_mfu']:.0%}"
+    fits = "fits" if row["fits_in_hbm"] else "DOES NOT FIT"
+    lines = [
+        f"ESTIMATE for TPU {chip.name}, from the compiler's schedule (no TPU was used): {' '.join(found['settings'])}",
+        f"  step     {_short(row['estimate_ms'])} ms, {row['estimate_images_per_s']:.0f} images/s, MFU {mfu}",
+        f"  memory   {row['hbm_size_bytes'] / 2**30:.2f} of {chip.hbm_bytes >> 30} GiB: {fits}",
+        f"  traffic  {row['hbm_traffic_bytes'] / 2**30:.1f} GiB: {_short(row['estimate_memory_ms'])} ms of HBM",
+        "",
+        parts_table(found["operations"]),
+        "",
+        kernel_table(found["kernels"], top),
+        "",
+        untimed(row),
+    ]
     return "\n".join(lines)
 
 
-def step_table(steps: dict[str, dict], chip: Chip) -> str:
-    """Return a table that compares steps; the speedup is relative to the slowest."""
-    head = (
-        "| attn | ESTIMATE ms | images/s | MFU | speedup | dominated by | HBM GiB of "
-        + f"{chip.hbm_bytes >> 30} | fits |"
-    )
+def parts_table(rows: list[dict]) -> str:
+    """Return the parts of a step as Markdown, longest first: time, share, bytes, MXU, and what binds them."""
+    head = "| part | ESTIMATE ms | share | operations | HBM GiB | MXU | bound by (ms) |"
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
-    slowest = max((row["estimate_ms"] for row in steps.values() if "error" not in row), default=0.0)
-    for name, row in steps.items():
-        if "error" in row:
-            lines.append(f"| {name} | {row['error'].strip().splitlines()[-1][:200]} |")
-            continue
-        first = [f"{part} {_short(ms)}" for part, ms in list(row["estimate_ms_of_parts"].items())[:3]]
-        mfu = "–" if row["estimate_mfu"] is None else f"{row['estimate_mfu']:.0%}"
-        cells = [name, _short(row["estimate_ms"]), f"{row['estimate_images_per_s']:.0f}", mfu]
-        cells += [f"{slowest / row['estimate_ms']:.2f}", ", ".join(first), f"{row['hbm_size_bytes'] / 2**30:.2f}"]
-        lines.append("| " + " | ".join([*cells, "yes" if row["fits_in_hbm"] else "NO"]) + " |")
+    total = sum(row["estimate_ms"] for row in rows)
+    by_part: dict[str, list[dict]] = {}
+    for row in rows:
+        by_part.setdefault(row["part"], []).append(row)
+    for name, found in sorted(by_part.items(), key=lambda item: -_ms(item[1])):
+        ms, traffic = _ms(found), sum((row["read_bytes"] or 0) + (row["written_bytes"] or 0) for row in found)
+        busy = sum((row["mxu_share"] or 0.0) * row["estimate_ms"] for row in found)
+        bound: dict[str, float] = {}
+        for row in found:
+            bound[row["bound_by"]] = bound.get(row["bound_by"], 0.0) + row["estimate_ms"]
+        first = sorted(bound.items(), key=lambda item: -item[1])[:3]
+        cells = [name, _short(ms), f"{ms / total:.0%}", str(len(found)), f"{traffic / 2**30:.1f}"]
+        cells += [f"{busy / ms:.0%}" if ms else "–", ", ".join(f"{what} {_short(x)}" for what, x in first if x)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _ms(rows: list[dict]) -> float:
+    return sum(row["estimate_ms"] for row in rows)
+
+
+_HEAD = "| kernel | op | part | runs | ESTIMATE ms in total | each | HBM MiB | MXU | bound by | VMEM MiB | spills |"
+
+
+def kernel_table(rows: list[dict], limit: int = 25) -> str:
+    """Return the longest kernels as Markdown, each with its torch operation (of a fusion, the root's); 0 for all."""
+    shown, rest = (rows[:limit], rows[limit:]) if limit else (rows, [])
+    lines = [_HEAD, "|---" * (_HEAD.count("|") - 1) + "|"]
+    for row in shown:
+        cells = [row["kernel"], row["op"], row["part"], str(row["times_run"])]
+        cells += [f"{row['estimate_ms_in_all']:.2f}", f"{row['estimate_ms']:.3f}"]
+        has_schedule = "bundles" in row
+        cells += [f"{row['hbm_traffic_bytes'] / 2**20:.1f}" if has_schedule else "–"]
+        cells += [f"{row['mxu_share']:.0%}" if has_schedule else "–", row["bound_by"]]
+        cells.append("–" if row["vmem_bytes"] is None else f"{row['vmem_bytes'] / 2**20:.1f}")
+        cells.append(str(row["spilled_registers"]) if has_schedule else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    if rest:
+        lines.append(f"| {len(rest)} more | | | | {sum(row['estimate_ms_in_all'] for row in rest):.2f} |" + " |" * 6)
+    return "\n".join(lines)
+
+
+def operation_table(rows: list[dict]) -> str:
+    """Return every operation as Markdown, in the order of execution."""
+    head = "| start ms | operation | op | part | ESTIMATE ms | HBM MiB | MXU | bound by |"
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    for row in rows:
+        traffic = None if row["read_bytes"] is None else (row["read_bytes"] + row["written_bytes"]) / 2**20
+        cells = [f"{row['start_ms']:.3f}", row["name"], row["op"], row["part"], f"{row['estimate_ms']:.4f}"]
+        cells += ["–" if traffic is None else f"{traffic:.1f}"]
+        cells += ["–" if row["mxu_share"] is None else f"{row['mxu_share']:.0%}", row["bound_by"]]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -166,51 +257,3 @@ def untimed(row: dict) -> str:
         f"estimate, {row['estimate_ms_of_untimed']:.2f} ms in total, or as free if XLA has none (scalars). The gaps "
         "between operations are not counted."
     )
-
-
-def picture(steps: dict[str, dict], title: str, chip: Chip, path: Path) -> None:
-    """Write a chart: a stacked bar of the step's parts per attention backend, and the validation to the right."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 5 + 0.4 * len(steps)), layout="constrained")
-    FigureCanvasAgg(figure)
-    bars, ratios = figure.subplots(1, 2, width_ratios=(3, 1))
-    _bars(bars, {name: row for name, row in steps.items() if "error" not in row})
-    for name in (name for name, row in steps.items() if "error" in row):
-        bars.barh(name, 0)
-        bars.text(0, name, " does not compile, see the table", va="center")
-    bars.invert_yaxis()
-    bars.set_title(title)
-    _ratios(ratios)
-    figure.legend(loc="outside upper center", ncols=5, frameon=False)
-    figure.supxlabel(textwrap.fill(caveat(chip), 190), fontsize=8)
-    figure.savefig(path, dpi=130)
-
-
-def _bars(axes, good: dict[str, dict]) -> None:
-    totals: dict[str, float] = {}
-    for row in good.values():
-        for part_name, ms in row["estimate_ms_of_parts"].items():
-            totals[part_name] = totals.get(part_name, 0.0) + ms
-    left = dict.fromkeys(good, 0.0)
-    for part_name in sorted(totals, key=lambda name: -totals[name]):
-        widths = [row["estimate_ms_of_parts"].get(part_name, 0.0) for row in good.values()]
-        axes.barh(list(good), widths, left=list(left.values()), label=part_name, height=0.6)
-        left = {name: left[name] + width for name, width in zip(good, widths, strict=True)}
-    for name, end in left.items():
-        fits = "" if good[name]["fits_in_hbm"] else "\n over HBM"
-        axes.text(end, name, f" {_short(end)} ms{fits}", va="center")
-    axes.set_xlim(0, 1.12 * max(left.values(), default=1.0))
-    axes.set_xlabel("ESTIMATED ms per training step (from the compiler's schedule; no TPU was used)")
-
-
-def _ratios(axes) -> None:
-    names = [case.what for case in PUBLISHED]
-    axes.axvline(1, color="grey", linewidth=1)
-    axes.scatter([case.ratio for case in PUBLISHED], range(len(names)), s=18, color="black")
-    axes.set_yticks(range(len(names)), names, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlim(0.8, 1.2)
-    axes.set_xlabel("estimate / published")
-    axes.set_title("Validation: timings published for TPU v5e", fontsize=10)
