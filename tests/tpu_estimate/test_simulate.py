@@ -65,7 +65,7 @@ def test_simulate__loop_trip_count():
     assert schedule.issued == 1 + 3 * 10 + 1
     assert schedule.empty == 3 * 4
     assert (schedule.read, schedule.written) == (3 * 819 * 32, 0)
-    assert schedule.stalled == 3 * (48 + 670 - 1)  # the wait is issued one bundle after the copy
+    assert schedule.stalled == 3 * (48 + 733 - 1)  # the wait is issued one bundle after the copy
     assert schedule.cycles == schedule.issued + schedule.stalled
     assert schedule.estimate_ms == schedule.cycles / CLOCK_HZ * 1e3
     assert schedule.busy["MXU"] == 3 * 2 / (4 * schedule.cycles)
