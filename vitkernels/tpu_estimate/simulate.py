@@ -7,7 +7,7 @@ bandwidth, and lands a fixed latency later. A wait for a copy that has not lande
 this timeline, which is at least the compute time (bundles) and at least the memory time (bytes over bandwidth).
 
 Clock and bandwidth are the chip's published figures (chips.py). The latency is the one at which the largest error over
-the published timings of kernels that wait for copies is smallest (validate.py: blocked matmuls and JAX's flash attention
+the published timings of kernels that wait for copies is smallest (validate.py: blocked matmuls, JAX's flash attention
 on v5e, -8 to +8 %); it is used unchanged for the other chips. On a chip of two cores, the estimate is that of core 0
 with half the bandwidth: scalar memory that a program reads but does not write holds the core's number.
 """

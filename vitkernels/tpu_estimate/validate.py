@@ -64,7 +64,7 @@ PUBLISHED = (
     PublishedTiming("JAX flash forward, N 4096", 135.6, 144.97, FLASH, ("flash", 32, 8, 4096, 64)),
 )
 CAVEAT = (
-    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. Against published timings, estimates "
+    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. Against published timings, they "
     "are between -8 and +8 %; the method's two constants were fitted to the same timings. For other programs expect "
     "10-15 % if they are bound by compute, and -5/+20 % if by memory. No published backward kernel was available. "
     "Differences under 10 % are not significant."
