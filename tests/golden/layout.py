@@ -12,8 +12,8 @@ from safetensors import safe_open
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-# Depend on the machine: whether a package is installed, and whether the code is in git.
-_OF_THE_MACHINE = re.compile(r"(.*\.)?(versions\.\w.*|git_commit|commit|code|tuned)")
+# Depend on the machine: whether a package is installed, whether the code is in git, and what else runs.
+_OF_THE_MACHINE = re.compile(r"(.*\.)?(versions\.\w.*|git_commit|commit|code|tuned|machine)")
 _NOT_FROZEN = ("data._target_", "data.root", "command")  # module names may change; folders depend on the machine
 # Keys whose values are part of the layout, besides all of config.json, class_names.json and preprocessing.json.
 _VALUES = {

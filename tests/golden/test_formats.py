@@ -20,6 +20,9 @@ ADDED: dict[str, object] = {
     "files: attn=native/command.json": "file",
     "files: attn=sdpa/command.json": "file",
     "command.json: command": "any",
+    "summary.json: interpreted": "list",
+    "summary.json: interpreted[]": "str",
+    "summary.json: machine": "any",
 }
 
 SLOW = ("fsdp", "sweep")

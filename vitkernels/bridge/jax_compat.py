@@ -12,6 +12,7 @@ import sys
 import torch
 
 from vitkernels.bridge.cuda_context import preserved_cuda_context
+from vitkernels.bridge.interpreted import PALLAS, note
 from vitkernels.errors import UsageError
 
 try:
@@ -104,6 +105,7 @@ def interpreted(jaxpr):
 
 def _interpreted_equation(equation):
     if "interpret" in equation.params:  # pallas_call and core_map
+        note(PALLAS)
         return equation.replace(params={**equation.params, "interpret": equation.params["interpret"] or True})
     params = {name: _interpreted_param(value) for name, value in equation.params.items()}
     return equation.replace(params=params)

@@ -9,6 +9,7 @@ from types import FunctionType
 import torch
 from torch.library import wrap_triton
 
+from vitkernels.bridge import interpreted
 from vitkernels.bridge.operator import PLAIN_TYPES, BoundedCache
 from vitkernels.errors import UsageError
 
@@ -190,6 +191,8 @@ def _interpret(args, kernel, grid, constexprs) -> None:
     if any(x.dtype == torch.bfloat16 for x in tensors):
         message = "Triton's interpreter computes bfloat16 incorrectly: on the CPU pass float32 or float16"
         raise UsageError(message, code="bridge.interpreter_bfloat16")
+    interpreted.note(interpreted.TRITON)
+    interpreted.note(interpreted.TRITON)
     constexprs = {name: value for name, value in constexprs.items() if name not in _LAUNCH_OPTIONS}
     with _interpreter_lock, _interpreting():
         if isinstance(kernel, JITFunction):

@@ -78,6 +78,9 @@ class SweepSettings:
         "auto", "Concurrent jobs per machine: gpus is one per GPU; null sets no limit; auto depends on the launcher.",
         least=1,
     )  # fmt: skip
+    rounds: int | Literal["auto"] | None = setting(
+        "auto", "Rounds in which the variants are timed in turns after training; null leaves them out.", least=1
+    )
     compile_cache: str | None = setting(
         "~/.cache/vitkernels", "Folder in which jobs share compiled kernels; null shares none."
     )

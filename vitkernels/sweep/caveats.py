@@ -1,19 +1,14 @@
 """Find the caveats that a reader of the verdict table must know, one sentence each."""
 
-from vitkernels.sweep.statistics import median_step_times, runs_of
+from statistics import geometric_mean
+
+from vitkernels.sweep.judgement import MIN_STEPS_FOR_RATIO, fewest_timed_steps, incomparable, time_per_image
+from vitkernels.sweep.statistics import median_step_times, ran_back_to_back, runs_of
 from vitkernels.training.health import HOST_BOUND
 
-MIN_STEPS_FOR_RATIO = 5
-_FEW_STEPS = 20
 _STALLED = 1.05  # mean step over median step
-# Two rows must agree on these for the ratio of their times to compare kernels: (key of a row, name in a message).
-_COMPARABLE = (
-    ("model", "the model"),
-    ("flops_per_image", "the work per image"),
-    ("device", "the device"),
-    ("devices", "the number of devices"),
-    ("precision", "the precision"),
-)
+_CLOCK_RANGE = 0.1  # of the mean clock, from which a caveat reports it
+_CONTRADICTS = 1.05  # factor beyond the rounds' interval from which a caveat reports the training runs' ratio
 
 
 def find_caveats(rows: list[dict]) -> list[str]:
@@ -24,7 +19,7 @@ def find_caveats(rows: list[dict]) -> list[str]:
             caveats.append(f"{row['variant']}: no speedup, because {reason}")
     caveats += _few_steps(rows) + _stalls(rows) + _code_versions(rows)
     caveats += [f"{row['variant']}: {caveat}" for row in rows for caveat in _caveats_of_row(row)]
-    return caveats + _repeats(rows)
+    return caveats + _rounds(rows) + _repeats(rows)
 
 
 def _caveats_of_row(row: dict) -> list[str]:
@@ -42,33 +37,8 @@ def _caveats_of_row(row: dict) -> list[str]:
     return caveats
 
 
-def incomparable(base: dict, row: dict) -> str | None:
-    """Return why the ratio of two rows' times would not compare kernels, or None if it would."""
-    if not median_step_times(row) or not median_step_times(base):  # there is no ratio in any case
-        return None
-    for key, name in _COMPARABLE:
-        value, base_value = row[key], base[key]
-        if value != base_value and not _nearly_equal(value, base_value):
-            return f"{name} is {_format(key, value)} here and {_format(key, base_value)} in {base['variant']}"
-    return None
-
-
-def _nearly_equal(a, b) -> bool:
-    return isinstance(a, float) and isinstance(b, float) and abs(a - b) <= 1e-6 * abs(b)
-
-
-def _format(key: str, value) -> str:
-    return f"{value / 1e9:.4g} GFLOP" if key == "flops_per_image" and value else str(value)
-
-
-def fewest_timed_steps(row: dict) -> int | None:
-    """Return the number of timed steps of the row's shortest timed run, or None if no run timed a step."""
-    counts = [run["step_time_ms"]["n"] for run in runs_of(row) if run["step_time_ms"]]
-    return min(filter(None, counts), default=None)
-
-
 def _few_steps(rows: list[dict]) -> list[str]:
-    enough = max(_FEW_STEPS, (fewest_timed_steps(rows[0]) or 0) / 2) if rows else 0
+    enough = max(MIN_STEPS_FOR_RATIO, (fewest_timed_steps(rows[0]) or 0) / 2) if rows else 0
     by_count: dict[float, list[str]] = {}
     for run in (run for row in rows for run in runs_of(row)):
         steps = fewest_timed_steps(run) or enough
@@ -80,7 +50,7 @@ def _few_steps(rows: list[dict]) -> list[str]:
     ]
     caveats = [f"{', '.join(untimed)}: no step was timed"] if untimed else []
     for count, variants in sorted(by_count.items()):
-        too_few = ", too few for a speedup" if count < MIN_STEPS_FOR_RATIO else ""
+        too_few = f", a speedup needs {MIN_STEPS_FOR_RATIO}" if count < MIN_STEPS_FOR_RATIO else ""
         caveats.append(f"{', '.join(variants)}: only {count} timed step{'s' * (count > 1)}{too_few}")
     return caveats
 
@@ -110,17 +80,17 @@ def _code_versions(rows: list[dict]) -> list[str]:
 
 
 def _repeats(rows: list[dict]) -> list[str]:
-    """Return how far the ratios can be trusted, given the repeats and their order."""
-    compared = [row for row in rows if row["ratio"] is not None]
-    repeated = [row for row in compared if row["repeats"]]
-    if len(compared) < 2:
+    """Return how to learn more from a sweep whose rows were not timed in rounds."""
+    by_runs = [row for row in rows if row["measured_by"] in ("runs", "repeats")]
+    repeated = [row for row in by_runs if row["repeats"]]
+    if not by_runs:
         return []
     if not repeated:
         return [
             "each variant ran once, so a speedup may be noise; seed=0,1,2 as the first setting of the sweep repeats "
             "the variants in turn and adds confidence intervals"
         ]
-    if len(repeated) > 1 and all(_ran_back_to_back(row) for row in repeated):
+    if all(ran_back_to_back(row) for row in repeated):
         return [
             "the repeats of each variant ran back to back, so a drift of the machine looks like a speedup; with seed "
             "as the first setting of the sweep, the variants take turns"
@@ -128,6 +98,37 @@ def _repeats(rows: list[dict]) -> list[str]:
     return []
 
 
-def _ran_back_to_back(row: dict) -> bool:
-    numbers = [run["num"] for run in row["repeats"]]
-    return max(numbers) - min(numbers) == len(numbers) - 1
+def _rounds(rows: list[dict]) -> list[str]:
+    """Return what the rounds were like: disturbances, clocks, and training runs that they contradict."""
+    timed = [row for row in rows if row["rounds"]]
+    if len(timed) < 2:
+        return []
+    rounds, caveats = timed[0]["rounds"], []
+    by_reason: dict[str, int] = {}
+    for reasons in rounds["disturbed"]:
+        for reason in reasons:
+            by_reason[reason] = by_reason.get(reason, 0) + 1
+    count = len(rounds["disturbed"])
+    caveats += [f"in {n} of {count} rounds {reason}" for reason, n in by_reason.items()]
+    for name in ("cpu_mhz", "gpu_mhz"):
+        clocks = [mhz for row in timed for mhz in row["rounds"][name] if mhz]
+        if clocks and max(clocks) - min(clocks) > _CLOCK_RANGE * geometric_mean(clocks):
+            device = name[:3].upper()
+            caveats.append(f"the {device}'s clock was {min(clocks):.0f} to {max(clocks):.0f} MHz over the rounds")
+    return caveats + _contradictions(timed)
+
+
+def _contradictions(timed: list[dict]) -> list[str]:
+    """Return the rows whose training runs, which did not take turns, had another ratio than the rounds."""
+    caveats, base_ms = [], time_per_image(timed[0])
+    for row in timed[1:]:
+        ms = time_per_image(row)
+        if not base_ms or not ms or row["ratio"] is None:
+            continue
+        in_training, (low, high) = base_ms / ms, row["ratio_interval"] or (row["ratio"], row["ratio"])
+        if not low / _CONTRADICTS < in_training < high * _CONTRADICTS:
+            caveats.append(
+                f"{row['variant']}: the step times of the training runs give {in_training:.3f} instead of "
+                f"{row['ratio']:.3f}; the runs did not take turns, so the rounds decide"
+            )
+    return caveats

@@ -26,7 +26,7 @@ from vitkernels.config import from_run
 from vitkernels.config.location import conf_dir, train_command
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError
 from vitkernels.files import read_json, write_json
-from vitkernels.sweep import slots, verdict
+from vitkernels.sweep import interleave, slots, verdict
 from vitkernels.training.run_dir import circumstances, differences, find_complete, is_complete, read_results
 
 log = logging.getLogger(__name__)
@@ -298,17 +298,28 @@ class VerdictTable(Callback):
         self.folder.mkdir(parents=True, exist_ok=True)
         marker.touch()
         self.start_time = marker.stat().st_mtime
+        self.settings = config.sweep
+        self.launcher = str(OmegaConf.select(config, "hydra.launcher._target_") or "")
         slots.remember_gpus()
         VerdictTable.pending = self
 
     def on_multirun_end(self, config: DictConfig, **kwargs) -> None:
-        """Write and show the verdict."""
+        """Time the variants in rounds, write and show the verdict."""
         VerdictTable.pending = None
-        rows = verdict.compare(self.folder, since=self.start_time)
+        record = self._rounds(verdict.compare(self.folder, since=self.start_time))
+        rows = verdict.compare(self.folder, since=self.start_time, record=record)
         verdict.write(rows, self.folder)
         verdict.show(rows, self.folder)
         if any(row["status"] != "done" for row in rows):
             sys.exit(1)
+
+    def _rounds(self, rows: list[dict]) -> dict:
+        """Return the record of the rounds, during which no other sweep of this user has the device."""
+        # submitit's local launcher spreads jobs over the GPUs; the rounds run on one of them.
+        local = "submitit" in self.launcher.lower() and "local" in self.launcher.lower()
+        with slots.slot("gpus" if local else self.settings.slots) as environment:
+            environment |= slots.shared_caches(self.settings.compile_cache)
+            return interleave.time_variants(self.folder, rows, self.settings.rounds, self.launcher, environment)
 
 
 def write_pending_verdict(error: Exception) -> bool:

@@ -2,8 +2,12 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import zip_longest
 from statistics import geometric_mean, mean, median
+
+LEVEL = 0.05  # largest share of sweeps in which noise may look like a difference
 
 # Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom. The last value serves all larger ones and is then
 # slightly conservative.
@@ -87,7 +91,52 @@ def ratio_interval(ratio: float, base: dict, row: dict) -> list[float] | None:
     return [round(ratio * math.exp(-half), 4), round(ratio * math.exp(half), 4)]
 
 
-def differs_from_one(row: dict) -> bool:
-    """Return whether the row's ratio is significantly different from 1; True if there are no repeats to judge by."""
-    low, high = row["ratio_interval"] or (2, 2)
-    return not low <= 1 <= high
+def ran_back_to_back(row: dict) -> bool:
+    """Return whether the repeats of a row ran one after another, with no other variant between them."""
+    numbers = [run["num"] for run in row["repeats"]]
+    return max(numbers) - min(numbers) == len(numbers) - 1
+
+
+# ---- rounds in which the variants take turns
+
+
+def rounds_needed(comparisons: int, level: float = LEVEL) -> int:
+    """Return the fewest rounds that allow an interval: n with 2 / 2^n <= level / comparisons.
+
+    With fewer, rounds that agree by chance are more probable than `level`: all of 5 do so in 6 % of the sweeps.
+    """
+    return math.ceil(math.log2(2 * max(1, comparisons) / level))
+
+
+def round_ratio(logs: Sequence[float], comparisons: int = 1, level: float = LEVEL) -> tuple[float, float, float] | None:
+    """Return (ratio, low, high) of log ratios, one per round; None if there are too few rounds for an interval.
+
+    The ratio is the Hodges-Lehmann estimate, and the interval that of Wilcoxon's signed-rank test (Hodges and Lehmann
+    1963, doi 10.1214/aoms/1177704172). Its coverage, at least 1 - level over all `comparisons` together (Bonferroni),
+    needs only that the log ratio of a round is symmetric. The random order of turns and the fresh processes make it so
+    for two copies of one variant, whatever the machine does and however strongly neighbouring rounds depend on each
+    other.
+    """
+    n = len(logs)
+    if n < rounds_needed(comparisons, level):
+        return None
+    averages = sorted((logs[i] + logs[j]) / 2 for i in range(n) for j in range(i, n))
+    outside = _averages_outside(n, level / max(1, comparisons) / 2)
+    low, high = averages[outside], averages[len(averages) - 1 - outside]
+    return math.exp(median(averages)), math.exp(low), math.exp(high)
+
+
+@cache
+def _averages_outside(n: int, tail: float) -> int:
+    """Return how many of the smallest averages lie outside the interval: the largest k with P(W <= k) <= tail.
+
+    W is the sum of the ranks of n positive differences under the null hypothesis.
+    """
+    counts = [1]  # counts[w]: sets of the ranks 1 to n whose sum is w
+    for rank in range(1, n + 1):
+        counts = [a + b for a, b in zip_longest(counts, [0] * rank + counts, fillvalue=0)]
+    total = k = 0
+    while total + counts[k] <= tail * 2**n:
+        total += counts[k]
+        k += 1
+    return k - 1

@@ -1,31 +1,40 @@
 """Compare the variants of a sweep: one row per variant, as a table, JSON, Markdown and a bar chart."""
 
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from vitkernels.errors import UsageError
 from vitkernels.files import read_json, write_json
-from vitkernels.sweep.caveats import MIN_STEPS_FOR_RATIO, fewest_timed_steps, find_caveats, incomparable
+from vitkernels.sweep.caveats import find_caveats
+from vitkernels.sweep.interleave import RECORD
+from vitkernels.sweep.judgement import interpreters, judge, sentences
 from vitkernels.sweep.plot import write_chart
-from vitkernels.sweep.statistics import differs_from_one, median_step_times, merge_repeats, ratio_interval
+from vitkernels.sweep.statistics import median_step_times, merge_repeats
 from vitkernels.training.run_dir import read_results
 
-_SPEEDUP = (
-    "speedup: time per image of the first variant divided by this variant's, at the median step; above 1 is faster"
-)
-_INTERVAL = "; in brackets the 95 % confidence interval over the repeats, ~ where it includes 1"
+_SPEEDUP = "speedup: time per image of the first variant divided by this variant's; above 1 is faster"
+_IN_ROUNDS = ", measured in rounds in which the variants took turns"
+_INTERVAL = "; in brackets the 95 % confidence interval over {}"
+_MARKS = {"level": "~: the interval includes 1", "open": "?: the measurement cannot tell which is faster, see below"}
 _REPEATS = "; ×N: N repeats, with the geometric mean of their step times and ± half the range of losses and accuracies"
 # Keys of a run's summary or evaluation that a row copies.
 _FIGURES = (
     "step_time_ms", "images_per_s", "mfu", "input_wait_ms", "peak_memory_bytes", "bytes", "train_loss", "val_top1",
-    "attn", "model", "precision", "quant", "device", "devices", "host_bound", "parameters_without_gradient",
+    "attn", "model", "precision", "quant", "device", "devices", "host_bound", "parameters_without_gradient", "runtime",
+    "machine",
 )  # fmt: skip
 # The columns of the table in order: (heading, function from a row to a cell). A column without any value is left out.
 _COLUMNS = (
     ("variant", lambda row: row["variant"]),
     ("step ms (p10, p90)", lambda row: _step_time(row)),
     ("medians of repeats", lambda row: _range_of_medians(row)),
+    ("in rounds", lambda row: _in_rounds(row)),
     ("images/s", lambda row: _number(row["images_per_s"], 1)),
     ("MFU %", lambda row: _number(row["mfu"] and 100 * row["mfu"], 1)),
     ("input wait ms", lambda row: _number(row["input_wait_ms"], 2)),
@@ -38,32 +47,58 @@ _COLUMNS = (
 _MISSING = "–"
 
 
-def compare(folder: Path, since: float = 0.0) -> list[dict]:
+def compare(folder: Path, since: float = 0.0, record: Mapping[str, Any] | None = None) -> list[dict]:
     """Return one row per variant of the sweep in `folder`, in launch order; each failed run has its own row.
 
     Args:
         folder: the sweep's folder, with one folder per job in it.
         since: seconds since the epoch. Jobs that ended earlier belong to another sweep and are left out.
+        record: the rounds in which the variants were timed, see vitkernels.sweep.rounds.run_rounds.
 
     Keys of a row: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n},
     images_per_step, images_per_s and mfu (0 to 1) at the median step, input_wait_ms, peak_memory_bytes, bytes (of the
-    weights, for evaluations), train_loss, val_top1, commit, folder and others of a run's summary; repeats (the rows of
-    runs that differ only in their seed, or None for a single run; the other figures then describe all of them, see
-    statistics.merge_repeats); ratio (the first variant's time per image over this one's: above 1 is faster) and
-    ratio_interval (if anything was repeated). A figure that is unknown, or a ratio of runs that cannot be compared, is
-    None.
+    weights, for evaluations), train_loss, val_top1, commit, folder, finished (UTC), interpreted (what interpreted its
+    kernels) and others of a run's summary; repeats (the rows of runs that differ only in their seed, or None for a
+    single run; the other figures then describe all of them, see statistics.merge_repeats); and the keys that
+    judgement.judge adds. A figure that is unknown, or a ratio of runs that cannot be compared, is None.
     """
     files = [path for path in folder.rglob("job.json") if path.stat().st_mtime >= since]
     jobs = [(job, path.parent) for path in files if (job := read_json(path)) is not None]
     jobs.sort(key=lambda pair: (pair[0]["num"], pair[0]["variant"]))
-    rows = merge_repeats([_row(job, path, folder) for job, path in jobs])
-    for row in rows:
-        row["ratio"] = ratio = _time_ratio(rows[0], row)
-        row["ratio_interval"] = None if ratio is None or row is rows[0] else ratio_interval(ratio, rows[0], row)
+    rows = merge_repeats([_row(job, path, str(path.relative_to(folder))) for job, path in jobs])
+    judge(rows, record)
     return rows
 
 
-def _row(job: dict, path: Path, folder: Path) -> dict:
+def compare_existing(folders: Sequence[Path]) -> list[dict]:
+    """Return the rows of runs that exist, in this order; they did not take turns, so none is called faster.
+
+    The folder of one sweep gives the rows of its verdict, rounds included.
+
+    Raises UsageError: "compare.no_run" for a folder without a summary.json or eval.json, "compare.twice" for one that
+    is given twice, "compare.single" for a single run.
+    """
+    if len(folders) == 1 and any(folders[0].rglob("job.json")) and not (folders[0] / "job.json").exists():
+        return compare(folders[0], record=read_json(folders[0] / RECORD))
+    if len(folders) == 1 and read_results(folders[0]):
+        raise UsageError(f"{folders[0]} is one run; name at least two, or the folder of a sweep", code="compare.single")
+    rows = []
+    for number, folder in enumerate(folders):
+        if folder.resolve() in [other.resolve() for other in folders[:number]]:
+            raise UsageError(f"{folder} was given twice", code="compare.twice", folder=str(folder))
+        results = read_results(folder)
+        if not results:
+            reason = "no such folder" if not folder.is_dir() else "it has neither summary.json nor eval.json"
+            message = f"{folder} is not the folder of a run: {reason}. A run that still trains has no summary yet"
+            raise UsageError(message, code="compare.no_run", folder=str(folder))
+        job = {"num": number, "variant": str(folder), "overrides": [str(folder)], "reason": results.get("reason")}
+        job["status"] = results.get("status", "done")
+        rows.append(_row(job, folder, str(folder)))
+    judge(rows, {"rounds": [], "failed": {}, "reason": "the runs were made one by one"})
+    return rows
+
+
+def _row(job: dict, path: Path, name: str) -> dict:
     results = read_results(path) if job["status"] == "done" else {}
     figures = {name: results.get(name) for name in _FIGURES}
     images, flops = results.get("batch_size"), results.get("train_flops_per_step")
@@ -80,8 +115,17 @@ def _row(job: dict, path: Path, folder: Path) -> dict:
         "commit": results.get("git_commit"),
         "code": (job.get("circumstances") or {}).get("code") or results.get("git_commit"),
         "repeats": None,
-        "folder": str(path.relative_to(folder)),
+        "folder": name,
+        "finished": _finished(path),
+        "interpreted": interpreters(results),
     }
+
+
+def _finished(path: Path) -> str | None:
+    files = [path / name for name in ("summary.json", "eval.json") if (path / name).exists()]
+    if not files:
+        return None
+    return datetime.fromtimestamp(files[0].stat().st_mtime, UTC).isoformat(timespec="seconds")
 
 
 def _at_the_median_step(figures: dict, images: int | None) -> dict:
@@ -96,26 +140,14 @@ def _at_the_median_step(figures: dict, images: int | None) -> dict:
     return {"images_per_s": images and round(images / times["median"] * 1e3, 2), "mfu": mfu}
 
 
-def _time_ratio(base: dict, row: dict) -> float | None:
-    base_time, time = _time_per_image(base), _time_per_image(row)
-    if not base_time or not time or incomparable(base, row):
-        return None
-    base_steps, steps = fewest_timed_steps(base), fewest_timed_steps(row)
-    assert base_steps is not None and steps is not None  # both have a time
-    if min(base_steps, steps) < MIN_STEPS_FOR_RATIO:
-        return None
-    return round(base_time / time, 4)
-
-
-def _time_per_image(row: dict) -> float | None:
-    median = (row["step_time_ms"] or {}).get("median")
-    return row["images_per_step"] and median and median / row["images_per_step"]
-
-
 def _legend(rows: list[dict]) -> str | None:
     if not any(row["ratio"] for row in rows):
         return None
-    legend = _SPEEDUP + (_INTERVAL if any(row["ratio_interval"] for row in rows) else "")
+    methods = {row["measured_by"] for row in rows} - {None, "runs"}
+    legend = _SPEEDUP + (_IN_ROUNDS if "rounds" in methods else "")
+    if any(row["ratio_interval"] for row in rows):
+        legend += _INTERVAL.format(" or ".join(f"the {method}" for method in sorted(methods)))
+    legend += "".join(f"; {text}" for mark, text in _MARKS.items() if any(row["judgement"] == mark for row in rows))
     return legend + (_REPEATS if any(row["repeats"] for row in rows) else "")
 
 
@@ -125,10 +157,17 @@ def _number(value: float | None, digits: int, half_range: float | None = None) -
 
 
 def _speedup(row: dict) -> str:
-    if row["ratio"] is None or row["ratio_interval"] is None:
-        return _number(row["ratio"], 3)
-    low, high = row["ratio_interval"]
-    return f"{row['ratio']:.3f} ({low:.3f}, {high:.3f})" + ("" if differs_from_one(row) else " ~")
+    if row["ratio"] is None:
+        return "interpreted" if row["interpreted"] else _MISSING
+    text = _number(row["ratio"], 3)
+    if row["ratio_interval"] is not None:
+        low, high = row["ratio_interval"]
+        text += f" ({low:.3f}, {high:.3f})"
+    return text + (f" {_MARKS[row['judgement']][0]}" if row["judgement"] in _MARKS else "")
+
+
+def _in_rounds(row: dict) -> str:
+    return f"{median(row['rounds']['step_ms']):.2f}" if row["rounds"] else _MISSING
 
 
 def _range_of_medians(row: dict) -> str:
@@ -161,7 +200,7 @@ def write(rows: list[dict], folder: Path) -> None:
 
 
 def markdown(rows: list[dict]) -> str:
-    """Return the table in Markdown, followed by its legend, the reasons of failures, and the caveats."""
+    """Return the table in Markdown, followed by its legend, failures, the verdict in sentences, and the caveats."""
     columns = _columns(rows)
     lines = [
         "| " + " | ".join(heading for heading, _ in columns) + " |",
@@ -173,12 +212,13 @@ def markdown(rows: list[dict]) -> str:
     devices = sorted({row["device"] for row in rows if row["device"]})
     lines += [f"device: {', '.join(devices)}"] if devices else []
     lines += [f"- **{row['variant']}** failed: {row['reason']}" for row in rows if row["status"] != "done"]
+    lines += [f"- **{sentence}**" for sentence in sentences(rows)]
     lines += [f"- {caveat}" for caveat in find_caveats(rows)]
     return "\n".join(lines) + "\n"
 
 
-def show(rows: list[dict], folder: Path) -> None:
-    """Print the table and its caveats to the terminal."""
+def show(rows: list[dict], folder: Path | None) -> None:
+    """Print the table, the verdict and its caveats to the terminal; folder: where `write` put them, if it did."""
     console = Console()
     if not console.is_terminal:
         console = Console(width=140)
@@ -194,6 +234,9 @@ def show(rows: list[dict], folder: Path) -> None:
             console.print(f"{row['variant']} failed: {row['reason']}", style="red", markup=False)
     if legend := _legend(rows):
         console.print(legend, style="dim")
+    for sentence in sentences(rows):
+        console.print(f"- {sentence}", style="bold", markup=False)
     for caveat in find_caveats(rows):
         console.print(f"- {caveat}", style="dim", markup=False)
-    console.print(f"written to {folder}/comparison.{{md,json,png}}", markup=False, style="dim", soft_wrap=True)
+    if folder is not None:
+        console.print(f"written to {folder}/comparison.{{md,json,png}}", markup=False, style="dim", soft_wrap=True)

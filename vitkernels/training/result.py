@@ -3,6 +3,7 @@
 import time
 from pathlib import Path
 
+from vitkernels.bridge import interpreted
 from vitkernels.checkpoint.export import export_safetensors
 from vitkernels.config import Config
 from vitkernels.errors import UsageError
@@ -67,6 +68,8 @@ def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:
         "images_per_s": None if mean_ms is None else round(plan.images_per_step / mean_ms * 1e3, 2),
         "mfu": mfu(runtime, trainer.flops_per_step, mean_ms),
         "train_flops_per_step": trainer.flops_per_step * parallel.devices,
+        "interpreted": interpreted.used(),
+        "machine": trainer.machine,
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "train_loss": state.mean_recent_loss,
         "parameters_without_gradient": len(trainer.parameters_without_gradient or ()),

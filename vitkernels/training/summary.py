@@ -77,6 +77,10 @@ def log_evaluation(result: dict) -> None:
 def log_summary(summary: dict, folder: Path) -> None:
     """Log a run's main figures as its last lines."""
     times = summary["step_time_ms"]
+    if summary["interpreted"]:
+        log.warning(
+            "kernels ran in %s: these times say nothing about their speed", " and ".join(summary["interpreted"])
+        )
     if times["n"]:
         used = "unknown for this device" if summary["mfu"] is None else f"{100 * summary['mfu']:.1f} %"
         log.info(

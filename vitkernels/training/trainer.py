@@ -19,6 +19,7 @@ from vitkernels.checkpoint.random_state import random_state, set_random_state
 from vitkernels.data import Data
 from vitkernels.models import load_weights
 from vitkernels.parallel import Parallel
+from vitkernels.runtime.machine import MachineWatch
 from vitkernels.training.evaluate import evaluate
 from vitkernels.training.health import (
     check_finite,
@@ -96,6 +97,7 @@ class Trainer:
         self.identity: dict = {}
         self.notes: dict = {}
         self.begin = time.time()
+        self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
         self._host_bound = False
 
     def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
@@ -120,9 +122,12 @@ class Trainer:
         profiler = None if profile_into is None else start_profiler(profile_into, self.untimed_steps, left)
         if profiler:
             self.timer.warmup_left += PROFILED_STEPS
+        # Other ranks on this host would count as other load.
+        watch = MachineWatch() if self.parallel.world == 1 else None
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(gc.unfreeze)
             due = self._steps(stop, profiler)
+        self.machine = None if watch is None else watch.lap()
         if profiler:
             profiler.stop()
         if self.checkpoints:
