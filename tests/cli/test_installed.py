@@ -81,8 +81,9 @@ def test_installed__sweeps_over_a_users_configuration_and_data(vitkernels, tmp_p
         "_target_: shaded.build\nbatch_size: 16\nnum_workers: 0\nshade: 0.5\n"
     )
     (tmp_path / "shaded.py").write_text(OWN_DATA)
-    vitkernels("train", "-m", "--config-dir", "mine", "attn=ours,native", "data=shaded", *SMALL)
+    vitkernels("train", "-m", "--config-dir", "mine", "attn=ours,native", "data=shaded", "sweep.rounds=1", *SMALL)
     (table,) = tmp_path.glob("runs/sweeps/*/comparison.json")
+    assert len(json.loads(table.with_name("rounds.json").read_text())["rounds"]) == 1
     rows = {row["variant"]: row for row in json.loads(table.read_text())}
     assert {variant: row["status"] for variant, row in rows.items()} == {"attn=ours": "done", "attn=native": "done"}
 

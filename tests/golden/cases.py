@@ -26,6 +26,7 @@ OLD_RUN += ("+model.kwargs.depth=2", f"checkpoints.every_steps={STOPPED_AT}", "e
 OLD_RUN += ("model.drop_path_rate=0.2", "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}")
 
 SWEEP = ("-m", *(word for word in _SMALL if word != "attn=native"), "attn=native,sdpa", "trainer.max_steps=4")
+SWEEP += ("sweep.rounds=null",)
 
 
 @dataclass(frozen=True)

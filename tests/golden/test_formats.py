@@ -23,6 +23,13 @@ ADDED: dict[str, object] = {
     "summary.json: interpreted": "list",
     "summary.json: interpreted[]": "str",
     "summary.json: machine": "any",
+    # A sweep without rounds: sweep.rounds=null.
+    "files: rounds.json": "file",
+    "comparison.json: [].runtime": "str",
+    "comparison.json: [].machine": "any",
+    "comparison.json: [].finished": "str",
+    "comparison.json: [].interpreted": "list",
+    **{f"comparison.json: [].{key}": "NoneType" for key in ("measured_by", "judgement", "open_because", "rounds")},
 }
 
 SLOW = ("fsdp", "sweep")

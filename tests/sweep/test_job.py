@@ -178,3 +178,12 @@ def test_circumstances__include_tuning_table(settings, monkeypatch, tmp_path):
     run_dir.write_json(tmp_path / "cache/vitkernels/measurements.json", {"X": []})
     (difference,) = run_dir.differences(before, run_dir.circumstances(plain(settings())))
     assert difference.startswith("tuned ")
+
+
+def test_verdict_table__moved_from_training():
+    from vitkernels.training import sweep
+
+    with pytest.warns(DeprecationWarning, match=r"vitkernels\.sweep\.job\.VerdictTable"):
+        assert sweep.VerdictTable is job.VerdictTable
+    with pytest.raises(AttributeError):
+        sweep.anything_else  # noqa: B018

@@ -5,8 +5,10 @@ import math
 from statistics import geometric_mean
 
 import pytest
+from expecting import error
 from pytest import approx
 
+from vitkernels.cli import main as console
 from vitkernels.sweep import verdict
 from vitkernels.sweep.caveats import find_caveats
 from vitkernels.sweep.plot import draw_chart
@@ -25,7 +27,8 @@ def job(folder, num, variant, status="done", reason=None, **summary):
         median = summary.pop("median")
         times = {"median": median, "p10": 9.0, "p90": 99.0, "mean": summary.pop("mean", median)}
         times["n"] = summary.pop("steps", 190)
-        defaults = {"mfu": None, "input_wait_ms": 0.5, "peak_memory_bytes": 2**30, "batch_size": 10, "model": "vit"}
+        defaults = {"runtime": "cuda", "attn": "native", "machine": {"cores": 2, "other_cores": 0.0}}
+        defaults |= {"mfu": None, "input_wait_ms": 0.5, "peak_memory_bytes": 2**30, "batch_size": 10, "model": "vit"}
         defaults |= {"device": "X", "devices": 1, "precision": "bf16", "quant": "none", "git_commit": "abc"}
         defaults |= {"train_flops_per_step": 1e9 * summary.get("batch_size", 10), "train_loss": 1.0}
         content = {"status": "done", "step_time_ms": times, "images_per_s": 1e4 / times["mean"]}
@@ -41,7 +44,7 @@ def test_compare__ratios_and_outputs(tmp_path, capsys):
     verdict.write(rows, tmp_path)
     verdict.show(rows, tmp_path)
     text = (tmp_path / "comparison.md").read_text()
-    assert "| attn=b | 20.00 (9.00, 99.00) | 500.0 | 50.0 | 0.50 | 1024 | 1.0000 | 2.000 |" in text
+    assert "| attn=b | 20.00 (9.00, 99.00) | 500.0 | 50.0 | 0.50 | 1024 | 1.0000 | 2.000 ? |" in text
     assert "**attn=c** failed: out of memory" in text
     assert "attn=c failed: out of memory" in capsys.readouterr().out
     assert json.loads((tmp_path / "comparison.json").read_text()) == rows
@@ -162,7 +165,9 @@ def test_compare__repeats_merge_with_interval(tmp_path):
     assert [list(dots.get_xdata()) for dots in axes.lines if dots.get_marker() == "o"] == [
         list(times[a]) for a in "abc"
     ]
-    assert [text.get_text()[-9:] for text in axes.texts] == ["  (×1.00)", "(×1.01 ~)", "  (×2.01)"]
+    assert [one["judgement"] for one in rows] == [None, "level", "faster"]
+    said = [text.get_text() for text in axes.texts]
+    assert "×1.01" in said[1] and said[1].endswith("no difference shown") and said[2].endswith("2.07)")
 
 
 def test_ratio_interval__is_students_t(tmp_path):
@@ -226,21 +231,23 @@ def test_compare__repeat_without_timed_steps_is_ignored(tmp_path):
 
 
 def test_find_caveats__few_timed_steps_message(tmp_path):
-    steps = {"a": 100, "b": 49, "c": 50, "d": 1, "e": 0}
+    steps = {"a": 100, "b": 49, "c": 50, "d": 6, "e": 0}
     for num, (attn, n) in enumerate(steps.items()):
         job(tmp_path, num, f"attn={attn}", median=40.0 if n else None, steps=n, mean=40.0)
     rows = verdict.compare(tmp_path)
     assert [row["ratio"] for row in rows] == [1.0, 1.0, 1.0, None, None]
     assert find_caveats(rows)[:-1] == [
-        "attn=d: only 1 timed step, too few for a speedup",
+        "attn=d: only 6 timed steps, a speedup needs 20",
         "attn=b: only 49 timed steps",
     ]
 
 
-def test_find_caveats__fewer_than_twenty_steps(tmp_path):
-    for num, n in enumerate((19, 19, 20)):
+def test_compare__no_ratio_with_fewer_than_twenty_steps(tmp_path):
+    for num, n in enumerate((20, 19, 19)):
         job(tmp_path, num, f"attn={num}", median=40.0, steps=n)
-    assert find_caveats(verdict.compare(tmp_path))[0] == "attn=0, attn=1: only 19 timed steps"
+    rows = verdict.compare(tmp_path)
+    assert find_caveats(rows)[0] == "attn=1, attn=2: only 19 timed steps, a speedup needs 20"
+    assert [row["ratio"] for row in rows] == [1.0, None, None]
 
 
 def test_find_caveats__stalls_are_reported_and_figures_use_the_median(tmp_path):
@@ -293,3 +300,97 @@ def test_find_caveats__row_caveats_message(tmp_path):
     assert any(caveat.startswith("quant=fp8: host-bound in 75 % of the steps") for caveat in caveats)
     assert "quant=fp8: 2 parameters received no gradient" in caveats
     assert not any(caveat.startswith("quant=none") for caveat in caveats)
+
+
+def test_compare__interpreted_kernels_get_no_ratio(tmp_path, capsys):
+    """Runs of older versions do not record it; then the backend and the runtime say so."""
+    job(tmp_path, 0, "attn=native", median=40.0, runtime="cpu")
+    job(tmp_path, 1, "attn=mine", median=4000.0, interpreted=["Pallas interpret mode"], runtime="cpu")
+    job(tmp_path, 2, "attn=triton_flash", median=20.0, runtime="cpu", attn="triton_flash")
+    job(tmp_path, 3, "attn=sdpa", median=20.0, runtime="cpu", attn="sdpa")
+    rows = verdict.compare(tmp_path)
+    assert [row["ratio"] for row in rows] == [1.0, None, None, 2.0]
+    assert rows[2]["interpreted"] == ["Triton's interpreter"]
+    table = verdict.markdown(rows).splitlines()
+    assert table[3].endswith("| interpreted |") and table[4].endswith("| interpreted |")
+    assert "attn=mine: no speedup, because kernels ran interpreted here (Pallas interpret mode)" in "".join(table)
+    (axes,) = draw_chart(rows).axes
+    assert "interpreted: no speed" in axes.texts[1].get_text() and "×" not in axes.texts[1].get_text()
+    assert axes.get_xlim()[1] < 100  # the interpreted bar, a hundred times as long, does not set the scale
+
+
+def test_draw_chart__names_what_was_measured_and_carries_the_caveats(tmp_path):
+    job(tmp_path, 0, "attn=a", median=40.0)
+    job(tmp_path, 1, "attn=b", median=20.0)
+    rows = verdict.compare(tmp_path)
+    chart = draw_chart(rows)
+    title, notes = chart.axes[0].get_title(loc="left"), chart.get_supxlabel()
+    assert title.startswith("vit, 10 images/step, bf16, X, 20") and rows[0]["finished"][:10] in title
+    assert "no winner between attn=a and attn=b" in notes and "each variant ran once" in notes
+
+
+def test_draw_chart__counts_caveats_that_do_not_fit(tmp_path):
+    for num in range(20):
+        job(tmp_path, num, f"attn={num}", median=40.0, mean=400.0 + num)
+    notes = draw_chart(verdict.compare(tmp_path)).get_supxlabel().splitlines()
+    assert len(notes) < 12 and "more lines in comparison.md" in notes[-1]
+
+
+def test_find_caveats__runs_that_contradict_the_rounds(tmp_path):
+    """A machine that was busy during the first run made the second one look 3.4 times as fast."""
+    job(tmp_path, 0, "attn=a", median=68.0)
+    job(tmp_path, 1, "attn=b", median=20.0)
+    turn = {"n": 10, "input_wait_ms": 0.0, "cpu_share": 1.0, "gpu": None}
+    lap = {"cores": 2, "other_cores": 0.01, "cpu_mhz": 2000.0, "load_1min": 1.0}
+    rounds = [
+        {
+            "turns": [
+                {"variant": "attn=a", "step_ms": 20.0 + i, **turn},
+                {"variant": "attn=b", "step_ms": 21.0, **turn},
+            ],
+            "machine": [lap, lap],
+            "disturbed": [],
+        }
+        for i in range(8)
+    ]
+    rows = verdict.compare(tmp_path, record={"rounds": rounds, "failed": {}, "reason": None})
+    assert rows[1]["measured_by"] == "rounds" and rows[1]["ratio"] == approx(23.5 / 21, rel=0.02)
+    (caveat,) = [one for one in find_caveats(rows) if "do not" not in one and "instead of" in one]
+    assert caveat.startswith("attn=b: the step times of the training runs give 3.400 instead of 1.1")
+    assert rows[1]["rounds"]["steps"] == 80 and rows[1]["rounds"]["other_cores"] == [0.01] * 8
+
+
+@pytest.fixture
+def runs(tmp_path):
+    for num, name in enumerate(("first", "second")):
+        job(tmp_path, num, name, median=40.0 / (num + 1))
+        (tmp_path / name / "job.json").unlink()
+    return [tmp_path / "first", tmp_path / "second"]
+
+
+def test_compare_existing__shows_ratios_and_names_no_winner(runs, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert console.main(["compare", *map(str, runs), "--out", str(out)]) == 0
+    rows = json.loads((out / "comparison.json").read_text())
+    assert [(row["ratio"], row["judgement"]) for row in rows] == [(1.0, None), (2.0, "open")]
+    said = " ".join(capsys.readouterr().out.split())
+    assert "no winner between" in said and "the runs were made one by one" in said
+    assert (out / "comparison.png").exists() and "| 2.000 ? |" in (out / "comparison.md").read_text()
+
+
+def test_compare_existing__refuses_what_is_no_run(runs, tmp_path, capsys):
+    with error("compare.no_run", folder=str(tmp_path / "none")):
+        verdict.compare_existing([runs[0], tmp_path / "none"])
+    with error("compare.twice"):
+        verdict.compare_existing([runs[0], tmp_path / "out" / ".." / "first"])
+    with error("compare.single"):
+        verdict.compare_existing(runs[:1])
+    assert console.main(["compare", str(runs[0]), str(tmp_path / "none")]) == 2
+    assert "error: " in capsys.readouterr().out
+
+
+def test_compare_existing__shows_the_verdict_of_a_sweep_again(tmp_path, capsys):
+    job(tmp_path, 0, "attn=a", median=40.0)
+    job(tmp_path, 1, "attn=b", median=20.0)
+    assert console.main(["compare", str(tmp_path)]) == 0
+    assert "attn=b" in capsys.readouterr().out

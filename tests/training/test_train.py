@@ -433,7 +433,7 @@ def test_xla__trains_on_a_cpu_with_the_losses_of_the_cpu(losses, tmp_path):
 def test_sweep__survives_failures_and_ends_with_a_verdict(tmp_path):
     """One variant diverges: the table lists it as failed, and repeating the command runs only that one."""
     sweep = ["-m", *SMALL, "attn=native", "optim=sgd", "schedule=constant", "trainer.clip_grad=null", "data=fake"]
-    sweep += ["data.num_classes=10", "trainer.max_steps=12", "trainer.eval_every=null", "optim.lr=0.01,1e30"]
+    sweep += ["data.num_classes=10", "trainer.max_steps=32", "trainer.eval_every=null", "optim.lr=0.01,1e30"]
     sweep += [f"hydra.sweep.dir={tmp_path}"]
     output = finish(start(*sweep), code=1)
     good, bad = json.loads((tmp_path / "comparison.json").read_text())

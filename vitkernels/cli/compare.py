@@ -10,8 +10,8 @@ def main(words: list[str]) -> int:
     """Print the verdict of these runs, and with --out write it; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="vitkernels compare",
-        description="Compare runs that exist, relative to the first. They did not take turns, so the table shows ratios "
-        "and calls none of them faster. The folder of one sweep shows its verdict again.",
+        description="Compare runs that exist, relative to the first. They did not take turns, so the table shows "
+        "ratios and calls none of them faster. The folder of one sweep shows its verdict again.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or one of a sweep")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json, .md and .png there")

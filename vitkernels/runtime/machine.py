@@ -141,10 +141,10 @@ def _descendants(processes: Mapping[int, _Process], root: int) -> set[int]:
 
 
 def _others(before: _Snapshot, now: _Snapshot, own: set[int], seconds: float) -> list[dict[str, Any]]:
-    shares = []
+    shares: list[tuple[float, str]] = []
     for pid, process in now.processes.items():
         if pid not in own:
             used = process.own_s - (before.processes[pid].own_s if pid in before.processes else 0.0)
             if used / seconds >= _LISTED_SHARE:
-                shares.append({"name": process.name, "cores": round(used / seconds, 2)})
-    return sorted(shares, key=lambda one: -one["cores"])[:_MAX_LISTED]
+                shares.append((round(used / seconds, 2), process.name))
+    return [{"name": name, "cores": cores} for cores, name in sorted(shares, reverse=True)[:_MAX_LISTED]]

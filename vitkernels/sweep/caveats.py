@@ -83,7 +83,7 @@ def _repeats(rows: list[dict]) -> list[str]:
     """Return how to learn more from a sweep whose rows were not timed in rounds."""
     by_runs = [row for row in rows if row["measured_by"] in ("runs", "repeats")]
     repeated = [row for row in by_runs if row["repeats"]]
-    if not by_runs:
+    if not by_runs or len([row for row in rows if row["ratio"] is not None]) < 2:
         return []
     if not repeated:
         return [

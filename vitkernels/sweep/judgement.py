@@ -97,7 +97,7 @@ def _by_rounds(base: dict, row: dict, compared: int) -> dict:
     interval = None if found is None else [round(bound, 4) for bound in found[1:]]
     ratio = round(math.exp(median(used)) if found is None else found[0], 4)
     judged = {"ratio": ratio, "ratio_interval": interval, "measured_by": "rounds"}
-    if enough:
+    if enough and interval is not None:
         return {**judged, "judgement": _against_one(interval), "open_because": None}
     return {**judged, "judgement": "open", "open_because": _too_few_quiet(row["rounds"])}
 
@@ -167,7 +167,7 @@ def interpreters(results: Mapping[str, Any]) -> list[str]:
     if "interpreted" in results or results.get("runtime") != "cpu":
         return list(results.get("interpreted") or ())
     of_ops = _INTERPRETED_ON_CPU["triton_flash"] if results.get("ops") == "fused" else None
-    return sorted({of_ops, _INTERPRETED_ON_CPU.get(str(results.get("attn")))} - {None})
+    return sorted(filter(None, {of_ops, _INTERPRETED_ON_CPU.get(str(results.get("attn")))}))
 
 
 def _nearly_equal(a: object, b: object) -> bool:
@@ -187,7 +187,8 @@ def fewest_timed_steps(row: dict) -> int | None:
 def sentences(rows: list[dict]) -> list[str]:
     """Return the verdict in sentences: one per variant that is compared with the first."""
     base = rows[0]["variant"] if rows else ""
-    found, opened = [], {}
+    found: list[str] = []
+    opened: dict[str, list[str]] = {}
     for row in rows:
         if row["judgement"] == "open":
             opened.setdefault(row["open_because"], []).append(row["variant"])

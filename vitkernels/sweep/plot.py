@@ -8,9 +8,10 @@ from vitkernels.sweep.caveats import find_caveats
 from vitkernels.sweep.judgement import sentences
 from vitkernels.sweep.statistics import median_step_times
 
+_MOST_SPREAD = 1.5  # times the longest bar: whiskers beyond it are cut
 _OUTLIER = 3.0  # times the median of the variants: longer bars are cut at the axis' end
 _COLORS = {"faster": "tab:green", "slower": "tab:red", "level": "tab:blue", "open": "tab:blue"}
-_MOST_LINES, _LINE_CHARACTERS = 9, 118
+_MOST_LINES, _LINE_CHARACTERS = 9, 165
 
 
 def write_chart(rows: list[dict], path: Path) -> None:
@@ -88,18 +89,21 @@ def _time(row: dict) -> float | None:
 
 
 def _end_of_axis(rows: list[dict], per_image: bool) -> float:
-    """Return the end of the longest bar that is drawn in full: an outlier does not decide the scale."""
-    times = [_scale(row, per_image) * time for row in rows if (time := _time(row))]
-    if not times:
+    """Return where the longest mark ends that is drawn in full: an outlier does not decide the scale."""
+    timed = [(_scale(row, per_image), time, _spread(row)[1]) for row in rows if (time := _time(row))]
+    if not timed:
         return 1.0
-    return max(time for time in times if time <= _OUTLIER * median(times))
+    limit = _OUTLIER * median(scale * time for scale, time, _ in timed)
+    bars = max(scale * time for scale, time, _ in timed if scale * time <= limit)
+    marks = (scale * high for scale, time, high in timed if scale * time <= limit)
+    return max(bars, min(max(marks), _MOST_SPREAD * bars))
 
 
 def _draw_bar(axes, y: int, row: dict, per_image: bool, end: float) -> None:
     scale = _scale(row, per_image)
     time = scale * (_time(row) or 0)
     low, high, dots = (_scaled(value, scale) for value in _spread(row))
-    limit, unit = 1.1 * end, "µs" if per_image else "ms"
+    limit, unit = 1.02 * end, "µs" if per_image else "ms"
     color = "0.8" if row["interpreted"] else _COLORS.get(row["judgement"], "tab:gray")
     cut = time > limit
     style = {"hatch": "//", "edgecolor": "white"} if cut else {}

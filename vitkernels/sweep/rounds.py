@@ -258,7 +258,9 @@ def run_rounds(
     Args:
         start: gives the variants of these names, in the order in which they start, fresh processes.
     """
-    begin, found, failed = time.monotonic(), [], {}
+    begin = time.monotonic()
+    found: list[dict[str, Any]] = []
+    failed: dict[str, str] = {}
     left, quiet = list(names), 0
     while len(left) > 1 and names[0] in left and quiet < rounds and len(found) < 2 * rounds:
         shuffle(order := list(left))

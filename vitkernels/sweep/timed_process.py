@@ -35,7 +35,8 @@ class Turns:
 
     def __init__(self, trainer: Trainer):
         self.trainer, self.runtime = trainer, trainer.parallel.runtime
-        self._left, self._batches = 0, iter(())
+        self._left = 0
+        self._batches: Iterator[tuple[Tensor, Tensor]] = iter(())
         self._gpu = None
         if self.runtime.name == "cuda":
             self._gpu = str(torch.cuda.get_device_properties(self.runtime.device).uuid)
@@ -72,9 +73,7 @@ class Turns:
         if self._left == 0:
             assert trainer.data.train is not None
             step = trainer.state.step
-            self._batches: Iterator[tuple[Tensor, Tensor]] = trainer.parallel.feed(
-                trainer.plan.batches(trainer.data.train, step)
-            )
+            self._batches = trainer.parallel.feed(trainer.plan.batches(trainer.data.train, step))
             self._left = trainer.plan.steps_left_in_epoch(step)
         trainer.train_step(self._batches)
         self._left -= 1
