@@ -59,7 +59,7 @@ def run(config: DictConfig, folder: Path, create_runtime: Callable[[str, str], R
 
 
 def train(cfg: Config, parallel: Parallel, folder: Path, failure: run_dir.FailureRecord) -> None:
-    begin = time.time()
+    begin = time.monotonic()
     with contextlib.ExitStack() as cleanup:
         # ------------------------------------------------------------------ the run's folder
         parallel.on_main(cleanup.enter_context, run_dir.locked(folder))

@@ -44,6 +44,13 @@ def write_synced(path: Path, write: Callable[[BinaryIO], Any]) -> None:
         raise
 
 
+def free_bytes(folder: Path) -> int:
+    """Return the space that this user may still write to the disk of a folder, which need not exist yet."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    disk = os.statvfs(place)
+    return disk.f_bavail * disk.f_frsize
+
+
 def sync_folder(path: Path) -> None:
     """Sync a folder's entries to disk."""
     folder = os.open(path, os.O_RDONLY)

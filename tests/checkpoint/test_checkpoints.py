@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -238,3 +239,64 @@ def test_optimizer__resumes_its_counters_but_keeps_its_own_settings(tmp_path):
         assert group["step"] == group["lookahead_step"] == 1
     second.step()
     assert second.param_groups[0]["step"] == 2
+
+
+def test_changed_state__is_detected(tmp_path):
+    path = save(ckpt.Checkpoints(tmp_path), 28)
+    file = path / "state.json"
+    state = json.loads(file.read_text())
+    file.write_text(json.dumps(state | {"mark": 29}))
+    with error("checkpoint.invalid", ckpt.CheckpointError):
+        ckpt.load_state(path)
+    file.write_text(json.dumps(state, indent=1))  # the same content in other bytes
+    assert mark(path) == 28
+    del state["checksum"]
+    file.write_text(json.dumps(state))  # as older versions wrote it
+    assert mark(path) == 28
+
+
+def test_renamed_checkpoint__is_detected(tmp_path):
+    path = save(ckpt.Checkpoints(tmp_path), 28)
+    other = path.rename(tmp_path / "step_00000029")
+    with error("checkpoint.invalid", ckpt.CheckpointError, path=other):
+        ckpt.load_state(other)
+    assert mark(other.rename(tmp_path / "kept_for_the_paper")) == 28
+
+
+def test_leftovers__are_removed(tmp_path):
+    store = ckpt.Checkpoints(tmp_path)
+    save(store, 1)
+    shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_00000000.old.tmp")
+    (tmp_path / "best.tmp").symlink_to("step_00000000")
+    store.remove_leftovers()
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+
+
+def test_disk_with_room_for_two_checkpoints__keeps_the_newest(tmp_path, monkeypatch, caplog):
+    """With keep=2 the third is written before the first is removed; here the first goes earlier."""
+    store = ckpt.Checkpoints(tmp_path, keep=2)
+
+    def free(folder):
+        used = sum(ckpt.folder_bytes(path) for path in store.paths())
+        return int(2.5 * size) + ckpt.SPARE_BYTES - used
+
+    size = ckpt.folder_bytes(save(store, 1))
+    monkeypatch.setattr(ckpt, "free_bytes", free)
+    for step in (2, 3, 4):
+        save(store, step)
+        assert [mark(path) for path in store.paths()] == ([2, 1] if step == 2 else [step, step - 1])
+    assert "removed step_00000001" in caplog.text
+    store.mark_best(tmp_path / "step_00000003")
+    monkeypatch.setattr(ckpt, "free_bytes", lambda _: 0)
+    save(store, 5)
+    assert [mark(path) for path in store.paths()] == [5, 4, 3], "the newest and the best are never removed first"
+
+
+def test_disk_without_room__keeps_an_older_checkpoint_if_the_newest_is_broken(tmp_path, monkeypatch):
+    store = ckpt.Checkpoints(tmp_path)
+    save(store, 1)
+    (save(store, 2) / "rank_00000.safetensors").write_bytes(b"")
+    monkeypatch.setattr(ckpt, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(ckpt._Writer, "write_data", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left")))
+    save(store, 3)
+    assert mark(store.newest_valid()) == 1

@@ -30,6 +30,9 @@ ADDED: dict[str, object] = {
     "comparison.json: [].finished": "str",
     "comparison.json: [].interpreted": "list",
     **{f"comparison.json: [].{key}": "NoneType" for key in ("measured_by", "judgement", "open_because", "rounds")},
+    "state.json: checksum": "int",  # of everything else in it
+    "state.json: model_arguments": "dict",  # they identify the run, in addition to the model's name
+    **{f"state.json: model_arguments.{name}": "int" for name in ("embed_dim", "num_heads", "depth", "in_chans")},
 }
 
 SLOW = ("fsdp", "sweep")

@@ -203,8 +203,10 @@ def test_sigterm__writes_a_checkpoint_that_another_folder_resumes(uninterrupted,
 
 def test_resume__refuses_the_checkpoint_of_another_run(settings, tmp_path):
     train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path / "a")
-    with error("models.weights_mismatch"):
-        train.run(settings(*SMALL, "+model.kwargs.mlp_ratio=2", f"resume={tmp_path / 'a'}"), tmp_path / "b")
+    for other in ("+model.kwargs.mlp_ratio=2", "model.kwargs.num_heads=4"):  # the latter has the same weights
+        words = [word for word in SMALL if other.split("=")[0] not in word]
+        with error("run.checkpoint_mismatch", entries=["model_arguments"]):
+            train.run(settings(*words, "+" + other.lstrip("+"), f"resume={tmp_path / 'a'}"), tmp_path / "b")
     with error("run.checkpoint_mismatch", entries=["seed"]):
         train.run(settings(*SMALL, "seed=1", f"resume={tmp_path / 'a'}"), tmp_path / "c")
     with error("checkpoint.missing", kind=CheckpointError):
@@ -504,3 +506,36 @@ def test_cuda_loop__synchronizes_at_boundaries_only(settings, monkeypatch, tmp_p
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert len(seen) > 2
+
+
+def test_damaged_log__does_not_end_a_resume(settings, losses, tmp_path, caplog):
+    at = lambda steps: settings(*SMALL, f"trainer.max_steps={steps}", "resume=auto", "trainer.eval_every=null")  # noqa: E731
+    train.run(at(4), tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "metrics.jsonl").write_bytes(lines[0] + b'{"step": \xff}\n[]\n' + b"".join(lines[1:]))
+    train.run(at(6), tmp_path)
+    assert list(losses(tmp_path)) == [1, 2, 3, 4, 5, 6] and "2 damaged lines" in caplog.text
+    (tmp_path / "metrics.jsonl").unlink()
+    train.run(at(8), tmp_path)
+    assert list(losses(tmp_path)) == [7, 8] and "metrics.jsonl is missing" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, '{"mode": "tra'])
+def test_lost_config__is_named(content, settings, tmp_path):
+    cfg = settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null", "resume=auto")
+    train.run(cfg, tmp_path)
+    (tmp_path / "config.json").unlink()
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with error("run.config_lost") as caught:
+        train.run(settings(*SMALL, "trainer.max_steps=4", "trainer.eval_every=null", "resume=auto"), tmp_path)
+    assert "it was started with: python " in str(caught.value)
+
+
+def test_clock__set_back_gives_no_negative_times(settings, tmp_path, monkeypatch):
+    now = iter(range(10**9, 0, -10))  # each look at it is ten seconds earlier
+    monkeypatch.setattr(time, "time", lambda: float(next(now)))
+    train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    state = json.loads(next((tmp_path / "checkpoints").glob("*/state.json")).read_text())
+    assert 0 < summary["seconds"] < 300 and 0 < state["seconds"] < 300

@@ -1,7 +1,7 @@
 """Write checkpoints that are complete or absent: folders of safetensors, written during training, then renamed.
 
     step_00000040/rank_00000.safetensors ...   tensors or shards of them, one file per writing process
-    step_00000040/state.json                   everything else, and the size and checksum of each tensor file
+    step_00000040/state.json                   everything else, with its checksum and those of the tensor files
     best -> step_00000020                      the best so far, never pruned
 
 torch.distributed.checkpoint writes and reads them, so any number of processes can read what any other number wrote.
@@ -32,12 +32,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.distributed.tensor import DTensor
 
 from vitkernels.errors import UsageError
-from vitkernels.files import sync_folder, write_synced
+from vitkernels.files import free_bytes, sync_folder, write_synced
 
 log = logging.getLogger(__name__)
 
 FORMAT = 2
 BEST = "best"
+SPARE_BYTES = 1 << 20  # for the file system's own records and the log
 _NAME = re.compile(r"step_(\d{8})")
 # A single process has no process group; torch would warn about that at each checkpoint.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -85,7 +86,7 @@ class Checkpoints:
             return path
         future: Future = dcp.async_save(  # type: ignore[assignment]  # this stager gives a plain future
             tensors,
-            storage_writer=_Writer(path, {"format": FORMAT, "step": step, **state}, self._prune),
+            storage_writer=_Writer(path, {"format": FORMAT, "step": step, **state}, self._make_room, self._prune),
             async_stager=BlockingAsyncStager(),
             process_group=self.group,
             no_dist=self.group is None,
@@ -141,11 +142,47 @@ class Checkpoints:
                 log.warning("skipped a broken checkpoint: %s", error)
         return None
 
+    def remove_leftovers(self) -> None:
+        """Remove what a killed process left unfinished; the run's lock must be held."""
+        _remove_leftovers(self.folder)
+
+    def reclaimable_bytes(self) -> int:
+        """Return the size of the checkpoints that may be removed before the next one is written."""
+        return sum(map(folder_bytes, self._removable()))
+
+    def _removable(self) -> list[Path]:
+        """Return all but the newest and the best checkpoint, oldest first."""
+        best = self.folder / BEST
+        name = os.readlink(best) if best.is_symlink() else None
+        return [path for path in reversed(self.paths()[1:]) if path.name != name]
+
+    def _make_room(self) -> None:
+        """Remove the oldest checkpoints if the disk lacks the space for the next one next to them.
+
+        The next one is taken to be as large as the newest, which stays, and so does the best. None is removed if the
+        newest is broken.
+        """
+        newest = next(iter(self.paths()), None)
+        if newest is None or not (removable := self._removable()):
+            return
+        needed, removed = folder_bytes(newest) + SPARE_BYTES, []
+        if free_bytes(self.folder) >= needed or not _is_valid(newest):
+            return
+        while removable and free_bytes(self.folder) < needed:
+            _remove(removable[0])
+            removed.append(removable.pop(0).name)
+        log.warning("removed %s: the disk has no room for %d checkpoints", " and ".join(removed), self.keep + 1)
+
     def _prune(self, newest: Path) -> None:
         paths, best = self.paths(), self.folder / BEST
         for old in paths[paths.index(newest) :][self.keep :]:
             if not (best.is_symlink() and os.readlink(best) == old.name):
                 _remove(old)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the size of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
 
 
 def folder_name(step: int) -> str:
@@ -159,9 +196,10 @@ class _Writer(StorageWriter):
     Each file's header gives the offsets of its shards in the full tensors, as HuggingFaceStorageReader expects.
     """
 
-    def __init__(self, path: Path, state: dict, prune: Callable[[Path], None]):
+    def __init__(self, path: Path, state: dict, make_room: Callable[[], None], prune: Callable[[Path], None]):
         self.path, self.folder = path, _unfinished(path)
         self.state = state
+        self.make_room = make_room
         self.prune = prune
 
     def reset(self, checkpoint_id=None) -> None: ...
@@ -177,8 +215,8 @@ class _Writer(StorageWriter):
 
     def prepare_global_plan(self, plans):
         """Make the folder, on the coordinator, before any process writes."""
-        for leftover in self.path.parent.glob("step_*.tmp"):
-            shutil.rmtree(leftover)
+        _remove_leftovers(self.path.parent)
+        self.make_room()
         self.folder.mkdir(parents=True)
         return [replace(plan, storage_data=f"rank_{rank:05d}.safetensors") for rank, plan in enumerate(plans)]
 
@@ -198,7 +236,8 @@ class _Writer(StorageWriter):
     def finish(self, metadata, results) -> None:
         """Rename the folder, on the coordinator, after all processes have written; the rename makes it a checkpoint."""
         files = {name: [size, crc] for result in results for name, size, crc in (one.storage_data for one in result)}
-        text = json.dumps({**self.state, "files": files})
+        state = {**self.state, "files": files}
+        text = json.dumps({**state, "checksum": _state_checksum(state)})
         write_synced(self.folder / "state.json", lambda file: file.write(text.encode()))
         sync_folder(self.folder)
         if self.path.exists():  # left by an earlier attempt
@@ -216,35 +255,63 @@ def load_state(path: str | Path) -> dict:
     """
     path = Path(path)
     if not path.is_dir():
-        kind = "not a folder" if path.exists() else "no such file or folder"
+        kind = "it is a file" if path.exists() else "no such file or folder"
         raise CheckpointError(
             f"no checkpoint at {path}: {kind}; a run keeps them in checkpoints/, the best one as checkpoints/best",
             code="checkpoint.missing",
             path=path,
         )
-    try:
-        state = json.loads((path / "state.json").read_text())
-        version, files = state["format"], state["files"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        inside = path / "checkpoints" / "best"
-        hint = f"; this is a run's folder, did you mean {inside}?" if inside.exists() else ""
-        raise _invalid(path, f"state.json: {error}{hint}") from error
-    if version != FORMAT:
+    state = _read_state(path)
+    if state["format"] != FORMAT:
         raise CheckpointError(
-            f"{path} has checkpoint format {version}; this version reads format {FORMAT}",
+            f"{path} has checkpoint format {state['format']}; this version reads format {FORMAT}",
             code="checkpoint.format",
             path=path,
-            format=version,
+            format=state["format"],
         )
-    for name, (size, checksum) in files.items():
+    # Checkpoints of older versions have no checksum of their state.
+    if state.pop("checksum", None) not in (None, _state_checksum(state)):
+        raise _invalid(path, "state.json: wrong checksum")
+    named = _NAME.fullmatch(path.resolve().name)
+    if named and int(named[1]) != state.get("step"):
+        raise _invalid(path, f"it holds step {state.get('step')}: the folder was renamed or its state.json exchanged")
+    for name, (size, checksum) in state["files"].items():
         try:
             found = (path / name).stat().st_size, _checksum(path / name)
         except OSError as error:
-            raise _invalid(path, str(error)) from error
+            raise _invalid(path, f"{name}: {error.strerror or error}") from error
         if found != (size, checksum):
             what = "wrong checksum" if found[0] == size else f"{found[0]} bytes instead of {size}"
             raise _invalid(path, f"{name}: {what}")
     return state
+
+
+def _read_state(path: Path) -> dict:
+    """Return the content of a checkpoint folder's state.json, unchecked."""
+    try:
+        state = json.loads((path / "state.json").read_bytes())
+        state["format"], state["files"].items()  # KeyError, TypeError or AttributeError without them
+        return state
+    except FileNotFoundError as error:
+        inside = path / "checkpoints" / "best"
+        hint = f"; this is a run's folder, did you mean {inside}?" if inside.exists() else ""
+        raise _invalid(path, f"the folder has no state.json{hint}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or f"it is damaged ({error})"
+        raise _invalid(path, f"state.json: {reason}") from error
+
+
+def _state_checksum(state: dict) -> int:
+    """Return the checksum of everything else in state.json, whatever the order of its entries."""
+    return zlib.crc32(json.dumps(state, sort_keys=True).encode())
+
+
+def _is_valid(path: Path) -> bool:
+    try:
+        load_state(path)
+        return True
+    except CheckpointError:
+        return False
 
 
 def _invalid(path: Path, reason: str) -> CheckpointError:
@@ -280,6 +347,12 @@ def prefixed(kind: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Ten
 
 def _unfinished(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
+
+
+def _remove_leftovers(folder: Path) -> None:
+    names = os.listdir(folder) if folder.is_dir() else []
+    for leftover in (folder / name for name in names if re.fullmatch(rf"(step_.*|{BEST})\.tmp", name)):
+        leftover.unlink() if leftover.is_symlink() else shutil.rmtree(leftover)
 
 
 def _remove(path: Path) -> None:

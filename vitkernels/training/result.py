@@ -80,7 +80,7 @@ def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:
         "epochs": round(state.step / plan.steps_per_epoch, 4),
         "steps": state.step,
         "seed": cfg.seed,
-        "seconds": round(time.time() - trainer.begin, 1),
+        "seconds": round(time.monotonic() - trainer.begin, 1),
         "versions": versions(),
         "git_commit": git_commit(),
     }

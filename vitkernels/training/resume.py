@@ -10,7 +10,7 @@ import yaml
 from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
 from vitkernels.config import Config
 from vitkernels.provenance import git_commit, versions
-from vitkernels.training import run_dir, source
+from vitkernels.training import run_dir, setup, source
 from vitkernels.training.loggers import MetricLogger, NullLogger, run_loggers
 from vitkernels.training.trainer import Trainer
 
@@ -24,12 +24,13 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
 
     Args:
         preprocessing: how images are prepared, with `input_size` under timm's name; stored with the weights.
-        begin: time.time() when the process started.
+        begin: time.monotonic() when the process started.
     """
     parallel, plan, settings, data = trainer.parallel, trainer.plan, cfg.to_dict(), trainer.data
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoints.keep, parallel.checkpoint_group, parallel.writes)
     identity = {
         "model_name": cfg.model.name,
+        "model_arguments": setup.model_arguments(cfg),
         "seed": cfg.seed,
         "images_per_step": plan.images_per_step,
         "steps_per_epoch": plan.steps_per_epoch,
@@ -38,6 +39,7 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
     }
     notes = {"class_names": data.class_names, "preprocessing": preprocessing}
     trainer.attach(checkpoints, identity, notes, begin)
+    parallel.on_main(checkpoints.remove_leftovers)
     path = parallel.on_main(run_dir.find_checkpoint, folder, settings, checkpoints)
     if path is not None:
         state = parallel.load(load_state, path)
@@ -48,6 +50,8 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
         if at_end and parallel.on_main(run_dir.restore_summary, folder, settings, plan.total_steps):
             return False
         trainer.resume(path)
+        if folder.resolve() in path.resolve().parents and not (folder / "metrics.jsonl").exists():
+            log.warning("%s/metrics.jsonl is missing: it will lack the steps up to %d", folder, state["step"])
     parallel.on_main(run_dir.begin, folder, settings, path is not None, notes)
     trainer.logger = _loggers(cfg, trainer, folder)
     if trainer.state.eval_pending:  # the run was stopped between this step's checkpoint and its evaluation

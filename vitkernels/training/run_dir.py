@@ -36,6 +36,7 @@ _MAY_CHANGE = (
     "data.root", "runtime", "compile",
     "data.batch_size", "trainer.accum_steps",  # the checkpoint knows their product, the images per step
 )  # fmt: skip
+_NOT_IN_OLDER = ("model_arguments",)  # entries that checkpoints of older versions do not have
 _ELSEWHERE = "hydra.run.dir=FOLDER puts this run elsewhere"
 
 
@@ -207,6 +208,13 @@ def _refuse_to_overwrite(folder: Path, settings: dict) -> None:
             code="run.folder_taken",
         )
     before, now = read_settings(folder), identity(settings)
+    if not before:
+        raise UsageError(
+            f"{folder}/config.json is missing or damaged, so this run's settings cannot be compared with those of the "
+            f"run in it{started_with(folder)}. Restore the file, or continue in another folder: resume={folder} "
+            "hydra.run.dir=FOLDER",
+            code="run.config_lost",
+        )
     complete = is_complete(folder) and _length(before) == _length(now)
     changed = differences(before, now, _WITHOUT_EFFECT if complete else _MAY_CHANGE)
     command = started_with(folder)
@@ -332,6 +340,7 @@ def _same_runs_nearby(folder: Path, settings: dict) -> list[Path]:
 
 def check_same_run(path: Path, state: dict, expected: dict, total_steps: int) -> None:
     """Raise UsageError if the checkpoint's identifying entries differ from `expected` or it is past `total_steps`."""
+    expected = {k: v for k, v in expected.items() if k in state or k not in _NOT_IN_OLDER}
     wrong = {k: f"{k} was {state.get(k)!r} and is now {v!r}" for k, v in expected.items() if state.get(k) != v}
     if wrong:
         hint = " (data.batch_size is per device, so it changes with the number of devices)"

@@ -6,6 +6,7 @@ the choice of fused ops, and the strategy wraps the model before the optimizer s
 """
 
 import copy
+import json
 import logging
 import pkgutil
 from dataclasses import dataclass
@@ -155,6 +156,13 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
         quantized=quantized,
         quantized_net=None if quantized is None else wrap(quantized),
     )
+
+
+def model_arguments(cfg: Config) -> dict:
+    """Return the arguments that decide what the model computes, in addition to its name, as JSON has them."""
+    sizes = {"img_size": cfg.model.img_size, "in_chans": cfg.model.in_chans}
+    given = {name: value for name, value in {**cfg.model.kwargs, **sizes}.items() if value is not None}
+    return json.loads(json.dumps(given))
 
 
 def _create(cfg: Config, parallel: Parallel, data: Data) -> tuple[models.ModelFacts, str, nn.Module]:

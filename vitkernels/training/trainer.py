@@ -96,8 +96,8 @@ class Trainer:
         self.checkpoints: Checkpoints | None = None
         self.identity: dict = {}
         self.notes: dict = {}
-        self.begin = time.time()
         self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
+        self.begin = time.monotonic()
         self._host_bound = False
 
     def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
@@ -106,7 +106,7 @@ class Trainer:
         Args:
             identity: the entries that a checkpoint must share with this run to be resumed.
             notes: class names and preprocessing, kept in each checkpoint.
-            begin: time.time() when the run started.
+            begin: time.monotonic() when the run started.
         """
         self.checkpoints, self.identity, self.notes, self.begin = checkpoints, identity, notes, begin
 
@@ -249,7 +249,7 @@ class Trainer:
             **self.identity,
             "optimizer": optimizer,
             "scaler": self.scaler.state_dict(),
-            "seconds": time.time() - self.begin,
+            "seconds": time.monotonic() - self.begin,
             **self.state.state_dict(),
             **self.notes,
         }

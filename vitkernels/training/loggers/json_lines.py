@@ -59,13 +59,15 @@ def _drop_lines_after(path: Path, step: int, drop_evaluation: bool) -> None:
     """Keep the complete lines up to `step`; a torn last line is dropped too."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text().splitlines():
+    kept, damaged = [], 0
+    for line in path.read_bytes().splitlines():
         try:
             content = json.loads(line)
             evaluated_here = drop_evaluation and content["step"] == step and "loss" not in content
             if content["step"] <= step and not evaluated_here:
-                kept.append(line + "\n")
-        except (json.JSONDecodeError, KeyError):
-            continue
-    write_atomically(path, lambda file: file.write("".join(kept).encode()))
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError):  # ValueError: no JSON, or no UTF-8
+            damaged += 1
+    if damaged > 1:  # a kill leaves one at most
+        log.warning("%s: dropped %d damaged lines", path, damaged)
+    write_atomically(path, lambda file: file.write(b"".join(kept)))
