@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from finished_batches import finished_epoch
 from hydra.utils import get_method
 from omegaconf import OmegaConf
 
@@ -52,6 +53,6 @@ def test_conf_data__builds(make_root):
     folder = {"root": str(make_root()), "batch_size": 4, "num_workers": 0, "mixup": mixup}
     for name, overrides in (("digits", {"mixup": mixup}), ("fake", {"batch_size": 4}), ("imagefolder", folder)):
         data = build(name, **overrides)
-        images, targets = next(data.train.epoch(0))
+        images, targets = next(finished_epoch(data.train, 0))
         assert images.shape == (data.train.batch_size, 3, 24, 24)
         assert targets.ndim == (1 if name == "fake" else 2)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from expecting import error
+from finished_batches import finished_epoch
 
 from vitkernels.data import imagefolder
 
@@ -96,7 +97,7 @@ def test_small_images__are_enlarged_with_one_warning(make_root, caplog):
     (val,) = (message for message in warnings_of(caplog) if str(root / "val") in message)
     assert "6 of 6 checked images are smaller than image_size=24, the smallest 30×23 (" in val and "enlarged" in val
     assert len(warnings_of(caplog)) == 2  # train and val
-    images, targets = next(loader.epoch(0))
+    images, targets = next(finished_epoch(loader, 0))
     assert images.shape[2:] == (24, 24) and (targets >= 0).all()
 
 

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 from expecting import error
+from finished_batches import finished_epoch
 from PIL import Image, ImageOps
 
 from vitkernels.data import BadImagesError, imagefolder
-from vitkernels.data.augment import _posterize, train_transform
+from vitkernels.data.augment import TrainAugmentation, _posterize
+from vitkernels.data.decode.pillow import PillowImage
 
 SIDE = 24
 RECIPE = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.5, "color_jitter": 0.4, "interpolation": "random"}
@@ -33,19 +35,19 @@ def test_imagefolder__resume_within_an_epoch_is_exact(num_workers, make_root, sa
     root = make_root()
     truncate(root / "train" / "b" / "2.jpg")
     recipe = RECIPE | {"mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}}
-    full = list(build(root, **recipe).train.epoch(1))
+    full = list(finished_epoch(build(root, **recipe).train, 1))
     before = rng_state()
     data = build(root, num_workers=num_workers, **recipe)
-    next(data.train.epoch(0))  # abandoned in the middle
-    assert same(data.train.epoch(1, start=3), full[3:])
-    assert same(data.train.epoch(1), full)
-    assert same(data.val.epoch(0), build(root).val.epoch(7))
+    next(finished_epoch(data.train, 0))  # abandoned in the middle
+    assert same(finished_epoch(data.train, 1, start=3), full[3:])
+    assert same(finished_epoch(data.train, 1), full)
+    assert same(finished_epoch(data.val, 0), finished_epoch(build(root).val, 7))
     assert rng_state() == before
 
 
 def test_imagefolder__differs_by_epoch_and_seed(make_root, same):
     root = make_root()
-    batches = [next(build(root, seed=seed).train.epoch(epoch)) for seed in (0, 1) for epoch in (0, 1)]
+    batches = [next(finished_epoch(build(root, seed=seed).train, epoch)) for seed in (0, 1) for epoch in (0, 1)]
     assert not any(same([a], [b]) for i, a in enumerate(batches) for b in batches[:i])
 
 
@@ -56,7 +58,7 @@ def test_imagefolder__sample_depends_on_seed_epoch_and_index_alone(make_root):
         loader = build(root, **RECIPE | kwargs).train
         return {
             i: image
-            for batch, (images, _) in enumerate(loader.epoch(epoch))
+            for batch, (images, _) in enumerate(finished_epoch(loader, epoch))
             for i, image in zip(loader.sample_ids(epoch, batch), images, strict=True)
         }
 
@@ -74,7 +76,7 @@ def test_imagefolder__every_image_once_with_a_padded_last_evaluation_batch(make_
     assert (data.val.num_samples, data.val.batches_per_epoch) == (9, 3)
     ids = [i for batch in range(5) for i in data.train.sample_ids(0, batch)]
     assert len(ids) == len(set(ids)) == 20
-    images, targets = (torch.cat(parts) for parts in zip(*data.val.epoch(0), strict=True))
+    images, targets = (torch.cat(parts) for parts in zip(*finished_epoch(data.val, 0), strict=True))
     assert images.shape == (12, 3, SIDE, SIDE) and images.dtype == torch.float32
     assert targets.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, -100, -100, -100]
     assert not images[9:].any()
@@ -87,11 +89,11 @@ def test_imagefolder__names_samples_by_path(make_root):
 
 def test_imagefolder__mixup_for_training_only(make_root):
     data = build(make_root(), mixup={"off_epoch": 1})
-    _, soft = next(data.train.epoch(0))
+    _, soft = next(finished_epoch(data.train, 0))
     assert soft.shape == (4, 3)
     torch.testing.assert_close(soft.sum(1), torch.ones(4))
-    assert next(data.train.epoch(1))[1].max(1).values.min() == 1
-    assert next(data.val.epoch(0))[1].dtype == torch.int64
+    assert next(finished_epoch(data.train, 1))[1].max(1).values.min() == 1
+    assert next(finished_epoch(data.val, 0))[1].dtype == torch.int64
 
 
 def test_imagefolder__evaluation_needs_no_training_set(make_root):
@@ -126,15 +128,16 @@ MODES = {
 
 
 @pytest.mark.parametrize("name", MODES)
-def test_read_rgb__color_modes(name, make_root):
+@pytest.mark.parametrize("decode", ["pillow", "turbo"])
+def test_decode__color_modes(name, decode, make_root):
     image, color = MODES[name]
     root = make_root(val=1)
     image.save(root / "val" / "a" / name)
-    loader = build(root, mean=[0, 0, 0], std=[1, 1, 1]).val
+    loader = build(root, mean=[0, 0, 0], std=[1, 1, 1], decode=decode).val
     row = [path.endswith(name) for path in loader.describe([0, 1])].index(True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        images, targets = next(loader.epoch(0))
+        images, targets = next(finished_epoch(loader, 0))
     assert targets[row] == 0 and loader.bad_images == {}
     expected = torch.tensor(color).view(3, 1, 1).expand(3, SIDE, SIDE) / 255
     torch.testing.assert_close(images[row], expected, atol=4 / 255, rtol=0)  # JPEG rounds
@@ -144,7 +147,7 @@ def test_imagefolder__normalizes_pixels(make_root):
     root = make_root(val=1)
     rgb(255, 0, 128).save(root / "val" / "a" / "0.png")
     (root / "val" / "a" / "0.jpg").unlink()
-    images, _ = next(build(root, mean=[0.1, 0.2, 0.3], std=[0.5, 0.25, 0.2]).val.epoch(0))
+    images, _ = next(finished_epoch(build(root, mean=[0.1, 0.2, 0.3], std=[0.5, 0.25, 0.2]).val, 0))
     expected = torch.tensor([0.9 / 0.5, -0.2 / 0.25, (128 / 255 - 0.3) / 0.2])
     torch.testing.assert_close(images[0].mean((1, 2)), expected)
 
@@ -155,18 +158,20 @@ def test_pillow_warnings__are_logged_once(num_workers, make_root, caplog):
     palette().save(root / "val" / "c" / "palette.png")
     loader = build(root, num_workers=num_workers).val
     for epoch in range(2):
-        list(loader.epoch(epoch))
+        list(finished_epoch(loader, epoch))
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 1
     assert str(root / "val" / "c" / "palette.png") in messages[0] and "transparency" in messages[0].lower()
 
 
-def test_read_rgb__ignores_warnings_of_other_code(make_root, monkeypatch):
+def test_pillow__ignores_warnings_of_other_code(make_root, monkeypatch):
     """A warning of another thread, such as one that writes a checkpoint, is recorded in the same list."""
-    path = str(make_root(val=1) / "val" / "a" / "0.jpg")
+    data = (make_root(val=1) / "val" / "a" / "0.jpg").read_bytes()
     real = Image.open
-    monkeypatch.setattr(imagefolder.Image, "open", lambda file: warnings.warn("of another", stacklevel=1) or real(file))
-    assert imagefolder.read_rgb(path)[1] == []
+    monkeypatch.setattr(Image, "open", lambda file: warnings.warn("of another", stacklevel=1) or real(file))
+    image = PillowImage(data)
+    image.decode()
+    assert image.warnings == []
 
 
 def png_without_its_end() -> bytes:
@@ -186,7 +191,7 @@ def test_corrupt_images__become_padding(num_workers, make_root, caplog):
     Image.new("F", (32, 32), 0.5).save(root / "val" / "c" / "3.png", "tiff")
     loader = build(root, num_workers=num_workers, check_images=0).val
     for epoch in range(2):
-        images, targets = (torch.cat(parts) for parts in zip(*loader.epoch(epoch), strict=True))
+        images, targets = (torch.cat(parts) for parts in zip(*finished_epoch(loader, epoch), strict=True))
         assert targets.tolist() == [-100, -100, 0, 0, 1, -100, 1, 1, 2, 2, -100, -100]
         assert [bool(image.any()) for image in images] == [target >= 0 for target in targets]
     assert loader.bad_images.keys() == set(bad.values())
@@ -206,7 +211,7 @@ def test_corrupt_images__raise_beyond_the_limit(num_workers, make_root):
         truncate(path)
     loader = build(root, num_workers=num_workers, max_bad_share=0.0).train  # one is always allowed
     with error("data.bad_images", BadImagesError, num_samples=12, allowed=1) as stop:
-        list(loader.epoch(0))
+        list(finished_epoch(loader, 0))
     assert all(f"{path}: OSError: " in str(stop.value) for path in bad)
 
 
@@ -214,7 +219,7 @@ def test_vanished_file__is_a_bad_image(make_root):
     root = make_root()
     loader = build(root).val
     (root / "val" / "b" / "1.png").unlink()
-    list(loader.epoch(0))
+    list(finished_epoch(loader, 0))
     assert "FileNotFoundError" in loader.bad_images[str(root / "val" / "b" / "1.png")]
 
 
@@ -223,7 +228,7 @@ def test_corrupt_image__leaves_its_mixup_partner_unmixed(make_root):
     truncate(root / "train" / "b" / "2.jpg")
     plain, mixed = (build(root, batch_size=20, mixup=mixup).train for mixup in (None, {"mode": "pair"}))
     epoch = next(e for e in range(9) if str(root / "train" / "b" / "2.jpg") in plain.describe(plain.sample_ids(e, 0)))
-    (images, targets), (mixed_images, soft) = next(plain.epoch(epoch)), next(mixed.epoch(epoch))
+    (images, targets), (mixed_images, soft) = next(finished_epoch(plain, epoch)), next(finished_epoch(mixed, epoch))
     row = targets.tolist().index(-100)
     assert not mixed_images[row].any() and not soft[row].any()
     torch.testing.assert_close(mixed_images[19 - row], images[19 - row])
@@ -233,21 +238,21 @@ def test_corrupt_image__leaves_its_mixup_partner_unmixed(make_root):
 def test_tiny_images__pass_all_augmentations(make_root):
     data = build(make_root(size=(2, 1)), **RECIPE)
     for epoch in range(5):
-        assert all((targets >= 0).all() for _, targets in data.train.epoch(epoch))
-    assert len(list(data.val.epoch(0))) == 3
+        assert all((targets >= 0).all() for _, targets in finished_epoch(data.train, epoch))
+    assert len(list(finished_epoch(data.val, 0))) == 3
 
 
 @pytest.mark.parametrize("auto_augment", ["rand-m10-inc1", "original", "augmix-m3", "3a"])
 def test_auto_augment__gives_finite_images(auto_augment, make_root):
     loader = build(make_root(), auto_augment=auto_augment).train
-    assert all(torch.isfinite(images).all() for epoch in range(4) for images, _ in loader.epoch(epoch))
+    assert all(torch.isfinite(images).all() for epoch in range(4) for images, _ in finished_epoch(loader, epoch))
 
 
 def test_posterize__to_0_bits_is_black():
-    options = {"mean": [0.5] * 3, "std": [0.5] * 3, "scale": [1, 1], "ratio": [1, 1], "hflip": 0.0, "re_prob": 0.0}
+    options = {"mean": [0.5] * 3, "scale": [1, 1], "ratio": [1, 1], "hflip": 0.0, "re_prob": 0.0}
     options |= {"interpolation": "bicubic", "color_jitter": None, "re_mode": "const", "re_count": 1}
-    transform = train_transform(SIDE, auto_augment="rand-m10-inc1", **options)
-    ops = {op.name: op for step in transform.transforms for op in getattr(step, "ops", ())}
+    augmentation = TrainAugmentation(SIDE, auto_augment="rand-m10-inc1", **options)
+    ops = {op.name: op for step in augmentation.worker_steps for op in getattr(step, "ops", ())}
     ops["PosterizeIncreasing"].prob = 1.0
     assert ops["PosterizeIncreasing"](rgb(200, 100, 50)).getextrema() == ((0, 0),) * 3
 
@@ -307,9 +312,18 @@ def test_imagefolder__refuses_settings_that_cannot_work(kwargs, code, fields, ma
         build(make_root(), **kwargs)
 
 
+def test_decoder_fallbacks__are_logged_once_and_counted(make_root, caplog):
+    caplog.set_level(logging.INFO)
+    loader = build(make_root(train=4), decode="turbo").val
+    for epoch in range(2):
+        list(loader.epoch(epoch))
+    assert loader.fallbacks == {"not a JPEG file": 6}  # 3 of the 9 images are PNG files, in two epochs
+    assert sum("not a JPEG file" in record.getMessage() for record in caplog.records) == 2
+
+
 def test_imagefolder__logs_nothing_else_about_a_valid_folder(make_root, caplog):
     caplog.set_level(logging.INFO)
     data = build(make_root())
     for loader in (data.train, data.val):
-        list(loader.epoch(0))
-    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]  # the two header checks
+        list(finished_epoch(loader, 0))
+    assert [record.levelname for record in caplog.records] == ["INFO"] * 6  # header checks, decoder fallbacks

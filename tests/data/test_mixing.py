@@ -2,10 +2,19 @@ import pytest
 import torch
 from expecting import error
 
+from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.mixing import MODES, Mixing, build_mixing
+from vitkernels.data.randomness import Stream, seeded_globals
 
 B, K, SIDE = 8, 10, 16
+
 TARGETS = torch.arange(B)
+
+
+def mix(mixing, images, targets, epoch, batch):
+    """Draw and apply, as a worker and the device do."""
+    soft, draws = mixing.draw(targets, images.shape[-1], epoch, batch)
+    return DeviceTransforms()({"pixels": images, "targets": soft, **draws})
 
 
 def ramp() -> torch.Tensor:
@@ -18,7 +27,7 @@ def ramp() -> torch.Tensor:
 def test_mixing__targets_hold_each_image_s_share(mode, alphas):
     mixing = Mixing(K, 0, mixup_alpha=alphas[0], cutmix_alpha=alphas[1], mode=mode)
     for batch in range(5):
-        images, targets = mixing(ramp(), TARGETS, 0, batch)
+        images, targets = mix(mixing, ramp(), TARGETS, 0, batch)
         assert images.dtype == targets.dtype == torch.float32
         assert targets.shape == (B, K)
         torch.testing.assert_close(targets.sum(1), torch.ones(B))
@@ -27,9 +36,21 @@ def test_mixing__targets_hold_each_image_s_share(mode, alphas):
         torch.testing.assert_close(images.mean((1, 2, 3)), shares, atol=1e-4, rtol=0)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings", [{}, {"cutmix_minmax": (0.2, 0.8)}, {"prob": 0.5}, {"mixup_alpha": 0.0}])
+def test_mixing__equals_timm_bit_for_bit(mode, settings):
+    images, targets = torch.randn(B, 3, SIDE, SIDE), torch.randint(K, (B,))
+    mixing = Mixing(K, 3, mode=mode, **settings)
+    for batch in range(20):
+        with seeded_globals(3, Stream.MIX, 1, batch):
+            expected = mixing.mixup(images.clone(), targets)
+        for ours, timms in zip(mix(mixing, images, targets, 1, batch), expected, strict=True):
+            assert torch.equal(ours, timms)
+
+
 def test_mixing__batches_differ_and_repeat(same):
     def mixed(seed, epoch, batch):
-        return Mixing(K, seed)(ramp(), TARGETS, epoch, batch)
+        return mix(Mixing(K, seed), ramp(), TARGETS, epoch, batch)
 
     assert same([mixed(0, 1, 2)], [mixed(0, 1, 2)])
     for other in ((1, 1, 2), (0, 2, 2), (0, 1, 3)):
@@ -38,18 +59,18 @@ def test_mixing__batches_differ_and_repeat(same):
 
 def test_mixing__leaves_the_global_generators_unchanged(rng_state):
     before = rng_state()
-    Mixing(K, 0)(ramp(), TARGETS, 0, 0)
+    mix(Mixing(K, 0), ramp(), TARGETS, 0, 0)
     assert rng_state() == before
 
 
 def test_off_epoch__keeps_targets_soft():
     mixing = Mixing(K, 0, off_epoch=2)
-    assert mixing(ramp(), TARGETS, 1, 0)[1].max() < 1
+    assert mix(mixing, ramp(), TARGETS, 1, 0)[1].max() < 1
     for epoch in (2, 3):
-        images, targets = mixing(ramp(), TARGETS, epoch, 0)
+        images, targets = mix(mixing, ramp(), TARGETS, epoch, 0)
         assert torch.equal(images, ramp())
         assert torch.equal(targets, torch.nn.functional.one_hot(TARGETS, K).float())
-    assert mixing(ramp(), TARGETS, 1, 0)[1].max() < 1  # an earlier epoch again: mixing keeps no state
+    assert mix(mixing, ramp(), TARGETS, 1, 0)[1].max() < 1  # an earlier epoch again: mixing keeps no state
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -59,7 +80,7 @@ def test_missing_rows__stay_empty_with_unmixed_partners(mode):
     targets[missing] = -100
     images = ramp()
     images[missing] = 0
-    images, soft = Mixing(K, 0, mode=mode)(images, targets, 0, 0)
+    images, soft = mix(Mixing(K, 0, mode=mode), images, targets, 0, 0)
     assert not images[missing].any() and not soft[missing].any()
     torch.testing.assert_close(images[6], torch.full((3, SIDE, SIDE), 6.0))
     torch.testing.assert_close(soft[6], torch.nn.functional.one_hot(torch.tensor(6), K).float())
@@ -68,7 +89,7 @@ def test_missing_rows__stay_empty_with_unmixed_partners(mode):
 
 
 def test_cutmix_minmax__limits_the_box():
-    images, targets = Mixing(K, 0, mixup_alpha=0, cutmix_minmax=[0.4, 0.6])(ramp(), TARGETS, 0, 0)
+    images, targets = mix(Mixing(K, 0, mixup_alpha=0, cutmix_minmax=[0.4, 0.6]), ramp(), TARGETS, 0, 0)
     partner_share = targets[0, B - 1].item()
     assert 0.3**2 <= partner_share <= 0.6**2
     assert ((images[0] == 0) | (images[0] == B - 1)).all()

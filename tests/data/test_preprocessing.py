@@ -5,6 +5,7 @@ import json
 import pytest
 import timm
 import torch
+from finished_batches import finished_epoch
 from PIL import Image
 from safetensors.torch import load_file
 from timm.data import create_transform, resolve_data_config
@@ -23,11 +24,18 @@ NAMES += ["vit_base_patch16_224_miil.in21k"]
 def test_evaluation_images__equal_timm_s(name, make_root):
     root, (size, _) = make_root(size=(300, 200)), models.input_spec(name)
     data = imagefolder.build(
-        root=str(root), image_size=size, in_chans=3, seed=0, batch_size=3, train=False, **models.preprocessing(name)
+        root=str(root),
+        image_size=size,
+        in_chans=3,
+        seed=0,
+        batch_size=3,
+        train=False,
+        decode="pillow",
+        **models.preprocessing(name),
     )
     cfg = timm.get_pretrained_cfg(name).to_dict()
     transform = create_transform(**resolve_data_config(pretrained_cfg=cfg), is_training=False)
-    images, _ = next(data.val.epoch(0))
+    images, _ = next(finished_epoch(data.val, 0))
     for image, path in zip(images, data.val.describe([0, 1, 2]), strict=True):
         assert torch.equal(image, transform(Image.open(path)))
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from finished_batches import finished_epoch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_dataset_loader import Numbers
@@ -28,7 +29,7 @@ def test_shards__union_equals_one_process(n, batch_size, world, training):
 
     def targets(size, shard):
         loader = DatasetLoader(Numbers(n), batch_size=size, seed=3, training=training, shard=shard)
-        return [batch[1].tolist() for batch in loader.epoch(1)], loader
+        return [batch[1].tolist() for batch in finished_epoch(loader, 1)], loader
 
     unsharded, one = targets(batch_size * world, Shard())
     shares = [targets(batch_size, Shard(rank, world)) for rank in range(world)]
@@ -45,7 +46,7 @@ def test_shards__union_equals_one_process(n, batch_size, world, training):
 def test_rows__have_equal_bits_on_any_process_mixed_or_not(mixup):
     def first(size, shard):
         data = digits.build(image_size=8, in_chans=1, seed=0, batch_size=size, mixup=mixup, shard=shard)
-        return next(data.train.epoch(2, start=1))
+        return next(finished_epoch(data.train, 2, start=1))
 
     unsharded = first(8, Shard())
     for rank in range(2):
@@ -60,7 +61,7 @@ def test_elementwise_mixing__draws_differ_by_process():
         digits.build(image_size=8, in_chans=1, seed=0, batch_size=4, mixup=mixup, shard=Shard(rank, 2)).train
         for rank in range(2)
     ]
-    weights = [next(share.epoch(0))[1].sort(dim=1).values for share in shares]
+    weights = [next(finished_epoch(share, 0))[1].sort(dim=1).values for share in shares]
     assert not torch.equal(*weights)
 
 

@@ -18,7 +18,7 @@ _TINY += ("trainer.eval_every=null", "checkpoints.every_epochs=null")
 _RICH = ("trainer.accum_steps=2", "ema.decay=0.9", "model.drop_path_rate=0.2", "trainer.label_smoothing=0.1")
 _RICH += ("data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}",)
 _IMAGES = ("data=imagefolder", "data.num_workers=0", "model.in_chans=3", "data.auto_augment=rand-m9-mstd0.5")
-_IMAGES += ("data.re_prob=0.25", "data.crop_pct=0.9")
+_IMAGES += ("data.re_prob=0.25", "data.crop_pct=0.9", "data.decode=pillow")
 
 # The tiniest model with drop path; its folder is committed.
 OLD_RUN = (*_RUN, "attn=native", "data.batch_size=16", "+model.kwargs.embed_dim=8", "+model.kwargs.num_heads=1")

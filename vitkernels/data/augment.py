@@ -1,58 +1,81 @@
-"""imagefolder's transforms, by timm.data.create_transform: PIL image -> float32 (3, S, S), normalized."""
+"""imagefolder's transforms: draw timm's augmentation, and apply in the worker what the device does not.
 
+A worker decodes, crops and resizes. `DeviceTransforms` flips, jitters colors, normalizes and erases on the device, by
+the draws that come with the image. Augmentations that only timm knows (RandAugment and its like) run in the worker.
+
+Shapes: S image side, N boxes.
+"""
+
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_transform
 from timm.data.auto_augment import AugmentOp
+from timm.data.random_erasing import RandomErasing
+from timm.data.transforms import RandomResizedCropAndInterpolation
+from torchvision.transforms import ColorJitter, RandomHorizontalFlip
 
 from vitkernels.data.checks import check_number, check_range, value_error
+from vitkernels.data.decode import Decoder, ImageFile
+from vitkernels.data.geometry import Crop, crop_and_resize
 from vitkernels.errors import UsageError, unknown_name
 
-Transform = Callable[[Image.Image], torch.Tensor]
 _SECTIONS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}  # timm's
 CROP_MODES = ("center", "squash", "border")
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 
-def train_transform(
-    image_size: int,
-    *,
-    interpolation: str,
-    mean: Sequence[float],
-    std: Sequence[float],
-    scale: Sequence[float],
-    ratio: Sequence[float],
-    hflip: float,
-    color_jitter: float | None,
-    auto_augment: str | None,
-    re_prob: float,
-    re_mode: str,
-    re_count: int,
-) -> Transform:
-    """Return random resized crop, flip, RandAugment or color jitter, and random erasing.
+class PreparedImage(NamedTuple):
+    """What a worker hands over for one sample.
+
+    pixels: uint8 (3, S, S).
+    draws: the random numbers that DeviceTransforms applies; the same names and shapes for each sample of a split.
+    """
+
+    pixels: torch.Tensor
+    draws: dict[str, torch.Tensor]
+
+
+class TrainAugmentation:
+    """Random resized crop, flip, RandAugment or color jitter, and random erasing, as timm.data.create_transform draws.
 
     Draws from the global generators. Raises UsageError for invalid values.
     """
-    check_range("scale", scale)
-    check_range("ratio", ratio)
-    check_number("hflip", hflip, 0, 1)
-    check_number("re_prob", re_prob, 0, 1)
-    check_number("re_count", re_count, 1, integer=True)
-    if interpolation not in (*INTERPOLATIONS, "random"):
-        raise unknown_name("interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
-    if auto_augment:
-        _check_auto_augment(auto_augment)
-    # timm annotates these as tuples and color_jitter as a number, but takes sequences and None.
-    untyped: dict[str, Any] = {"mean": mean, "std": std, "scale": scale, "ratio": ratio}
-    untyped["color_jitter"] = color_jitter or None
-    try:
-        transform = create_transform(
+
+    def __init__(
+        self,
+        image_size: int,
+        *,
+        interpolation: str,
+        mean: Sequence[float],
+        scale: Sequence[float],
+        ratio: Sequence[float],
+        hflip: float,
+        color_jitter: float | None,
+        auto_augment: str | None,
+        re_prob: float,
+        re_mode: str,
+        re_count: int,
+    ):
+        check_range("scale", scale)
+        check_range("ratio", ratio)
+        check_number("hflip", hflip, 0, 1)
+        check_number("re_prob", re_prob, 0, 1)
+        check_number("re_count", re_count, 1, integer=True)
+        if interpolation not in (*INTERPOLATIONS, "random"):
+            raise unknown_name("interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
+        if auto_augment:
+            _check_auto_augment(auto_augment)
+        self.image_size = image_size
+        # timm annotates these as tuples and color_jitter as a number, but takes sequences and None.
+        untyped: dict[str, Any] = {"mean": mean, "scale": scale, "ratio": ratio, "color_jitter": color_jitter or None}
+        transform = _timm_transform(
             image_size,
-            is_training=True,
             interpolation=interpolation,
             hflip=hflip,
             auto_augment=auto_augment,
@@ -61,38 +84,154 @@ def train_transform(
             re_count=re_count,
             **untyped,
         )
-    except (AssertionError, KeyError, ValueError, TypeError) as error:
-        raise UsageError(
-            f"timm cannot build the augmentation auto_augment={auto_augment!r}, re_mode={re_mode!r}, "
-            f"color_jitter={color_jitter!r} ({error}). Tested values: auto_augment='rand-m9-mstd0.5-inc1', "
-            "re_mode='const', 'rand' or 'pixel'",
-            code="data.augmentation",
-            auto_augment=auto_augment,
-            re_mode=re_mode,
-            color_jitter=color_jitter,
-        ) from error
-    for op in _augment_ops(transform):
-        if op.name.startswith("Posterize"):
-            op.aug_fn = _posterize
-    return transform
+        for op in _augment_ops(transform):
+            if op.name.startswith("Posterize"):
+                op.aug_fn = _posterize
+        steps = transform.transforms
+        self._crop: RandomResizedCropAndInterpolation = steps[0]
+        modes = self._crop.interpolation
+        self._interpolations = [mode.value for mode in (modes if isinstance(modes, tuple | list) else (modes,))]
+        self._erasing = next((step for step in steps if isinstance(step, RandomErasing)), None)
+        erases = self._erasing is not None
+        on_images = steps[1 : len(steps) - 2 - erases]  # the last steps are conversion, normalization and erasing
+        if erases:
+            assert self._erasing is not None
+            self._box_colors = self._erasing.rand_color
+            self._erasing.rand_color = self._erasing.per_pixel = False  # the values are drawn elsewhere
+        on_device = all(isinstance(step, RandomHorizontalFlip | ColorJitter) for step in on_images)
+        # Steps on Pillow images, in the worker; without any, the device does the work of all.
+        self.worker_steps: list[Callable] = [] if on_device else on_images
+        self._flip = next((step for step in on_images if isinstance(step, RandomHorizontalFlip)), None)
+        self._jitter = next((step for step in on_images if isinstance(step, ColorJitter)), None)
+
+    def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage:
+        size = self.image_size
+        width, height = image.size
+        # get_params reads only the size.
+        like = torch.empty(()).expand(3, height, width)
+        crop = Crop(*self._crop.get_params(like, self._crop.scale, self._crop.ratio)).within(height, width)
+        several = len(self._interpolations) > 1
+        interpolation = random.choice(self._interpolations) if several else self._interpolations[0]
+        decoded = decoder.decode(image, crop.reduction(size, size))
+        pixels = crop_and_resize(
+            decoded, crop.reduced(image.size, decoded), size, size, interpolation, decoder.is_reference
+        )
+        if self.worker_steps:
+            return PreparedImage(self.augment_in_worker(pixels), self._draw_boxes())
+        return PreparedImage(pixels, self._draw_flip_and_jitter() | self._draw_boxes())
+
+    def augment_in_worker(self, pixels: torch.Tensor) -> torch.Tensor:
+        """Apply the steps that only timm knows to pixels uint8 (3, S, S)."""
+        image: Any = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        for step in self.worker_steps:
+            image = step(image)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+    def _draw_flip_and_jitter(self) -> dict[str, torch.Tensor]:
+        draws: dict[str, torch.Tensor] = {}
+        if self._flip is not None:
+            draws["flip"] = torch.rand(1)[0] < self._flip.p
+        if self._jitter is not None:
+            j = self._jitter
+            order, *factors = ColorJitter.get_params(j.brightness, j.contrast, j.saturation, j.hue)
+            draws["jitter_order"] = order
+            draws["jitter"] = torch.tensor([1.0 if factor is None else factor for factor in factors[:3]])
+        return draws
+
+    def _draw_boxes(self) -> dict[str, torch.Tensor]:
+        """Return boxes int64 (N, 4), each (top, bottom, left, right) and empty if unused, and their fill."""
+        if self._erasing is None:
+            return {}
+        boxes = _Boxes(self.image_size)
+        self._erasing(boxes)
+        count = self._erasing.max_count
+        padded = boxes.found + [(0, 0, 0, 0)] * (count - len(boxes.found))
+        draws = {"erase": torch.tensor(padded)}
+        if self._box_colors:
+            draws["erase_colors"] = torch.randn(count, 3)
+        else:
+            draws["erase_seed"] = torch.randint(2**31, ())
+        return draws
 
 
-def eval_transform(
-    image_size: int, *, interpolation: str, mean: Sequence[float], std: Sequence[float], crop_pct: float, crop_mode: str
-) -> Transform:
-    """Return a resize to image_size / crop_pct, of the side or sides that crop_mode names, and a center crop.
+class EvalPreprocessing:
+    """A resize to image_size / crop_pct, of the side or sides that crop_mode names, and a center crop.
 
     Raises UsageError for invalid values.
     """
-    if crop_mode not in CROP_MODES:
-        raise unknown_name("crop_mode", str(crop_mode), CROP_MODES)
-    check_number("crop_pct", crop_pct)
-    if not 0 < crop_pct <= 1:
-        raise value_error("crop_pct", crop_pct, "a share above 0 and up to 1")
-    statistics: dict[str, Any] = {"mean": mean, "std": std}  # timm annotates tuples, but takes sequences
-    return create_transform(
-        image_size, interpolation=interpolation, **statistics, crop_pct=crop_pct, crop_mode=crop_mode
-    )
+
+    def __init__(self, image_size: int, *, interpolation: str, mean: Sequence[float], crop_pct: float, crop_mode: str):
+        if crop_mode not in CROP_MODES:
+            raise unknown_name("crop_mode", str(crop_mode), CROP_MODES)
+        check_number("crop_pct", crop_pct)
+        if not 0 < crop_pct <= 1:
+            raise value_error("crop_pct", crop_pct, "a share above 0 and up to 1")
+        if interpolation not in INTERPOLATIONS:
+            raise unknown_name("interpolation", str(interpolation), INTERPOLATIONS)
+        self.image_size, self.interpolation, self.crop_mode = image_size, interpolation, crop_mode
+        self.resized = int(image_size / crop_pct)  # rounded down, as timm does
+        self.border = [round(255 * value) for value in mean]
+
+    def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage:
+        width, height = image.size
+        target_h, target_w = self._resized_size(height, width)
+        everything = Crop(0, 0, height, width)
+        decoded = decoder.decode(image, everything.reduction(target_h, target_w))
+        everything = everything.reduced(image.size, decoded)
+        resized = crop_and_resize(decoded, everything, target_h, target_w, self.interpolation, decoder.is_reference)
+        return PreparedImage(_center(resized, self.image_size, self.border), {})
+
+    def _resized_size(self, height: int, width: int) -> tuple[int, int]:
+        side = self.resized
+        if self.crop_mode == "squash":
+            return side, side
+        if self.crop_mode == "border":  # the longer side; timm rounds the other
+            scale = max(height, width) / side
+            return round(height / scale), round(width / scale)
+        long = int(side * max(height, width) / min(height, width))  # rounded down, as torchvision does
+        return (long, side) if height > width else (side, long)
+
+
+def _center(pixels: torch.Tensor, size: int, border: Sequence[int]) -> torch.Tensor:
+    """Crop the center of pixels (3, H, W) to (3, size, size); a shorter side gets a border of this color."""
+    height, width = pixels.shape[1:]
+    if height < size or width < size:
+        padded = torch.tensor(border, dtype=torch.uint8)[:, None, None].repeat(1, max(height, size), max(width, size))
+        top, left = max(size - height, 0) // 2, max(size - width, 0) // 2
+        padded[:, top : top + height, left : left + width] = pixels
+        pixels, (height, width) = padded, padded.shape[1:]
+    top, left = round((height - size) / 2.0), round((width - size) / 2.0)
+    return pixels[:, top : top + size, left : left + size]
+
+
+class _Boxes:
+    """Stands in for an image of which RandomErasing erases boxes, and records them."""
+
+    dtype = torch.float32
+
+    def __init__(self, image_size: int):
+        self._size = (3, image_size, image_size)
+        self.found: list[tuple[int, int, int, int]] = []
+
+    def size(self) -> tuple[int, int, int]:
+        return self._size
+
+    def __setitem__(self, place: tuple[slice, slice, slice], value: torch.Tensor) -> None:
+        _, rows, columns = place
+        self.found.append((rows.start, rows.stop, columns.start, columns.stop))
+
+
+def _timm_transform(image_size: int, **settings: Any) -> Any:
+    try:
+        return create_transform(image_size, is_training=True, **settings)
+    except (AssertionError, KeyError, ValueError, TypeError) as error:
+        named = {name: settings[name] for name in ("auto_augment", "re_mode", "color_jitter")}
+        raise UsageError(
+            f"timm cannot build the augmentation {', '.join(f'{name}={value!r}' for name, value in named.items())} "
+            f"({error}). Tested values: auto_augment='rand-m9-mstd0.5-inc1', re_mode='const', 'rand' or 'pixel'",
+            code="data.augmentation",
+            **named,
+        ) from error
 
 
 def _check_auto_augment(text: str) -> None:

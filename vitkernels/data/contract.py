@@ -13,6 +13,7 @@ from torch.nn import functional as F
 IGNORE = -100  # the target of a row that holds no sample: F.cross_entropy's ignore_index
 
 Batch = tuple[torch.Tensor, torch.Tensor]
+RawBatch = dict[str, torch.Tensor]  # what a loader's `finish` turns into a Batch, on the device that trains
 
 
 class Loader(Protocol):
@@ -20,7 +21,8 @@ class Loader(Protocol):
 
     With several processes each gets its Shard of every batch: batch_size rows of the global world * batch_size.
 
-    Every batch is (images, targets) with exactly batch_size rows: images float32 (B, C, S, S), normalized; targets
+    A batch is (images, targets) with exactly batch_size rows, or a RawBatch, which the loader's method
+    `finish(raw) -> Batch` completes after the copy to the device. images: float32 (B, C, S, S), normalized. targets:
     int64 (B,), or float32 (B, K) if the training set mixes images. A row without a sample (padding of the last
     evaluation batch, an unreadable image) has an image of zeros and the target -100, or zeros if targets are soft.
 
@@ -34,7 +36,7 @@ class Loader(Protocol):
     num_samples: int  # images of the split
     bad_images: dict[str, str]  # path -> reason, of the unreadable images met so far
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch | RawBatch]:
         """Return the batches of `epoch` from index `start` on; this ends the iterator of an earlier call."""
 
     def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
@@ -83,6 +85,9 @@ UNSHARDED = Shard()  # one process holds all rows
 def pad_batch(images: torch.Tensor, targets: torch.Tensor, batch_size: int) -> Batch:
     """Append rows without samples until the batch has batch_size rows; targets are int64 (B,)."""
     padding = batch_size - len(targets)
-    if not padding:
-        return images, targets
-    return F.pad(images, (0, 0, 0, 0, 0, 0, 0, padding)), F.pad(targets, (0, padding), value=IGNORE)
+    return pad_rows(images, padding), pad_rows(targets, padding, IGNORE)
+
+
+def pad_rows(tensor: torch.Tensor, count: int, value: int = 0) -> torch.Tensor:
+    """Append `count` rows of this value along the first dimension."""
+    return F.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, count), value=value) if count else tensor

@@ -3,19 +3,20 @@
 Shapes: B rows, S image side.
 """
 
+import io
 import logging
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from vitkernels.data.augment import Transform, eval_transform, train_transform
+from vitkernels.data.augment import EvalPreprocessing, PreparedImage, TrainAugmentation
 from vitkernels.data.checks import as_list, check_number, is_numbers
-from vitkernels.data.contract import IGNORE, Data
+from vitkernels.data.contract import IGNORE, Data, RawBatch
+from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
+from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.folder import Folder, check_headers, scan_splits
 from vitkernels.data.input_spec import InputSpec, data_set
 from vitkernels.data.randomness import Stream, seeded_globals
@@ -34,58 +35,78 @@ PREPROCESSING = {
 }
 
 
-class FolderImages:
-    """The images of one split, as Samples."""
+Prepare = Callable[[ImageFile, Decoder], PreparedImage]
 
-    def __init__(self, folder: Folder, transform: Transform, *, image_size: int, seed: int):
+
+class FolderImages:
+    """The images of one split, as Samples.
+
+    prepare: what a worker does with an image; it may draw from the global generators.
+    """
+
+    def __init__(
+        self,
+        folder: Folder,
+        prepare: Prepare,
+        decoder: Decoder,
+        device_transforms: DeviceTransforms,
+        *,
+        seed: int,
+    ):
         self.folder = folder
-        self.transform = transform
-        self.image_size = image_size
+        self.prepare = prepare
+        self.decoder = decoder
+        self.device_transforms = device_transforms
         self.seed = seed
+        self._blank = self._prepare_blank()
 
     def __len__(self) -> int:
         return len(self.folder.images)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor | None, list[SampleProblem]]:
-        """Return image (3, S, S) of (epoch, index), or None if the file cannot be read, and the problems found."""
+    def __getitem__(self, key: tuple[int, int]) -> tuple[PreparedImage | None, list[SampleProblem]]:
+        """Return the image of (epoch, index), or None if the file cannot be read, and the problems found."""
         epoch, index = key
         try:
-            image, cautions = read_rgb(self.folder.image_path(index))
+            with open(self.folder.image_path(index), "rb") as file:
+                image = self.decoder.open(file.read())
+            with seeded_globals(self.seed, Stream.SAMPLE, epoch, index):
+                prepared = self.prepare(image, self.decoder)
         except UnidentifiedImageError:
             return None, [SampleProblem(index, "not an image format that Pillow knows", unreadable=True)]
         except Exception as error:  # a broken file can make a decoder raise almost anything
             return None, [SampleProblem(index, f"{type(error).__name__}: {error}", unreadable=True)]
-        with seeded_globals(self.seed, Stream.SAMPLE, epoch, index):
-            pixels = self.transform(image)
-        return pixels, [SampleProblem(index, caution, unreadable=False) for caution in cautions]
+        problems = [SampleProblem(index, warning, unreadable=False) for warning in image.warnings]
+        if image.fallback is not None:
+            problems.append(SampleProblem(index, image.fallback, unreadable=False, fallback=True))
+        return prepared, problems
 
-    def load(self, ids: list[int], epoch: int) -> tuple[torch.Tensor, torch.Tensor, list[SampleProblem]]:
-        images = torch.zeros(len(ids), 3, self.image_size, self.image_size)
+    def load(self, ids: list[int], epoch: int) -> tuple[RawBatch, torch.Tensor, list[SampleProblem]]:
+        size = self._blank.pixels.shape[-1]
+        # Channels last, as images are decoded and resized: each row is one copy.
+        pixels = torch.zeros(len(ids), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        draws = {name: torch.stack([draw] * len(ids)) for name, draw in self._blank.draws.items()}
         targets = torch.full((len(ids),), IGNORE)
         problems = []
         for row, index in enumerate(ids):
             image, found = self[epoch, index]
             problems += found
-            if image is not None:
-                images[row] = image
-                targets[row] = int(self.folder.targets[index])
-        return images, targets, problems
+            if image is None:
+                continue
+            pixels[row] = image.pixels
+            for name, draw in image.draws.items():
+                draws[name][row] = draw
+            targets[row] = int(self.folder.targets[index])
+        return {"pixels": pixels, **draws}, targets, problems
 
     def describe(self, ids: list[int]) -> list[str]:
         return [self.folder.image_path(i) for i in ids]
 
-
-def read_rgb(path: str) -> tuple[Image.Image, list[str]]:
-    """Decode a file of any color mode to 8-bit RGB; return it and Pillow's warnings. Raises what the decoder raises."""
-    with warnings.catch_warnings(record=True) as caught, open(path, "rb") as file:
-        warnings.simplefilter("ignore")  # warnings of other threads, which are recorded here too
-        warnings.filterwarnings("always", module=r"PIL\.")
-        image: Image.Image = Image.open(file)
-        if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, turning most such images white
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.mode in ("I", "F"):
-            raise ValueError(f"32-bit pixels (mode {image.mode}) have no known range: convert the file to 8 bits")
-        return image.convert("RGB"), [str(warning.message) for warning in caught]
+    def _prepare_blank(self) -> PreparedImage:
+        """Prepare a black image, for the draws' names and shapes."""
+        file = io.BytesIO()
+        Image.new("RGB", (64, 64)).save(file, "png")
+        with seeded_globals(self.seed, Stream.SAMPLE):
+            return self.prepare(self.decoder.open(file.getvalue()), self.decoder)
 
 
 @data_set
@@ -110,6 +131,7 @@ def build(
     check_images: int | None = 20_000,
     small_images: str = "upscale",
     max_bad_share: float = 0.01,
+    decode: str = "auto",
 ) -> Data:
     """Return images float32 (B, 3, image_size, image_size); classes are the folders' names in sorted order.
 
@@ -123,18 +145,21 @@ def build(
     prepared, prepared_eval = _preprocessing(spec.in_chans, given)
     augmentation: dict[str, Any] = {"scale": scale, "ratio": ratio, "hflip": hflip, "color_jitter": color_jitter}
     augmentation |= {"auto_augment": auto_augment, "re_prob": re_prob, "re_mode": re_mode, "re_count": re_count}
-    augmentation |= {name: prepared[name] for name in ("mean", "std", "interpolation")}
-    transforms = {
-        "train": train_transform(spec.image_size, **augmentation),
-        "val": eval_transform(spec.image_size, **prepared_eval),
+    augmentation |= {name: prepared[name] for name in ("mean", "interpolation")}
+    resize = {name: value for name, value in prepared_eval.items() if name != "std"}
+    decoder = choose_decoder(decode)
+    prepare: dict[str, Prepare] = {
+        "train": TrainAugmentation(spec.image_size, **augmentation),
+        "val": EvalPreprocessing(spec.image_size, **resize),
     }
+    finish = DeviceTransforms(tuple(prepared["mean"]), tuple(prepared["std"]), noise=re_mode == "pixel")
     folders = scan_splits(root, ["train", "val"] if spec.train else ["val"])
     classes = folders["val"].classes
     mixing = spec.mixing(mixup, num_classes=len(classes))
     loaders = {}
     for split, folder in folders.items():
         check_headers(folder, spec.image_size, check_images=check_images, small_images=small_images, log=log)
-        samples = FolderImages(folder, transforms[split], image_size=spec.image_size, seed=spec.seed)
+        samples = FolderImages(folder, prepare[split], decoder, finish, seed=spec.seed)
         training = split == "train"
         loaders[split] = spec.loader(
             samples, training=training, mixing=mixing if training else None, max_bad_share=max_bad_share, log=log

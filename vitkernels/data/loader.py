@@ -3,12 +3,14 @@
 import logging
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 
 from torch.utils.data import DataLoader
 
 from vitkernels.data.checks import check_common
-from vitkernels.data.contract import UNSHARDED, Batch, Shard
+from vitkernels.data.contract import UNSHARDED, Batch, RawBatch, Shard
+from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.samples import SampleBatches, SampleProblem, Samples
 from vitkernels.data.workers import dataloader, is_from_dead_worker
@@ -85,6 +87,9 @@ class DatasetLoader:
         self.batch_size = batch_size
         self.num_samples = len(samples)
         self.bad_images: dict[str, str] = {}
+        self.fallbacks: Counter[str] = Counter()  # samples that the faster decoder left to Pillow, by reason
+        self._logged_fallbacks = False
+        self._finish = getattr(samples, "device_transforms", None) or DeviceTransforms()
         self._batches = SampleBatches(samples, batch_size, seed, training, mixing, shard)
         self.batches_per_epoch = self._batches.per_epoch
         self._allowed = max(1, math.ceil(max_bad_share * len(samples) / shard.world))
@@ -97,7 +102,11 @@ class DatasetLoader:
         # workers would be destroyed before the workers received the stop signal, and joining each would time out.
         weakref.finalize(self, _release, self._dataloader).atexit = False
 
-    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+    def finish(self, raw: RawBatch) -> Batch:
+        """Return (images, targets) of a raw batch that was copied to the device."""
+        return self._finish(raw)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch | RawBatch]:
         """Return the batches of `epoch` from index `start` on; this ends the iterator of an earlier call."""
         if not 0 <= start <= self.batches_per_epoch:
             raise ValueError(f"start={start}: an epoch has batches 0 to {self.batches_per_epoch - 1}")
@@ -114,14 +123,15 @@ class DatasetLoader:
         """Return names for these samples, such as paths."""
         return self._batches.samples.describe(ids)
 
-    def _handle_problems(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch]:
+    def _handle_problems(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch | RawBatch]:
         """Yield the batches without their problems, which are logged and counted."""
         while True:
             if serial != self._serial:
                 raise RuntimeError("this iterator ended when epoch() was called again on its loader")
             try:
-                images, targets, problems = next(batches)
+                made, problems = next(batches)
             except StopIteration:
+                self._log_fallbacks()
                 return
             except (RuntimeError, ConnectionError, EOFError) as error:
                 if not (self._dataloader.num_workers and is_from_dead_worker(error)):
@@ -131,12 +141,23 @@ class DatasetLoader:
             batch += 1
             if problems:
                 self._report(problems)
-            yield images, targets
+            yield made
+
+    def _log_fallbacks(self) -> None:
+        """Log, after the first epoch that ends, how many samples the faster decoder left to Pillow."""
+        if self.fallbacks and not self._logged_fallbacks:
+            self._logged_fallbacks = True
+            counts = ", ".join(f"{count} ({reason})" for reason, count in self.fallbacks.most_common())
+            self._log.info("samples decoded by Pillow in this epoch: %s", counts)
 
     def _report(self, problems: list[SampleProblem]) -> None:
         names = self.describe([problem.index for problem in problems])
         for name, problem in zip(names, problems, strict=True):
-            if not problem.unreadable:
+            if problem.fallback:
+                if not self.fallbacks[problem.message]:
+                    self._log.info("Pillow decodes %s: %s; others like it are counted", name, problem.message)
+                self.fallbacks[problem.message] += 1
+            elif not problem.unreadable:
                 if (name, problem.message) not in self._warned:
                     self._warned.add((name, problem.message))
                     self._log.warning("%s: %s", name, problem.message)

@@ -1,9 +1,6 @@
-"""Mixup and CutMix of a finished batch, drawn from (seed, epoch, batch) alone.
+"""Draw Mixup and CutMix of a batch from (seed, epoch, batch) alone; device_transforms applies them.
 
-Mixing runs in the process that makes the batch, never on the accelerator, where each new CutMix box would be a new
-graph for a lazy or compiling runtime.
-
-Shapes: B batch, C channels, S image side, K classes.
+Shapes: B batch, K classes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +12,7 @@ from vitkernels.data.checks import check_number, is_numbers, value_error
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.errors import UsageError, unknown_name
 
+_NO_BOX = (0, 0, 0, 0)
 MODES = ("batch", "pair", "elem")
 SETTINGS = ("mixup_alpha", "cutmix_alpha", "cutmix_minmax", "prob", "switch_prob", "mode", "off_epoch")
 
@@ -80,24 +78,56 @@ class Mixing:
             num_classes=num_classes,
         )
 
-    def __call__(
-        self, images: torch.Tensor, targets: torch.Tensor, epoch: int, batch: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mix images (B, C, S, S) with targets int64 (B,), negative without a sample; return soft targets (B, K).
+    def draw(
+        self, targets: torch.Tensor, image_size: int, epoch: int, batch: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return soft targets float32 (B, K) and the draws that vitkernels.data.device_transforms.mix applies.
 
-        A row without a sample keeps an image and a soft target of zeros, and its partner stays unmixed.
+        targets: int64 (B,), negative without a sample. Such a row gets a soft target of zeros, and its partner stays
+        unmixed.
         """
+        from timm.data.mixup import mixup_target
+
         missing = targets < 0
-        if missing.any():
-            # The partner temporarily fills the missing row, so it is mixed with itself.
-            images = torch.where(missing[:, None, None, None], images.flip(0), images)
-            targets = torch.where(missing, targets.flip(0), targets).clamp(min=0)  # clamp: both may be missing
+        # The partner temporarily fills the missing row, so it is mixed with itself; clamp: both may be missing.
+        targets = torch.where(missing, targets.flip(0), targets).clamp(min=0)
         self.mixup.mixup_enabled = self.off_epoch is None or epoch < self.off_epoch
         with seeded_globals(self.seed, Stream.MIX, epoch, batch):
-            images, soft_targets = self.mixup(images, targets)
-        images[missing] = 0
+            shares = self._shares_per_batch if self.one_per_batch else self._shares_per_row
+            own, other, boxes, target_share = shares(len(targets), image_size)
+        soft_targets = mixup_target(targets, self.mixup.num_classes, target_share)
         soft_targets[missing] = 0
-        return images, soft_targets
+        return soft_targets, {"own_share": own, "other_share": other, "cutmix": boxes, "missing": missing}
+
+    def _shares_per_batch(self, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+        """Return own_share, other_share and boxes of each row, and the share of the targets: one mixture for all."""
+        share, use_cutmix = self.mixup._params_per_batch()
+        own, other, box, target_share = self._one_mixture(share, use_cutmix, size)
+        return torch.full((rows,), own), torch.full((rows,), other), torch.tensor([box]).repeat(rows, 1), target_share
+
+    def _shares_per_row(self, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the same with a mixture per row, which the pair shares in mode "pair"."""
+        pairs = self.mixup.mode == "pair"
+        shares, use_cutmix = self.mixup._params_per_elem(rows // 2 if pairs else rows)
+        drawn = [self._one_mixture(*one, size) for one in zip(shares, use_cutmix, strict=True)]
+        drawn += drawn[::-1] if pairs else []
+        own, other, boxes, target_shares = zip(*drawn, strict=True)
+        return (
+            torch.tensor(own, dtype=torch.float32),
+            torch.tensor(other, dtype=torch.float32),
+            torch.tensor(boxes),
+            torch.tensor(target_shares, dtype=torch.float32)[:, None],
+        )
+
+    def _one_mixture(self, share: Any, use_cutmix: bool, size: int) -> tuple[Any, Any, tuple[int, ...], Any]:
+        from timm.data.mixup import cutmix_bbox_and_lam
+
+        if share == 1:
+            return 1.0, 0.0, _NO_BOX, 1.0
+        if not use_cutmix:
+            return share, 1 - share, _NO_BOX, share
+        box, share = cutmix_bbox_and_lam((size, size), share, self.mixup.cutmix_minmax, self.mixup.correct_lam)
+        return 1.0, 0.0, tuple(int(edge) for edge in box), share
 
 
 def build_mixing(settings: Mapping[str, Any] | None, *, num_classes: int, seed: int, batch_size: int) -> Mixing | None:

@@ -9,17 +9,23 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.utils.data import Dataset
 
-from vitkernels.data.contract import UNSHARDED, Shard, pad_batch
+from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, RawBatch, Shard, pad_rows
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.randomness import Stream, generator
 
+Images = torch.Tensor | RawBatch
+
 
 class SampleProblem(NamedTuple):
-    """A sample that could not be read, so its row is padding (unreadable), or one that was read with a warning."""
+    """A sample that could not be read, so its row is padding (unreadable), or one that was read with a warning.
+
+    fallback: the message is why Pillow read the sample instead of the faster decoder: counted, and logged once.
+    """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nothing calls
     message: str
     unreadable: bool
+    fallback: bool = False
 
 
 class Samples(Protocol):
@@ -27,9 +33,11 @@ class Samples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def load(self, ids: list[int], epoch: int) -> tuple[torch.Tensor, torch.Tensor, list[SampleProblem]]:
+    def load(self, ids: list[int], epoch: int) -> tuple[Images, torch.Tensor, list[SampleProblem]]:
         """Return images float32 (B, C, S, S), targets int64 (B,) and problems; each row a function of (epoch, id).
 
+        Instead of finished images, a dictionary with "pixels" and with draws, which the attribute `device_transforms`
+        (vitkernels.data.device_transforms.DeviceTransforms) finishes on the device.
         A sample that cannot be read has an image of zeros, the target -100 and an unreadable problem.
         """
 
@@ -66,16 +74,22 @@ class SampleBatches(Dataset):
             self._order = epoch, torch.from_numpy(permutation)
         return self._order[1][places].tolist()
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor, list[SampleProblem]]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Batch | RawBatch, list[SampleProblem]]:
         epoch, batch = key
         ids = self.ids(epoch, batch)
         # The last evaluation batch may hold no rows for this process: any sample then gives the padding its shape.
         images, targets, problems = self.samples.load(ids or [0], epoch)
+        raw = images if isinstance(images, dict) else {"pixels": images}
         if not ids:
-            images, targets, problems = images[:0], targets[:0], []
-        images, targets = pad_batch(images, targets, self.batch_size)
+            raw, targets, problems = {name: tensor[:0] for name, tensor in raw.items()}, targets[:0], []
+        padding = self.batch_size - len(targets)
+        raw = {name: pad_rows(tensor, padding) for name, tensor in raw.items()}
+        targets = pad_rows(targets, padding, IGNORE)
         if self.mixing is not None:
             # One mixture per batch is that of the global batch; mixtures per row are drawn by each process.
             number = batch if self.mixing.one_per_batch else batch * self.shard.world + self.shard.rank
-            images, targets = self.mixing(images, targets, epoch, number)
-        return images, targets, problems
+            targets, draws = self.mixing.draw(targets, raw["pixels"].shape[-1], epoch, number)
+            raw |= draws
+        elif not isinstance(images, dict):
+            return (raw["pixels"], targets), problems
+        return {**raw, "targets": targets}, problems

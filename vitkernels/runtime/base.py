@@ -5,7 +5,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,16 @@ from vitkernels.errors import UsageError, unknown_name
 from vitkernels.runtime.peaks import peak_flops
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+Tensors = tuple[Tensor, ...] | dict[str, Tensor]  # a batch, as a loader makes it
+
+
+def map_tensors(function: Callable[[Tensor], Any], batch: Tensors) -> Any:
+    """Return a batch of the same structure with the function's results."""
+    if isinstance(batch, dict):
+        return {name: function(tensor) for name, tensor in batch.items()}
+    return tuple(function(tensor) for tensor in batch)
 
 
 def unavailable_error(runtime: str, reason: str) -> UsageError:
@@ -94,7 +104,7 @@ class Runtime:
         """Return the loss scaler for fp16; it is disabled in the other precisions."""
         return torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
 
-    def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def feed(self, batches: Iterable[Tensors]) -> Iterator[Tensors]:
         """Yield the batches on the device; accelerators copy them ahead of the step that uses them."""
         yield from batches
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.errors import UsageError
-from vitkernels.runtime.base import Runtime, unavailable_error
+from vitkernels.runtime.base import Runtime, Tensors, map_tensors, unavailable_error
 
 _FUSED_OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")  # timm's names for classes of torch.optim
 
@@ -42,24 +42,25 @@ class CudaRuntime(Runtime):
     def optimizer_kwargs(self, name: str) -> dict:
         return {"fused": True} if name in _FUSED_OPTIMIZERS else {}
 
-    def feed(self, batches: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def feed(self, batches: Iterable[Tensors]) -> Iterator[Tensors]:
         """Copy one batch ahead on a side stream, from pinned memory, without blocking the host."""
         copies = torch.cuda.Stream(self.device)
         compute = torch.cuda.current_stream(self.device)
 
-        def start_copy(batch):
-            with torch.cuda.stream(copies):
-                return [(t if t.is_pinned() else t.pin_memory()).to(self.device, non_blocking=True) for t in batch]
+        def start_copy(tensor: Tensor) -> Tensor:
+            pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+            return pinned.to(self.device, non_blocking=True)
 
         ahead = None
         for batch in batches:
-            following = start_copy(batch)
+            with torch.cuda.stream(copies):
+                following = map_tensors(start_copy, batch)
             if ahead is not None:
                 yield ahead
             compute.wait_stream(copies)
-            for tensor in following:
-                tensor.record_stream(compute)  # defers reuse of its memory until the step has read it
-            ahead = tuple(following)
+            # Defer reuse of the memory until the step has read it.
+            map_tensors(lambda tensor: tensor.record_stream(compute), following)
+            ahead = following
         if ahead is not None:
             yield ahead
 

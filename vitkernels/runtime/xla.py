@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitkernels.errors import UsageError
-from vitkernels.runtime.base import Runtime, unavailable_error
+from vitkernels.runtime.base import Runtime, Tensors, unavailable_error
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class XlaRuntime(Runtime):
         compiled: Any = torch.compile(model, backend="openxla")
         return compiled
 
-    def feed(self, batches: Iterable[tuple[Tensor, Tensor]], sharding=None) -> Iterator[tuple[Tensor, Tensor]]:
+    def feed(self, batches: Iterable[Tensors], sharding=None) -> Iterator[Tensors]:
         """Yield the batches on the device.
 
         sharding: for SPMD, maps a tensor's number of dimensions to its ShardingSpec.
@@ -68,7 +68,10 @@ class XlaRuntime(Runtime):
         first = next(batches, None)
         if first is None:
             return
-        names, failed = ("images", "targets"), []
+        failed = []
+
+        def named(batch: Tensors) -> dict[str, Tensor]:
+            return batch if isinstance(batch, dict) else dict(zip(("images", "targets"), batch, strict=True))
 
         def loaded():
             try:
@@ -79,17 +82,17 @@ class XlaRuntime(Runtime):
         # By default the loader cuts the graph after each batch. `end_step` cuts it once per step, so
         # batches_per_execution is never reached.
         loader = MpDeviceLoader(
-            (dict(zip(names, batch, strict=True)) for batch in loaded()),
+            (named(batch) for batch in loaded()),
             self.device,
             batches_per_execution=1 << 62,
             loader_prefetch_size=4,
             device_prefetch_size=2,
-            input_sharding=sharding and {name: sharding(x.dim()) for name, x in zip(names, first, strict=True)},
+            input_sharding=sharding and {name: sharding(x.dim()) for name, x in named(first).items()},
         )
         on_device = iter(loader)
         try:
             for batch in on_device:
-                yield batch["images"], batch["targets"]
+                yield batch if isinstance(first, dict) else (batch["images"], batch["targets"])
             if failed:
                 raise failed[0]
         finally:

@@ -17,6 +17,7 @@ from vitkernels import parallel
 from vitkernels.bridge import lazy_target
 from vitkernels.config import Config
 from vitkernels.errors import UsageError
+from vitkernels.runtime.base import Tensors, map_tensors
 from vitkernels.runtime.xla import XlaRuntime
 
 # Defaults of the report; overrides win. A step involves neither evaluation nor files.
@@ -43,10 +44,9 @@ class RecordingRuntime(XlaRuntime):
         self._inputs = WeakTensorKeyDictionary()
         return device
 
-    def feed(self, batches: Iterable[tuple[Tensor, Tensor]], sharding=None) -> Iterator[tuple[Tensor, Tensor]]:
+    def feed(self, batches: Iterable[Tensors], sharding=None) -> Iterator[Tensors]:
         for batch in batches:
-            images, targets = batch
-            yield placeholder(images), placeholder(targets)
+            yield map_tensors(placeholder, batch)
 
     def end_step(self, images: Tensor, targets: Tensor, kind: str = "train") -> None:
         import torch_xla

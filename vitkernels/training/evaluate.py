@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitkernels.data import Loader
+from vitkernels.data.device_transforms import finished
 from vitkernels.parallel import Parallel
 
 
@@ -26,7 +27,7 @@ def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "
     model.eval()
     counts: dict[str, list[torch.Tensor]] = {"images": [], "top1": [], "top5": [], "loss": []}
     stamps: list[tuple[Any, Any]] = []
-    for images, targets in parallel.feed(loader.epoch(0)):
+    for images, targets in finished(loader, parallel.feed(loader.epoch(0))):
         begin = runtime.stamp()
         with runtime.autocast():
             logits = model(images).float()
@@ -47,11 +48,11 @@ def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "
 
     own = {name: sum(values) for name, values in read.items()}
     totals = parallel.total({**own, "timed": sum(read["images"][1:])})
-    images = totals["images"]
+    count = totals["images"]
     return {
-        "top1": 100 * totals["top1"] / images,
-        "top5": 100 * totals["top5"] / images,
-        "loss": totals["loss"] / images,
-        "images": int(images),
+        "top1": 100 * totals["top1"] / count,
+        "top5": 100 * totals["top5"] / count,
+        "loss": totals["loss"] / count,
+        "images": int(count),
         "images_per_s": totals["timed"] / seconds if totals["timed"] else None,
     }

@@ -17,6 +17,7 @@ from vitkernels.checkpoint import optimizer_state
 from vitkernels.checkpoint.checkpoints import Checkpoints, folder_name, load_state, load_tensors, prefixed
 from vitkernels.checkpoint.random_state import random_state, set_random_state
 from vitkernels.data import Data
+from vitkernels.data.device_transforms import finished
 from vitkernels.models import load_weights
 from vitkernels.parallel import Parallel
 from vitkernels.runtime.machine import MachineWatch
@@ -141,7 +142,7 @@ class Trainer:
         while self.state.step < self.plan.total_steps and not due & (Due.STOP | Due.END):
             # One feed per epoch: a feed of all epochs would prefetch training batches across the evaluation.
             assert self.data.train is not None
-            batches = self.parallel.feed(self.plan.batches(self.data.train, self.state.step))
+            batches = finished(self.data.train, self.parallel.feed(self.plan.batches(self.data.train, self.state.step)))
             with contextlib.closing(batches):
                 for _ in range(self.plan.steps_left_in_epoch(self.state.step)):
                     self.train_step(batches)

@@ -1,0 +1,53 @@
+"""Decode every format that Pillow knows."""
+
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from PIL import Image
+
+from vitkernels.data.decode.contract import upright, upright_size
+
+ORIENTATION = 0x0112  # the EXIF tag
+
+
+class PillowImage:
+    """An ImageFile of any format and color mode, always decoded at its full size. Raises what Pillow raises."""
+
+    def __init__(self, data: bytes, fallback: str | None = None):
+        self.data, self.fallback = data, fallback
+        self.warnings: list[str] = []
+        with self._recorded():
+            self._image: Image.Image = Image.open(io.BytesIO(data))
+            self._orientation = orientation_of(self._image)
+        self.size = upright_size(self._image.size, self._orientation)
+
+    def decode(self, reduction: int = 1) -> np.ndarray:
+        image = self._image
+        with self._recorded():
+            if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, turning most such images white
+                image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+            if image.mode in ("I", "F"):
+                raise ValueError(f"32-bit pixels (mode {image.mode}) have no known range: convert the file to 8 bits")
+            return upright(np.asarray(image.convert("RGB")), self._orientation)
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        """Collect Pillow's warnings."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore")  # warnings of other threads, which are recorded here too
+            warnings.filterwarnings("always", module=r"PIL\.")
+            yield
+        self.warnings += [str(warning.message) for warning in caught]
+
+
+def orientation_of(image: Image.Image) -> int:
+    """Return the EXIF orientation, 1 to 8; 1 if the image has none or its EXIF data is damaged."""
+    if "exif" not in image.info:
+        return 1
+    try:
+        return int(image.getexif().get(ORIENTATION, 1))
+    except Exception:  # the parser raises almost anything on damaged data, and the pixels may be intact
+        return 1

@@ -1,0 +1,72 @@
+"""Crop and resize decoded images, on the CPU in 8 bits.
+
+Shapes: H, W of the decoded image, h, w of the crop, C channels.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from vitkernels.data.decode.contract import REDUCTIONS
+
+# torch resizes uint8 in these modes about four times as fast as Pillow, equal up to two gray levels of 255.
+_TORCH_MODES = ("bilinear", "bicubic")
+_RESERVE = 2  # a JPEG is decoded at a reduced scale only while a crop keeps this multiple of the output's pixels
+
+
+class Crop(NamedTuple):
+    """A rectangle in pixels of the full-size image."""
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    def within(self, height: int, width: int) -> "Crop":
+        """Return this crop with at least one pixel; timm draws empty ones from images of a few pixels."""
+        top, left = min(self.top, height - 1), min(self.left, width - 1)
+        return Crop(top, left, max(1, self.height), max(1, self.width))
+
+    def reduction(self, height: int, width: int) -> int:
+        """Return the scale 1/n at which the image may be decoded, if the crop is then resized to (height, width).
+
+        The decoder reduces by averaging. Another factor of two or more is left to the resize, which hides the
+        difference between the two filters.
+        """
+        spare = min(self.height // (_RESERVE * height), self.width // (_RESERVE * width))
+        return max(n for n in REDUCTIONS if n <= max(spare, 1))
+
+    def reduced(self, full: tuple[int, int], pixels: np.ndarray) -> "Crop":
+        """Return this crop in pixels of a decoded image whose full size (width, height) is `full`."""
+        height, width = pixels.shape[:2]
+        if (width, height) == full:
+            return self
+        y, x = height / full[1], width / full[0]
+        top, left = round(self.top * y), round(self.left * x)
+        rows, columns = min(round(self.height * y), height - top), min(round(self.width * x), width - left)
+        return Crop(top, left, rows, columns).within(height, width)
+
+
+def crop_and_resize(
+    pixels: np.ndarray, crop: Crop, height: int, width: int, interpolation: str, by_pillow: bool = False
+) -> torch.Tensor:
+    """Return the crop of pixels uint8 (H, W, C) resized to uint8 (C, height, width).
+
+    Args:
+        interpolation: "nearest", "bilinear", "bicubic", "box", "hamming" or "lanczos"; each but "nearest" is
+            antialiased, as in Pillow.
+        by_pillow: resize with Pillow, for results equal to timm's bit for bit, instead of torch.
+    """
+    part = pixels[crop.top : crop.top + crop.height, crop.left : crop.left + crop.width]
+    part = np.require(part, requirements=["C", "W"])  # torch warns of arrays that may not be written
+    if (crop.height, crop.width) == (height, width):
+        return torch.from_numpy(part).permute(2, 0, 1)
+    if by_pillow or interpolation not in _TORCH_MODES:
+        resampling = Image.Resampling[interpolation.upper()]
+        resized = Image.fromarray(part).resize((width, height), resampling)
+        return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
+    batch = torch.from_numpy(part).permute(2, 0, 1)[None]  # channels last: torch's fast path
+    return F.interpolate(batch, size=(height, width), mode=interpolation, antialias=True)[0]
