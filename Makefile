@@ -48,7 +48,7 @@ docs: setup ## Build the documentation site in docs/_build/html, warnings as err
 
 lock: $(VENV)/uv/bin/uv ## Resolve requirements/*.txt from pyproject.toml and newest.in
 	$(VENV)/uv/bin/uv pip compile pyproject.toml --universal --python-version 3.11 --generate-hashes \
-	  --extra train --extra tpu --extra cuda --extra cluster --extra export --extra shards --extra turbo --extra wandb --extra mlflow \
+	  --extra train --extra tpu --extra cuda --extra cluster --extra export --extra shards --extra wandb --extra mlflow \
 	  --group dev --group neighbours --group docs --no-annotate --no-header --upgrade --output-file $(LOCK)
 	$(VENV)/uv/bin/uv pip compile requirements/newest.in --python-version 3.12 --generate-hashes \
 	  --no-annotate --no-header --upgrade --output-file $(NEWEST)

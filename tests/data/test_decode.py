@@ -124,7 +124,7 @@ def test_resize__by_torch_is_within_two_gray_levels_of_pillow(height, width, sid
     ours, pillows = (crop_and_resize(pixels, crop, side, side, mode, by_pillow=x).int() for x in (False, True))
     difference = (ours - pillows).abs()
     # torch holds its weights in 16 bits and Pillow in 22, and each rounds to 8 bits after each of the two passes.
-    assert difference.max() <= 2 and difference.float().mean() < 0.1
+    assert difference.max() <= 2 and difference.float().mean() < 0.25
 
 
 @pytest.mark.parametrize("size", [(500, 375), (4000, 3000)], ids=["web", "camera"])

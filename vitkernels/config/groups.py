@@ -148,7 +148,9 @@ class DataSettings:
         "vitkernels.data.digits.build", "Function that builds the data set, MODULE.FUNCTION.", key="_target_"
     )
     batch_size: int = setting(32, "Images per batch and device; with torchrun, per process.", least=1)
-    num_workers: int = setting(0, "Processes that prepare batches; 0 uses the training process.", least=0)
+    num_workers: int | Literal["auto"] = setting(
+        0, "Processes that prepare batches; 0 uses the training process, auto starts one per CPU core.", least=0
+    )
     options: dict[str, Any] = setting(dict, "Further arguments of the function.", collects_rest=True)
 
     @property

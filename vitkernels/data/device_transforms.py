@@ -8,7 +8,7 @@ Shapes: B batch, C channels, S image side, N boxes, K classes.
 """
 
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from vitkernels.data.contract import Batch, Loader, RawBatch
+
+# The entries of a raw batch that change pixels of their own row only.
+_PER_PIXEL = ("pixels", "flip", "jitter", "jitter_order", "erase", "erase_colors", "erase_seed")
 
 
 @dataclass(frozen=True)
@@ -43,26 +46,31 @@ class DeviceTransforms:
             own_share, other_share: float32 (B,), Mixup's factors of a row and of its mirror row B-1-i.
             cutmix: int64 (B, 4), the box that comes from the mirror row; empty for none.
         """
-        pixels, targets = raw["pixels"], raw["targets"]
+        targets = raw["targets"]
+        rows = {name: raw[name] for name in _PER_PIXEL if name in raw}
+        if targets.device.type == "cpu":  # one row at a time stays in the cache
+            images = torch.cat([self._images(dict(zip(rows, row, strict=True))) for row in _single_rows(rows)])
+        else:
+            images = self._images(rows)
+        missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else None
+        if "own_share" in raw:
+            images = mix(images, missing, raw["own_share"], raw["other_share"], raw["cutmix"])
+        if missing is not None and (missing.device.type != "cpu" or missing.any()):
+            images = images.masked_fill(_per_row(missing), 0.0)
+        return images, targets
+
+    def _images(self, raw: RawBatch) -> Tensor:
+        """Return normalized and erased images."""
+        pixels = raw["pixels"]
         if "flip" in raw:
             pixels = torch.where(_per_row(raw["flip"]), pixels.flip(-1), pixels)
         if "jitter" in raw:
             pixels = jitter_colors(pixels.float(), raw["jitter"], raw["jitter_order"])
-        images = self._normalized(pixels)
-        if "erase" in raw:
-            images = self._erased(images, raw)
-        missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else None
-        if "own_share" in raw:
-            images = mix(images, missing, raw["own_share"], raw["other_share"], raw["cutmix"])
-        if missing is not None:
-            images = images.masked_fill(_per_row(missing), 0.0)
-        return images, targets
-
-    def _normalized(self, pixels: Tensor) -> Tensor:
-        if self.mean is None:
-            return pixels
-        mean, std = (_per_channel(tuple(values or ()), pixels.device) for values in (self.mean, self.std))
-        return pixels.float().div(255).sub(mean).div(std)
+        if self.mean is not None:
+            mean, std = (_per_channel(tuple(values or ()), pixels.device) for values in (self.mean, self.std))
+            pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+            pixels.div_(255).sub_(mean).div_(std)
+        return self._erased(pixels, raw) if "erase" in raw else pixels
 
     def _erased(self, images: Tensor, raw: RawBatch) -> Tensor:
         boxes = raw["erase"]
@@ -148,6 +156,10 @@ def _gray(pixels: Tensor) -> Tensor:
     """Return Pillow's luma (ITU-R 601-2 in 16-bit fixed point) of (B, 3, S, S), as int32 (B, 1, S, S)."""
     red, green, blue = pixels.to(torch.int32).unbind(1)
     return ((red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16)[:, None]
+
+
+def _single_rows(raw: RawBatch) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(tensor.split(1) for tensor in raw.values()), strict=True)
 
 
 @functools.cache

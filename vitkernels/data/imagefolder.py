@@ -82,8 +82,7 @@ class FolderImages:
 
     def load(self, ids: list[int], epoch: int) -> tuple[RawBatch, torch.Tensor, list[SampleProblem]]:
         size = self._blank.pixels.shape[-1]
-        # Channels last, as images are decoded and resized: each row is one copy.
-        pixels = torch.zeros(len(ids), size, size, 3, dtype=torch.uint8).permute(0, 3, 1, 2)
+        pixels = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
         draws = {name: torch.stack([draw] * len(ids)) for name, draw in self._blank.draws.items()}
         targets = torch.full((len(ids),), IGNORE)
         problems = []

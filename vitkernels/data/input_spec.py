@@ -12,6 +12,7 @@ from vitkernels.data.contract import UNSHARDED, Data, Shard
 from vitkernels.data.loader import DatasetLoader
 from vitkernels.data.mixing import Mixing, build_mixing
 from vitkernels.data.samples import Samples
+from vitkernels.data.workers import worker_count
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class InputSpec:
     image_size, in_chans: side in pixels and channels of the images that the model takes.
     seed: for shuffling, augmentation and mixing.
     batch_size: rows per process.
-    num_workers: processes that make batches ahead; 0 makes them in the calling process.
+    num_workers: processes that make batches ahead; 0 makes them in the calling process, "auto" starts one per CPU core,
+        shared among the processes that train on this host.
     pin_memory: put batches in page-locked memory, for asynchronous copies to an NVIDIA GPU.
     train: False leaves out the training set, for evaluation.
     shard: this process's part of every batch.
@@ -32,7 +34,7 @@ class InputSpec:
     in_chans: int
     seed: int
     batch_size: int
-    num_workers: int = 0
+    num_workers: int | str = 0
     pin_memory: bool = False
     train: bool = True
     shard: Shard = UNSHARDED
@@ -55,7 +57,7 @@ class InputSpec:
             batch_size=self.batch_size,
             seed=self.seed,
             training=training,
-            num_workers=self.num_workers,
+            num_workers=worker_count(self.num_workers),
             pin_memory=self.pin_memory,
             mixing=mixing,
             shard=self.shard,

@@ -1,0 +1,94 @@
+"""Time the input pipeline on this machine: loaders alone next to timm's, and training on JPEG files next to data=fake.
+
+    python scripts/bench_input.py                                    # loaders alone
+    python scripts/bench_input.py --train model=vit_b16_256 ops=auto # and training, with these settings
+    python scripts/bench_input.py --size 4000 3000 --images 200
+
+The JPEG files are made once in --root. Prints a table and appends its rows to results/input.jsonl.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from vitkernels.benchmarks import input as pipelines  # noqa: E402
+from vitkernels.provenance import git_commit, versions  # noqa: E402
+
+LOADERS = {
+    "imagefolder, decode=turbo": {"decode": "turbo"},
+    "imagefolder, decode=pillow": {"decode": "pillow"},
+    "imagefolder, RandAugment": {"auto_augment": "rand-m9-mstd0.5-inc1"},
+    "imagefolder, color jitter, erasing, mixup, cutmix": {
+        "color_jitter": 0.4, "re_prob": 0.25, "mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0},
+    },
+}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    width, height = options.size
+    root = options.root / f"{width}x{height}"
+    if not root.exists():
+        mean = pipelines.make_jpegs(root, options.images, width, height)
+        print(f"{options.images} JPEG files, {width} × {height}, {mean / 1e3:.0f} KB on average, in {root}")
+    shape = (root, options.batch, options.side, options.workers)
+    makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
+    found = pipelines.rates({**makers, "timm's create_loader": partial(pipelines.timm_batches, *shape)},
+                            options.seconds, options.rounds)  # fmt: skip
+    if options.train:
+        found |= training(root, options)
+    machine = {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "cores": os.cpu_count(),
+        "workers": options.workers, "image": [width, height], "batch_size": options.batch, "image_size": options.side,
+        "date": time.strftime("%Y-%m-%d"), "commit": git_commit(), "versions": versions(),
+    }  # fmt: skip
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    print("\n| pipeline | images/s (least, greatest) |\n|---|---|")
+    with options.results.open("a") as file:
+        for name, rates in found.items():
+            print(f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f}, {max(rates):,.0f}) |")
+            rounded = [round(rate, 1) for rate in rates]
+            file.write(json.dumps(machine | {"pipeline": name, "images_per_s": rounded}) + "\n")
+
+
+def training(root: Path, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return images/s of training on fake data and on the files, in turns."""
+    common = [*options.train, f"data.batch_size={options.batch}", f"trainer.max_steps={options.steps}"]
+    files = ["data=imagefolder", f"data.root={root}", f"data.num_workers={options.workers}", "data.check_images=0"]
+    variants = {"training, data=fake": ["data=fake", f"data.num_classes={pipelines.CLASSES}"],
+                "training, data=imagefolder": files}  # fmt: skip
+    found: dict[str, list[float]] = {name: [] for name in variants}
+    for _ in range(options.rounds):
+        for name, data in variants.items():
+            found[name].append(pipelines.training_rate([*common, *data]))
+    return found
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path("runs/bench_input"), help="folder of the JPEG files")
+    parser.add_argument("--images", type=int, default=4000, help="JPEG files to make")
+    parser.add_argument("--size", type=int, nargs=2, default=(500, 375), metavar=("WIDTH", "HEIGHT"))
+    parser.add_argument("--side", type=int, default=256, help="side of the training images, in pixels")
+    parser.add_argument("--batch", type=int, default=128, help="images per batch")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="worker processes of each loader")
+    parser.add_argument("--seconds", type=float, default=10, help="length of one measurement")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each pipeline, in turns")
+    parser.add_argument("--steps", type=int, default=60, help="training steps of one measurement")
+    parser.add_argument("--train", nargs="*", metavar="SETTING", help="also train, with these settings")
+    parser.add_argument("--results", type=Path, default=ROOT / "results" / "input.jsonl")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
