@@ -10,7 +10,7 @@ from pathlib import Path
 
 from expecting import error
 
-from vitkernels.data import digits
+from vitkernels.data import digits, workers
 
 KILLED = """
 import os, signal
@@ -55,3 +55,13 @@ def test_workers__more_than_the_machine_can_use_are_refused_before_any_starts(mo
     with error("data.value", setting="num_workers", value=500):
         digits.build(image_size=8, in_chans=1, seed=0, batch_size=64, num_workers=500)
     assert not multiprocessing.active_children()
+
+
+def test_worker_count__auto_divides_the_cores_among_local_ranks(monkeypatch):
+    monkeypatch.setattr(workers, "usable_cores", lambda: 16)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert workers.worker_count("auto") == 16 and workers.worker_count(3) == 3 and workers.worker_count(0) == 0
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert workers.worker_count("auto") == 2
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "32")
+    assert workers.worker_count("auto") == 1

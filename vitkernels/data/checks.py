@@ -42,7 +42,7 @@ def check_common(batch_size: int, seed: int, pin_memory: bool, num_workers: int 
         raise value_error("batch_size", batch_size, "at least 1")
     if seed < 0:
         raise value_error("seed", seed, "0 or more")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     most = max(LEAST_WORKERS, WORKERS_PER_CORE * cores)
     if not 0 <= num_workers <= most:
         expected = f"at most {most} processes on {cores} cores for each split; one per core is a good start"
@@ -50,6 +50,11 @@ def check_common(batch_size: int, seed: int, pin_memory: bool, num_workers: int 
     if pin_memory and not torch.cuda.is_available():
         message = "pin_memory=True needs an NVIDIA GPU, but torch finds none: use pin_memory=False"
         raise UsageError(message, code="data.pin_memory")
+
+
+def usable_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_numbers(value: Any, count: int) -> bool:

@@ -40,7 +40,7 @@ class InputSpec:
     shard: Shard = UNSHARDED
 
     def __post_init__(self) -> None:
-        check_common(self.batch_size, self.seed, self.pin_memory, self.num_workers)
+        check_common(self.batch_size, self.seed, self.pin_memory, worker_count(self.num_workers))
 
     def loader(
         self,

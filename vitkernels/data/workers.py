@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from vitkernels.data.checks import usable_cores
 from vitkernels.data.samples import SampleBatches
 
 
@@ -17,8 +18,7 @@ def worker_count(num_workers: int | str) -> int:
     """Return the number of workers; "auto" is one per usable CPU core, divided by torchrun's processes on this host."""
     if num_workers != "auto":
         return int(num_workers)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers: int, pin_memory: bool) -> DataLoader:
