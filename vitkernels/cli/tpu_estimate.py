@@ -5,6 +5,8 @@
     vitkernels tpu-estimate step model=vit_b16_256 attn=pallas_flash --json a.json --picture a.png   # a training step
     vitkernels tpu-estimate step model=vit_b16_256 --compare attn=sdpa attn=pallas_flash             # two settings
     vitkernels tpu-estimate --compare a.json b.json                                                  # two results
+    vitkernels tpu-estimate scaling a.json --chips 4,8,16 --strategies ddp,fsdp         # the same step on a slice
+    vitkernels tpu-estimate --against runs/my_tpu_run     # measured times of a run on a TPU, and their estimate
     vitkernels tpu-estimate published                     # the method against timings that others published
 
 Every time is an ESTIMATE. A kernel is a function of JAX arrays that calls pallas_call; it is imported from the current
@@ -31,6 +33,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.compare and not options.words:
             return compare_files(options)
+        if options.words[:1] == ["scaling"]:
+            return estimate_scaling(options)
+        if options.against is not None:
+            return estimate_against(options)
         _checked(options)
         commands = {"step": estimate_step, "published": estimate_published}
         return commands.get(options.words[0], estimate_kernel)(options)
@@ -56,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top", type=int, default=25, metavar="N", help="kernels to list (default: 25; 0: all)")
     parser.add_argument("--operations", action="store_true", help="also list every operation of the step in order")
     parser.add_argument("--compare", nargs=2, metavar="A", help="two JSON files, or two settings of the step")
+    parser.add_argument("--chips", default="4,8,16", metavar="N,...", help="sizes of slices (default: 4,8,16)")
+    parser.add_argument("--strategies", default="ddp,fsdp", metavar="NAME,...", help="default: ddp,fsdp")
+    parser.add_argument("--against", type=Path, metavar="RUN", help="folder of a run on a TPU")
     return parser
 
 
@@ -66,7 +75,7 @@ def _checked(options: argparse.Namespace) -> None:
     if not options.words:
         message = "nothing to estimate: name a kernel (MODULE:FUNCTION) or a step (step model=...); see --help"
         raise UsageError(message, code="tpu_estimate.words", word="")
-    options.chips = [chips.chip(name) for name in options.chip.split(",")]
+    options.chosen = [chips.chip(name) for name in options.chip.split(",")]
     if (reason := compiler.unavailable()) is not None:
         raise UsageError(reason, code="tpu_estimate.no_libtpu")
 
@@ -89,7 +98,7 @@ def estimate_kernel(options: argparse.Namespace) -> int:
     fixed = {name: values[0] for name, values in user_kernel.parse_keywords(options.set).items()}
     tuned = user_kernel.combinations(user_kernel.parse_keywords(options.tune))
     found: list[dict[str, Any]] = []
-    for chip in options.chips:
+    for chip in options.chosen:
         rows = []
         for keywords in tuned:
             arguments = fixed | keywords
@@ -111,7 +120,7 @@ def estimate_kernel(options: argparse.Namespace) -> int:
         else:
             print(user_kernel.text(rows[0], what), end="\n\n")
         found += rows
-    print("\n".join({report.trust(chip): None for chip in options.chips}))
+    print("\n".join({report.trust(chip): None for chip in options.chosen}))
     if options.json is not None:
         document = {"label": "ESTIMATE", "kernel": target, "shapes": options.shapes, "rows": found}
         options.json.write_text(json.dumps(document, indent=1) + "\n")
@@ -125,15 +134,15 @@ def estimate_step(options: argparse.Namespace) -> int:
     variants = [[*options.words[1:], *shlex.split(words)] for words in options.compare or [""]]
     for words in variants:
         record_step.compose(tuple(words))  # raises before anything is compiled
-    if len(options.chips) > 1 or (options.compare and (options.json or options.picture)):
+    if len(options.chosen) > 1 or (options.compare and (options.json or options.picture)):
         raise UsageError("one chip and one step per file: repeat the command", code="tpu_estimate.words", word="step")
-    (chip,) = options.chips
+    (chip,) = options.chosen
     found = []
     for words in variants:
         print(f"compiling the step for {chip.name}: {' '.join(words)}", file=sys.stderr, flush=True)
         found.append(step_report.estimate_document(words, chip))
     if options.compare:
-        print(f"{step_comparison.text(*found)}\n\n{report.trust(chip)}")
+        print(f"{step_comparison.text(found[0], found[1])}\n\n{report.trust(chip)}")
         return 0
     print(step_report.text(found[0], options.top))
     if options.operations:
@@ -155,12 +164,55 @@ def compare_files(options: argparse.Namespace) -> int:
     return 0
 
 
+def estimate_scaling(options: argparse.Namespace) -> int:
+    """Print how the step of a JSON file, or of these settings, scales to slices of several chips."""
+    from vitkernels.tpu_estimate import chips, collectives, step_comparison, step_report
+
+    settings = options.words[1:]
+    try:
+        counts = [int(number) for number in options.chips.split(",")]
+    except ValueError:
+        message = f"--chips {options.chips!r}: expected numbers of chips, such as 4,8,16"
+        raise UsageError(message, code="tpu_estimate.chips", chips=options.chips) from None
+    if len(settings) == 1 and settings[0].endswith(".json"):
+        found = step_comparison.read(Path(settings[0]))
+    else:
+        _checked(options)
+        found = step_report.estimate_document(settings, options.chosen[0])
+    rows = collectives.scaling(found, counts, options.strategies.split(","))
+    chip = chips.chip(found["chip"])
+    print(f"ESTIMATES, no TPU was used: {' '.join(found['settings'])}, {found['batch']} images per chip\n")
+    print(collectives.scaling_table(rows, chip))
+    if options.json is not None:
+        options.json.write_text(json.dumps({"label": "ESTIMATE", "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+def estimate_against(options: argparse.Namespace) -> int:
+    """Print the step times that a run recorded on a TPU, next to the estimate for its configuration."""
+    from vitkernels.tpu_estimate import against, collectives, report, step_report
+
+    run = against.read(options.against)
+    _checked(argparse.Namespace(words=["step"], chip=run.chip.name))
+    print(f"compiling the step for {run.chip.name}: {' '.join(run.overrides)}", file=sys.stderr, flush=True)
+    found = step_report.estimate_document([*run.overrides, *options.words], run.chip)
+    communication = None
+    if run.devices in collectives.GRIDS[run.chip.name]:
+        strategy = "fsdp" if run.parallel == "fsdp" else "ddp"
+        communication = collectives.scaling(found, [run.devices], [strategy])[0]["estimate_communication_ms"]
+    print(f"{against.text(run, found, communication)}\n\n{report.trust(run.chip)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"measured": run.step_ms, "estimate": found}, indent=1) + "\n")
+    return 0
+
+
 def estimate_published(options: argparse.Namespace) -> int:
     """Print the published timings, each with the estimate of this checkout."""
-    from vitkernels.tpu_estimate import report
+    from vitkernels.tpu_estimate import collectives, report
 
     for line in report.published_lines():
         print(line, flush=True)
+    print(f"\n{collectives.published_table()}")
     return 0
 
 

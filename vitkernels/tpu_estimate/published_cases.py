@@ -18,7 +18,8 @@ def build(kind: str, *sizes: int):
         sizes: the rows of a square product and the (rows, columns, depth) of its blocks; or (images, heads, tokens,
             head dim, tokens of a block; 0 for the kernel's own) of attention.
     """
-    return KINDS[kind](*sizes)
+    case: Any = KINDS[kind]
+    return case(*sizes)
 
 
 def _square(size: int, dtype: str = "bfloat16", count: int = 2) -> list[Any]:
@@ -100,7 +101,7 @@ def _sparse(size: int):
             pl.BlockSpec((1, rows, columns), lambda i, j, k, c, m, ii, jj: (m[i * wide + j], 0, 0)),
         ],
         out_specs=pl.BlockSpec((rows, columns), lambda i, j, k, *_: (i, j)),
-        scratch_shapes=[pltpu.VMEM((rows, columns), "float32")],
+        scratch_shapes=[pltpu.VMEM((rows, columns), jax.numpy.float32)],
     )
     call = pl.pallas_call(kernel, grid_spec=specification, out_shape=jax.ShapeDtypeStruct((size, size), "bfloat16"))
     scalars = [jax.ShapeDtypeStruct((grid[0] * grid[1],), "int32")] * 4

@@ -17,6 +17,7 @@ from vitkernels import parallel
 from vitkernels.bridge import lazy_target
 from vitkernels.config import Config
 from vitkernels.errors import UsageError
+from vitkernels.models import ModelFacts
 from vitkernels.runtime.base import Tensors, map_tensors
 from vitkernels.runtime.xla import XlaRuntime
 
@@ -92,12 +93,12 @@ def compose(overrides: tuple[str, ...]) -> Config:
     return compose_config([*defaults, *overrides, "runtime=xla", "mode=train"])
 
 
-def model_flops(cfg: Config) -> int:
-    """Return the model FLOPs of one step: forward and backward of all its batches, counted as training counts them."""
+def model_facts(cfg: Config) -> ModelFacts:
+    """Return the facts of the configuration's model, without allocating it."""
     from vitkernels import models
 
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
-    facts = models.inspect_model(
+    return models.inspect_model(
         lambda backend: models.create_model(
             cfg.model.name,
             backend,
@@ -112,7 +113,6 @@ def model_flops(cfg: Config) -> int:
         dtype=torch.bfloat16,
         device_type="xla",
     )
-    return facts.train_flops_per_image * cfg.data.batch_size * cfg.trainer.accum_steps
 
 
 def take_steps(cfg: Config, runtime: XlaRuntime, steps: int) -> None:

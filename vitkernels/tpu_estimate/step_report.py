@@ -29,8 +29,9 @@ def estimate_document(settings: list[str], chip: Chip) -> dict[str, Any]:
     from vitkernels.tpu_estimate import record_step
 
     cfg = record_step.compose(tuple(settings))
-    batch, flops = cfg.data.batch_size * cfg.trainer.accum_steps, record_step.model_flops(cfg)
-    return document(estimate(settings, chip), settings, batch, flops)
+    batch, facts = cfg.data.batch_size * cfg.trainer.accum_steps, record_step.model_facts(cfg)
+    found = document(estimate(settings, chip), settings, batch, facts.train_flops_per_image * batch)
+    return found | {"parameters": facts.parameters}
 
 
 def part(operation: OperationEstimate) -> str:
