@@ -552,7 +552,11 @@ end_of_run() {
   if $trained; then
     # If training was interrupted, save a last checkpoint. After a preemption the node is gone, and fetch fails.
     ((code == 0)) || on_worker all "$WORKER stop ${setting[name]}"
-    fetch || say "error: cannot fetch the run"
+    if ! fetch; then
+      say "error: cannot fetch the run"
+    elif [[ -e $ROOT/runs/${setting[name]}/summary.json ]]; then
+      say "its step times next to the estimate: vitkernels tpu-estimate --against runs/${setting[name]}"
+    fi
   fi
   say "deleting the node:"
   remove || code=1

@@ -157,6 +157,7 @@ def test_run__all_steps_and_deletion(cloud):
     cloud.plan(states=["WAITING_FOR_RESOURCES", "ACTIVE"])
     output = cloud("run", *LIFE, "--", "seed=1")
     assert "done" in output and not cloud.exists and (cloud.fetched / "summary.json").exists()
+    assert "vitkernels tpu-estimate --against runs/vitkernels" in output
     steps = [step for step in cloud.steps if step != "describe"]
     assert steps == ["create", "scp", "ssh install", "ssh train", "ssh fetch", "delete"]
 

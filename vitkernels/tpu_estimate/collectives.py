@@ -1,9 +1,9 @@
 """Estimate the collectives of a training step on a slice of TPUs, and how the step scales to 4, 8 and 16 chips.
 
 Chips exchange data over links to their neighbours in a grid. Slices this small have no wraparound links, so a chip in
-a corner has one link per axis, and everything that it must receive comes through these: an all-gather or reduce-scatter
-of V bytes over n chips takes (n-1)/n · V / (links · bandwidth), an all-reduce twice that, each plus a latency per hop of
-the longest path. A ring through all chips of a grid reaches this bound. Source of the method, of the bandwidths per
+a corner has one link per axis, and everything that it must receive comes through these: an all-gather or
+reduce-scatter of V bytes over n chips takes (n-1)/n · V / (links · bandwidth) plus a latency per hop of the longest
+path, an all-reduce twice that. A ring through all chips of a grid reaches this bound. Source of the method, of the bandwidths per
 link and of the latency: "How to Scale Your Model", jax-ml.github.io/scaling-book, parts 2 and 3.
 
 Gradients are reduced, and fsdp's weights gathered, in bfloat16, as libtpu compiles the step; fsdp gathers each weight
@@ -17,7 +17,7 @@ from vitkernels.tpu_estimate.chips import CHIPS, Chip
 
 LINK_BANDWIDTH = {"v5e": 4.5e10, "v5p": 9e10, "v6e": 9e10}  # bytes per second of one link, in one direction
 HOP_SECONDS = 1e-6
-GRIDS = {
+GRIDS: dict[str, dict[int, tuple[int, ...]]] = {
     "v5e": {4: (2, 2), 8: (2, 4), 16: (4, 4)},
     "v6e": {4: (2, 2), 8: (2, 4), 16: (4, 4)},
     "v5p": {4: (2, 2, 1), 8: (2, 2, 2), 16: (2, 2, 4)},
