@@ -3,8 +3,8 @@
 Chips exchange data over links to their neighbours in a grid. Slices this small have no wraparound links, so a chip in
 a corner has one link per axis, and everything that it must receive comes through these: an all-gather or
 reduce-scatter of V bytes over n chips takes (n-1)/n · V / (links · bandwidth) plus a latency per hop of the longest
-path, an all-reduce twice that. A ring through all chips of a grid reaches this bound. Source of the method, of the bandwidths per
-link and of the latency: "How to Scale Your Model", jax-ml.github.io/scaling-book, parts 2 and 3.
+path, an all-reduce twice that. A ring through all chips of a grid reaches this bound. Source of the method, of the
+bandwidths per link and of the latency: "How to Scale Your Model", jax-ml.github.io/scaling-book, parts 2 and 3.
 
 Gradients are reduced, and fsdp's weights gathered, in bfloat16, as libtpu compiles the step; fsdp gathers each weight
 for the forward and again for the backward pass. Nothing here was measured.
