@@ -33,7 +33,7 @@ ADDED: dict[str, object] = {
     "state.json: checksum": "int",  # of everything else in it
     "state.json: model_arguments": "dict",  # they identify the run, in addition to the model's name
     **{f"state.json: model_arguments.{name}": "int" for name in ("embed_dim", "num_heads", "depth", "in_chans")},
-    "config.json: data.decode": "auto",
+    "config.json: data.decode": "pillow",
 }
 
 SLOW = ("fsdp", "sweep")
