@@ -6,6 +6,17 @@ are in vitkernels.training; each works without this file.
 
 import os
 
+if __name__ == "__main__":
+    import signal
+
+    def _stopped_early(number: int, frame: object) -> None:
+        os.write(1, f"interrupted by {signal.Signals(number).name}; resume=auto continues a run\n".encode())
+        os._exit(75)  # errors.EXIT_INTERRUPTED, which is not imported yet
+
+    # Until training handles them itself: the imports below take seconds.
+    signal.signal(signal.SIGTERM, _stopped_early)
+    signal.signal(signal.SIGINT, _stopped_early)
+
 # Set before torch loads. Idle OpenMP threads that spin for long slow training tenfold if processes share cores; idle
 # threads that sleep immediately slow it threefold if they do not.
 if "OMP_WAIT_POLICY" not in os.environ:
@@ -29,12 +40,15 @@ from vitkernels.cli import command_line
 from vitkernels.config import Config, check_precision, from_run
 from vitkernels.data import BadImagesError, WorkerDiedError
 from vitkernels.errors import UsageError
+from vitkernels.files import is_disk_error
 from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime
 from vitkernels.sweep import job
-from vitkernels.training import run_dir, setup
+from vitkernels.training import out_of_memory, run_dir, setup, signals
+from vitkernels.training.disk_space import LostCheckpointsError
 from vitkernels.training.evaluation_run import evaluate_checkpoint
 from vitkernels.training.health import NonFiniteLossError
+from vitkernels.training.out_of_memory import OutOfMemoryError
 from vitkernels.training.plan import Due
 from vitkernels.training.result import finish
 from vitkernels.training.resume import resume_or_begin
@@ -51,11 +65,13 @@ def run(config: DictConfig, folder: Path, create_runtime: Callable[[str, str], R
         check_precision(cfg, runtime.precision)
         options = vars(cfg.parallel)
         with strategies.create(runtime=runtime, accum_steps=cfg.trainer.accum_steps, **options) as parallel:
-            if cfg.mode == "eval":
-                failure.owned = True
-                evaluate_checkpoint(cfg, parallel, folder)
-            else:
-                train(cfg, parallel, folder, failure)
+            is_eval = cfg.mode == "eval"
+            with out_of_memory.explained(runtime, cfg.data.batch_size, cfg.trainer.accum_steps, not is_eval):
+                if is_eval:
+                    failure.owned = True
+                    evaluate_checkpoint(cfg, parallel, folder)
+                else:
+                    train(cfg, parallel, folder, failure)
 
 
 def train(cfg: Config, parallel: Parallel, folder: Path, failure: run_dir.FailureRecord) -> None:
@@ -87,8 +103,8 @@ def train(cfg: Config, parallel: Parallel, folder: Path, failure: run_dir.Failur
             return
         due = trainer.fit(stop, folder if cfg.trainer.profile else None)
         if Due.STOP in due:
-            signals = parallel.gather(stop.signal and stop.signal.name)
-            by = ", ".join(sorted({name for name in signals if name}))
+            received = parallel.gather(stop.signal and stop.signal.name)
+            by = ", ".join(sorted({name for name in received if name}))
             step, steps = trainer.state.step, plan.total_steps
             log.warning("stopped by %s at step %d of %d; resume=auto continues from here", by, step, steps)
             sys.exit(EXIT_INTERRUPTED)
@@ -104,14 +120,19 @@ def main(config: DictConfig) -> float | list[float] | None:
     except UsageError as error:
         log.error("error: %s", command_line.in_settings(error))
         sys.exit(2)
-    except (NonFiniteLossError, BadImagesError, WorkerDiedError) as error:
+    except (NonFiniteLossError, BadImagesError, WorkerDiedError, OutOfMemoryError, LostCheckpointsError) as error:
         log.error("error: %s", error)
         sys.exit(1)
-    except Exception:
+    except Exception as error:
+        if is_disk_error(error):
+            log.error("error: %s: free some space, or put the run elsewhere with hydra.run.dir=FOLDER", error)
+            sys.exit(2)
         log.exception("internal error (please report it)")
         sys.exit(1)
+    signals.ignore_stops()  # the results are complete, and so is the exit status
     return None
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C is an exception that is handled
     sys.exit(command_line.run(main, str(Path(__file__).parent / "conf")))

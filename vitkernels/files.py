@@ -1,10 +1,18 @@
 """Write files so that a crash or a full disk leaves either the old content or the new one, never a torn file."""
 
+import errno
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
+
+_OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+def is_disk_error(error: BaseException) -> bool:
+    """Return whether an error means that a disk is full, over its quota or read-only."""
+    return isinstance(error, OSError) and error.errno in _OF_THE_DISK
 
 
 def read_json(path: Path) -> dict | None:

@@ -1,5 +1,7 @@
 """read_state_dict, adapt_state_dict and load_weights: file formats, fine-tuning and mismatches."""
 
+import os
+import pickle
 from argparse import Namespace
 from collections import OrderedDict
 
@@ -11,6 +13,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 
 from vitkernels import models
 from vitkernels.errors import UsageError
+from vitkernels.models import read_state_dict
 
 
 def tiny(**kwargs):
@@ -100,3 +103,38 @@ def test_adapt_state_dict__other_width_still_does_not_match():
     with error("models.weights_mismatch", missing=[], unexpected=[]) as caught:
         models.load_weights(model, models.adapt_state_dict(pretrained.state_dict(), model, new_classes=False), "a.pt")
     assert "img_size" not in str(caught.value)
+
+
+class _Malicious:
+    def __reduce__(self):
+        return os.system, ("touch /tmp/executed",)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"101 things to do\n", "text file"),
+        (b"", "empty"),
+        (pickle.dumps(_Malicious()), "refused for safety"),
+        (pickle.dumps({"weights": _Malicious()}, protocol=2), "refused for safety"),
+    ],
+)
+def test_read_state_dict__says_what_else_a_file_is(tmp_path, content, expected):
+    path = tmp_path / "weights.pt"
+    path.write_bytes(content)
+    with error("models.weights_unreadable", path=str(path)) as caught:
+        read_state_dict(path)
+    assert expected in str(caught.value)
+
+
+def test_read_state_dict__refuses_a_malicious_torch_file(tmp_path):
+    torch.save({"weights": _Malicious()}, tmp_path / "weights.pt")
+    with error("models.weights_unreadable") as caught:
+        read_state_dict(tmp_path / "weights.pt")
+    assert "refused for safety" in str(caught.value) and "system" in str(caught.value)
+
+
+def test_read_state_dict__says_that_a_folder_has_no_checkpoint(tmp_path):
+    with error("checkpoint.invalid") as caught:
+        read_state_dict(tmp_path)
+    assert "no state.json" in str(caught.value) and "Errno" not in str(caught.value)

@@ -1,6 +1,8 @@
 """train.py end to end: losses per backend, interruptions, resuming, evaluation, sweeps, errors."""
 
+import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -17,8 +19,10 @@ import train
 from vitkernels import attention
 from vitkernels.checkpoint import checkpoints as ckpt
 from vitkernels.checkpoint.checkpoints import CheckpointError
-from vitkernels.training import trainer
+from vitkernels.models import read_state_dict
+from vitkernels.training import disk_space, result, trainer
 from vitkernels.training.health import NonFiniteLossError
+from vitkernels.training.out_of_memory import OutOfMemoryError
 from vitkernels.training.run_dir import FolderInUseError
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
@@ -539,3 +543,147 @@ def test_clock__set_back_gives_no_negative_times(settings, tmp_path, monkeypatch
     summary = json.loads((tmp_path / "summary.json").read_text())
     state = json.loads(next((tmp_path / "checkpoints").glob("*/state.json")).read_text())
     assert 0 < summary["seconds"] < 300 and 0 < state["seconds"] < 300
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 1 GiB"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to "
+            "allocate 2147483648 bytes. Error code 12 (Cannot allocate memory)"
+        ),
+        MemoryError(),
+    ],
+    ids=["cuda", "cpu", "python"],
+)
+def test_out_of_memory__is_explained_and_resumes_with_a_smaller_batch(failure, settings, losses, monkeypatch, tmp_path):
+    words = [word for word in SMALL if "batch_size" not in word] + ["trainer.eval_every=null", "trainer.max_steps=6"]
+    train.run(settings(*words, "data.batch_size=16"), tmp_path / "undisturbed")
+    take_step = trainer.Trainer.train_step
+
+    def out_of_memory(self, batches):
+        if self.state.step == 4:
+            raise failure
+        take_step(self, batches)
+
+    save = ["checkpoints.every_steps=2", "resume=auto"]
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Trainer, "train_step", out_of_memory)
+        with pytest.raises(OutOfMemoryError) as caught:
+            train.run(settings(*words, *save, "data.batch_size=16"), tmp_path / "run")
+    message = str(caught.value)
+    assert caught.value.fields["batch_size"] == 16 and caught.value.fields["peak_bytes"] > 2**20
+    assert "\n" not in message and "data.batch_size=8 trainer.accum_steps=2" in message
+    assert ("2.00 GiB more" in message) == (not isinstance(failure, MemoryError))
+    # As the message says. The sums of two halves round differently: 1e-7 a step, which AdamW amplifies.
+    train.run(settings(*words, *save, "data.batch_size=8", "trainer.accum_steps=2"), tmp_path / "run")
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
+
+
+def test_out_of_memory__by_a_model_of_absurd_size(settings, tmp_path):
+    words = [word for word in SMALL if "embed_dim" not in word]
+    with pytest.raises(OutOfMemoryError):
+        train.run(settings(*words, "+model.kwargs.embed_dim=30000000"), tmp_path)
+    assert json.loads((tmp_path / "summary.json").read_text())["reason"].startswith("out of memory on CPU")
+
+
+def test_other_runtime_errors__are_not_taken_for_a_lack_of_memory(settings, monkeypatch, tmp_path):
+    def broken(*_):
+        raise RuntimeError("shapes do not match")
+
+    monkeypatch.setattr(trainer.Trainer, "train_step", broken)
+    with pytest.raises(RuntimeError, match="shapes"):
+        train.run(settings(*SMALL), tmp_path)
+
+
+def test_full_disk__is_refused_before_training(settings, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 1_000_000)
+    with error("run.disk_full", free=1_000_000) as caught:
+        train.run(settings(*SMALL, "trainer.max_steps=2"), tmp_path)
+    weights = 4 * sum(math.prod(shape) for shape in _shapes(settings, tmp_path))
+    assert caught.value.fields["needed"] == 4 * weights  # the weights, and a checkpoint of them and Adam's averages
+    assert not (tmp_path / "metrics.jsonl").exists()
+    monkeypatch.setattr(disk_space, "free_bytes", lambda _: 5 * weights)
+    train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path / "warned")
+    assert "two checkpoints take" in caplog.text
+
+
+def _shapes(settings, tmp_path):
+    monkey = tmp_path / "small"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disk_space, "free_bytes", lambda _: 10**12)
+        train.run(settings(*SMALL, "trainer.max_steps=1", "trainer.eval_every=null"), monkey)
+    return [tensor.shape for tensor in read_state_dict(monkey / "model.safetensors").values()]
+
+
+def test_full_disk__makes_room_for_the_weights(settings, monkeypatch, tmp_path):
+    """The export fails once; without its second checkpoint the disk has room."""
+    export, calls = result.export_safetensors, []
+
+    def full(*args):
+        calls.append(len(list((tmp_path / "checkpoints").glob("step_*"))))
+        if calls[-1] > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        export(*args)
+
+    monkeypatch.setattr(result, "export_safetensors", full)
+    words = ["trainer.max_steps=4", "checkpoints.every_steps=2", "trainer.eval_every=null"]
+    train.run(settings(*SMALL, *words), tmp_path)
+    assert calls == [2, 1] and (tmp_path / "model.safetensors").exists()
+
+
+def test_full_disk__is_an_error_if_the_best_weights_were_lost(settings, monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ckpt._Writer, "write_data", full)
+    with pytest.raises(disk_space.LostCheckpointsError):
+        train.run(settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=2"), tmp_path)
+    assert (tmp_path / "model.safetensors").exists()
+
+
+FULL = """
+import resource, runpy, sys, threading, time
+from pathlib import Path
+def fill(log=Path({log!r})):
+    while not (log.exists() and b'"step": 8,' in log.read_bytes()):
+        time.sleep(0.001)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+threading.Thread(target=fill, daemon=True).start()
+sys.argv = ["train.py", *{words!r}]
+runpy.run_path("train.py", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_disk_that_fills_up__costs_one_line_each_and_no_traceback(tmp_path):
+    """A file size limit stands in for the full disk: log, metrics, TensorBoard, checkpoints and weights fail."""
+    words = [*SMALL, "trainer.max_steps=40", "checkpoints.every_steps=10", f"hydra.run.dir={tmp_path}"]
+    script = FULL.format(log=str(tmp_path / "metrics.jsonl"), words=words)
+    run = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    output = run.stdout + run.stderr
+    assert run.returncode == 2, output
+    assert "Traceback" not in output and "Logging error" not in output, output
+    assert output.count("the log is no longer written") == 1
+    # Once for TensorBoard's file, and once for metrics.jsonl, which is shorter and reaches the limit later.
+    assert output.count("metrics wait in memory") in (1, 2), output
+    assert output.splitlines()[-1].startswith("error: the weights cannot be written to")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal__at_any_moment_ends_with_75_or_0(number, tmp_path):
+    """During the imports, while data and model are built, while training, and after the end."""
+    words = [*SMALL, "trainer.max_steps=12", "trainer.eval_every=null", "resume=auto"]
+    for moment in (0.3, 1.5, "config.json", "metrics.jsonl", "summary.json"):
+        folder = tmp_path / str(moment)
+        process = start(*words, f"hydra.run.dir={folder}")
+        if isinstance(moment, float):
+            time.sleep(moment)
+        else:
+            wait_until((folder / moment).exists, process)
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=120)
+        allowed = (0,) if moment == "summary.json" else (EXIT_INTERRUPTED, 0)
+        assert process.returncode in allowed and "Traceback" not in output, (moment, process.returncode, output)

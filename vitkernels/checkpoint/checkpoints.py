@@ -65,6 +65,7 @@ class Checkpoints:
         self.keep = keep
         self.group = group
         self.writes = writes
+        self.unwritten: list[int] = []  # steps whose checkpoints did not fit on the disk
         self._pending: tuple[Path, Future] | None = None
 
     def save(self, tensors: dict[str, torch.Tensor], state: dict, step: int) -> Path:
@@ -110,6 +111,7 @@ class Checkpoints:
             if not all(isinstance(error, OSError) for error in errors):
                 raise RuntimeError(f"{path} could not be written: {errors}") from failure
             step = int(path.name.removeprefix("step_"))
+            self.unwritten.append(step)
             log.error("could not write the checkpoint of step %d: %s; training continues", step, errors[0])
 
     def mark_best(self, path: Path) -> bool:
@@ -145,6 +147,13 @@ class Checkpoints:
     def remove_leftovers(self) -> None:
         """Remove what a killed process left unfinished; the run's lock must be held."""
         _remove_leftovers(self.folder)
+
+    def remove_older(self) -> list[Path]:
+        """Remove all checkpoints but the newest and the best, to make room for what matters more; return them."""
+        removed = self._removable()
+        for path in removed:
+            _remove(path)
+        return removed
 
     def reclaimable_bytes(self) -> int:
         """Return the size of the checkpoints that may be removed before the next one is written."""

@@ -3,6 +3,9 @@
 import argparse
 import logging
 import math
+import pickle
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,18 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
 
 def _read(path: Path, read):
     """Return `read(path)`, with its errors as UsageError."""
+    reason = _what_else(path, read)
+    if reason is not None:
+        raise _unreadable(path, reason)
     try:
         return read(path)
+    except pickle.UnpicklingError as error:
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        raise _unreadable(
+            path,
+            f"refused for safety: the file would load {found[1] if found else 'arbitrary objects'} in addition to "
+            "tensors, and loading could execute code. Export its state dict alone, with torch.save or as .safetensors",
+        ) from error
     except (SafetensorError, RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
         raise _unreadable(path, str(error)) from error
     except Exception as error:  # pickle's errors share no base class, and recommend weights_only=False
@@ -64,8 +77,21 @@ def _read(path: Path, read):
         raise _unreadable(path, expected) from error
 
 
+def _what_else(path: Path, read) -> str | None:
+    """Return what a file is that obviously holds no weights: empty, or text; None for any other."""
+    with open(path, "rb") as file:
+        start = file.read(512)
+    if not start:
+        return "the file is empty"
+    printable = all(byte >= 32 or byte in b"\t\n\r" for byte in start)
+    if printable and read is not load_file:  # torch's files begin with PK, or with a binary pickle
+        return "it is a text file; expected a .safetensors file, or a state dict saved by torch.save"
+    return None
+
+
 def _load_torch_file(path: Path):
-    with torch.serialization.safe_globals([argparse.Namespace]):  # timm stores its command line arguments
+    with warnings.catch_warnings(), torch.serialization.safe_globals([argparse.Namespace]):  # timm stores its arguments
+        warnings.simplefilter("ignore")  # torch warns of a pickle that torch.save did not write; it is refused
         return torch.load(path, map_location="cpu", weights_only=True)
 
 

@@ -9,6 +9,7 @@ from vitkernels.config import Config
 from vitkernels.errors import UsageError
 from vitkernels.files import write_json
 from vitkernels.provenance import git_commit, versions
+from vitkernels.training.disk_space import report_unwritten
 from vitkernels.training.setup import ModelParts, compile_mode
 from vitkernels.training.summary import log_summary, mfu
 from vitkernels.training.trainer import Trainer
@@ -24,6 +25,7 @@ def finish(cfg: Config, trainer: Trainer, parts: ModelParts, folder: Path) -> di
     trainer.logger.hparams(parameters, results | {"val_top1": summary["val_top1"]})
     trainer.parallel.on_main(write_json, folder / "summary.json", summary)
     log_summary(summary, folder)
+    report_unwritten(trainer)
     return summary
 
 
@@ -34,13 +36,24 @@ def export_weights(trainer: Trainer, folder: Path) -> None:
             continue
         exported, file = trainer.parallel.full_state_dict(weights), folder / f"{name}.safetensors"
         try:
-            trainer.parallel.on_main(export_safetensors, exported, file, trainer.notes)
+            trainer.parallel.on_main(_export, trainer, exported, file)
         except OSError as error:
+            last = trainer.describe_last_checkpoint()
             raise UsageError(
-                f"the weights cannot be written to {file}: {error}. {trainer.describe_last_checkpoint()} Make the "
-                "folder writable; resume=auto then continues from there",
+                f"the weights cannot be written to {file}: {error.strerror or error}. {last} Free some space or make "
+                "the folder writable; resume=auto then writes them, from the last checkpoint if there is one",
                 code="run.export_failed",
             ) from error
+
+
+def _export(trainer: Trainer, weights: dict, file: Path) -> None:
+    """Write the weights; if the disk is full, checkpoints other than the newest and the best make room."""
+    try:
+        export_safetensors(weights, file, trainer.notes)
+    except OSError:
+        if trainer.checkpoints is None or not trainer.checkpoints.remove_older():
+            raise
+        export_safetensors(weights, file, trainer.notes)
 
 
 def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:

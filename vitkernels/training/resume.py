@@ -11,6 +11,7 @@ from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
 from vitkernels.config import Config
 from vitkernels.provenance import git_commit, versions
 from vitkernels.training import run_dir, setup, source
+from vitkernels.training.disk_space import check_space
 from vitkernels.training.loggers import MetricLogger, NullLogger, run_loggers
 from vitkernels.training.trainer import Trainer
 
@@ -52,6 +53,8 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
         trainer.resume(path)
         if folder.resolve() in path.resolve().parents and not (folder / "metrics.jsonl").exists():
             log.warning("%s/metrics.jsonl is missing: it will lack the steps up to %d", folder, state["step"])
+    saves = bool(cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps)
+    parallel.on_main(check_space, trainer, folder, saves)
     parallel.on_main(run_dir.begin, folder, settings, path is not None, notes)
     trainer.logger = _loggers(cfg, trainer, folder)
     if trainer.state.eval_pending:  # the run was stopped between this step's checkpoint and its evaluation

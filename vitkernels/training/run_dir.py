@@ -19,7 +19,7 @@ from pathlib import Path
 from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
 from vitkernels.config.saved import read_settings
 from vitkernels.errors import UsageError
-from vitkernels.files import read_json, write_json
+from vitkernels.files import is_disk_error, read_json, write_json
 from vitkernels.provenance import code_hash, versions
 from vitkernels.registry import tuning_table
 
@@ -149,7 +149,7 @@ class FailureRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        failed = isinstance(error, Exception) and not isinstance(error, FolderInUseError)
+        failed = isinstance(error, Exception) and not isinstance(error, FolderInUseError) and not is_disk_error(error)
         if failed and self.owned and self.is_main:
             record_failure(self.folder, str(error) or type(error).__name__)
 

@@ -5,7 +5,13 @@ from types import FrameType
 
 from vitkernels.errors import EXIT_INTERRUPTED
 
-__all__ = ["EXIT_INTERRUPTED", "StopRequest"]
+__all__ = ["EXIT_INTERRUPTED", "StopRequest", "ignore_stops"]
+
+
+def ignore_stops() -> None:
+    """Let SIGTERM and SIGINT no longer end this process: it is about to exit by itself, with the right status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StopRequest:

@@ -1,5 +1,6 @@
 """TensorBoard: a point per log window and evaluation, the settings as text, and the HPARAMS tab."""
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +15,18 @@ class TensorBoardLogger(NullLogger):
 
     def __init__(self, folder: Path, guard: DiskGuard, first_step: int = 0):
         self._folder, self._guard = folder, guard
-        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=first_step + 1)
         self._closed = False
+        self._unhooked = threading.excepthook
+        threading.excepthook = self._ignore_full_disk
+        self._writer: SummaryWriter | None = None
+        with guard.tolerate():
+            self._writer = SummaryWriter(str(folder), purge_step=first_step + 1)
+
+    def _ignore_full_disk(self, failure: threading.ExceptHookArgs) -> None:
+        """Print no traceback of TensorBoard's own thread: its next call raises the error, and the guard logs it."""
+        of_tensorboard = type(failure.thread).__module__.startswith("tensorboard.")
+        if not (of_tensorboard and isinstance(failure.exc_value, OSError)):
+            self._unhooked(failure)
 
     def _write(self, put: Callable[[SummaryWriter], None]) -> None:
         """Call put(writer), on a new file if the last one could not be written."""
@@ -55,3 +66,4 @@ class TensorBoardLogger(NullLogger):
         if not self._closed:
             self._closed = True
             self._write(SummaryWriter.close)
+            threading.excepthook = self._unhooked

@@ -1,0 +1,30 @@
+"""The log file of a run, which a full, failing or read-only disk does not turn into tracebacks."""
+
+import logging
+import sys
+
+
+class LogFile(logging.FileHandler):
+    """Append to a file; report the first line that cannot be written on stdout, and later ones not at all."""
+
+    def __init__(self, filename: str):
+        super().__init__(filename, encoding="utf-8", delay=True)  # a folder that is read-only does not stop the start
+        self._failing = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError as error:  # from opening the file
+            self._report(error)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, OSError):
+            self._report(error)
+        else:
+            super().handleError(record)
+
+    def _report(self, error: OSError) -> None:
+        if not self._failing:
+            print(f"the log is no longer written to {self.baseFilename}: {error.strerror or error}", flush=True)
+        self._failing = True
