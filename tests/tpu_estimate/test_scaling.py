@@ -47,8 +47,9 @@ def test_collective__a_corner_receives_through_its_links():
 
 
 def test_published_collectives__are_lower_bounds():
-    """The estimate takes the published bandwidth in full; the timings reached 0.83 of it, small messages less."""
-    assert [round(case.ratio, 2) for case in collectives.PUBLISHED] == [0.83, 0.65]
+    """The estimate takes the published bandwidth in full; large messages reach 0.83 to 0.96 of it, small ones less."""
+    ratios = [round(case.ratio, 2) for case in collectives.PUBLISHED]
+    assert ratios == [0.83, 0.65, 0.95, 0.75, 0.96, 0.72]
 
 
 def test_scaling__ddp_reduces_and_fsdp_gathers_twice():

@@ -97,6 +97,14 @@ def test_estimate__errors_of_a_call(module):
 
 
 @needs_libtpu
+def test_estimate__kernels_of_vitkernels_jax_compile_for_a_tpu():
+    shape = "bf16[8,197,4,64]"
+    found = user_kernel.facts(estimate("vitkernels.jax:attention", ",".join([shape] * 3)))
+    assert any(o["kind"] == "Pallas kernel" for o in found["operations"]) and found["untimed"] == []
+    assert found["matrix_flops"] >= 2 * 2 * 8 * 4 * 197 * 197 * 64  # both products, and their padding
+
+
+@needs_libtpu
 def test_estimate__out_of_vmem_gives_sizes(module):
     with error("tpu_estimate.vmem", chip="v5e", limit_bytes=16 * 2**20) as caught:
         estimate(f"{module}:double", "f32[8192,4096]", rows=1024)

@@ -24,6 +24,7 @@ GRIDS: dict[str, dict[int, tuple[int, ...]]] = {
 }
 STRATEGIES = ("ddp", "fsdp")
 _PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+_PERMUTE = "collective-permute"  # every chip sends all of its array to a neighbour
 _BYTES = 2  # per gradient or gathered weight
 
 
@@ -31,9 +32,11 @@ def collective_ms(kind: str, size: float, grid: tuple[int, ...], chip: Chip = CH
     """Return the milliseconds of a collective over a grid of chips.
 
     Args:
-        kind: all-gather, reduce-scatter or all-reduce.
-        size: bytes of the complete array.
+        kind: all-gather, reduce-scatter, all-reduce, or collective-permute to a neighbour.
+        size: bytes of the complete array; of a collective-permute, those that each chip sends.
     """
+    if kind == _PERMUTE:
+        return (size / LINK_BANDWIDTH[chip.name] + HOP_SECONDS) * 1e3
     axes = [length for length in grid if length > 1]
     chips, passes = 1, _PASSES[kind]
     for length in axes:
@@ -54,16 +57,26 @@ class PublishedCollective:
     grid: tuple[int, ...]
     published_ms: float
     source: str
+    chip: str = "v5e"
+
+    @property
+    def estimate_ms(self) -> float:
+        return collective_ms(self.kind, self.size, self.grid, CHIPS[self.chip])
 
     @property
     def ratio(self) -> float:
-        return collective_ms(self.kind, self.size, self.grid) / self.published_ms
+        return self.estimate_ms / self.published_ms
 
 
 _BOOK = "https://jax-ml.github.io/scaling-book/sharding"
+_MARIN = "https://github.com/marin-community/marin/issues/6736"
 PUBLISHED = (
     PublishedCollective("all-gather of bf16[2048,8192], 4 chips in a row", "all-gather", 2**25, (4,), 0.680, _BOOK),
     PublishedCollective("all-gather of bf16[256,256], 4 chips in a row", "all-gather", 2**17, (4,), 0.008, _BOOK),
+    PublishedCollective("permute of 64 MiB per chip, 4 chips", _PERMUTE, 2**26, (2, 2), 0.78198, _MARIN, "v5p"),
+    PublishedCollective("permute of 1 MiB per chip, 4 chips", _PERMUTE, 2**20, (2, 2), 0.01694, _MARIN, "v5p"),
+    PublishedCollective("permute of 64 MiB per chip, 8 chips", _PERMUTE, 2**26, (2, 4), 0.77634, _MARIN, "v6e"),
+    PublishedCollective("permute of 1 MiB per chip, 8 chips", _PERMUTE, 2**20, (2, 4), 0.01745, _MARIN, "v6e"),
 )
 
 
@@ -135,9 +148,9 @@ def scaling_table(rows: list[dict], chip: Chip) -> str:
 
 
 def published_table() -> str:
-    """Return the collectives that others timed on v5e as Markdown, each with its estimate."""
-    lines = ["| collective, TPU v5e | ESTIMATE ms | published ms | ratio | source |", "|---" * 5 + "|"]
+    """Return the collectives that others timed as Markdown, each with its estimate."""
+    lines = ["| collective | chip | ESTIMATE ms | published ms | ratio | source |", "|---" * 6 + "|"]
     for case in PUBLISHED:
-        ms = collective_ms(case.kind, case.size, case.grid)
-        lines.append(f"| {case.what} | {ms:.4f} | {case.published_ms:g} | {case.ratio:.2f} | {case.source} |")
+        cells = [case.what, case.chip, f"{case.estimate_ms:.4f}", f"{case.published_ms:g}", f"{case.ratio:.2f}"]
+        lines.append("| " + " | ".join([*cells, case.source]) + " |")
     return "\n".join(lines)

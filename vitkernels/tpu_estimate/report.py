@@ -10,7 +10,7 @@ from vitkernels.errors import UsageError
 from vitkernels.tpu_estimate import attention_contenders
 from vitkernels.tpu_estimate.chips import CHIPS, Chip
 from vitkernels.tpu_estimate.estimate import OperationEstimate, ProgramEstimate
-from vitkernels.tpu_estimate.validate import CAVEAT, PUBLISHED, reestimate
+from vitkernels.tpu_estimate.validate import CAVEAT, NOT_COMPARED, PUBLISHED, reestimate
 
 
 def row(contender: str, pass_name: str, shape: tuple[int, int, int, int], chip: Chip = CHIPS["v5e"]) -> dict:
@@ -165,6 +165,9 @@ def published_lines() -> Iterator[str]:
             ms = reestimate(case)
             cells[3], cells[5] = f"{ms:.3f}", f"{ms / case.published_ms:.2f}"
         yield "| " + " | ".join(cells) + " |"
+    yield "\n| published, not compared | why | source |\n|---|---|---|"
+    for figure, source, why in NOT_COMPARED:
+        yield f"| {figure} | {why} | {source} |"
     yield f"\n{CAVEAT}"
 
 

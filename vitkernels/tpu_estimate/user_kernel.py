@@ -127,7 +127,7 @@ def build(target: str, shapes: list, keywords: dict) -> tuple:
     if not calls:
         message = f"{target} calls no Pallas kernel: there is no pallas_call in what it traces to"
         raise UsageError(message, code="tpu_estimate.no_pallas_call", target=target)
-    if any(call.params.get("interpret") for call in calls):
+    if all(call.params.get("interpret") for call in calls):
         message = f"{target} runs its kernel interpreted: pass interpret=False, for instance with --set interpret=False"
         raise UsageError(message, code="tpu_estimate.interpreted", target=target)
     return function, arrays, True
@@ -186,11 +186,11 @@ def facts(program: ProgramEstimate) -> dict:
 
 def text(found: dict, what: str) -> str:
     """Return the facts as lines for a person."""
-    mib, chip = 2**20, found["chip"]
+    mib, chip, several = 2**20, found["chip"], len(found["operations"]) > 1
     lines = [
         f"ESTIMATE for TPU {chip}, from the compiler's schedule (no TPU was used): {what}",
         f"  time      {found['estimate_ms']:.4f} ms",
-        f"  bound by  {found['bound_by_sentence']}",
+        f"  bound by  {found['bound_by_sentence']}" + (" (the longest operation)" if several else ""),
         f"  bytes     {found['read_bytes'] / mib:.1f} MiB read, {found['written_bytes'] / mib:.1f} MiB written: "
         f"{found['estimate_memory_ms']:.4f} ms of HBM",
         f"  FLOPs     {found['matrix_flops'] / 1e9:.2f} G in matrix products: "
@@ -198,7 +198,7 @@ def text(found: dict, what: str) -> str:
         f"  MXU       busy for {found['mxu_share']:.0%} of the time",
         f"  VMEM      {found['vmem_bytes'] / mib:.1f} MiB, {found['spilled_registers']} register spills",
     ]
-    if len(found["operations"]) > 1:
+    if several:
         longest = sorted(found["operations"], key=lambda o: -o["estimate_ms"])[:8]
         lines += [f"  {o['estimate_ms']:9.4f} ms  {o['kind']} {o['name']} ({o['bound_by']})" for o in longest]
     if found["untimed"]:

@@ -63,6 +63,29 @@ PUBLISHED = (
     PublishedTiming("JAX flash forward, N 2048", 34.62, 37.61, FLASH, ("flash", 32, 8, 2048, 64)),
     PublishedTiming("JAX flash forward, N 4096", 135.6, 144.97, FLASH, ("flash", 32, 8, 4096, 64)),
 )
+# Published figures of real TPUs that no program here corresponds to: (figure, source, why it is not compared).
+NOT_COMPARED = (
+    (
+        "Llama 2 70B: MFU 57 % on v5e-256, 65 % on v5p-128",
+        "https://github.com/google/maxtext/blob/main/getting_started/Run_Llama2.md",
+        "a sharded decoder of 256 chips",
+    ),
+    (
+        "Llama 3.1 8B: MFU 45.5 % on 256 v6e chips",
+        "https://maxtext.readthedocs.io/en/latest/reference/models/tiering.html",
+        "a sharded decoder of 256 chips",
+    ),
+    (
+        "Pallas block-sparse product (p = 0.1, 16384³): about 6 × faster than XLA on v5e",
+        SPARSE,
+        "random blocks; no times given",
+    ),
+    (
+        "mmBERT-base forward, batch 8, 512 tokens: 32.81 ms on v5e",
+        "https://github.com/mlnomadpy/flaxchat/blob/master/docs/YAT_MMBERT_LIGHT_SPEED.md",
+        "the model and its harness are not here",
+    ),
+)
 CAVEAT = (
     "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. Against published timings, they "
     "are between -8 and +8 %; the method's two constants were fitted to the same timings. For other programs expect "
