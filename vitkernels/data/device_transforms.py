@@ -162,9 +162,16 @@ def _single_rows(raw: RawBatch) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(1) for tensor in raw.values()), strict=True)
 
 
-@functools.cache
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Return values (1, C, 1, 1); copied to the device once, since a copy from pageable memory blocks the host."""
+    """Return values (1, C, 1, 1)."""
+    if device.type == "xla":  # a cached tensor would enter the first step's graph as an operation, later ones' as data
+        return torch.tensor(values, device=device).view(1, -1, 1, 1)
+    return _cached_per_channel(values, device)
+
+
+@functools.cache
+def _cached_per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Return values (1, C, 1, 1), copied to the device once: a copy from pageable memory would block the host."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1)
 
 
