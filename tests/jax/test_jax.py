@@ -51,6 +51,7 @@ def test_attention__matches_jax(tokens):
     assert_same(vk.attention, jax.nn.dot_product_attention, *qkv(tokens))
 
 
+@pytest.mark.slow
 def test_attention__bias_mask_and_causal():
     bias, mask = normal(3, 1, 2, 37, 37), jax.random.bernoulli(jax.random.key(4), 0.7, (2, 1, 37, 37))
     mask = mask | jnp.eye(37, dtype=bool)  # each query has a key
