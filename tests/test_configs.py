@@ -82,7 +82,7 @@ EXPLAINED = {
     **dict.fromkeys(("trainer", "ema", "checkpoints", "sweep"), "config"),
     **{group: f"{group}/auto" for group in ("attn", "ops", "runtime", "parallel")},
     **{"quant": "quant/w8a8_fp8", "model": "model/timm", "data": "data/digits"},
-    **{"optim": "optim/adamw", "schedule": "schedule/cosine"},
+    **{"optim": "optim/adamw", "schedule": "schedule/cosine", "logger": "logger/none"},
 }
 
 

@@ -90,7 +90,7 @@ def test_defaults__agree_with_yaml(settings, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     composed = OmegaConf.to_container(settings(), resolve=True)
     defaults = Config().to_dict()
-    for name in ("attn", "ops", "quant", "model", "optim", "schedule", "runtime", "parallel"):
+    for name in ("attn", "ops", "quant", "model", "optim", "schedule", "runtime", "parallel", "logger"):
         assert defaults[name] == composed[name], name
     data = composed.pop("data")
     assert defaults.pop("data") == {name: data[name] for name in ("_target_", "batch_size", "num_workers")}

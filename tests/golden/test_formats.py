@@ -23,6 +23,12 @@ ADDED: dict[str, object] = {
     "summary.json: interpreted": "list",
     "summary.json: interpreted[]": "str",
     "summary.json: machine": "any",
+    **{f"TensorBoard: curves/{name}": "scalar" for name in ("1_loss", "2_top1", "3_lr", "4_step_ms")},
+    **{
+        f"TensorBoard: _hparams_/{part}: {name}": "parameter"
+        for part in ("experiment", "session_start_info")
+        for name in ("seed", "epochs", "weight_decay")
+    },
     # A sweep without rounds: sweep.rounds=null.
     "files: rounds.json": "file",
     "comparison.json: [].runtime": "str",

@@ -195,23 +195,18 @@ def test_sweep__under_load_a_copy_of_native_is_not_called_faster(tmp_path):
     words += ["data.num_classes=10", "trainer.max_steps=30", "trainer.warmup_steps=2", "trainer.eval_every=null"]
     words += ["checkpoints.every_epochs=null", "sweep.rounds=6", f"hydra.sweep.dir={tmp_path}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    burn = None
-    sweep = subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    )
-    output = ""
-    try:
+    output, command = "", [sys.executable, str(ROOT / "train.py"), *words]
+    with contextlib.ExitStack() as cleanup:
+        sweep = cleanup.enter_context(
+            subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+        cleanup.callback(sweep.kill)
         for line in sweep.stdout:
             output += line
-            if burn is None and "done in" in line:  # the first variant has trained alone
-                burn = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count())]
+            if "done in" in line and "burn" not in locals():  # the first variant has trained alone
+                burn = cleanup.enter_context(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
+                cleanup.callback(burn.kill)
         assert sweep.wait() == 0, output
-    finally:
-        sweep.kill()
-        sweep.wait()
-        for process in burn or ():
-            process.kill()
-            process.wait()
     rows = json.loads((tmp_path / "comparison.json").read_text())
     record = json.loads((tmp_path / "rounds.json").read_text())
     assert len(record["rounds"]) == 6 and all(one["disturbed"] for one in record["rounds"]), output

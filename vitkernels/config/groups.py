@@ -218,3 +218,13 @@ class ParallelSettings:
     reshard: bool = setting(
         False, "Free gathered parameters of fsdp after forward: slower, for models that do not fit."
     )
+
+
+@dataclass(frozen=True)
+class LoggerSettings:
+    """Weights & Biases or MLflow, in addition to metrics.jsonl, TensorBoard and the terminal."""
+
+    name: Literal["none", "wandb", "mlflow"] = setting(
+        "none", "Further destination of the figures; metrics.jsonl, TensorBoard and the terminal always get them."
+    )
+    project: str = setting("vitkernels", "Project of Weights & Biases, or experiment of MLflow.")

@@ -16,6 +16,7 @@ from vitkernels.config.groups import (
     Compile,
     DataSettings,
     EmaSettings,
+    LoggerSettings,
     ModelSettings,
     OpsSettings,
     OptimSettings,
@@ -59,6 +60,7 @@ class Config:
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    logger: LoggerSettings = field(default_factory=LoggerSettings)
     # The plain values this was read from: run folders hold exactly these keys.
     _source: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 

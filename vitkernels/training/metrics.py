@@ -13,7 +13,8 @@ class StepRecord:
     """The figures of one optimizer step.
 
     step: counted from 1. loss: mean over the images of all processes. grad_norm: before clipping. lr: learning rate.
-    nonfinite_ranks: with several processes, the ranks whose own loss is not finite.
+    nonfinite_ranks: with several processes, the ranks whose own loss is not finite. step_ms: the step's time, None for
+    steps that are not timed.
     """
 
     step: int
@@ -21,9 +22,21 @@ class StepRecord:
     grad_norm: float
     lr: float
     nonfinite_ranks: tuple[int, ...] = ()
+    step_ms: float | None = None
+
+    def curves(self) -> dict[str, float]:
+        """Return the step's points under names whose order is that of importance."""
+        points = {"1_loss": self.loss, "3_lr": self.lr}
+        return points if self.step_ms is None else points | {"4_step_ms": self.step_ms}
 
     def as_dict(self) -> dict:
         return {"step": self.step, "loss": self.loss, "grad_norm": self.grad_norm, "lr": self.lr}
+
+
+def add_times(records: list[StepRecord], step_ms: list[float]) -> None:
+    """Give the last records their step times, in ms; the first steps of a process are not timed."""
+    for record, ms in zip(reversed(records), reversed(step_ms), strict=False):
+        record.step_ms = ms
 
 
 class StepMetrics:

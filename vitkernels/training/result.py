@@ -20,7 +20,8 @@ def finish(cfg: Config, trainer: Trainer, parts: ModelParts, folder: Path) -> di
     summary = run_summary(cfg, trainer, parts)
     export_weights(trainer, folder)
     parameters = {name: summary[name] for name in ("attn", "ops", "model")}
-    parameters |= {"lr": cfg.optim.lr, "batch_size": summary["batch_size"]}
+    parameters |= {"lr": cfg.optim.lr, "batch_size": summary["batch_size"], "weight_decay": cfg.optim.weight_decay}
+    parameters |= {"seed": cfg.seed, "epochs": summary["epochs"]}
     results = {"step_ms": summary["step_time_ms"]["median"], "loss": summary["train_loss"]}
     trainer.logger.hparams(parameters, results | {"val_top1": summary["val_top1"]})
     trainer.parallel.on_main(write_json, folder / "summary.json", summary)

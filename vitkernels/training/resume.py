@@ -12,7 +12,7 @@ from vitkernels.config import Config
 from vitkernels.provenance import git_commit, versions
 from vitkernels.training import run_dir, setup, source
 from vitkernels.training.disk_space import check_space
-from vitkernels.training.loggers import MetricLogger, NullLogger, run_loggers
+from vitkernels.training.loggers import MetricLogger, NullLogger, remote, run_loggers
 from vitkernels.training.trainer import Trainer
 
 log = logging.getLogger("vitkernels")
@@ -67,7 +67,8 @@ def _loggers(cfg: Config, trainer: Trainer, folder: Path) -> MetricLogger:
     if not trainer.parallel.is_main:
         return NullLogger()
     state = trainer.state
-    logger = run_loggers(folder, trainer.plan.total_steps, state.step, evaluates_first=state.eval_pending)
+    further = remote.create(cfg.logger.name, folder, cfg.logger.project, cfg.to_dict())
+    logger = run_loggers(folder, trainer.plan.total_steps, state.step, state.eval_pending, further)
     provenance = {"command": " ".join(sys.argv), "versions": versions(), "git commit": git_commit()}
     settings = yaml.safe_dump(cfg.to_dict(), sort_keys=False)
     logger.text("run", f"```yaml\n{settings}\n```\n```json\n{json.dumps(provenance, indent=1)}\n```")

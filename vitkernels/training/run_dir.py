@@ -26,7 +26,7 @@ from vitkernels.registry import tuning_table
 log = logging.getLogger(__name__)
 
 # Settings that change how a run executes, not what it computes.
-_NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel")
+_NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel", "logger")
 _NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
 # Settings that make no difference to a complete run.
 _WITHOUT_EFFECT = ("trainer.log_every", "trainer.profile", "data.num_workers")

@@ -33,12 +33,12 @@ def log_window(
     flops: float,
 ) -> None:
     """Log one window: scalars, and a line for the terminal. flops: model FLOPs of a step on one device."""
-    last, epoch = records[-1], plan.epoch_of(records[-1].step)
+    last, epoch = records[-1], plan.epoch_of(records[-1].step) + 1
     loss = sum(r.loss for r in records) / len(records)
     scalars: dict[str, float | None]
     scalars = {"train/loss": loss, "train/lr": last.lr, "train/grad_norm": last.grad_norm, "train/epoch": epoch}
     brief = f"loss {loss:.4f}"
-    text = f"epoch {epoch + 1}  loss {loss:.4f}  lr {last.lr:.2e}  grad norm {last.grad_norm:.3g}"
+    text = f"epoch {epoch}  loss {loss:.4f}  lr {last.lr:.2e}  grad norm {last.grad_norm:.3g}"
     if window.step_ms:
         ms = sum(window.step_ms) / len(window.step_ms)
         wait = sum(window.input_wait_ms) / len(window.input_wait_ms)

@@ -30,7 +30,7 @@ from vitkernels.training.health import (
 )
 from vitkernels.training.loggers import MetricLogger, NullLogger
 from vitkernels.training.loss import Loss
-from vitkernels.training.metrics import StepMetrics
+from vitkernels.training.metrics import StepMetrics, add_times
 from vitkernels.training.plan import Due, StepPlan
 from vitkernels.training.profiler import PROFILED_STEPS, start_profiler
 from vitkernels.training.signals import StopRequest
@@ -197,6 +197,7 @@ class Trainer:
         """Wait for the device, then read, check, log, save and evaluate."""
         window = self.timer.stop()
         records = self.metrics.read()
+        add_times(records, window.step_ms)
         step = self.state.step
         self.logger.steps(records)
         warn_of_straggler(self.parallel, step, window)

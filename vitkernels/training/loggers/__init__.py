@@ -10,8 +10,14 @@ from vitkernels.training.loggers.tensorboard import TensorBoardLogger
 __all__ = ["ConsoleLogger", "JsonLinesLogger", "LoggerGroup", "MetricLogger", "NullLogger", "run_loggers"]
 
 
-def run_loggers(folder: Path, total_steps: int, first_step: int = 0, evaluates_first: bool = False) -> LoggerGroup:
-    """Return the loggers of a run: metrics.jsonl, TensorBoard and the terminal.
+def run_loggers(
+    folder: Path,
+    total_steps: int,
+    first_step: int = 0,
+    evaluates_first: bool = False,
+    further: NullLogger | None = None,
+) -> LoggerGroup:
+    """Return the loggers of a run: metrics.jsonl, TensorBoard, the terminal, and a further one if given.
 
     A full or failing disk is logged once and does not end training: metrics.jsonl catches up when the disk recovers,
     and TensorBoard lacks the points of that time.
@@ -21,10 +27,12 @@ def run_loggers(folder: Path, total_steps: int, first_step: int = 0, evaluates_f
         total_steps: length of the run.
         first_step: steps taken before a resume; what was logged past it is dropped.
         evaluates_first: the run resumes with the evaluation of `first_step`, so an earlier one is dropped.
+        further: such as remote.create returns.
     """
     guard = DiskGuard(folder)
     return LoggerGroup(
         ConsoleLogger(total_steps, first_step),  # first, so that the terminal is free when the others close
         JsonLinesLogger(folder, guard, first_step, evaluates_first),
         TensorBoardLogger(folder, guard, first_step),
+        NullLogger() if further is None else further,
     )

@@ -1,4 +1,8 @@
-"""TensorBoard: a point per log window and evaluation, the settings as text, and the HPARAMS tab."""
+"""TensorBoard: a point per step, log window and evaluation, the settings as text, and the HPARAMS tab.
+
+TensorBoard sorts tags by name. `curves/` comes first, with what a reader looks at first: 1_loss, 2_top1, 3_lr and
+4_step_ms.
+"""
 
 import threading
 from collections.abc import Callable
@@ -8,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
 from vitkernels.training.loggers.base import DiskGuard, NullLogger
+from vitkernels.training.metrics import StepRecord
 
 
 class TensorBoardLogger(NullLogger):
@@ -36,6 +41,18 @@ class TensorBoardLogger(NullLogger):
             writer, self._writer = self._writer or SummaryWriter(str(self._folder)), None
             put(writer)
             self._writer = writer
+
+    def steps(self, records: list[StepRecord]) -> None:
+        def put(writer: SummaryWriter) -> None:
+            for record in records:
+                for name, value in record.curves().items():
+                    writer.add_scalar(f"curves/{name}", value, record.step)
+
+        self._write(put)
+
+    def evaluation(self, step: int, figures: dict[str, float]) -> None:
+        if "val_top1" in figures:
+            self._write(lambda writer: writer.add_scalar("curves/2_top1", figures["val_top1"], step))
 
     def scalars(self, step: int, values: dict[str, float | None]) -> None:
         def put(writer: SummaryWriter) -> None:

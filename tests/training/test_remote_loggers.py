@@ -1,0 +1,81 @@
+"""Weights & Biases and MLflow without a network: what a run leaves with each, and what their failures do."""
+
+import sys
+
+import pytest
+from expecting import error
+
+from vitkernels.training.loggers import remote
+from vitkernels.training.metrics import StepRecord, add_times
+
+SETTINGS = {"optim": {"lr": 0.1, "kwargs": {}}, "seed": 3}
+
+
+def log_run(logger) -> None:
+    records = [StepRecord(step, 2.0 - step / 10, 1.0, 0.1) for step in (1, 2, 3)]
+    add_times(records, [30.0, 31.0])
+    logger.steps(records)
+    logger.scalars(3, {"train/loss": 1.8, "time/mfu": None})
+    logger.window(3, "", "")
+    logger.evaluation(3, {"val_top1": 50.0})
+    logger.hparams({}, {"val_top1": 50.0, "loss": 1.7})
+    logger.close()
+    logger.close()
+
+
+def test_add_times__last_records_are_the_timed_ones():
+    records = [StepRecord(step, 1.0, 1.0, 0.1) for step in (1, 2, 3)]
+    add_times(records, [30.0, 31.0])
+    assert [record.step_ms for record in records] == [None, 30.0, 31.0]
+    assert records[0].curves() == {"1_loss": 1.0, "3_lr": 0.1} and records[2].curves()["4_step_ms"] == 31.0
+    assert "step_ms" not in records[2].as_dict()  # metrics.jsonl holds what two equal runs have in common
+
+
+@pytest.mark.filterwarnings("ignore")  # of wandb's and mlflow's own code
+def test_mlflow__file_store_holds_points_settings_and_results(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    for _ in range(2):  # the second one resumes the first
+        log_run(remote.create("mlflow", tmp_path, "vits", SETTINGS))
+    client = mlflow.MlflowClient()
+    (run,) = client.search_runs([client.get_experiment_by_name("vits").experiment_id])
+    assert run.data.params == {"optim.lr": "0.1", "optim.kwargs": "{}", "seed": "3"}
+    assert run.data.metrics["val_top1"] == 50.0 and run.data.metrics["result/loss"] == 1.7
+    points = client.get_metric_history(run.info.run_id, "loss")
+    assert sorted({(point.step, point.value) for point in points}) == [(1, 1.9), (2, 1.8), (3, 1.7)]
+    assert run.info.status == "FINISHED"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb__offline_run_is_written_into_the_folder(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log_run(remote.create("wandb", tmp_path, "vits", SETTINGS))
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = file.read_bytes()
+    assert b"step_ms" in content and b"val_top1" in content and b"vits" in content
+    assert (tmp_path / "wandb_run_id").read_text().strip() in file.name
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_create__missing_package_names_the_extra(name, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with error("logger.missing_package", package=name) as caught:
+        remote.create(name, tmp_path, "vits", SETTINGS)
+    assert f"vitkernels[{name}]" in str(caught.value)
+
+
+def test_create__unknown_name(tmp_path):
+    with error("unknown_name", kind="logger"):
+        remote.create("tensorboards", tmp_path, "vits", SETTINGS)
+
+
+def test_remote_logger__failing_service_is_logged_once(caplog):
+    class Broken(remote.RemoteLogger):
+        def send(self, step, values):
+            raise ConnectionError("no route")
+
+    log_run(Broken("mine"))
+    assert caplog.text.count("mine: no route; training continues") == 1
