@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,11 +102,15 @@ class MlflowLogger(RemoteLogger):
     """One run of MLflow; a resumed run continues it."""
 
     def __init__(self, folder: Path, project: str, settings: dict[str, Any]):
+        # The extra has no database driver: without a server, figures go into files, which MLflow 3 wants allowed.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
 
         super().__init__("mlflow")
-        self._client, self._metric, self._waiting = MlflowClient(), Metric, []
+        uri = os.environ.get("MLFLOW_TRACKING_URI") or Path("mlruns").absolute().as_uri()
+        self._client, self._metric = MlflowClient(uri), Metric
+        self._waiting: list[Any] = []
         identifier = folder / "mlflow_run_id"
         if identifier.exists():
             self._run = identifier.read_text().strip()
