@@ -14,6 +14,7 @@ USAGE = """usage: vitkernels COMMAND ...
   train [SETTING=VALUE ...]       train, or with -m run a sweep; `vitkernels train --help` lists all settings
   eval RUN [SETTING=VALUE ...]    evaluate a run, a checkpoint or a file of weights
   compare RUN RUN ... [--out DIR] the verdict table of runs that exist
+  report RUN [--out FILE]         one HTML page about a run: curves, results, settings, how to repeat it
   doctor                          print versions, devices and the backends that run on this machine
   tune [--model NAME ...]         measure the backends of each op on this GPU, for backend="auto"
   tpu-estimate ...                estimate a kernel or a training step on a TPU, without a TPU
@@ -87,6 +88,13 @@ def compare(words: list[str]) -> int:
     return run(words)
 
 
+def report(words: list[str]) -> int:
+    """Write a page about a run."""
+    from vitkernels.cli.report import main as run
+
+    return run(words)
+
+
 def doctor(words: list[str]) -> int:
     """Print what this machine can run."""
     from vitkernels.cli.doctor import main as run
@@ -113,5 +121,5 @@ def tpu_estimate(words: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "train": train, "eval": evaluate, "compare": compare, "doctor": doctor, "tune": tune, "tpu-estimate": tpu_estimate,
+    "train": train, "eval": evaluate, "compare": compare, "report": report, "doctor": doctor, "tune": tune, "tpu-estimate": tpu_estimate,
 }  # fmt: skip
