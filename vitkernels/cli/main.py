@@ -121,5 +121,6 @@ def tpu_estimate(words: list[str]) -> int:
 
 
 _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "train": train, "eval": evaluate, "compare": compare, "report": report, "doctor": doctor, "tune": tune, "tpu-estimate": tpu_estimate,
+    "train": train, "eval": evaluate, "compare": compare, "report": report, "doctor": doctor, "tune": tune,
+    "tpu-estimate": tpu_estimate,
 }  # fmt: skip

@@ -71,8 +71,8 @@ def _headline(summary: dict[str, Any], steps: Sequence[dict]) -> str:
     if summary.get("status") == "done":
         return (
             f"{summary['model']}, attention {summary['attn']}, ops {summary['ops']}, {summary['precision']} on "
-            f"{summary['devices']} × {summary['device']}; {summary['steps']} steps of {summary['batch_size']} images in "
-            f"{summary['seconds']:.0f} s."
+            f"{summary['devices']} × {summary['device']}; {summary['steps']} steps of {summary['batch_size']} images "
+            f"in {summary['seconds']:.0f} s."
         )
     last = f"the last of its {len(steps)} steps in metrics.jsonl is {steps[-1]['step']}" if steps else "it took no step"
     return f"This run is not complete: {summary.get('reason') or 'it has no summary'}; {last}."
