@@ -13,7 +13,7 @@ from vitkernels.config.saved import read_settings
 from vitkernels.errors import UsageError
 from vitkernels.files import read_json
 
-_WIDTH, _HEIGHT, _MARGIN = 460, 220, 48
+_WIDTH, _HEIGHT, _MARGIN = 460, 220, 60
 _MOST_POINTS = 600  # of a curve; more are averaged
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;
@@ -107,8 +107,8 @@ def curve(title: str, points: Sequence[tuple[float, float]], dots: bool = False)
         f'<svg width="{_WIDTH}" height="{_HEIGHT}" role="img" aria-label="{html.escape(title)}" font-size="11">'
         f'<text x="{left}" y="14" font-size="13">{html.escape(title)}</text>'
         f'<path d="M{left},26 V{bottom} H{_WIDTH - 10}" fill="none" stroke="#999"/>'
-        f'<text x="{left - 4}" y="32" text-anchor="end">{y1:.4g}</text>'
-        f'<text x="{left - 4}" y="{bottom}" text-anchor="end">{y0:.4g}</text>'
+        f'<text x="{left - 4}" y="32" text-anchor="end">{y1:.3g}</text>'
+        f'<text x="{left - 4}" y="{bottom}" text-anchor="end">{y0:.3g}</text>'
         f'<text x="{left}" y="{_HEIGHT - 8}">step {x0:g}</text>'
         f'<text x="{_WIDTH - 10}" y="{_HEIGHT - 8}" text-anchor="end">{x1:g}</text>'
         f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.3"/>{marks}</svg>'
