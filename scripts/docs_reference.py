@@ -50,6 +50,7 @@ API = {
     "attention": ("vitkernels.attention",),
     "ops": ("vitkernels.ops",),
     "bridge": ("vitkernels.bridge",),
+    "jax": ("vitkernels.jax",),
     "models": ("vitkernels.models",),
     "quant": ("vitkernels.quant",),
     "optim": ("vitkernels.optim",),

@@ -36,13 +36,14 @@ def text(first: dict, second: dict, limit: int = 12) -> str:
     """Return the comparison as a page: the steps, their parts, and the kernels that differ most."""
     one, other = names(first, second)
     times = [found["step"]["estimate_ms"] for found in (first, second)]
+    digits = 2 if max(times) >= 10 else 4
     lines = [
-        f"ESTIMATES, no TPU was used\n  A  {times[0]:9.2f} ms  {one}\n  B  {times[1]:9.2f} ms  {other}",
-        f"  B takes {times[1] / times[0]:.3f} × the time of A: {times[1] - times[0]:+.2f} ms",
+        f"ESTIMATES, no TPU was used\n  A  {times[0]:9.{digits}f} ms  {one}\n  B  {times[1]:9.{digits}f} ms  {other}",
+        f"  B takes {times[1] / times[0]:.3f} × the time of A: {times[1] - times[0]:+.{digits}f} ms",
         "",
-        _table("part", _by_part(first), _by_part(second), limit=0),
+        _table("part", _by_part(first), _by_part(second), 0, digits),
         "",
-        _table("kernels: part, op, result", _by_kernel(first), _by_kernel(second), limit=limit),
+        _table("kernels: part, op, result", _by_kernel(first), _by_kernel(second), limit, digits),
     ]
     return "\n".join(lines)
 
@@ -65,7 +66,7 @@ def _by_kernel(found: dict) -> dict[str, tuple[float, int]]:
     return kernels
 
 
-def _table(what: str, first: dict, second: dict, limit: int) -> str:
+def _table(what: str, first: dict, second: dict, limit: int, digits: int) -> str:
     """Return both sides as Markdown, the largest differences first; 0 shows all."""
     none = (0.0, 0)
     keys = sorted({*first, *second}, key=lambda key: -abs(second.get(key, none)[0] - first.get(key, none)[0]))
@@ -73,8 +74,8 @@ def _table(what: str, first: dict, second: dict, limit: int) -> str:
     shown = keys[:limit] if limit else keys
     for key in shown:
         (a, runs), (b, others) = first.get(key, none), second.get(key, none)
-        lines.append(f"| {key} | {a:.2f} | {b:.2f} | {b - a:+.2f} | {runs}, {others} |")
+        lines.append(f"| {key} | {a:.{digits}f} | {b:.{digits}f} | {b - a:+.{digits}f} | {runs}, {others} |")
     rest = [second.get(key, none)[0] - first.get(key, none)[0] for key in keys[len(shown) :]]
     if rest:
-        lines.append(f"| {len(rest)} more | | | {sum(rest):+.2f} | |")
+        lines.append(f"| {len(rest)} more | | | {sum(rest):+.{digits}f} | |")
     return "\n".join(lines)
