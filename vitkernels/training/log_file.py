@@ -1,5 +1,6 @@
 """The log file of a run, which a full, failing or read-only disk does not turn into tracebacks."""
 
+import contextlib
 import logging
 import sys
 
@@ -26,5 +27,6 @@ class LogFile(logging.FileHandler):
 
     def _report(self, error: OSError) -> None:
         if not self._failing:
-            print(f"the log is no longer written to {self.baseFilename}: {error.strerror or error}", flush=True)
+            with contextlib.suppress(OSError):  # stdout may be a file on the same disk
+                print(f"the log is no longer written to {self.baseFilename}: {error.strerror or error}", flush=True)
         self._failing = True
