@@ -16,6 +16,7 @@ from vitkernels.cli import main as console
 from vitkernels.config.compose import compose
 
 BLOCKS = list(blocks())
+os.environ["USE_TORCH_XLA"] = "false"  # else Accelerate and transformers train on torch_xla's CPU if it is installed
 # Programs of others, and of the shell.
 FOREIGN = {"tensorboard", "git", "cd"}
 
@@ -180,6 +181,8 @@ def _in_checkout(words: list[str], settings: list[str]) -> list[str]:
     return [str(ROOT / program), *arguments]
 
 
+# The loader of the Hugging Face Trainer pins memory on machines without an accelerator too.
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 @pytest.mark.parametrize("block", [p for p in _of("run", "python") if not _builds_on_page(p.values[0])])
 def test_examples__run(block, tmp_path):
     run_python(block, tmp_path)

@@ -1,9 +1,11 @@
 """Build timm vision transformers with a chosen attention backend and fused ops; no other package knows timm's models.
 
-`create_model` and `set_attention` choose the attention backend, `set_ops` the fused ops, `load_weights` reads weights
-under timm's parameter names, and `inspect_model` counts parameters and FLOPs without data.
+`accelerate` swaps attention and fused ops of any timm ViT in one call. `create_model` and `set_attention` choose the
+attention backend, `set_ops` the fused ops, `load_weights` reads weights under timm's parameter names, and
+`inspect_model` counts parameters and FLOPs without data.
 """
 
+from vitkernels.models.accelerate import accelerate
 from vitkernels.models.backend_attention import attention_layer
 from vitkernels.models.create import create_model, input_spec, preprocessing, set_attention, timm_model
 from vitkernels.models.meta_trace import ModelFacts, inspect_model
@@ -15,6 +17,7 @@ __all__ = [
     "MODEL_OPS",
     "PRESETS",
     "ModelFacts",
+    "accelerate",
     "adapt_state_dict",
     "attention_layer",
     "create_model",

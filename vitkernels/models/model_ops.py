@@ -137,6 +137,7 @@ def set_ops(
     backends: Mapping[str, str],
     residual_dtype: torch.dtype | None = None,
     keep_activation: bool = False,
+    device: torch.device | str | None = None,
 ) -> nn.Module:
     """Select the backends that compute the ops of a timm model, in place, and return the model.
 
@@ -152,6 +153,7 @@ def set_ops(
         residual_dtype: dtype of the residual stream between blocks and of its gradient. None keeps timm's, which is
             float32 under autocast. bfloat16 halves the memory traffic of each residual addition, and rounds the stream.
         keep_activation: option of mlp: a faster backward pass, for one more hidden activation in memory per block.
+        device: where the model will run, which decides what "auto" fuses; by default where its parameters are now.
 
     Raises:
         UsageError: "unknown_name" for an op or backend; "models.op_unsupported" if a named backend's op does not fit
@@ -163,7 +165,7 @@ def set_ops(
             raise unknown_name("op of a model", name, MODEL_OPS)
         if backend not in ("eager", "auto"):
             op_of(MODEL_OPS[name].op).get(backend)
-    selection = OpSelection(_select(model, backends), residual_dtype, keep_activation)
+    selection = OpSelection(_select(model, backends, device), residual_dtype, keep_activation)
     _check_options(backends, selection)
     for model_op in MODEL_OPS.values():
         if model_op.apply is not None:
@@ -178,9 +180,9 @@ def describe_ops(backends: Mapping[str, str]) -> str:
     return usual + (f" except {', '.join(others)}" if others else "")
 
 
-def _select(model: nn.Module, backends: Mapping[str, str]) -> dict[str, str]:
+def _select(model: nn.Module, backends: Mapping[str, str], device: torch.device | str | None = None) -> dict[str, str]:
     """Return the entries of `backends` to fuse: not "eager", and for "auto" only if a kernel exists and fits."""
-    device = next(model.parameters()).device
+    device = next(model.parameters()).device if device is None else torch.device(device)
     selected = {name: b for name, b in backends.items() if b != "eager" and (b != "auto" or _has_kernel(name, device))}
     reasons = {name: reason for name in selected if (reason := MODEL_OPS[name].unsupported(model)) is not None}
     named = [f"{name}={selected[name]!r} ({reason})" for name, reason in reasons.items() if selected[name] != "auto"]

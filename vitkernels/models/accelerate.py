@@ -1,0 +1,75 @@
+"""Swap attention and fused ops of a stock timm ViT in one call, for a training loop that is not this package's."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+
+import torch
+from timm.layers import Attention
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from vitkernels.attention import AttentionBackend
+from vitkernels.errors import UsageError
+from vitkernels.models.backend_attention import BackendAttention
+from vitkernels.models.create import set_attention
+from vitkernels.models.fused_modules import FusedBlock, FusedLinear, FusedPatchConv
+from vitkernels.models.model_ops import MODEL_OPS, set_ops
+
+log = logging.getLogger("vitkernels")
+
+
+def accelerate(
+    model: nn.Module,
+    attn: str | AttentionBackend = "auto",
+    ops: str | Mapping[str, str] = "auto",
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Swap attention and the eligible fused ops of a timm ViT in place, and return the model.
+
+    `model` may also contain the ViT, as open_clip's towers and transformers' TimmWrapper do. Parameters and state-dict
+    keys stay the same, so existing optimizers and checkpoints stay valid; outputs differ by rounding alone. Call it
+    before the model is compiled or wrapped by DDP or FSDP. One log line (logger "vitkernels", level INFO) states what
+    was swapped; the lines before it give the reason for each op that stays timm's.
+
+    Args:
+        attn: a backend or its name; "auto" takes the fastest that supports each call.
+        ops: "auto", "eager" (timm's modules), or op -> backend as `set_ops` takes it.
+        device: where the model will run, which decides what "auto" fuses. Default: CUDA if PyTorch has a GPU, otherwise
+            where the parameters are now.
+
+    Raises:
+        UsageError: "models.attention" if no module is a timm.layers.Attention, "unknown_name" for a backend or an op,
+            "models.op_unsupported" if a named op does not fit. The model is unchanged then.
+    """
+    if device is None and torch.cuda.is_available():
+        device = "cuda"
+    if isinstance(ops, str):
+        if ops not in ("auto", "eager"):
+            message = f'ops={ops!r} is neither "auto" nor "eager"; name single ops as in ops={{"linear": {ops!r}}}'
+            raise UsageError(message, code="models.ops_choice", ops=ops)
+        ops = dict.fromkeys(MODEL_OPS, ops)
+    if not any(isinstance(module, Attention) for module in model.modules()):
+        set_attention(model, attn)  # raises the error that names the model
+    vits = [module for module in model.modules() if isinstance(module, VisionTransformer)]
+    for vit in vits:
+        set_ops(vit, ops, device=device)
+    set_attention(model, attn)
+    log.info("%s", _describe(model, attn if isinstance(attn, str) else attn.name, len(vits)))
+    return model
+
+
+def _describe(model: nn.Module, attn: str, vits: int) -> str:
+    """Return what was swapped and which attention modules were left, as one line."""
+    swapped = sum(isinstance(module, BackendAttention) for module in model.modules())
+    others = Counter(
+        type(module).__name__
+        for module in model.modules()
+        if "Attention" in type(module).__name__ and not isinstance(module, BackendAttention)
+    )
+    left = "".join(f", left {count} {kind}" for kind, count in sorted(others.items()))
+    kinds = {"blocks": FusedBlock, "projections": FusedLinear, "patch embeddings": FusedPatchConv}
+    counts = {name: sum(isinstance(m, kind) for m in model.modules()) for name, kind in kinds.items()}
+    fused = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    fused = fused if vits else "none, because no module is a timm VisionTransformer"
+    return f"accelerated {type(model).__name__}: attention {attn} in {swapped} layers{left}; fused ops: {fused}"
