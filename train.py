@@ -13,7 +13,7 @@ if __name__ == "__main__":
         os.write(1, f"interrupted by {signal.Signals(number).name}; resume=auto continues a run\n".encode())
         os._exit(75)  # errors.EXIT_INTERRUPTED, which is not imported yet
 
-    # Until training handles them itself: the imports below take seconds.
+    # The imports below take seconds; training handles these signals itself.
     signal.signal(signal.SIGTERM, _stopped_early)
     signal.signal(signal.SIGINT, _stopped_early)
 
@@ -37,18 +37,13 @@ from timm.utils import random_seed
 from vitkernels import parallel as strategies
 from vitkernels import runtime as runtimes
 from vitkernels.cli import command_line
+from vitkernels.cli.exit_status import errors_as_exit_status
 from vitkernels.config import Config, check_precision, from_run
-from vitkernels.data import BadImagesError, WorkerDiedError
-from vitkernels.errors import UsageError
-from vitkernels.files import is_disk_error
 from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime
 from vitkernels.sweep import job
 from vitkernels.training import out_of_memory, run_dir, setup, signals
-from vitkernels.training.disk_space import LostCheckpointsError
 from vitkernels.training.evaluation_run import evaluate_checkpoint
-from vitkernels.training.health import NonFiniteLossError
-from vitkernels.training.out_of_memory import OutOfMemoryError
 from vitkernels.training.plan import Due
 from vitkernels.training.result import finish
 from vitkernels.training.resume import resume_or_begin
@@ -103,8 +98,7 @@ def train(cfg: Config, parallel: Parallel, folder: Path, failure: run_dir.Failur
             return
         due = trainer.fit(stop, folder if cfg.trainer.profile else None)
         if Due.STOP in due:
-            received = parallel.gather(stop.signal and stop.signal.name)
-            by = ", ".join(sorted({name for name in received if name}))
+            by = ", ".join(sorted({name for name in parallel.gather(stop.signal and stop.signal.name) if name}))
             step, steps = trainer.state.step, plan.total_steps
             log.warning("stopped by %s at step %d of %d; resume=auto continues from here", by, step, steps)
             sys.exit(EXIT_INTERRUPTED)
@@ -115,20 +109,8 @@ def train(cfg: Config, parallel: Parallel, folder: Path, failure: run_dir.Failur
 def main(config: DictConfig) -> float | list[float] | None:
     if job.is_sweep_job():
         return job.run_job(config)
-    try:
+    with errors_as_exit_status():
         run(from_run(config, HydraConfig.get().overrides.task), Path(HydraConfig.get().runtime.output_dir))
-    except UsageError as error:
-        log.error("error: %s", command_line.in_settings(error))
-        sys.exit(2)
-    except (NonFiniteLossError, BadImagesError, WorkerDiedError, OutOfMemoryError, LostCheckpointsError) as error:
-        log.error("error: %s", error)
-        sys.exit(1)
-    except Exception as error:
-        if is_disk_error(error):
-            log.error("error: %s: free some space, or put the run elsewhere with hydra.run.dir=FOLDER", error)
-            sys.exit(2)
-        log.exception("internal error (please report it)")
-        sys.exit(1)
     signals.ignore_stops()  # the results are complete, and so is the exit status
     return None
 

@@ -20,7 +20,7 @@ from vitkernels.config.location import PROGRAM
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError
 from vitkernels.sweep import job
 
-__all__ = ["add_backends", "in_settings", "run"]
+__all__ = ["add_backends", "run"]
 
 
 def run(main: Callable[[], None], config_dir: str) -> int:

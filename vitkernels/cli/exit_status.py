@@ -1,0 +1,35 @@
+"""End a run's process with one line and an exit status instead of a traceback."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from vitkernels.cli.wording import in_settings
+from vitkernels.data import BadImagesError, WorkerDiedError
+from vitkernels.errors import UsageError
+from vitkernels.files import is_disk_error
+from vitkernels.training.disk_space import LostCheckpointsError
+from vitkernels.training.health import NonFiniteLossError
+from vitkernels.training.out_of_memory import OutOfMemoryError
+
+log = logging.getLogger("vitkernels")
+
+
+@contextmanager
+def errors_as_exit_status() -> Iterator[None]:
+    """Log an error of a run, and exit: 2 if the settings or the disk must change first, else 1."""
+    try:
+        yield
+    except UsageError as error:
+        log.error("error: %s", in_settings(error))
+        sys.exit(2)
+    except (NonFiniteLossError, BadImagesError, WorkerDiedError, OutOfMemoryError, LostCheckpointsError) as error:
+        log.error("error: %s", error)
+        sys.exit(1)
+    except Exception as error:
+        if is_disk_error(error):
+            log.error("error: %s: free some space, or write the run elsewhere with hydra.run.dir=FOLDER", error)
+            sys.exit(2)
+        log.exception("internal error (please report it)")
+        sys.exit(1)
