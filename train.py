@@ -93,7 +93,7 @@ def train(cfg: Config, parallel: Parallel, folder: Path, failure: run_dir.Failur
         # ------------------------------------------------------------------ resume, fit, finish
         stop = cleanup.enter_context(StopRequest())
         cleanup.callback(lambda: trainer.logger.close())
-        if not resume_or_begin(cfg, trainer, folder, setup.timm_preprocessing(cfg, data), begin):
+        if not resume_or_begin(cfg, trainer, folder, setup.notes_of(cfg, data), begin):
             log.info("run already complete; results in %s", folder / "summary.json")
             return
         due = trainer.fit(stop, folder if cfg.trainer.profile else None)

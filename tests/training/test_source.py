@@ -6,9 +6,9 @@ from expecting import error
 from safetensors.torch import save_file
 
 from vitkernels.checkpoint.export import export_safetensors
+from vitkernels.checkpoint.trained_on import TrainedOn, read_trained_on
 from vitkernels.files import write_json
 from vitkernels.training import source
-from vitkernels.training.source import TrainedOn
 
 PREPROCESSING = {"mean": [0.5], "std": [0.5], "interpolation": "bicubic", "crop_pct": 0.9, "crop_mode": "center"}
 
@@ -19,7 +19,7 @@ def test_trained_on__read_from_checkpoint_and_exported_weights(tmp_path):
     write_json(checkpoint / "state.json", notes)
     export_safetensors({"x": torch.zeros(1)}, tmp_path / "model.safetensors", notes)
     for weights in (checkpoint, tmp_path / "model.safetensors"):
-        assert source.read_trained_on(weights) == TrainedOn(**notes)
+        assert read_trained_on(weights) == TrainedOn(**notes)
 
 
 def test_trained_on__read_from_the_run_of_older_weights(tmp_path):
@@ -32,14 +32,14 @@ def test_trained_on__read_from_the_run_of_older_weights(tmp_path):
     data = {name: value for name, value in PREPROCESSING.items() if name != "crop_mode"}
     write_json(tmp_path / "config.json", {"data": data})
     for weights in ("checkpoints/best", "model.safetensors"):
-        assert source.read_trained_on(tmp_path / weights) == TrainedOn(["b", "a"], PREPROCESSING)
+        assert read_trained_on(tmp_path / weights) == TrainedOn(["b", "a"], PREPROCESSING)
 
 
 def test_trained_on__unknown_for_foreign_weights(tmp_path):
     save_file({"x": torch.zeros(1)}, tmp_path / "timm.safetensors", {"format": "pt"})
     torch.save({"x": torch.zeros(1)}, tmp_path / "timm.pt")
     for weights in ("timm.safetensors", "timm.pt", "nothing.safetensors"):
-        assert source.read_trained_on(tmp_path / weights) == TrainedOn(None, None)
+        assert read_trained_on(tmp_path / weights) == TrainedOn(None, None)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(["a"], ["a"]), (["a"], None), (None, ["a"])])

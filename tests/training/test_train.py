@@ -19,6 +19,7 @@ import train
 from vitkernels import attention
 from vitkernels.checkpoint import checkpoints as ckpt
 from vitkernels.checkpoint.checkpoints import CheckpointError
+from vitkernels.checkpoint.export import read_notes
 from vitkernels.models import read_state_dict
 from vitkernels.training import disk_space, result, trainer
 from vitkernels.training.health import NonFiniteLossError
@@ -113,7 +114,7 @@ def test_run_folder__is_complete_and_evaluates_and_is_not_overwritten(settings, 
     assert {"val/top1", "val/top5"} <= set(scalars)
 
     # The exported weights and the best checkpoint evaluate to the same figures.
-    for weights in ("model.safetensors", "checkpoints/best"):
+    for weights in ("model.safetensors", "checkpoints/best", "best.safetensors"):
         cfg = settings(*SMALL, "attn=sdpa", "mode=eval", f"checkpoint={tmp_path / weights}")
         train.run(cfg, tmp_path / "eval")
         result = json.loads((tmp_path / "eval" / "eval.json").read_text())
@@ -316,7 +317,10 @@ def test_best__is_a_checkpoint_that_could_be_written(settings, monkeypatch, tmp_
 
     monkeypatch.setattr(ckpt._Writer, "write_data", full)
     train.run(settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=6"), tmp_path)
-    assert json.loads((tmp_path / "summary.json").read_text())["best"] == {"top1": 55.0, "step": 6}
+    assert json.loads((tmp_path / "summary.json").read_text())["best"] == {
+        "top1": 55.0, "loss": 1.0, "step": 6, "epoch": 3.0, "weights": "best.safetensors"
+    }  # fmt: skip
+    assert read_notes(tmp_path / "best.safetensors", ["best"])["best"]["step"] == 6
     assert ckpt.load_state(tmp_path / "checkpoints" / "best")["step"] == 6
 
 
@@ -331,7 +335,11 @@ def test_resume_in_another_folder__keeps_the_best_checkpoint(settings, monkeypat
     train.run(cfg, first)
     (first / "summary.json").unlink()
     train.run(cfg, later)
-    assert json.loads((later / "summary.json").read_text())["best"] == {"top1": max(top1), "step": best}
+    kept = json.loads((later / "summary.json").read_text())["best"]
+    assert kept == {"top1": max(top1), "loss": 1.0, "step": best, "epoch": best / 2, "weights": "best.safetensors"}
+    assert read_notes(later / "best.safetensors", ["best"])["best"]["step"] == best
+    if best == 2:
+        assert (later / "best.safetensors").read_bytes() == (first / "best.safetensors").read_bytes()
     assert ckpt.load_state(later / "checkpoints" / "best")["step"] == best
 
 

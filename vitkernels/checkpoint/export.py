@@ -13,7 +13,8 @@ from vitkernels.files import write_atomically
 
 def export_safetensors(state_dict: dict[str, torch.Tensor], path: Path, notes: dict) -> None:
     """Replace the file at `path` with these weights, atomically; `notes` go into its metadata, for `read_notes`."""
-    metadata = {name: json.dumps(note) for name, note in notes.items()}
+    metadata = {"format": "pt"}  # readers such as transformers require it
+    metadata |= {name: json.dumps(note) for name, note in notes.items()}
     content = serialize({name: t.detach().cpu().contiguous() for name, t in state_dict.items()}, metadata)
     write_atomically(path, lambda file: file.write(content))
 

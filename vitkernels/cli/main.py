@@ -1,7 +1,9 @@
 """The `vitkernels` command: train, eval, doctor, tune and tpu-estimate."""
 
 import difflib
+import importlib
 import importlib.util
+import logging
 import os
 import runpy
 import sys
@@ -15,6 +17,9 @@ USAGE = """usage: vitkernels COMMAND ...
   eval RUN [SETTING=VALUE ...]    evaluate a run, a checkpoint or a file of weights
   compare RUN RUN ... [--out DIR] the verdict table of runs that exist
   report RUN [--out FILE]         one HTML page about a run: curves, results, settings, how to repeat it
+  export RUN [--format onnx ...]  write the weights for timm and the hub, torch.export or ONNX
+  predict RUN IMAGES...           print the most likely classes of image files and folders
+  embed RUN IMAGES...             write the pooled features of image files and folders
   doctor                          print versions, devices and the backends that run on this machine
   tune [--model NAME ...]         measure the backends of each op on this GPU, for backend="auto"
   tpu-estimate ...                estimate a kernel or a training step on a TPU, without a TPU
@@ -120,7 +125,31 @@ def tpu_estimate(words: list[str]) -> int:
     return run(words)
 
 
+def _on_trained(module: str) -> Callable[[list[str]], int]:
+    """Return the command that vitkernels.cli.MODULE implements, for models that are trained."""
+
+    def run(words: list[str]) -> int:
+        missing = [name for name in ("PIL", "rich", "omegaconf") if importlib.util.find_spec(name) is None]
+        if missing:
+            print(f"error: {module} needs further packages: pip install 'vitkernels[train]'", file=sys.stderr)
+            return 2
+        from vitkernels.errors import UsageError
+
+        logging.basicConfig(level=logging.WARNING, format="%(message)s")
+        try:
+            return importlib.import_module(f"vitkernels.cli.{module}").main(words) or 0
+        except UsageError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except BrokenPipeError:  # the reader of the output, such as `head`, has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+    return run
+
+
 _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
-    "train": train, "eval": evaluate, "compare": compare, "report": report, "doctor": doctor, "tune": tune,
+    "train": train, "eval": evaluate, "export": _on_trained("export"), "predict": _on_trained("predict"),
+    "embed": _on_trained("embed"), "compare": compare, "report": report, "doctor": doctor, "tune": tune,
     "tpu-estimate": tpu_estimate,
 }  # fmt: skip

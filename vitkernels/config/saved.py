@@ -51,7 +51,7 @@ def find_run(path: str | Path) -> Path | None:
 
 
 def find_weights(path: str) -> str:
-    """Return the path of the weights to read: for a run folder its best checkpoint, else its exported weights.
+    """Return the path of the weights to read: for a run folder its best ones, else its last.
 
     Any other path is returned unchanged. Raises UsageError (config.no_weights) for a run without either.
     """
@@ -59,13 +59,13 @@ def find_weights(path: str) -> str:
     run = folder.parent if folder.name == "checkpoints" else folder
     if not folder.is_dir() or not ((run / "config.json").is_file() or (run / "checkpoints").is_dir()):
         return path
-    for weights in (run / "checkpoints" / "best", run / "model.safetensors"):
-        if weights.exists():
-            return str(weights)
+    for name in ("best_ema.safetensors", "best.safetensors", "checkpoints/best", "model.safetensors"):
+        if (run / name).exists():  # older versions kept the best weights as a checkpoint alone
+            return str(run / name)
     newest = max((run / "checkpoints").glob("step_*"), default=None)
     hint = "; it has no checkpoint yet" if newest is None else f"; its newest checkpoint is {newest}"
     raise UsageError(
-        f"checkpoint={path}: the run has neither checkpoints/best nor model.safetensors{hint}",
+        f"checkpoint={path}: the run has neither best.safetensors nor model.safetensors{hint}",
         code="config.no_weights",
         setting="checkpoint",
         value=path,

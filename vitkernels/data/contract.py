@@ -54,6 +54,7 @@ class Data:
     class_names: in the order of the targets, if known. They are saved with the weights.
     preprocessing: the preprocessing of evaluation images if it is configurable, with the keys of
         vitkernels.models.preprocessing.
+    file_preprocessing: the same for image files of other sources, if the data set itself reads none.
     """
 
     train: Loader | None
@@ -61,6 +62,7 @@ class Data:
     num_classes: int
     class_names: list[str] | None = None
     preprocessing: dict | None = None
+    file_preprocessing: dict | None = None
 
 
 class Shard(NamedTuple):

@@ -1,5 +1,6 @@
 """Write the results of a complete run: exported weights and summary.json."""
 
+import logging
 import time
 from pathlib import Path
 
@@ -8,11 +9,15 @@ from vitkernels.checkpoint.export import export_safetensors
 from vitkernels.config import Config
 from vitkernels.errors import UsageError
 from vitkernels.files import write_json
+from vitkernels.inference import open_trained, timm_folder
+from vitkernels.inference.timm_folder import write_timm_folder
 from vitkernels.provenance import git_commit, versions
 from vitkernels.training.disk_space import report_unwritten
 from vitkernels.training.setup import ModelParts, compile_mode
 from vitkernels.training.summary import log_summary, mfu
 from vitkernels.training.trainer import Trainer
+
+log = logging.getLogger("vitkernels")
 
 
 def finish(cfg: Config, trainer: Trainer, parts: ModelParts, folder: Path) -> dict:
@@ -25,7 +30,8 @@ def finish(cfg: Config, trainer: Trainer, parts: ModelParts, folder: Path) -> di
     results = {"step_ms": summary["step_time_ms"]["median"], "loss": summary["train_loss"]}
     trainer.logger.hparams(parameters, results | {"val_top1": summary["val_top1"]})
     trainer.parallel.on_main(write_json, folder / "summary.json", summary)
-    log_summary(summary, folder)
+    trainer.parallel.on_main(export_folder, folder, summary["best"] is not None)
+    log_summary(summary, folder, trainer.data.num_classes)
     report_unwritten(trainer)
     return summary
 
@@ -55,6 +61,25 @@ def _export(trainer: Trainer, weights: dict, file: Path) -> None:
         if trainer.checkpoints is None or not trainer.checkpoints.remove_older():
             raise
         export_safetensors(weights, file, trainer.notes)
+
+
+def export_folder(run: Path, evaluated: bool) -> None:
+    """Write RUN/export in timm's layout, with the best weights, or the last if the run was never evaluated.
+
+    A full disk is logged: the run is complete without the folder.
+    """
+    try:
+        write_timm_folder(open_trained(run, "best" if evaluated else "last"), run / timm_folder.NAME)
+    except OSError as error:
+        path = run / timm_folder.NAME
+        log.error("could not write %s: %s; `vitkernels export %s --format timm` writes it again", path, error, run)
+
+
+def _best(trainer: Trainer) -> dict | None:
+    """Return the figures of the best evaluation and the name of its weights; None before the first one."""
+    if not trainer.state.best["step"] or trainer.best_weights is None:
+        return None
+    return {**trainer.state.best, "weights": trainer.best_weights.path(trainer.ema is not None).name}
 
 
 def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:
@@ -87,10 +112,11 @@ def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:
         "peak_memory_bytes": runtime.peak_memory_bytes(),
         "train_loss": state.mean_recent_loss,
         "parameters_without_gradient": len(trainer.parameters_without_gradient or ()),
+        "val_loss": state.last_eval.get("loss"),
         "val_top1": state.last_eval.get("top1"),
         "val_top5": state.last_eval.get("top5"),
         "val_ema_top1": state.last_eval.get("ema_top1"),
-        "best": state.best if state.best["step"] else None,
+        "best": _best(trainer),
         "epochs": round(state.step / plan.steps_per_epoch, 4),
         "steps": state.step,
         "seed": cfg.seed,

@@ -8,6 +8,7 @@ from pathlib import Path
 import yaml
 
 from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
+from vitkernels.checkpoint.trained_on import read_trained_on
 from vitkernels.config import Config
 from vitkernels.provenance import git_commit, versions
 from vitkernels.training import run_dir, setup, source
@@ -18,7 +19,7 @@ from vitkernels.training.trainer import Trainer
 log = logging.getLogger("vitkernels")
 
 
-def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: dict | None, begin: float) -> bool:
+def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, notes: dict, begin: float) -> bool:
     """Load the checkpoint that `resume` selects, if any, and record the run in its folder.
 
     The folder changes only after all checks have passed. Return False if the run is already complete.
@@ -38,14 +39,13 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
         "optimizer_name": cfg.optim.opt,
         "has_ema": trainer.ema is not None,
     }
-    notes = {"class_names": data.class_names, "preprocessing": preprocessing}
     trainer.attach(checkpoints, identity, notes, begin)
     parallel.on_main(checkpoints.remove_leftovers)
     path = parallel.on_main(run_dir.find_checkpoint, folder, settings, checkpoints)
     if path is not None:
         state = parallel.load(load_state, path)
         run_dir.check_same_run(path, state, identity, plan.total_steps)
-        trained_on = parallel.load(source.read_trained_on, path)
+        trained_on = parallel.load(read_trained_on, path)
         parallel.on_main(source.check_data, path, trained_on, data.class_names, data.preprocessing)
         at_end = state["step"] == plan.total_steps
         if at_end and parallel.on_main(run_dir.restore_summary, folder, settings, plan.total_steps):
@@ -56,6 +56,8 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, preprocessing: 
     saves = bool(cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps)
     parallel.on_main(check_space, trainer, folder, saves)
     parallel.on_main(run_dir.begin, folder, settings, path is not None, notes)
+    if path is None and trainer.best_weights is not None:
+        parallel.on_main(trainer.best_weights.remove)  # of an attempt that left no checkpoint
     trainer.logger = _loggers(cfg, trainer, folder)
     if trainer.state.eval_pending:  # the run was stopped between this step's checkpoint and its evaluation
         trainer.evaluate(path)

@@ -248,7 +248,7 @@ def _length(settings: dict) -> tuple:
 def begin(folder: Path, settings: dict, resumed: bool, notes: dict) -> None:
     """Record this run's settings in the folder. This is the first change to the folder.
 
-    notes: class_names and preprocessing (see source.TrainedOn), each written to a file of its name unless None.
+    notes: class_names and preprocessing (see checkpoint.trained_on), each written to a file of its name unless None.
     If a complete run is extended, its earlier summary is kept under another name. Raises UsageError if such a run
     has no checkpoint to resume from.
     """

@@ -20,6 +20,7 @@ from torch import nn
 
 from vitkernels import attention, models, optim
 from vitkernels.checkpoint import optimizer_state
+from vitkernels.checkpoint.trained_on import TrainedOn, read_trained_on
 from vitkernels.config import COMPILE_MODES, Config
 from vitkernels.data import Data, Shard
 from vitkernels.errors import UsageError
@@ -29,7 +30,6 @@ from vitkernels.runtime.base import PRECISIONS
 from vitkernels.training import source
 from vitkernels.training.loss import build_loss
 from vitkernels.training.plan import StepPlan
-from vitkernels.training.source import TrainedOn
 from vitkernels.training.trainer import Trainer
 
 log = logging.getLogger("vitkernels")
@@ -83,7 +83,7 @@ def read_source(cfg: Config, parallel: Parallel) -> TrainedOn:
     """Return what the weights of `checkpoint` were trained on."""
     if cfg.checkpoint is None:
         return TrainedOn()
-    return parallel.load(source.read_trained_on, Path(cfg.checkpoint))
+    return parallel.load(read_trained_on, Path(cfg.checkpoint))
 
 
 def build_data(cfg: Config, parallel: Parallel, trained_on: TrainedOn) -> Data:
@@ -307,9 +307,18 @@ def trainer_from_config(cfg: Config, parallel: Parallel) -> tuple[Trainer, Model
     return build_trainer(cfg, parallel, data, parts, plan, optimization), parts
 
 
-def timm_preprocessing(cfg: Config, data: Data) -> dict | None:
-    """Return the data's preprocessing with `input_size`, in the format of timm's pretrained_cfg, or None."""
-    if not data.preprocessing:
-        return data.preprocessing
+def notes_of(cfg: Config, data: Data) -> dict:
+    """Return what checkpoints and exported weights say about the data: class names and preprocessing.
+
+    Preprocessing has `input_size`, as timm's pretrained_cfg; it is None if the data set prepares no image files.
+    """
     image_size, in_chans = models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
-    return {"input_size": [in_chans, image_size, image_size], **data.preprocessing}
+
+    def with_size(preprocessing: dict) -> dict:
+        return {"input_size": [in_chans, image_size, image_size], **preprocessing}
+
+    notes = {"class_names": data.class_names}
+    notes |= {"preprocessing": with_size(data.preprocessing) if data.preprocessing else data.preprocessing}
+    if data.file_preprocessing is not None:
+        notes |= {"file_preprocessing": with_size(data.file_preprocessing)}
+    return notes

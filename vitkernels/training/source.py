@@ -5,49 +5,15 @@ Evaluating or resuming with other classes is refused; other preprocessing is log
 
 import itertools
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 
 from timm.utils import natural_key
 
-from vitkernels.checkpoint.export import read_notes
+from vitkernels.checkpoint.trained_on import TrainedOn
 from vitkernels.errors import UsageError
-from vitkernels.files import read_json
-from vitkernels.training.run_dir import differences, read_settings
+from vitkernels.training.run_dir import differences
 
 log = logging.getLogger(__name__)
-
-_NOTES = ("class_names", "preprocessing")
-
-
-@dataclass(frozen=True)
-class TrainedOn:
-    """What some weights were trained on; an entry is None if it is not known.
-
-    class_names: what the outputs stand for, in order. preprocessing: how images were prepared, with the keys of
-    vitkernels.models.preprocessing.
-    """
-
-    class_names: list[str] | None = None
-    preprocessing: dict | None = None
-
-
-def read_trained_on(weights: Path) -> TrainedOn:
-    """Return what a run's checkpoint folder or its exported weights were trained on."""
-    if weights.is_dir():
-        notes, run = read_json(weights / "state.json") or {}, weights.resolve().parent.parent
-    else:
-        notes, run = read_notes(weights, _NOTES), weights.parent
-    known = {**_recorded_by(run), **{name: notes[name] for name in _NOTES if name in notes}}
-    return TrainedOn(**known)
-
-
-def _recorded_by(run: Path) -> dict:
-    """Return what the run's folder records, for weights from older versions, which carry no notes."""
-    data = read_settings(run).get("data", {})
-    prepared = {name: data.get(name) for name in ("mean", "std", "interpolation", "crop_pct", "crop_mode")}
-    known = prepared if None not in prepared.values() else None
-    return {"class_names": read_json(run / "class_names.json"), "preprocessing": known}
 
 
 def check_data(

@@ -11,7 +11,7 @@ class TrainState:
     """The progress of a run.
 
     step: optimizer steps taken.
-    best: top-1 accuracy in percent and step of the best evaluation; step 0 before the first one.
+    best: top-1 accuracy in percent, loss, step and epoch of the best evaluation; step 0 before the first one.
     last_eval: the figures of the last evaluation, {} before the first one.
     recent_losses: losses of the last RECENT_STEPS steps that were read from the device.
     eval_pending: whether the evaluation due after `step` has yet to run.

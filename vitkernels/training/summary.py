@@ -74,8 +74,8 @@ def log_evaluation(result: dict) -> None:
     )  # fmt: skip
 
 
-def log_summary(summary: dict, folder: Path) -> None:
-    """Log a run's main figures as its last lines."""
+def log_summary(summary: dict, folder: Path, num_classes: int) -> None:
+    """Log a run's main figures as its last lines; top-5 accuracy means something only with more than five classes."""
     times = summary["step_time_ms"]
     if summary["interpreted"]:
         log.warning(
@@ -91,5 +91,9 @@ def log_summary(summary: dict, folder: Path) -> None:
         log.info("no step was timed: training was no longer than trainer.warmup_steps")
     if summary["val_top1"] is not None:
         of_ema = "" if summary["val_ema_top1"] is None else f"; EMA top-1 {summary['val_ema_top1']:.2f} %"
-        log.info("val top-1 %.2f %%  top-5 %.2f %%%s", summary["val_top1"], summary["val_top5"], of_ema)
+        top5 = f"  top-5 {summary['val_top5']:.2f} %" if num_classes > 5 else ""
+        log.info("val top-1 %.2f %%%s  loss %.4f%s", summary["val_top1"], top5, summary["val_loss"], of_ema)
+    if (best := summary["best"]) is not None:
+        more = f"  loss {best['loss']:.4f}  epoch {best['epoch']:g}" if "loss" in best else ""  # older runs lack them
+        log.info("best top-1 %.2f %%%s  step %d: %s", best["top1"], more, best["step"], folder / best["weights"])
     log.info("done in %.0f s: %s", summary["seconds"], folder / "summary.json")

@@ -21,6 +21,7 @@ from vitkernels.data.device_transforms import finished
 from vitkernels.models import load_weights
 from vitkernels.parallel import Parallel
 from vitkernels.runtime.machine import MachineWatch
+from vitkernels.training.best_weights import BestWeights, is_better
 from vitkernels.training.evaluate import evaluate
 from vitkernels.training.health import (
     check_finite,
@@ -95,6 +96,7 @@ class Trainer:
         scheduler.step_update(0)
         self.logger: MetricLogger = NullLogger()
         self.checkpoints: Checkpoints | None = None
+        self.best_weights: BestWeights | None = None
         self.identity: dict = {}
         self.notes: dict = {}
         self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
@@ -110,6 +112,7 @@ class Trainer:
             begin: time.monotonic() when the run started.
         """
         self.checkpoints, self.identity, self.notes, self.begin = checkpoints, identity, notes, begin
+        self.best_weights = BestWeights(checkpoints.folder.parent, checkpoints, notes)
 
     # ---- the loop ----
 
@@ -225,17 +228,21 @@ class Trainer:
         state.last_eval, state.eval_pending = result, False
         self.logger.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
         self.logger.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
-        top1 = result.get("ema_top1", result["top1"])
-        if top1 > state.best["top1"] and self._keep_as_best(saved):
-            state.best = {"top1": top1, "step": step}
+        found = {name: result.get(f"ema_{name}", result[name]) for name in ("top1", "loss")}
+        found |= {"step": step, "epoch": round(step / self.plan.steps_per_epoch, 4)}
+        if is_better(found, state.best) and self._keep_as_best(found, saved):
+            state.best = found
         of_ema = f"  EMA {result['ema_top1']:.2f} %" if "ema_top1" in result else ""
         log.info("step %d  val top-1 %.2f %%%s  loss %.4f", step, result["top1"], of_ema, result["loss"])
 
-    def _keep_as_best(self, saved: Path | None) -> bool:
-        """Mark the checkpoint of the best weights; return False if it could not be written."""
-        if saved is None or self.checkpoints is None or not self.parallel.is_main:
+    def _keep_as_best(self, best: dict, saved: Path | None) -> bool:
+        """Keep the weights as the best so far; return False, on all processes, if they could not be written."""
+        if self.best_weights is None:
             return True
-        return self.checkpoints.mark_best(saved)
+        weights = {"best": self.parallel.full_state_dict(self.model)}
+        if self.ema is not None:
+            weights["best_ema"] = self.parallel.full_state_dict(self.ema.module)
+        return self.parallel.on_main(self.best_weights.keep, weights, best, saved)
 
     # ---- checkpoints ----
 
@@ -274,10 +281,15 @@ class Trainer:
         self.state.load_state_dict(state)
         self.begin -= state.get("seconds", 0)
         self.scheduler.step_update(self.state.step)
-        if (
-            self.checkpoints and self.parallel.is_main
-        ):  # a run that resumes in another folder keeps the best checkpoint there too
-            self.checkpoints.mark_best(path.with_name(folder_name(self.state.best["step"])))
+        if self.checkpoints and self.best_weights:
+            names = ["best"] if self.ema is None else ["best", "best_ema"]
+            if not self.parallel.on_main(self.best_weights.restore, path, self.state.best, names):
+                log.warning(
+                    "the weights of the best step %d are gone; the next evaluation is the best", state["best"]["step"]
+                )
+                self.state.best = TrainState().best
+            # A run that resumes in another folder keeps the best checkpoint there too.
+            self.parallel.on_main(self.checkpoints.mark_best, path.with_name(folder_name(self.state.best["step"])))
         log.info("resumed from %s at step %d of %d", path, self.state.step, self.plan.total_steps)
 
     # ---- for error messages ----
