@@ -6,6 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 
+import torch
 from torch.utils.data import DataLoader
 
 from vitkernels.data.checks import check_common
@@ -122,6 +123,11 @@ class DatasetLoader:
     def describe(self, ids: list[int]) -> list[str]:
         """Return names for these samples, such as paths."""
         return self._batches.samples.describe(ids)
+
+    def load(self, ids: list[int]) -> torch.Tensor:
+        """Return the images of these samples, float32 (N, C, S, S), as evaluation sees them."""
+        images, _, _ = self._batches.samples.load(ids, 0)
+        return images
 
     def _handle_problems(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch | RawBatch]:
         """Yield the batches without their problems, which are logged and counted."""

@@ -9,10 +9,17 @@ from torch.nn import functional as F
 from vitkernels.data import Loader
 from vitkernels.data.device_transforms import finished
 from vitkernels.parallel import Parallel
+from vitkernels.training.answers import BatchAnswers
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "eval") -> dict:
+def evaluate(
+    model: nn.Module,
+    loader: Loader,
+    parallel: Parallel,
+    kind: str = "eval",
+    answers: list[BatchAnswers] | None = None,
+) -> dict:
     """Return {"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model over the images of all ranks.
 
     The model runs in evaluation mode; its mode is restored. Rows with a negative target are padding and are ignored.
@@ -21,6 +28,7 @@ def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "
 
     Args:
         kind: the name of these steps for the runtime. Each model needs its own, because each compiles separately.
+        answers: gets the targets, predicted classes and confidences of each batch, on the device; see `collect`.
     """
     runtime = parallel.runtime
     was_training = model.training
@@ -37,6 +45,9 @@ def evaluate(model: nn.Module, loader: Loader, parallel: Parallel, kind: str = "
         counts["top1"].append(hits[:, :1].sum())
         counts["top5"].append(hits.sum())
         counts["loss"].append(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
+        if answers is not None:
+            confidence, predicted = logits.softmax(-1).max(-1)
+            answers.append((targets, predicted, confidence))
         runtime.end_step(images, targets, kind=kind)
         if not runtime.per_step_clock or not stamps:
             runtime.synchronize()

@@ -60,10 +60,16 @@ def log_window(
     logger.window(last.step, text, brief)
 
 
-def log_evaluation(result: dict) -> None:
-    """Log what `evaluate` returned; for a quantized model, also the figures before quantization."""
+def log_evaluation(result: dict, num_classes: int) -> None:
+    """Log what `evaluate` returned; for a quantized model, also the figures before quantization.
+
+    Top-5 accuracy is logged with more than five classes.
+    """
     speed = "" if result["images_per_s"] is None else f", {result['images_per_s']:.1f} images/s"
-    log.info("top-1 %.2f %%  top-5 %.2f %%  on %d images%s", result["top1"], result["top5"], result["images"], speed)
+    top5 = f"  top-5 {result['top5']:.2f} %" if num_classes > 5 else ""
+    loss = f"  loss {result['loss']:.4f}" if "loss" in result else ""
+    ece = f"  calibration error {result['ece']:.2f} %" if "ece" in result else ""
+    log.info("top-1 %.2f %%%s%s%s  on %d images%s", result["top1"], top5, loss, ece, result["images"], speed)
     if "top1_before" not in result:
         return
     speed = "" if speed == "" else f", {result['images_per_s_before']:.1f} -> {result['images_per_s']:.1f} images/s"
