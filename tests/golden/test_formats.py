@@ -15,6 +15,7 @@ from record import FORMATS
 RECORDED = json.loads(FORMATS.read_text())
 
 EXPORT = ("README.md", "config.json", "model.safetensors")
+JOBS = ("attn=native/", "attn=sdpa/")
 WEIGHTS = ("model", "model_ema", "best", "best_ema")
 _DIGITS = {"input_size": [1, 16, 16], "mean": [0.305], "std": [0.376], "interpolation": "bicubic", "crop_pct": 1.0}
 _DIGITS |= {"crop_mode": "center"}
@@ -56,6 +57,8 @@ ADDED: dict[str, object] = {
     "state.json: model_arguments": "dict",  # they identify the run, in addition to the model's name
     **{f"state.json: model_arguments.{name}": "int" for name in ("embed_dim", "num_heads", "depth", "in_chans")},
     "config.json: data.decode": "pillow",
+    "eval.json: ece": "float",
+    **{f"files: {name}": "file" for name in ("confusion.csv", "confusion.png", "mistakes.png", "per_class.csv")},
     "files: best.safetensors": "file",
     "files: best_ema.safetensors": "file",
     "model.safetensors: metadata.format": "str",
@@ -67,8 +70,8 @@ ADDED: dict[str, object] = {
     "summary.json: best.weights": "str",
     "summary.json: val_loss": "float",
     "files: file_preprocessing.json": "file",
-    **{f"files: {job}/{name}": "file" for job in (0, 1) for name in ("best.safetensors", "file_preprocessing.json")},
-    **{f"files: {job}export/{name}": "file" for job in ("", "0/", "1/") for name in EXPORT},
+    **{f"files: {job}{name}": "file" for job in JOBS for name in ("best.safetensors", "file_preprocessing.json")},
+    **{f"files: {job}export/{name}": "file" for job in ("", *JOBS) for name in EXPORT},
     **{f"{place}: {name}": value for place, entries in FILE_PREPROCESSING.items() for name, value in entries.items()},
     **{f"{name}.safetensors: metadata.file_preprocessing": "str" for name in WEIGHTS},
 }
