@@ -101,15 +101,16 @@ def test_run__leaves_a_folder_that_timm_loads_with_its_preprocessing(trained_run
     assert str(image_folder) not in card
 
 
-def test_run_with_kernels_and_8_bit_layers__exports_plain_timm(trained_run, tmp_path):
-    """`attn=triton_flash` and `ops=fused` are interpreted here, so the run has one step."""
+@pytest.mark.parametrize("kernels", [("attn=triton_flash", "ops=fused"), ("attn=native", "quant=int8")])
+def test_run_with_kernels_or_8_bit_layers__exports_plain_timm(kernels, trained_run, tmp_path):
+    """Kernels are interpreted here, so the run has one step."""
     pytest.importorskip("triton", reason="no Triton on this platform")
-    words = ["attn=triton_flash", "ops=fused", "quant=int8", "trainer.max_steps=1", "data.batch_size=4"]
-    run, images = trained_run(*words, "data=fake", "data.items=8"), torch.randn(2, 1, 16, 16)
-    logits, _ = load_elsewhere("timm", run / "export", images, tmp_path)
-    classes = logits.shape[1]
-    expected = own_logits(run, "best.safetensors", images, num_classes=classes)
+    words = ["trainer.max_steps=1", "data.batch_size=4", "data=fake", "data.items=8", "data.val_items=4"]
+    run, images = trained_run(*kernels, *words, "data.num_classes=10"), torch.randn(2, 1, 16, 16)
+    logits, data = load_elsewhere("timm", run / "export", images, tmp_path)
+    expected = own_logits(run, "best.safetensors", images, num_classes=10)
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
+    assert data["names"] is None  # fake images have no class names
 
 
 def test_which__takes_the_best_the_last_or_the_average(trained_run):
@@ -135,7 +136,7 @@ def test_export__refuses_a_program_that_differs(trained_run, monkeypatch, tmp_pa
         return 0.5
 
     monkeypatch.setitem(export_formats.FORMATS, "onnx", differs)
-    with error("export.differs", kind="onnx", difference=0.5):
+    with error("export.differs", format="onnx", difference=0.5):
         export(open_trained(trained_run("trainer.max_steps=3")), "onnx", tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
 

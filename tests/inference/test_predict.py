@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def pictures(digit_files, tmp_path):
     folder = tmp_path / "pictures"
     (folder / "sub").mkdir(parents=True)
     for i in range(5):
-        Image.open(digit_files.folder / f"{i:03d}.png").save(folder / ("sub" if i > 2 else "") / f"{i}.png")
+        shutil.copy(digit_files.folder / f"{i:03d}.png", folder / ("sub" if i > 2 else "") / f"{i}.png")
     (folder / "broken.png").write_text("no image")
     (folder / "notes.txt").write_text("not listed")
     return folder
@@ -87,8 +88,8 @@ def test_predict__has_the_accuracy_of_the_run(trained_run, digit_files):
 def test_predict__probabilities_are_those_of_the_model(run, digit_files):
     trained, file = open_trained(run), str(digit_files.folder / "000.png")
     (found,) = ModelOnFiles(trained, runtime=create("cpu")).predict([file], top=10)
-    with torch.no_grad():
-        expected = trained.build()(trained.transform()(Image.open(file))[None]).softmax(-1)[0]
+    with torch.no_grad(), Image.open(file) as image:
+        expected = trained.build()(trained.transform()(image)[None]).softmax(-1)[0]
     assert [share for _, share in found.classes] == pytest.approx(sorted(expected.tolist(), reverse=True))
     assert sum(share for _, share in found.classes) == pytest.approx(1)
 
@@ -100,7 +101,8 @@ def test_predict_command__writes_json_csv_and_a_contact_sheet(run, pictures, tmp
     rows = json.loads((tmp_path / "a.json").read_text())
     assert [row["file"][-5:] for row in rows if "error" not in row] == [f"{i}.png" for i in range(5)]
     assert [len(row["predictions"]) for row in rows[:5]] == [2] * 5 and rows[5]["file"].endswith("broken.png")
-    assert Image.open(sheet).width > 144 * 5
+    with Image.open(sheet) as picture:
+        assert picture.width > 144 * 5
     assert "1 of 6 files could not be read" in capsys.readouterr().err
     assert console([*words, "--format", "csv", "--out", str(tmp_path / "a.csv")]) == 0
     with open(tmp_path / "a.csv") as file:
@@ -131,8 +133,9 @@ def test_embed_command__writes_features_by_file(run, pictures, tmp_path):
     stored = np.load(tmp_path / "a.npz")
     assert stored["features"].shape == (5, 32) and stored["files"][0] == str(pictures / "0.png")
     trained = open_trained(run)
-    model, image = trained.build(), trained.transform()(Image.open(pictures / "sub" / "4.png"))[None]
-    with torch.no_grad():
+    model = trained.build()
+    with torch.no_grad(), Image.open(pictures / "sub" / "4.png") as picture:
+        image = trained.transform()(picture)[None]
         logits = model.head(torch.from_numpy(stored["features"][4])[None])
         torch.testing.assert_close(logits, model(image), atol=1e-5, rtol=1e-5)
     from pyarrow import parquet

@@ -70,7 +70,8 @@ def test_evaluation__writes_tables_that_agree_with_its_accuracy(settings, tmp_pa
     assert matrix.sum() == 360 and np.trace(matrix) == pytest.approx(right)
     assert 0 < report["ece"] < 100
     for name in ("confusion.png", "mistakes.png"):
-        assert Image.open(tmp_path / "eval" / name).width > 300
+        with Image.open(tmp_path / "eval" / name) as picture:
+            assert picture.width > 300
     assert "top-5" in caplog.text and "calibration error" in caplog.text
 
 

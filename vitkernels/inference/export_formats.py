@@ -43,7 +43,7 @@ def export(trained: TrainedModel, kind: str, out: Path) -> float | None:
     if difference is not None and not difference <= TOLERANCE:
         out.unlink(missing_ok=True)
         message = f"the logits of {out} differ by {difference:.2g} from timm's, more than {TOLERANCE:g}; it was removed"
-        raise UsageError(message, code="export.differs", kind=kind, difference=difference)
+        raise UsageError(message, code="export.differs", format=kind, difference=difference)
     return difference
 
 

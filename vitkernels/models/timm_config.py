@@ -37,9 +37,8 @@ def timm_config(
         architecture, classifier, global_pool = _ARCHITECTURE_OF_PRESETS, "head", None
         own = {**PRESETS[name], **own}
     else:
-        architecture, known = name.partition(".")[0], timm.get_pretrained_cfg(name, allow_unregistered=True)
-        classifier = known.classifier if known and known.classifier else "head"
-        global_pool = known.global_pool if known else None
+        architecture, known = name.partition(".")[0], _pretrained_cfg(name)
+        classifier, global_pool = known.get("classifier") or "head", known.get("global_pool")
     own |= {"img_size": input_size[-1], "in_chans": input_size[0]}
     pretrained_cfg = {
         "input_size": input_size,
@@ -57,6 +56,11 @@ def timm_config(
         "model_args": own,
         "pretrained_cfg": pretrained_cfg,
     }
+
+
+def _pretrained_cfg(name: str) -> dict[str, Any]:
+    found = timm.get_pretrained_cfg(name, allow_unregistered=True)
+    return {} if found is None else found.to_dict()
 
 
 def model_of_timm_config(config: Mapping[str, Any], state_dict: Mapping[str, torch.Tensor]) -> nn.Module:

@@ -14,6 +14,8 @@ from vitkernels.parallel import Parallel
 
 BINS = 15  # of Guo et al. 2017
 
+UNNUMBERED = -1
+
 BatchAnswers = tuple[Tensor, Tensor, Tensor]  # targets, predicted classes, confidences of the rows of one batch
 
 
@@ -21,7 +23,8 @@ BatchAnswers = tuple[Tensor, Tensor, Tensor]  # targets, predicted classes, conf
 class Answers:
     """The evaluation of each image, by its number in the data set.
 
-    ids, targets, predicted: int64 (N,). confidence: float64 (N,), the probability of the predicted class.
+    ids, targets, predicted: int64 (N,); an id is UNNUMBERED if the loader does not number its samples.
+    confidence: float64 (N,), the probability of the predicted class.
     """
 
     ids: np.ndarray
@@ -39,12 +42,13 @@ def collect(batches: Sequence[BatchAnswers], loader: Loader, parallel: Parallel)
     rows: list[tuple[int, int, int, float]] = []
     for number, (targets, predicted, confidence) in enumerate(batches):
         ids = loader.sample_ids(0, number)
+        ids += [UNNUMBERED] * (len(targets) - len(ids))  # padding, or a stream
         values = targets.tolist(), predicted.tolist(), confidence.tolist()
-        rows += [row for row in zip(ids, *values, strict=False) if row[1] != IGNORE]  # padding has no id
+        rows += [row for row in zip(ids, *values, strict=True) if row[1] != IGNORE]
     found = sorted(row for share in parallel.shares(rows) for row in share)
     columns = list(zip(*found, strict=True)) or [()] * 4
-    ids, targets, predicted = (np.array(column, dtype=np.int64) for column in columns[:3])
-    return Answers(ids, targets, predicted, np.array(columns[3], dtype=np.float64))
+    numbers = [np.array(column, dtype=np.int64) for column in columns[:3]]
+    return Answers(*numbers, confidence=np.array(columns[3], dtype=np.float64))
 
 
 def confusion_matrix(answers: Answers, num_classes: int) -> np.ndarray:

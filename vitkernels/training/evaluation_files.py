@@ -13,10 +13,11 @@ from PIL import Image
 from vitkernels.data import Data
 from vitkernels.files import write_atomically
 from vitkernels.inference.contact_sheet import contact_sheet
-from vitkernels.training.answers import Answers, confusion_matrix, per_class_accuracy, worst_mistakes
+from vitkernels.training.answers import UNNUMBERED, Answers, confusion_matrix, per_class_accuracy, worst_mistakes
 
 log = logging.getLogger("vitkernels")
 
+MOST_CLASSES = 5000  # a confusion matrix of 200 MB
 MISTAKES = 40  # on one picture
 LISTED = 20  # classes and confusions in the log
 
@@ -25,6 +26,9 @@ def write_findings(answers: Answers, data: Data, folder: Path) -> None:
     """Write per_class.csv, confusion.csv, confusion.png and mistakes.png to the folder, and log the main figures."""
     folder.mkdir(parents=True, exist_ok=True)
     names = data.class_names or [str(number) for number in range(data.num_classes)]
+    if len(names) > MOST_CLASSES:
+        log.info("no per-class files: the confusion matrix of %d classes would be larger than the data", len(names))
+        return
     matrix = confusion_matrix(answers, data.num_classes)
     accuracy = per_class_accuracy(matrix)
     counts = matrix.sum(1).tolist()
@@ -99,10 +103,10 @@ def _draw_mistakes(answers: Answers, data: Data, names: list[str], path: Path) -
     if not len(rows):
         log.info("every image was classified correctly")
         return
-    if load is None:
-        log.info("no mistakes.png: %s has no method load(ids), which draws single images", type(data.val).__name__)
-        return
     ids = answers.ids[rows].tolist()
+    if load is None or UNNUMBERED in ids:
+        log.info("no mistakes.png: %s has no method load(ids) for single images", type(data.val).__name__)
+        return
     tiles = []
     for row, image, file in zip(rows, load(ids), data.val.describe(ids), strict=True):
         predicted, true = names[answers.predicted[row]], names[answers.targets[row]]

@@ -317,7 +317,7 @@ def notes_of(cfg: Config, data: Data) -> dict:
     def with_size(preprocessing: dict) -> dict:
         return {"input_size": [in_chans, image_size, image_size], **preprocessing}
 
-    notes = {"class_names": data.class_names}
+    notes: dict = {"class_names": data.class_names}
     notes |= {"preprocessing": with_size(data.preprocessing) if data.preprocessing else data.preprocessing}
     if data.file_preprocessing is not None:
         notes |= {"file_preprocessing": with_size(data.file_preprocessing)}
