@@ -126,8 +126,8 @@ class DatasetLoader:
 
     def load(self, ids: list[int]) -> torch.Tensor:
         """Return the images of these samples, float32 (N, C, S, S), as evaluation sees them."""
-        images, _, _ = self._batches.samples.load(ids, 0)
-        return images
+        images, targets, _ = self._batches.samples.load(ids, 0)
+        return self.finish({**images, "targets": targets})[0] if isinstance(images, dict) else images
 
     def _handle_problems(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch | RawBatch]:
         """Yield the batches without their problems, which are logged and counted."""

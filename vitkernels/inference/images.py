@@ -14,9 +14,9 @@ import torch
 from PIL import Image, UnidentifiedImageError
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from vitkernels.data.augment import Transform
-from vitkernels.data.imagefolder import read_rgb
+from vitkernels.data.decode import Decoder
 from vitkernels.errors import UsageError
+from vitkernels.models.timm_config import Transform
 
 THREADS = min(16, os.cpu_count() or 1)  # Pillow decodes without Python's lock
 BATCHES_AHEAD = 2
@@ -92,9 +92,10 @@ def _read(file: str, transform: Transform, channels: int) -> torch.Tensor | str:
 
 def as_input(file: str, channels: int) -> Image.Image:
     """Return the decoded file in the mode of the model's channels: RGB, or gray for one channel."""
-    image, _ = read_rgb(file)
     if channels not in (1, 3):
         raise UsageError(f"image files have 1 or 3 channels, and the model takes {channels}", code="inference.channels")
+    decoder = Decoder("pillow")  # as in evaluations: upright, 8 bits
+    image = Image.fromarray(decoder.decode(decoder.open(Path(file).read_bytes())))
     return image.convert("L") if channels == 1 else image
 
 

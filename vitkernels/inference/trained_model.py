@@ -12,11 +12,10 @@ from torch import nn
 from vitkernels import models
 from vitkernels.checkpoint.trained_on import TrainedOn, read_trained_on
 from vitkernels.config.saved import find_run, read_settings
-from vitkernels.data.augment import Transform, eval_transform
 from vitkernels.data.imagefolder import PREPROCESSING
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.files import read_json
-from vitkernels.models.timm_config import model_of_timm_config, timm_config
+from vitkernels.models.timm_config import Transform, model_of_timm_config, timm_config, transform_of_timm_config
 
 log = logging.getLogger("vitkernels")
 
@@ -62,9 +61,7 @@ class TrainedModel:
 
     def transform(self) -> Transform:
         """Return the run's evaluation transform: PIL image -> float32 (C, S, S), normalized."""
-        size, cfg = self.input_size[-1], self.config["pretrained_cfg"]
-        chosen = {name: cfg[name] for name in ("mean", "std", "interpolation", "crop_pct")}
-        return eval_transform(size, **chosen, crop_mode=cfg.get("crop_mode", "center"))
+        return transform_of_timm_config(self.config)
 
 
 def open_trained(path: str | Path, which: str = "best") -> TrainedModel:

@@ -1,14 +1,18 @@
 """Describe a trained model as timm's hub layout does: config.json, from which plain timm builds it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import timm
 import torch
+from PIL import Image
+from timm.data import create_transform
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vitkernels.models.presets import PRESETS
+
+Transform = Callable[[Image.Image], torch.Tensor]
 
 # Presets have no name in timm: its ViT-B/16 with the preset's arguments is the same model.
 _ARCHITECTURE_OF_PRESETS = "vit_base_patch16_224"
@@ -71,3 +75,10 @@ def model_of_timm_config(config: Mapping[str, Any], state_dict: Mapping[str, tor
     assert isinstance(model, VisionTransformer), "training takes timm's vision transformers only"
     model.load_state_dict(dict(state_dict))
     return model.eval()
+
+
+def transform_of_timm_config(config: Mapping[str, Any]) -> Transform:
+    """Return timm's evaluation transform of the model: PIL image -> float32 (C, S, S), normalized."""
+    cfg = config["pretrained_cfg"]
+    chosen: dict[str, Any] = {name: cfg[name] for name in ("interpolation", "mean", "std", "crop_pct")}
+    return create_transform(tuple(cfg["input_size"]), **chosen, crop_mode=cfg.get("crop_mode", "center"))

@@ -47,8 +47,8 @@ def collect(batches: Sequence[BatchAnswers], loader: Loader, parallel: Parallel)
         rows += [row for row in zip(ids, *values, strict=True) if row[1] != IGNORE]
     found = sorted(row for share in parallel.shares(rows) for row in share)
     columns = list(zip(*found, strict=True)) or [()] * 4
-    numbers = [np.array(column, dtype=np.int64) for column in columns[:3]]
-    return Answers(*numbers, confidence=np.array(columns[3], dtype=np.float64))
+    ints = [np.array(column, dtype=np.int64) for column in columns[:3]]
+    return Answers(ints[0], ints[1], ints[2], np.array(columns[3], dtype=np.float64))
 
 
 def confusion_matrix(answers: Answers, num_classes: int) -> np.ndarray:

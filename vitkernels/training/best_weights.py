@@ -70,8 +70,7 @@ class BestWeights:
         for folder in (self.folder, run):
             if all(read_notes(folder / f"{name}.safetensors", ["best"]).get("best") == best for name in names):
                 for name in names if folder.resolve() != self.folder.resolve() else ():
-                    content = (folder / f"{name}.safetensors").read_bytes()
-                    write_atomically(self.folder / f"{name}.safetensors", lambda file, c=content: file.write(c))
+                    _copy(folder / f"{name}.safetensors", self.folder / f"{name}.safetensors")
                 return True
         kept = run / "checkpoints" / folder_name(best["step"])
         try:
@@ -98,3 +97,8 @@ class BestWeights:
         finally:
             for new, _ in staged:
                 new.unlink(missing_ok=True)
+
+
+def _copy(source: Path, path: Path) -> None:
+    content = source.read_bytes()
+    write_atomically(path, lambda file: file.write(content))
