@@ -34,7 +34,11 @@ class BackendAttention(Attention):
 
         attn_mask: a bias if it is floating point, otherwise a boolean mask that is True at positions to keep.
         """
-        qkv_BN3HD = self.qkv(x_BNC).unflatten(-1, (3, self.num_heads, self.head_dim))
+        return self._gated(x_BNC, self.attend_packed(self.qkv(x_BNC), attn_mask, is_causal))
+
+    def attend_packed(self, qkv_BNF: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """Return the result of `attend`, without its gate, from the projection's output: (B, N, 3 * E) -> (B, N, E)."""
+        qkv_BN3HD = qkv_BNF.unflatten(-1, (3, self.num_heads, self.head_dim))
         keywords = {
             "is_causal": is_causal,
             "scale": self.scale,
@@ -49,11 +53,15 @@ class BackendAttention(Attention):
             # Under autocast the norms return float32; backends expect one dtype.
             q_BHND, k_BHND = self.q_norm(q_BHND).to(v_BHND.dtype), self.k_norm(k_BHND).to(v_BHND.dtype)
             out_BNE = self.backend(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
-        out_BNE = self.norm(out_BNE)
-        gate = getattr(self, "gate", None)  # absent before timm 1.0.30
-        if gate is not None:
-            out_BNE = out_BNE * gate(x_BNC).sigmoid()
-        return out_BNE
+        return self.norm(out_BNE)
+
+    @property
+    def has_gate(self) -> bool:
+        """Return whether the result is multiplied by a gate of the input."""
+        return getattr(self, "gate", None) is not None  # absent before timm 1.0.30
+
+    def _gated(self, x_BNC: Tensor, out_BNE: Tensor) -> Tensor:
+        return out_BNE * self.gate(x_BNC).sigmoid() if self.has_gate else out_BNE
 
 
 @cache  # one class per backend, so torch.compile does not specialize on copied layers

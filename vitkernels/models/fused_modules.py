@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from vitkernels.models.backend_attention import BackendAttention
 from vitkernels.module_swap import SwappedModule
-from vitkernels.ops import layer_norm_residual, linear, mlp, patch_embed
+from vitkernels.ops import layer_norm_residual, linear, mlp, norm_linear, norm_mlp, patch_embed
+from vitkernels.registry.op import place_of
 
 
 class Branch(NamedTuple):
@@ -63,7 +64,8 @@ class FusedLinear(SwappedModule, nn.Linear):
 class FusedBlock(SwappedModule, Block):
     """timm's Block with fused residual additions; it can return its last branch instead of adding it.
 
-    ops: op name -> backend. layer_norm_residual is required; without mlp, the MLP runs as timm's modules.
+    ops: op name -> backend. layer_norm_residual is required; without mlp, the MLP runs as timm's modules. On a TPU one
+        kernel computes a LayerNorm and the product that follows it, if its op is selected too.
     keep_activation: option of the op mlp.
     """
 
@@ -92,11 +94,18 @@ class FusedBlock(SwappedModule, Block):
 
         Returns the residual stream (B, N, C); with return_branch, the stream and the MLP's branch, not yet added.
         """
-        x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm1)
-        attended_BNC = self.attn.attend(normed_BNC, attn_mask, is_causal)
+        if self._joins("linear", x_BNC) and type(self.attn.qkv) is FusedLinear and not self.attn.has_gate:
+            x_BNC, qkv_BNF = self._add_norm_and_qkv(x_BNC, branch)
+            attended_BNC = self.attn.attend_packed(qkv_BNF, attn_mask, is_causal)
+        else:
+            x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm1)
+            attended_BNC = self.attn.attend(normed_BNC, attn_mask, is_causal)
         branch = self._project(attended_BNC, self.attn.proj, self.attn.proj_drop, self.ls1, self.drop_path1)
-        x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm2)
-        branch = self._mlp(normed_BNC)
+        if self._joins("mlp", x_BNC) and self._fuses_mlp():
+            x_BNC, branch = self._add_norm_and_mlp(x_BNC, branch)
+        else:
+            x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm2)
+            branch = self._mlp(normed_BNC)
         if not return_branch:
             return branch.added_to(x_BNC)
         # FSDP frees a block's parameters when the block returns, so the next block gets copies.
@@ -105,16 +114,36 @@ class FusedBlock(SwappedModule, Block):
 
     def _add_and_norm(self, x_BNC: Tensor, branch: Branch | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
         """Return x + branch and its LayerNorm."""
-        extras = {}
-        if branch is not None:
-            extras = {
-                "branch_bias_C": branch.bias_C,
-                "layer_scale_C": branch.layer_scale_C,
-                "sample_scale_B": branch.sample_scale_B,
-            }
-        value = None if branch is None else branch.value_BNC
+        value, extras = _operands(branch)
         backend = self.ops["layer_norm_residual"]
         return layer_norm_residual(x_BNC, value, norm.weight, norm.bias, norm.eps, **extras, backend=backend)
+
+    def _joins(self, op: str, x_BNC: Tensor) -> bool:
+        """Return whether a kernel computes the LayerNorm together with this op's first product."""
+        backends = {self.ops["layer_norm_residual"], self.ops.get(op, "eager")}
+        if not backends <= {"auto", "pallas_tpu"}:
+            return False
+        return backends == {"pallas_tpu"} or place_of(x_BNC.device.type) == "tpu"
+
+    def _add_norm_and_qkv(self, x_BNC: Tensor, branch: Branch | None) -> tuple[Tensor, Tensor]:
+        """Return x + branch and attention's projection of its LayerNorm."""
+        value, extras = _operands(branch)
+        norm, qkv = self.norm1, self.attn.qkv
+        return norm_linear(
+            x_BNC, value, norm.weight, norm.bias, qkv.weight, qkv.bias, norm.eps,
+            **extras, is_qkv=qkv.is_qkv, backend=self.ops["linear"],
+        )  # fmt: skip
+
+    def _add_norm_and_mlp(self, x_BNC: Tensor, branch: Branch) -> tuple[Tensor, Branch]:
+        """Return x + branch and the MLP of its LayerNorm."""
+        value, extras = _operands(branch)
+        norm, m = self.norm2, self.mlp
+        x_BNC, value_BNC = norm_mlp(
+            x_BNC, value, norm.weight, norm.bias, m.fc1.weight, m.fc1.bias, m.fc2.weight,
+            _gelu_kind(m.act), norm.eps,  # type: ignore[arg-type]  # set_ops refuses other activations
+            **extras, keep_activation=self.keep_activation, backend=self.ops["mlp"],
+        )  # fmt: skip
+        return x_BNC, self._mlp_branch(value_BNC)
 
     def _project(
         self, x_BNE: Tensor, last: nn.Linear, drop: nn.Dropout, scale: nn.Module, drop_path: nn.Module
@@ -129,21 +158,31 @@ class FusedBlock(SwappedModule, Block):
             return _branch(F.linear(x_BNE, last.weight), last.bias, scale, drop_path)
         return _branch(last(x_BNE), None, scale, drop_path)  # quantized
 
+    def _fuses_mlp(self) -> bool:
+        """Return whether the op mlp computes the MLP."""
+        m = self.mlp
+        if self.ops.get("mlp", "eager") == "eager" or type(m) is not Mlp:  # gated, or an EightBitMlp: opaque
+            return False
+        plain = type(m.fc1) is type(m.fc2) is nn.Linear  # false if they were quantized after set_ops
+        return plain and not (self.training and m.drop1.p > 0)
+
     def _mlp(self, x_BNC: Tensor) -> Branch:
         m = self.mlp
-        backend = self.ops.get("mlp", "eager")
-        if type(m) is not Mlp:  # gated, or an EightBitMlp: opaque
+        if self._fuses_mlp():
+            return self._mlp_branch(mlp(
+                x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None,
+                _gelu_kind(m.act),  # type: ignore[arg-type]  # set_ops refuses other activations
+                keep_activation=self.keep_activation, backend=self.ops["mlp"],
+            ))  # fmt: skip
+        if type(m) is not Mlp:
             return _branch(m(x_BNC), None, self.ls2, self.drop_path2)
-        plain = type(m.fc1) is type(m.fc2) is nn.Linear  # false if they were quantized after set_ops
-        if backend == "eager" or not plain or (self.training and m.drop1.p > 0):
-            hidden = m.norm(m.drop1(m.act(m.fc1(x_BNC))))
-            return self._project(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)  # type: ignore[arg-type]  # Linear
+        hidden = m.norm(m.drop1(m.act(m.fc1(x_BNC))))
+        return self._project(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)  # type: ignore[arg-type]  # Linear
+
+    def _mlp_branch(self, value_BNC: Tensor) -> Branch:
+        """Return the branch of an MLP whose last bias is not yet added."""
+        m = self.mlp
         last_bias = m.fc2.bias
-        value_BNC = mlp(
-            x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None,
-            _gelu_kind(m.act),  # type: ignore[arg-type]  # set_ops refuses other activations
-            keep_activation=self.keep_activation, backend=backend,
-        )  # fmt: skip
         if self.training and m.drop2.p > 0:
             value_BNC, last_bias = m.drop2(value_BNC if last_bias is None else value_BNC + last_bias), None
         return _branch(value_BNC, last_bias, self.ls2, self.drop_path2)
@@ -174,6 +213,17 @@ class FusedPatchConv(SwappedModule, nn.Conv2d):
         tokens_BNE = patch_embed(images_BCHW, self.weight, self.bias, backend=self.backend)
         rows = images_BCHW.shape[2] // self.stride[0]
         return tokens_BNE.transpose(1, 2).unflatten(2, (rows, -1))
+
+
+def _operands(branch: Branch | None) -> tuple[Tensor | None, dict[str, Tensor | None]]:
+    """Return the branch of layer_norm_residual and its keywords for the operations on it."""
+    if branch is None:
+        return None, {}
+    return branch.value_BNC, {
+        "branch_bias_C": branch.bias_C,
+        "layer_scale_C": branch.layer_scale_C,
+        "sample_scale_B": branch.sample_scale_B,
+    }
 
 
 def _branch(value_BNC: Tensor, bias_C: Tensor | None, scale: nn.Module, drop_path: nn.Module) -> Branch:

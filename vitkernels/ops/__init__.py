@@ -15,6 +15,8 @@ from vitkernels.ops.layer_norm_residual import layer_norm_residual
 from vitkernels.ops.linear import linear
 from vitkernels.ops.linear_gelu import linear_gelu
 from vitkernels.ops.mlp import mlp
+from vitkernels.ops.norm_linear import norm_linear
+from vitkernels.ops.norm_mlp import norm_mlp
 from vitkernels.ops.paged_attention import paged_attention
 from vitkernels.ops.patch_embed import patch_embed
 from vitkernels.ops.quantized_matmul import quantized_matmul
@@ -29,6 +31,8 @@ __all__ = [
     "linear",
     "linear_gelu",
     "mlp",
+    "norm_linear",
+    "norm_mlp",
     "paged_attention",
     "patch_embed",
     "quantized_matmul",

@@ -12,8 +12,8 @@ from vitkernels.registry.op import Op
 
 BACKENDS = Op.in_folder(
     __name__,
-    ("reference", "triton"),
-    auto={"cuda": ("triton",)},
+    ("reference", "triton", "pallas_tpu"),
+    auto={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
     features=lambda x, branch, weight, *others: (tuple(weight.shape), others[-1]),
 )
 
@@ -50,13 +50,14 @@ def layer_norm_residual(
     Raises:
         UsageError (a ValueError): invalid shapes, dtypes or devices, or a named backend that cannot take the call.
     """
-    _check(x, branch, weight_C, bias_C, branch_bias_C, layer_scale_C, sample_scale_B)
+    check_norm(x, branch, weight_C, bias_C, branch_bias_C, layer_scale_C, sample_scale_B)
     out_dtype = dtype_of(x)
     args = x, branch, weight_C, bias_C, eps, branch_bias_C, layer_scale_C, sample_scale_B, out_dtype
     return BACKENDS.pick(backend, x.device, *args).run(*args)
 
 
-def _check(x, branch, weight, bias, branch_bias, layer_scale, sample_scale) -> None:
+def check_norm(x, branch, weight, bias, branch_bias, layer_scale, sample_scale) -> None:
+    """Check the operands of a residual addition and its LayerNorm (codes begin with "ops.layer_norm_residual.")."""
     check_floating("layer_norm_residual", "x", x)
     if x.ndim < 2 or x.shape[-1] == 0:
         raise UsageError(

@@ -13,8 +13,8 @@ from vitkernels.registry.op import Op
 
 BACKENDS = Op.in_folder(
     __name__,
-    ("reference", "triton", "pallas_hopper"),
-    auto={"cuda": ("triton",)},
+    ("reference", "triton", "pallas_hopper", "pallas_tpu"),
+    auto={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
     features=lambda x, weight, bias, is_qkv: (tuple(weight.shape[::-1]), x.dtype),
 )
 
@@ -45,20 +45,19 @@ def linear(
         UsageError (a ValueError): invalid shapes, dtypes or devices, or a named backend that cannot take the call.
     """
     check_linear(x, weight_NK, bias_N)
-    if is_qkv and len(weight_NK) % 3:
-        raise UsageError(
-            f"is_qkv=True splits the outputs into three equal parts; {len(weight_NK)} is not a multiple of 3",
-            code="ops.linear.is_qkv", outputs=len(weight_NK),
-        )  # fmt: skip
+    check_qkv(weight_NK, is_qkv)
     (x,) = cast(x)
     args = x, weight_NK, bias_N, is_qkv
     return BACKENDS.pick(backend, x.device, *args).run(*args)
 
 
-def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = "", features: int | None = None) -> None:
+def check_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = "", features: int | None = None, mixed: bool = False
+) -> None:
     """Check the parameters of a linear layer that takes `features` inputs, by default those of x.
 
     layer: suffix of the parameters' names in messages, such as "1" for weight1. All codes begin with "ops.linear.".
+    mixed: accept a weight of another dtype than x without autocast.
     """
     check_floating("linear", "x", x)
     check_floating("linear", f"weight{layer}", weight)
@@ -76,8 +75,17 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = ""
     if bias is not None:
         check_floating("linear", f"bias{layer}", bias, tuple(weight.shape[:1]))
     check_same_device("linear", "x", x, **{f"weight{layer}": weight, f"bias{layer}": bias})
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+    if not mixed and weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise UsageError(
             f"x is {x.dtype} and weight{layer} is {weight.dtype}; cast one of them, or use torch.autocast",
             code="ops.linear.mixed_dtypes", argument=f"weight{layer}", dtype=weight.dtype, expected=x.dtype,
+        )  # fmt: skip
+
+
+def check_qkv(weight: Tensor, is_qkv: bool) -> None:
+    """Check that the outputs split into queries, keys and values."""
+    if is_qkv and len(weight) % 3:
+        raise UsageError(
+            f"is_qkv=True splits the outputs into three equal parts; {len(weight)} is not a multiple of 3",
+            code="ops.linear.is_qkv", outputs=len(weight),
         )  # fmt: skip

@@ -1,82 +1,61 @@
-"""linear_gelu for TPU: the matrix product of Pallas' quickstart, extended by a bias, the exact GELU and odd sizes.
+"""linear_gelu for TPU: GELU and its gradient in the epilogue of a matrix product, hidden behind the MXU.
 
-Each grid step multiplies a block of rows of x by a block of rows of the weight over all of K, so GELU can follow
-immediately. Blocks that extend past the end compute on undefined values, and their out-of-bounds part is not written.
+The forward product is that of LayerNorm's kernels, without the norm (ops/layer_norm_residual/pallas_tpu_kernel.py).
 
-Shape suffixes: M rows (tokens), K input features, N output features.
+Shape suffixes: B images, N tokens, K input features, F hidden features, O output features.
 """
 
-import functools
-import math
+from functools import partial
 
-import jax
-import jax.numpy as jnp
-from jax.experimental import pallas as pl
-
-_BLOCK_BYTES = 2**21  # of one factor; two double-buffered factors and three result blocks fill most of 16 MB VMEM
+from vitkernels.bridge.pallas_schedule import pipelined
+from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_forward
+from vitkernels.ops.tpu_rows import RowBlocks, call, column_cuts, f32, gelu_and_slope, product, row_bytes, shared
 
 
-def gelu_and_slope(x, tanh: bool):
-    """Return gelu(x) and gelu'(x) in float32.
+def linear_gelu(*arrays, given: tuple[str, ...], tanh: bool, keep: bool):
+    """Return gelu(x weightᵀ + bias), and y = x weightᵀ + bias itself or, with keep, gelu'(y); all in x's dtype.
 
-    Mosaic has no erf, so Φ(-|x|) is computed by Abramowitz and Stegun 7.1.26 (error 0.75e-7).
+    arrays, given: arrays and their names: x (B, N, K), weight (1, F, K), and bias (1, 1, F) if there is one.
     """
-    if tanh:
-        scale = math.sqrt(2 / math.pi)
-        cdf = 0.5 * (1.0 + jnp.tanh(scale * x * (1.0 + 0.044715 * x * x)))
-        return x * cdf, cdf + x * cdf * (1.0 - cdf) * (2 * scale) * (1.0 + 3 * 0.044715 * x * x)
-    bell = jnp.exp(-0.5 * x * x)
-    t = 1.0 / (1.0 + 0.3275911 / math.sqrt(2) * jnp.abs(x))
-    tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
-    tail = 0.5 * tail * bell
-    cdf = jnp.where(x < 0, tail, 1.0 - tail)
-    return x * cdf, cdf + x * bell / math.sqrt(2 * math.pi)
+    out = arrays[0].dtype.name
+    return norm_forward(*arrays, given=given, eps=0.0, out=out, gelu="tanh" if tanh else "none", keep=keep)
 
 
-def _kernel(x_ref, weight_ref, bias_ref, act_ref, pre_ref, *, tanh):
-    # By default the MXU rounds float32 inputs to bfloat16.
-    precision = jax.lax.Precision.HIGHEST if x_ref.dtype == jnp.float32 else None
-    product = jax.lax.dot_general(
-        x_ref[...], weight_ref[...], (((1,), (1,)), ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
-    pre = (product + bias_ref[...].astype(jnp.float32)).astype(pre_ref.dtype)
-    pre_ref[...] = pre
-    act_ref[...] = gelu_and_slope(pre.astype(jnp.float32), tanh)[0].astype(act_ref.dtype)
+def gelu_backward(dy, weight, saved, *, tanh: bool, kept: bool):
+    """Differentiate y = gelu(pre) weightᵀ: return dpre and, unless kept, gelu(pre).
+
+    Args:
+        dy: (B, N, O). weight: (1, O, F). saved: (B, N, F), gelu'(pre) if kept, else pre.
+    """
+    B, N, _ = dy.shape
+    F, dtype = weight.shape[2], dy.dtype
+    width = row_bytes((dy.shape[2], dtype), *[(F, dtype)] * (2 if kept else 3))
+    blocks = RowBlocks.of(B, N, width, weight.shape[1] * row_bytes((F, dtype)))
+    outputs = [(blocks.spec(F), (B, N, F), dtype)] * (1 if kept else 2)
+    in_specs = [blocks.spec(dy.shape[2]), shared(weight), blocks.spec(F)]
+    kernel = partial(_gelu_backward_kernel, blocks=blocks, tanh=tanh)
+    return call(kernel, blocks, (dy, weight, saved), in_specs, outputs, "linear_into_gelu_backward")
 
 
-def block_rows(rows: int, K: int, dtype, multiple: int) -> int:
-    """Return the rows of K numbers per block: at most 512, a multiple of `multiple` unless it is all of them."""
-    fitting = _BLOCK_BYTES // (K * jnp.dtype(dtype).itemsize) // multiple * multiple
-    return min(rows, max(multiple, min(512, fitting)))
+def _gelu_backward_kernel(dy_ref, weight_ref, saved_ref, dpre_ref, *act_ref, blocks: RowBlocks, tanh: bool):
+    def multiply(item):
+        (image, rows), cut = item
+        return product(dy_ref[image, rows], weight_ref[0, :, cut], 0)
+
+    def store(item, dact):
+        (image, rows), cut = item
+        at = (image, rows, cut)
+        slope = saved_ref[at].astype(f32)
+        if act_ref:
+            act, slope = gelu_and_slope(slope, tanh, exact=dpre_ref.dtype == f32)
+            act_ref[0][at] = act.astype(dpre_ref.dtype)
+        dpre_ref[at] = (dact * slope).astype(dpre_ref.dtype)
+
+    pipelined([(piece, cut) for cut in column_cuts(weight_ref.shape[2]) for piece in blocks.pieces()], multiply, store)
 
 
-def linear_gelu(x_MK, weight_NK, bias_N, *, tanh: bool):
-    """Return gelu(x weightᵀ + bias) and the pre-activation, both in x's dtype."""
-    (M, K), N = x_MK.shape, weight_NK.shape[0]
-    m = block_rows(M, K, x_MK.dtype, 16)
-    n = block_rows(N, K, weight_NK.dtype, 128)  # columns of the result fill lanes
-    result = jax.ShapeDtypeStruct((M, N), x_MK.dtype)
-    return pl.pallas_call(
-        functools.partial(_kernel, tanh=tanh),
-        out_shape=(result, result),
-        grid=(pl.cdiv(M, m), pl.cdiv(N, n)),
-        in_specs=[
-            pl.BlockSpec((m, K), lambda i, j: (i, 0)),
-            pl.BlockSpec((n, K), lambda i, j: (j, 0)),
-            pl.BlockSpec((1, n), lambda i, j: (0, j)),
-        ],
-        out_specs=(pl.BlockSpec((m, n), lambda i, j: (i, j)),) * 2,
-    )(x_MK, weight_NK, bias_N[None])
-
-
-def linear_gelu_vjp(primals, outputs, cotangents, *, tanh: bool):
-    """Return the gradients, from the pre-activation. XLA fuses GELU's gradient with the bias sums."""
-    x_MK, weight_NK, bias_N = primals
-    _, pre_MN = outputs
-    slope = gelu_and_slope(pre_MN.astype(jnp.float32), tanh)[1]
-    dpre_MN = cotangents[0].astype(jnp.float32) * slope
-    dbias_N = dpre_MN.sum(0).astype(bias_N.dtype)
-    dpre_MN = dpre_MN.astype(x_MK.dtype)
-    precision = jax.lax.Precision.HIGHEST if x_MK.dtype == jnp.float32 else None
-    dot = functools.partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
-    return dot(dpre_MN, weight_NK).astype(x_MK.dtype), dot(dpre_MN.T, x_MK).astype(weight_NK.dtype), dbias_N
+def times_slope(dact, pre, *, tanh: bool):
+    """Return dact gelu'(pre) in pre's dtype, and its float32 sums over all tokens; XLA makes one pass of it."""
+    slope = gelu_and_slope(pre.astype(f32), tanh, exact=pre.dtype == f32)[1]
+    dpre = dact.astype(f32) * slope
+    return dpre.astype(pre.dtype), dpre.sum((0, 1))

@@ -13,8 +13,8 @@ from vitkernels.registry.op import Op
 
 BACKENDS = Op.in_folder(
     __name__,
-    ("reference", "passes", "triton", "pallas_hopper"),
-    auto={"cuda": ("passes",)},
+    ("reference", "passes", "triton", "pallas_hopper", "pallas_tpu"),
+    auto={"cuda": ("passes",), "tpu": ("pallas_tpu",)},
     features=lambda x, weight1, bias1, weight2, bias2, tanh, keep: (
         (*weight1.shape[::-1], weight2.shape[0], int(keep)),
         x.dtype,

@@ -32,11 +32,11 @@ from vitkernels.attention.pallas_flash.tpu.tiles import (
     f32,
     fold,
     only_head,
-    pipelined,
     reciprocal,
     transposed_head,
     windows,
 )
+from vitkernels.bridge.pallas_schedule import pipelined
 
 _MASKED_LSE = 1e30  # a log-sum-exp that makes every probability of a column 0
 

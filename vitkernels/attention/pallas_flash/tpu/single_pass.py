@@ -39,12 +39,12 @@ from vitkernels.attention.pallas_flash.tpu.tiles import (
     lanes,
     mask_keys,
     only_head,
-    pipelined,
     reciprocal,
     round_up,
     transposed_head,
     windows,
 )
+from vitkernels.bridge.pallas_schedule import pipelined
 
 
 @dataclass(frozen=True)

@@ -272,21 +272,6 @@ def _head_rows(x, window: LaneWindow):
     return jnp.concatenate(rows, axis=0) if len(rows) > 1 else rows[0]
 
 
-def pipelined(items, first, second) -> None:
-    """Software-pipeline: issue first(item) of the next item before second(item, ...) of the current one.
-
-    The compiler does not move a product across the preceding softmax. In this order the MXU and the vector units work
-    concurrently.
-    """
-    waiting = None
-    for item in items:
-        issued = first(item)
-        if waiting is not None:
-            second(*waiting)
-        waiting = (item, issued)
-    second(*waiting)
-
-
 def reciprocal(total, problem: TpuProblem):
     """Return 1 / Σ of a query's exponentials, 0 for a query without keys.
 

@@ -1,0 +1,245 @@
+"""LayerNorm next to matrix products for TPU: before a product, and its gradient after the next product's gradient.
+
+Products of a transformer are limited by the MXU, LayerNorm and residual additions by HBM. In one kernel both overlap:
+the forward pass adds and normalizes the next rows while the MXU multiplies the current ones; the backward pass
+differentiates LayerNorm on rows whose incoming gradient has just left the MXU, and which never reach HBM. The gradient
+sums over tokens are taken from rows that are in VMEM anyway. The statistics are recomputed from the sum.
+
+Without a weight the same kernels compute the op layer_norm_residual.
+
+Shape suffixes: B images, N tokens, C channels, F features of the product.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vitkernels.bridge.pallas_schedule import pipelined
+from vitkernels.ops.tpu_rows import (
+    RowBlocks,
+    call,
+    clear_sums,
+    column_cuts,
+    f32,
+    gelu_and_slope,
+    product,
+    row_bytes,
+    shared,
+    sum_rows,
+)
+
+_CHUNK = 32  # rows that are normalized between two products
+_TALL = 128  # rows of LayerNorm's gradient at a time: all their channels are in registers and spills
+_PER_TOKEN = ("x", "branch", "dtotal", "dnormed", "dy", "total")
+
+
+def _specs(arrays: dict, blocks: RowBlocks) -> list[pl.BlockSpec]:
+    specs = []
+    for name, array in arrays.items():
+        if name == "sample_scale":
+            specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+        else:
+            specs.append(blocks.spec(array.shape[2]) if name in _PER_TOKEN else shared(array))
+    return specs
+
+
+def _blocks(arrays: dict, outputs: list[tuple[int, object]]) -> RowBlocks:
+    """Return the blocks for these inputs by name, and outputs as (width, dtype) per token."""
+    tokens = {name: x for name, x in arrays.items() if name in _PER_TOKEN}
+    B, N, _ = next(iter(tokens.values())).shape
+    resident = sum(row_bytes((x.shape[2], x.dtype)) * x.shape[1] for n, x in arrays.items() if n == "weight")
+    return RowBlocks.of(B, N, row_bytes(*[(x.shape[2], x.dtype) for x in tokens.values()], *outputs), resident)
+
+
+def _scaled(branch, refs: dict, blocks: RowBlocks, image: int, with_bias: bool):
+    """Return branch (+ bias) · layer scale · sample scale of one image."""
+    if with_bias and "branch_bias" in refs:
+        branch = branch + refs["branch_bias"][0].astype(f32)
+    if "layer_scale" in refs:
+        branch = branch * refs["layer_scale"][0].astype(f32)
+    if "sample_scale" in refs:
+        branch = branch * _sample_scale(refs, blocks, image)
+    return branch
+
+
+def _sample_scale(refs: dict, blocks: RowBlocks, image: int):
+    return refs["sample_scale"][pl.program_id(0) * blocks.images + image]
+
+
+def _statistics(total, eps: float):
+    """Return (total - mean) / deviation and 1 / deviation of each row."""
+    centred = total - jnp.mean(total, axis=1, keepdims=True)
+    rstd = lax.rsqrt(jnp.mean(centred * centred, axis=1, keepdims=True) + eps)
+    return centred * rstd, rstd
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: str = "", keep: bool = False):
+    """Return [total,] normed [, y] or, with gelu, [total,] normed, gelu(y), saved.
+
+    Args:
+        arrays, given: arrays and their names: x (B, N, C), branch (B, N, C), gamma, beta, branch_bias, layer_scale
+            (1, 1, C), sample_scale (B,), weight (1, F, C), bias (1, 1, F). Without a branch, total is x and is not
+            returned; without gamma, x is multiplied as it is; without a weight, there is no product.
+        out: dtype of normed and of the product.
+        gelu: "", "none" (exact) or "tanh".
+        keep: saved is gelu'(y), else y.
+    """
+    named = dict(zip(given, arrays, strict=True))
+    x = named["x"]
+    B, N, C = x.shape
+    F = named["weight"].shape[1] if "weight" in named else 0
+    results = [("total", C, x.dtype)] if "branch" in named else []
+    results += [("normed", C, out)] if "gamma" in named else []
+    if F:
+        results += [(name, F, out) for name in (("act", "saved") if gelu else ("y",))]
+    blocks = _blocks(named, [(width, dtype) for _, width, dtype in results])
+    names = (*given, *[name for name, _, _ in results])
+    kernel = partial(_forward_kernel, names=names, blocks=blocks, eps=eps, gelu=gelu, keep=keep)
+    outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
+    kind = "linear" if F else "residual"
+    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_forward")
+
+
+def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep: bool):
+    r = dict(zip(names, refs, strict=True))
+    factor = r.get("normed", r["x"])
+
+    def normalize(image: int, rows: slice):
+        total = r["x"][image, rows].astype(f32)
+        if "branch" in r:
+            total = total + _scaled(r["branch"][image, rows].astype(f32), r, blocks, image, with_bias=True)
+            total = total.astype(r["total"].dtype)
+            r["total"][image, rows] = total
+            total = total.astype(f32)
+        normed = _statistics(total, eps)[0] * r["gamma"][0].astype(f32) + r["beta"][0].astype(f32)
+        r["normed"][image, rows] = normed.astype(r["normed"].dtype)
+
+    pieces = blocks.pieces()
+    chunks = [_chunks(piece) if "normed" in r else [] for piece in pieces]
+    if "weight" not in r:
+        for chunk in sum(chunks, []):
+            normalize(*chunk)
+        return
+    for chunk in chunks[0]:
+        normalize(*chunk)
+    columns = column_cuts(r["weight"].shape[1])
+
+    def multiply(item):
+        (piece, cut), (image, rows) = item, pieces[item[0]]
+        y = product(factor[image, rows], r["weight"][0, columns[cut]], 1)
+        upcoming = chunks[piece + 1] if piece + 1 < len(chunks) else []
+        share = -(-len(upcoming) // len(columns))
+        for chunk in upcoming[cut * share : (cut + 1) * share]:
+            normalize(*chunk)
+        return y
+
+    def store(item, y):
+        at = (*pieces[item[0]], columns[item[1]])
+        if "bias" in r:
+            y = y + r["bias"][0, :, at[2]].astype(f32)
+        if not gelu:
+            r["y"][at] = y.astype(r["y"].dtype)
+            return
+        act, slope = gelu_and_slope(y, gelu == "tanh", exact=r["act"].dtype == f32)
+        r["act"][at] = act.astype(r["act"].dtype)
+        r["saved"][at] = (slope if keep else y).astype(r["saved"].dtype)
+
+    pipelined([(p, c) for p in range(len(pieces)) for c in range(len(columns))], multiply, store)
+
+
+def _chunks(piece: tuple[int, slice]) -> list[tuple[int, slice]]:
+    image, rows = piece
+    starts = range(rows.start, rows.stop, _CHUNK)
+    return [(image, slice(start, min(start + _CHUNK, rows.stop))) for start in starts]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Backward
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str = ""):
+    """Return dx [, dbranch], sums [, dbias].
+
+    Args:
+        arrays, given: as in norm_forward: total (B, N, C), gamma, branch, branch_bias, layer_scale, sample_scale;
+            dtotal (B, N, C), if total has a gradient; dnormed (B, N, C), or dy (B, N, F) and weight (1, F, C).
+            branch is needed with a layer_scale only.
+        branch_dtype: dtype of dbranch; "" for none, if it equals dx.
+
+    sums (B, S, C) are sums over an image's tokens: of gamma's and beta's gradient, then branch_bias' and layer_scale's,
+    if given. dbias (B, 1, F) are the sums of dy. All are float32.
+    """
+    named = dict(zip(given, arrays, strict=True))
+    total = named["total"]
+    B, N, C = total.shape
+    kept = ["gamma", "beta", *[name for name in ("branch_bias", "layer_scale") if name in named]]
+    results = [("dx", C, total.dtype)] + ([("dbranch", C, branch_dtype)] if branch_dtype else [])
+    blocks = _blocks(named, [(width, dtype) for _, width, dtype in results])
+    outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
+    outputs.append((blocks.sums(len(kept), C), (B, len(kept), C), f32))
+    names = [*given, *[name for name, _, _ in results], "sums"]
+    if "dy" in named:
+        F = named["dy"].shape[2]
+        outputs.append((blocks.sums(1, F), (B, 1, F), f32))
+        names.append("dbias")
+    kernel = partial(_backward_kernel, names=tuple(names), kept=tuple(kept), blocks=blocks, eps=eps)
+    kind = "linear" if "dy" in named else "residual"
+    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_backward")
+
+
+def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps: float):
+    r = dict(zip(names, refs, strict=True))
+    gamma = r["gamma"][0].astype(f32)
+    clear_sums(r["sums"])
+    if "dbias" in r:
+        clear_sums(r["dbias"])
+
+    def incoming(piece):
+        image, rows = piece
+        if "dnormed" in r:
+            return r["dnormed"][image, rows].astype(f32)
+        return product(r["dy"][image, rows], r["weight"][0], 0)
+
+    def finish(piece, dnormed):
+        image, rows = piece
+        inside = blocks.inside(rows)
+
+        def add(name, terms):
+            k = kept.index(name)
+            r["sums"][image, k : k + 1] += sum_rows(terms, inside)
+
+        if "dbias" in r:
+            r["dbias"][image] += sum_rows(r["dy"][image, rows].astype(f32), inside)
+        normed, rstd = _statistics(r["total"][image, rows].astype(f32), eps)
+        add("gamma", dnormed * normed)
+        add("beta", dnormed)
+        dnormed = dnormed * gamma
+        along = jnp.mean(dnormed * normed, axis=1, keepdims=True)
+        dx = (dnormed - normed * along - jnp.mean(dnormed, axis=1, keepdims=True)) * rstd
+        if "dtotal" in r:
+            dx = dx + r["dtotal"][image, rows].astype(f32)
+        r["dx"][image, rows] = dx.astype(r["dx"].dtype)
+        if "layer_scale" in r:
+            branch = r["branch"][image, rows].astype(f32)
+            if "branch_bias" in r:
+                branch = branch + r["branch_bias"][0].astype(f32)
+            scale = _sample_scale(r, blocks, image) if "sample_scale" in r else 1.0
+            add("layer_scale", dx * branch * scale)
+        if "dbranch" not in r and "branch_bias" not in r:
+            return
+        dbranch = _scaled(dx, r, blocks, image, with_bias=False)
+        if "dbranch" in r:
+            r["dbranch"][image, rows] = dbranch.astype(r["dbranch"].dtype)
+        if "branch_bias" in r:
+            add("branch_bias", dbranch)
+
+    pipelined(blocks.pieces(_TALL), incoming, finish)

@@ -1,0 +1,70 @@
+"""GELU and its gradient in the epilogue of Pallas products for TPU; the other products by XLA."""
+
+import torch
+from torch import Tensor
+
+from vitkernels.bridge.operator import differentiable_once
+from vitkernels.ops import tpu_arrays
+from vitkernels.ops.linear_gelu.pallas_tpu import forward as linear_gelu
+from vitkernels.ops.linear_gelu.pallas_tpu import gelu_backward
+from vitkernels.ops.mlp import reference
+from vitkernels.ops.tpu_arrays import shared
+
+
+def unsupported(x: Tensor, weight1, bias1, weight2, bias2, tanh: bool, keep: bool) -> str | None:
+    return tpu_arrays.unsupported("x", x, (x.dtype,), weight1, weight2)
+
+
+def run(x: Tensor, weight1, bias1, weight2, bias2, tanh: bool, keep: bool) -> Tensor:
+    if not all(t.numel() for t in (x, weight1, weight2)):
+        return reference.run(x, weight1, bias1, weight2, bias2, tanh, keep)
+    return _Mlp.apply(x, weight1, bias1, weight2, bias2, tanh, keep)
+
+
+class HiddenGradients:
+    """The gradients of y = gelu(pre) weight2ᵀ + bias2, up to the pre-activation.
+
+    Args:
+        dy: (B, N, O). rounded2: (O, F). act, saved: gelu(pre) and gelu'(pre), or None and pre.
+    """
+
+    def __init__(self, dy: Tensor, rounded2: Tensor, act: Tensor | None, saved: Tensor, tanh: bool):
+        found = gelu_backward(dy, shared(rounded2), saved, tanh=tanh, kept=act is not None)
+        self.dpre, self._act = (found, act) if isinstance(found, Tensor) else found if act is None else (found[0], act)
+        self._dy = dy
+
+    def weight2(self, dtype: torch.dtype) -> Tensor:
+        return tpu_arrays.weight_gradient(self._dy, self._act, dtype)
+
+    def bias2(self, dtype: torch.dtype) -> Tensor:
+        return tpu_arrays.column_sums(self._dy).to(dtype)
+
+
+class _Mlp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight1, bias1, weight2, bias2, tanh: bool, keep: bool):
+        rounded1, rounded2 = weight1.to(x.dtype), weight2.to(x.dtype)
+        rows = tpu_arrays.tokens(x) if x.ndim > 1 else x[None, None]
+        act, saved = linear_gelu(rows, rounded1, bias1, tanh, keep)
+        ctx.save_for_backward(rows, rounded1, rounded2, act if keep else None, saved)
+        ctx.dtypes = [None if p is None else p.dtype for p in (weight1, bias1, weight2, bias2)]
+        ctx.tanh, ctx.shape = tanh, x.shape
+        return tpu_arrays.linear(act, rounded2, bias2).view(*x.shape[:-1], len(weight2))
+
+    @staticmethod
+    @differentiable_once("mlp by pallas_tpu")
+    def backward(ctx, dy):
+        rows, rounded1, rounded2, act, saved = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        dtype1, bias_dtype1, dtype2, bias_dtype2 = ctx.dtypes
+        dy = dy.reshape(*rows.shape[:-1], len(rounded2)).contiguous()
+        hidden = HiddenGradients(dy, rounded2, act, saved, ctx.tanh)
+        return (
+            tpu_arrays.input_gradient(hidden.dpre, rounded1).view(ctx.shape) if needs[0] else None,
+            tpu_arrays.weight_gradient(hidden.dpre, rows, dtype1) if needs[1] else None,
+            tpu_arrays.column_sums(hidden.dpre).to(bias_dtype1) if needs[2] else None,
+            hidden.weight2(dtype2) if needs[3] else None,
+            hidden.bias2(bias_dtype2) if needs[4] else None,
+            None,
+            None,
+        )

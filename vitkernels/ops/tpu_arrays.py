@@ -1,0 +1,112 @@
+"""Pass PyTorch tensors to the Pallas TPU kernels of ops/tpu_rows.py, and the matrix products that XLA computes.
+
+Kernels take activations as (B, N, C), so that torch_xla's SPMD can give each device its shard of the images
+(bridge/pallas_spmd.py), and shared parameters with a leading 1, which is never mistaken for the images.
+
+Shape suffixes: B images, N tokens, C channels, K input features, F output features.
+"""
+
+import jax.numpy as jnp
+import torch
+from jax import lax
+from torch import Tensor
+
+from vitkernels.bridge import pallas_op
+from vitkernels.ops.refusals import unless_dtypes, unless_tpu_device
+
+DTYPES = (torch.float32, torch.bfloat16)
+_LARGEST_WEIGHT = 24 * 2**20  # bytes: kernels keep a weight in VMEM, in two buffers
+
+
+def unsupported(name: str, x: Tensor, dtypes, *weights: Tensor, dtype: torch.dtype | None = None) -> str | None:
+    """Return why the kernels cannot take these tensors: the device of x, dtypes, or weights too large in `dtype`."""
+    reason = unless_tpu_device(name, x) or unless_dtypes(dtypes, DTYPES)
+    if reason is not None:
+        return reason
+    for weight in weights:
+        size = weight.numel() * (dtype or x.dtype).itemsize
+        if size > _LARGEST_WEIGHT:
+            return (
+                f"weights of at most {_LARGEST_WEIGHT >> 20} MiB stay in VMEM; {tuple(weight.shape)} takes "
+                f"{size / 2**20:.0f} MiB. Use backend='reference'"
+            )
+    return None
+
+
+def tokens(x: Tensor) -> Tensor:
+    """Return (B, ..., C) as (B, N, C)."""
+    return x.reshape(x.shape[0], -1, x.shape[-1]).contiguous() if x.ndim != 3 else x.contiguous()
+
+
+def shared(x: Tensor | None) -> Tensor | None:
+    """Return a vector (C) as (1, 1, C), a matrix (F, K) as (1, F, K)."""
+    return None if x is None else x.detach().contiguous().view((1,) * (3 - x.ndim) + x.shape)
+
+
+def run(op, arrays: dict[str, Tensor | None], **static) -> tuple[Tensor, ...]:
+    """Call a kernel with the arrays that are not None and their names."""
+    given = {name: x for name, x in arrays.items() if x is not None}
+    found = op(*given.values(), given=tuple(given), **static)
+    return found if isinstance(found, tuple) else (found,)
+
+
+# --- products by XLA: without reshapes, which would copy arrays whose N is not a multiple of 8 ------------------------
+
+
+def _precision(x):
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None  # else the MXU rounds float32 to bfloat16
+
+
+def _product(x_BNK, weight, *, axis: int):
+    """Contract K with axis `axis` of a matrix; sum in float32, round to x's dtype."""
+    y = lax.dot_general(
+        x_BNK, weight, (((2,), (axis,)), ((), ())), precision=_precision(x_BNK), preferred_element_type=jnp.float32
+    )
+    return y.astype(x_BNK.dtype)
+
+
+def _product_with_bias(x_BNK, weight_FK, bias_F):
+    return _product(x_BNK, weight_FK, axis=1) + bias_F.astype(x_BNK.dtype)
+
+
+def _weight_gradient(dy_BNF, x_BNK, *, dtype: str):
+    dims = (((0, 1), (0, 1)), ((), ()))
+    gradient = lax.dot_general(dy_BNF, x_BNK, dims, precision=_precision(x_BNK), preferred_element_type=jnp.float32)
+    return gradient.astype(dtype)
+
+
+def _column_sums(x_BNF):
+    return x_BNF.astype(jnp.float32).sum((0, 1))
+
+
+_product_op = pallas_op(_product, name="tpu_product")
+_product_with_bias_op = pallas_op(_product_with_bias, name="tpu_product_with_bias")
+_weight_gradient_op = pallas_op(_weight_gradient, name="tpu_weight_gradient")
+_column_sums_op = pallas_op(_column_sums, name="tpu_column_sums")
+
+
+def linear(x_BNK: Tensor, weight_FK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+    """Return x weightᵀ + bias in x's dtype, (B, N, F)."""
+    if bias_F is None:
+        return _product_op(x_BNK.contiguous(), weight_FK.contiguous(), axis=1)
+    return _product_with_bias_op(x_BNK.contiguous(), weight_FK.contiguous(), bias_F.contiguous())
+
+
+def input_gradient(dy_BNF: Tensor, weight_FK: Tensor) -> Tensor:
+    """Return dy weight in dy's dtype, (B, N, K)."""
+    return _product_op(dy_BNF.contiguous(), weight_FK.contiguous(), axis=0)
+
+
+def weight_gradient(dy_BNF: Tensor, x_BNK: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return dyᵀ x in `dtype`, (F, K), summed over all tokens in float32 and rounded once."""
+    return _weight_gradient_op(dy_BNF.contiguous(), x_BNK.contiguous(), dtype=dtype_name(dtype))
+
+
+def column_sums(x_BNF: Tensor) -> Tensor:
+    """Return float32 sums over all tokens, (F)."""
+    return _column_sums_op(x_BNF.contiguous())
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return JAX's name of a dtype."""
+    return str(dtype).removeprefix("torch.")

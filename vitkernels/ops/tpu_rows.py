@@ -1,0 +1,167 @@
+"""Blocks of rows for Pallas TPU kernels over activations (B, N, C), and what their kernels share.
+
+A grid step takes the rows of a few images, with all their channels, and the entire weight of a product. Images stay
+apart, so no layout changes if N is not a multiple of 8, and each shard of a batch can run on its own.
+
+Shape suffixes: B images, N tokens, C channels, F features of a product.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+f32 = jnp.float32
+VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
+_BUDGET = 72 * 2**20  # of blocks, two buffers each; the rest is for the compiler's spills
+_ROWS = 512  # of a block: more hide no more latency and lengthen the compilation
+COLUMNS = 256  # of a product that are computed at a time
+PIECE = 256  # rows of a product that are computed at a time
+
+
+@dataclass(frozen=True)
+class RowBlocks:
+    """Blocks of `rows` tokens of `images` images. Several images only if a block holds all their tokens."""
+
+    batch: int
+    tokens: int
+    images: int
+    rows: int
+
+    @classmethod
+    def of(cls, batch: int, tokens: int, row_bytes: int, resident_bytes: int = 0) -> "RowBlocks":
+        """Return blocks of about 512 rows, fewer if they would not fit into VMEM.
+
+        row_bytes: of a token in all arrays; resident_bytes: of what every grid step uses, such as a weight.
+        """
+        fitting = max(16, (_BUDGET - 2 * resident_bytes) // (2 * row_bytes))
+        most = min(_ROWS, fitting // 16 * 16)
+        if tokens > most:
+            count = -(-tokens // most)
+            return cls(batch, tokens, 1, -(-(-(-tokens // count)) // 16) * 16)
+        padded = -(-tokens // 16) * 16
+        images = max(n for n in range(1, max(1, most // padded) + 1) if batch % n == 0)
+        return cls(batch, tokens, images, tokens)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.batch // self.images, pl.cdiv(self.tokens, self.rows)
+
+    def spec(self, width: int) -> pl.BlockSpec:
+        """Return the spec of an array (B, N, width)."""
+        return pl.BlockSpec((self.images, self.rows, width), lambda i, j: (i, j, 0))
+
+    def sums(self, count: int, width: int) -> pl.BlockSpec:
+        """Return the spec of sums over each image's tokens, (B, count, width)."""
+        return pl.BlockSpec((self.images, count, width), lambda i, j: (i, 0, 0))
+
+    def pieces(self, most: int = PIECE) -> list[tuple[int, slice]]:
+        """Return the rows of a block as (image, rows), at most `most` rows each."""
+        count = -(-self.rows // most)
+        size = -(-(-(-self.rows // count)) // 16) * 16
+        cuts = [slice(start, min(start + size, self.rows)) for start in range(0, self.rows, size)]
+        return [(image, rows) for image in range(self.images) for rows in cuts]
+
+    def inside(self, rows: slice):
+        """Return which of these rows are tokens, (rows, 1); None if all are. To be called in a kernel."""
+        if self.tokens % self.rows == 0:
+            return None
+        row = lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, 1), 0)
+        return row < self.tokens - pl.program_id(1) * self.rows - rows.start
+
+    def params(self):
+        """Return the compiler's parameters: images in any order, an image's blocks of rows one after the other."""
+        return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT)
+
+
+def shared(array) -> pl.BlockSpec:
+    """Return the spec of an array that every grid step uses entirely."""
+    return pl.BlockSpec(array.shape, lambda i, j: (0,) * array.ndim)
+
+
+def column_cuts(width: int, most: int = COLUMNS) -> list[slice]:
+    """Split `width` columns into slices of `most`."""
+    return [slice(start, min(start + most, width)) for start in range(0, width, most)]
+
+
+def product(a, b, b_axis: int):
+    """Return a b in float32, contracting the columns of a with axis `b_axis` of b.
+
+    By default the MXU would round float32 factors to bfloat16.
+    """
+    precision = lax.Precision.HIGHEST if a.dtype == f32 else None
+    return lax.dot_general(a, b, (((1,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=f32)
+
+
+def clear_sums(ref) -> None:
+    """Set sums to zero at an image's first block of rows."""
+
+    @pl.when(pl.program_id(1) == 0)
+    def _():
+        ref[...] = jnp.zeros_like(ref)
+
+
+def sum_rows(x, inside):
+    """Return the sums over the rows that are inside, (1, columns)."""
+    x = x if inside is None else jnp.where(inside, x, 0.0)
+    return jnp.sum(x, axis=0, keepdims=True)
+
+
+def row_bytes(*widths_and_dtypes) -> int:
+    """Return the bytes of one row of arrays of these (width, dtype)s in VMEM."""
+    return sum(-(-width // 128) * 128 * jnp.dtype(dtype).itemsize for width, dtype in widths_and_dtypes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# GELU
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Φ(x) = (1 + tanh(x (c0 + c1 x² + ...))) / 2, fitted: x Φ(x) is off by at most 3.1e-6, which is 1/100 of bfloat16's
+# rounding of 0.1. Half the operations of erf's usual approximations, so that it hides behind a product.
+_TANH_SERIES = (0.797828157069476, 0.036468758722659186, -0.00012484797601983535, -3.058304888788409e-05,
+                1.119177219584608e-06)  # fmt: skip
+
+
+def gelu_and_slope(x, tanh: bool, exact: bool = True):
+    """Return gelu(x) and gelu'(x) in float32.
+
+    Args:
+        tanh: the approximation of Hendrycks and Gimpel, not x Φ(x).
+        exact: compute Φ to float32's precision. Mosaic has no erf, so Φ(-|x|) follows Abramowitz and Stegun 7.1.26
+            (error 0.75e-7). Otherwise to an error of 7e-6, for results that are rounded to bfloat16.
+    """
+    if tanh:
+        scale = math.sqrt(2 / math.pi)
+        cdf = 0.5 * (1.0 + jnp.tanh(scale * x * (1.0 + 0.044715 * x * x)))
+        return x * cdf, cdf + x * cdf * (1.0 - cdf) * (2 * scale) * (1.0 + 3 * 0.044715 * x * x)
+    square = x * x
+    if not exact:
+        series = jnp.full_like(x, _TANH_SERIES[-1])
+        for c in _TANH_SERIES[-2::-1]:
+            series = series * square + c
+        cdf = 0.5 + 0.5 * jnp.tanh(x * series)
+        bell = jnp.exp2(square * (-0.5 * math.log2(math.e)) - 0.5 * math.log2(2 * math.pi))
+        return x * cdf, cdf + x * bell
+    bell = jnp.exp(-0.5 * square)
+    t = 1.0 / (1.0 + 0.3275911 / math.sqrt(2) * jnp.abs(x))
+    tail = ((((1.061405429 * t - 1.453152027) * t + 1.421413741) * t - 0.284496736) * t + 0.254829592) * t
+    tail = 0.5 * tail * bell
+    cdf = jnp.where(x < 0, tail, 1.0 - tail)
+    return x * cdf, cdf + x * bell / math.sqrt(2 * math.pi)
+
+
+def call(kernel, blocks: RowBlocks, inputs, in_specs, outputs, name: str):
+    """Run a kernel over the blocks. outputs: [(spec, shape, dtype), ...]."""
+    return pl.pallas_call(
+        kernel,
+        grid=blocks.grid,
+        in_specs=in_specs,
+        out_specs=[spec for spec, _, _ in outputs],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
+        compiler_params=blocks.params(),
+        name=name,
+    )(*inputs)
