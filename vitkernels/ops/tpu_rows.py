@@ -154,14 +154,15 @@ def gelu_and_slope(x, tanh: bool, exact: bool = True):
     return x * cdf, cdf + x * bell / math.sqrt(2 * math.pi)
 
 
-def call(kernel, blocks: RowBlocks, inputs, in_specs, outputs, name: str):
-    """Run a kernel over the blocks. outputs: [(spec, shape, dtype), ...]."""
+def call(kernel, blocks: RowBlocks, inputs, in_specs, outputs, name: str, scratch=()):
+    """Run a kernel over the blocks. outputs: [(spec, shape, dtype), ...]; scratch: arrays in VMEM."""
     return pl.pallas_call(
         kernel,
         grid=blocks.grid,
         in_specs=in_specs,
         out_specs=[spec for spec, _, _ in outputs],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
+        scratch_shapes=list(scratch),
         compiler_params=blocks.params(),
         name=name,
     )(*inputs)

@@ -62,7 +62,7 @@ class Norm(NamedTuple):
     sample_scale_B: Tensor | None
 
     def forward(self, settings: NormSettings, extra: dict[str, Tensor | None], **static) -> tuple[Tensor, ...]:
-        """Return total, normed and the product's results, as (B, N, ...). extra: the product's weight and bias."""
+        """Return total, and the norm or, with `extra`, the product's weight and bias, its results; as (B, N, ...)."""
         arrays = {
             "x": tokens(self.x),
             "branch": None if self.branch is None else tokens(self.branch),
@@ -89,8 +89,8 @@ class Norm(NamedTuple):
 
     def backward(
         self, total: Tensor, dtotal: Tensor | None, incoming: dict[str, Tensor], eps: float, branch_dtype
-    ) -> tuple[tuple[Tensor | None, ...], Tensor | None]:
-        """Return the gradients of the seven operands, and the sums of dy over all tokens, None without a product.
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+        """Return the gradients of the seven operands; with a product, also the sums of dy over all tokens and the norm.
 
         Args:
             total: the forward pass' sum (B, N, C). dtotal: its gradient, if any.
@@ -103,6 +103,7 @@ class Norm(NamedTuple):
             "total": total,
             "gamma": shared(self.weight_C),
             "branch": None if self.branch is None else tokens(self.branch),
+            "beta": shared(self.bias_C) if "dy" in incoming else None,
             **self._of_branch(),
             "dtotal": None if dtotal is None else tokens(dtotal),
             **incoming,
@@ -113,7 +114,7 @@ class Norm(NamedTuple):
         sums = list(rest.pop(0).sum(0).unbind(0))
         parameters = (self.weight_C, self.bias_C, self.branch_bias_C, self.layer_scale_C)
         found = [None if p is None else sums.pop(0).to(p.dtype) for p in parameters]
-        return (dx, dbranch, *found, None), rest[0].sum((0, 1)) if rest else None
+        return (dx, dbranch, *found, None), [rest[0].sum((0, 1)), rest[1]] if rest else []
 
 
 class _LayerNormResidual(torch.autograd.Function):

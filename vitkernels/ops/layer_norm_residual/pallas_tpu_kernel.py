@@ -82,12 +82,12 @@ def _statistics(total, eps: float):
 
 
 def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: str = "", keep: bool = False):
-    """Return [total,] normed [, y] or, with gelu, [total,] normed, gelu(y), saved.
+    """Return [total,] and normed or y or, with gelu, gelu(y) and saved.
 
     Args:
         arrays, given: arrays and their names: x (B, N, C), branch (B, N, C), gamma, beta, branch_bias, layer_scale
             (1, 1, C), sample_scale (B,), weight (1, F, C), bias (1, 1, F). Without a branch, total is x and is not
-            returned; without gamma, x is multiplied as it is; without a weight, there is no product.
+            returned; without gamma, x is multiplied as it is. With a weight, y is the product; normed stays in VMEM.
         out: dtype of normed and of the product.
         gelu: "", "none" (exact) or "tanh".
         keep: saved is gelu'(y), else y.
@@ -97,15 +97,17 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
     B, N, C = x.shape
     F = named["weight"].shape[1] if "weight" in named else 0
     results = [("total", C, x.dtype)] if "branch" in named else []
-    results += [("normed", C, out)] if "gamma" in named else []
-    if F:
-        results += [(name, F, out) for name in (("act", "saved") if gelu else ("y",))]
+    results += [(name, F, out) for name in (("act", "saved") if gelu else ("y",))] if F else [("normed", C, out)]
     blocks = _blocks(named, [(width, dtype) for _, width, dtype in results])
-    names = (*given, *[name for name, _, _ in results])
-    kernel = partial(_forward_kernel, names=names, blocks=blocks, eps=eps, gelu=gelu, keep=keep)
+    names = [*given, *[name for name, _, _ in results]]
+    scratch = []
+    if F and "gamma" in named:
+        names.append("normed")
+        scratch.append(pltpu.VMEM((blocks.images, blocks.rows, C), out))
+    kernel = partial(_forward_kernel, names=tuple(names), blocks=blocks, eps=eps, gelu=gelu, keep=keep)
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
     kind = "linear" if F else "residual"
-    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_forward")
+    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_forward", scratch)
 
 
 def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep: bool):
@@ -167,30 +169,33 @@ def _chunks(piece: tuple[int, slice]) -> list[tuple[int, slice]]:
 
 
 def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str = ""):
-    """Return dx [, dbranch], sums [, dbias].
+    """Return dx [, dbranch], sums [, dbias, normed].
 
     Args:
         arrays, given: as in norm_forward: total (B, N, C), gamma, branch, branch_bias, layer_scale, sample_scale;
-            dtotal (B, N, C), if total has a gradient; dnormed (B, N, C), or dy (B, N, F) and weight (1, F, C).
+            dtotal (B, N, C), if total has a gradient; dnormed (B, N, C), or dy (B, N, F), weight (1, F, C) and beta.
             branch is needed with a layer_scale only.
         branch_dtype: dtype of dbranch; "" for none, if it equals dx.
 
     sums (B, S, C) are sums over an image's tokens: of gamma's and beta's gradient, then branch_bias' and layer_scale's,
-    if given. dbias (B, 1, F) are the sums of dy. All are float32.
+    if given. dbias (B, 1, F) are the sums of dy. All are float32. normed, in the dtype of dy, is what the weight's
+    gradient needs: recomputed, it takes no memory between the passes.
     """
     named = dict(zip(given, arrays, strict=True))
     total = named["total"]
     B, N, C = total.shape
     kept = ["gamma", "beta", *[name for name in ("branch_bias", "layer_scale") if name in named]]
     results = [("dx", C, total.dtype)] + ([("dbranch", C, branch_dtype)] if branch_dtype else [])
-    blocks = _blocks(named, [(width, dtype) for _, width, dtype in results])
+    recomputed = [(C, named["dy"].dtype)] if "dy" in named else []
+    blocks = _blocks(named, [*[(width, dtype) for _, width, dtype in results], *recomputed])
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
     outputs.append((blocks.sums(len(kept), C), (B, len(kept), C), f32))
     names = [*given, *[name for name, _, _ in results], "sums"]
     if "dy" in named:
         F = named["dy"].shape[2]
         outputs.append((blocks.sums(1, F), (B, 1, F), f32))
-        names.append("dbias")
+        outputs.append((blocks.spec(C), (B, N, C), named["dy"].dtype))
+        names += ["dbias", "normed"]
     kernel = partial(_backward_kernel, names=tuple(names), kept=tuple(kept), blocks=blocks, eps=eps)
     kind = "linear" if "dy" in named else "residual"
     return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_backward")
@@ -220,6 +225,8 @@ def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps
         if "dbias" in r:
             r["dbias"][image] += sum_rows(r["dy"][image, rows].astype(f32), inside)
         normed, rstd = _statistics(r["total"][image, rows].astype(f32), eps)
+        if "normed" in r:
+            r["normed"][image, rows] = (normed * gamma + r["beta"][0].astype(f32)).astype(r["normed"].dtype)
         add("gamma", dnormed * normed)
         add("beta", dnormed)
         dnormed = dnormed * gamma

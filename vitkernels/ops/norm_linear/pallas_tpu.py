@@ -32,8 +32,8 @@ class _NormLinear(torch.autograd.Function):
     def forward(ctx, *inputs):
         *operands, weight, bias, settings, is_qkv = inputs
         norm, rounded = Norm(*operands), weight.to(settings.out_dtype)
-        total, normed, y = norm.forward(settings, {"weight": shared(rounded), "bias": shared(bias)})
-        ctx.save_for_backward(total, normed, rounded, *norm.kept())
+        total, y = norm.forward(settings, {"weight": shared(rounded), "bias": shared(bias)})
+        ctx.save_for_backward(total, rounded, *norm.kept())
         ctx.eps, ctx.is_qkv, ctx.shape = settings.eps, is_qkv, norm.x.shape
         ctx.branch_dtype = None if norm.branch is None else norm.branch.dtype
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
@@ -43,11 +43,12 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     @differentiable_once("norm_linear by pallas_tpu")
     def backward(ctx, dtotal, dy):
-        total, normed, rounded, *kept = ctx.saved_tensors
+        total, rounded, *kept = ctx.saved_tensors
         dy = total.new_zeros(*total.shape[:2], len(rounded), dtype=rounded.dtype) if dy is None else dy
         dy = dy.reshape(*total.shape[:2], len(rounded)).contiguous()
         incoming = {"dy": dy, "weight": shared(rounded)}
-        gradients, dbias = Norm(total, *kept).backward(total, dtotal, incoming, ctx.eps, ctx.branch_dtype)
+        norm = Norm(total, *kept)
+        gradients, (dbias, normed) = norm.backward(total, dtotal, incoming, ctx.eps, ctx.branch_dtype)
         needs_dweight, needs_dbias = ctx.needs_input_grad[7:9]
         return (
             *as_inputs(gradients, ctx.shape),

@@ -38,8 +38,8 @@ class _NormMlp(torch.autograd.Function):
         *operands, weight1, bias1, weight2, settings, tanh, keep = inputs
         norm, (rounded1, rounded2) = Norm(*operands), [w.to(settings.out_dtype) for w in (weight1, weight2)]
         extra = {"weight": shared(rounded1), "bias": shared(bias1)}
-        total, normed, act, saved = norm.forward(settings, extra, gelu="tanh" if tanh else "none", keep=keep)
-        ctx.save_for_backward(total, normed, rounded1, rounded2, act if keep else None, saved, *norm.kept())
+        total, act, saved = norm.forward(settings, extra, gelu="tanh" if tanh else "none", keep=keep)
+        ctx.save_for_backward(total, rounded1, rounded2, act if keep else None, saved, *norm.kept())
         ctx.eps, ctx.tanh, ctx.shape = settings.eps, tanh, norm.x.shape
         ctx.branch_dtype = None if norm.branch is None else norm.branch.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in (weight1, bias1, weight2)]
@@ -50,12 +50,13 @@ class _NormMlp(torch.autograd.Function):
     @staticmethod
     @differentiable_once("norm_mlp by pallas_tpu")
     def backward(ctx, dtotal, dy):
-        total, normed, rounded1, rounded2, act, saved, *kept = ctx.saved_tensors
+        total, rounded1, rounded2, act, saved, *kept = ctx.saved_tensors
         dy = total.new_zeros(*total.shape[:2], len(rounded2), dtype=rounded2.dtype) if dy is None else dy
         dy = dy.reshape(*total.shape[:2], len(rounded2)).contiguous()
         hidden = HiddenGradients(dy, rounded2, act, saved, ctx.tanh)
         incoming = {"dy": hidden.dpre, "weight": shared(rounded1)}
-        gradients, dbias1 = Norm(total, *kept).backward(total, dtotal, incoming, ctx.eps, ctx.branch_dtype)
+        norm = Norm(total, *kept)
+        gradients, (dbias1, normed) = norm.backward(total, dtotal, incoming, ctx.eps, ctx.branch_dtype)
         needs_dweight1, needs_dbias1, needs_dweight2 = ctx.needs_input_grad[7:10]
         dtype1, bias_dtype1, dtype2 = ctx.dtypes
         return (
