@@ -41,6 +41,18 @@ CALLS = {
             "weight2_ON": normal(64, 128) / 8, "bias2_O": normal(64),
         }
     ],
+    "norm_linear": [
+        {
+            "x": normal(3, 5, 32), "branch": normal(3, 5, 32), "norm_weight_C": normal(32), "norm_bias_C": normal(32),
+            "weight_FC": normal(48, 32) / 6, "bias_F": normal(48), "sample_scale_B": integers(2, 3) / 0.5,
+        }
+    ],
+    "norm_mlp": [
+        {
+            "x": normal(3, 5, 32), "branch": normal(3, 5, 32), "norm_weight_C": normal(32), "norm_bias_C": normal(32),
+            "weight1_FC": normal(48, 32) / 6, "bias1_F": normal(48), "weight2_OF": normal(32, 48) / 7,
+        }
+    ],
     "paged_attention": [
         {
             "query": normal(2, 4, 32), "key_cache": normal(2, 6, 8, 32), "value_cache": normal(2, 6, 8, 32),

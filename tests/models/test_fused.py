@@ -9,11 +9,15 @@ from timm.layers import Attention
 
 from vitkernels import models
 from vitkernels.errors import UsageError
-from vitkernels.models import model_ops
+from vitkernels.models import fused_modules, model_ops
 from vitkernels.models.fused_modules import FusedBlock, FusedBlocks
 from vitkernels.quant import quantize_
+from vitkernels.registry import op as registry_op
 
 ALL = {"layer_norm_residual": "triton", "linear": "triton", "mlp": "passes", "patch_embed": "triton"}
+
+
+PALLAS = {"layer_norm_residual": "pallas_tpu", "linear": "pallas_tpu", "mlp": "pallas_tpu", "patch_embed": "xla"}
 
 
 def pair(ops, residual_dtype=None, keep_activation=False, **kwargs):
@@ -36,8 +40,12 @@ def losses_and_gradients(model, images):
 
 @pytest.mark.parametrize(
     "ops",
-    [ALL, *({name: "triton"} for name in ("layer_norm_residual", "linear", "patch_embed"))],
-    ids=lambda ops: "+".join(ops),
+    [
+        ALL,
+        pytest.param(PALLAS, marks=pytest.mark.slow),
+        *({name: "triton"} for name in ("layer_norm_residual", "linear", "patch_embed")),
+    ],
+    ids=lambda ops: "pallas" if ops is PALLAS else "+".join(ops),
 )
 @pytest.mark.parametrize(
     "kwargs",
@@ -223,6 +231,33 @@ def test_set_ops__replaces_timm_attention_by_the_equivalent_backend(fused_attn, 
     for name, gradient in want.items():  # as above; the gradient of the keys' bias is zero up to rounding
         assert (got[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
     assert type(models.set_ops(copy.deepcopy(plain), {"patch_embed": "triton"}).blocks[0].attn) is Attention
+
+
+def test_fused__names_the_kernels_of_the_device(monkeypatch):
+    fused = dict.fromkeys(models.MODEL_OPS, "fused")
+    assert models.set_ops(tiny(), fused).blocks[0].ops == models.set_ops(tiny(), ALL).blocks[0].ops == ALL
+    monkeypatch.setattr(registry_op, "place_of", lambda device: "tpu")
+    assert models.set_ops(tiny(), fused).blocks[0].ops == PALLAS
+
+
+def test_pallas_block__joins_norms_with_products(monkeypatch):
+    called = []
+    for name in ("norm_linear", "norm_mlp", "layer_norm_residual", "mlp"):
+        original = getattr(fused_modules, name)
+        monkeypatch.setattr(
+            fused_modules,
+            name,
+            lambda *args, name=name, original=original, **kw: called.append(name) or original(*args, **kw),
+        )
+    _, model = pair(PALLAS)
+    with torch.no_grad():
+        model(torch.randn(1, 1, 16, 16))
+    assert called == ["norm_linear", "norm_mlp"] * 2
+    called.clear()
+    _, model = pair(PALLAS | {"linear": "eager", "mlp": "passes"})
+    with torch.no_grad():
+        model(torch.randn(1, 1, 16, 16))
+    assert called == ["layer_norm_residual", "layer_norm_residual", "mlp"] * 2
 
 
 def test_describe_ops__message():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from expecting import error
+from refused import skip_if_refused
 from torch.nn import functional as F
 
 pytest.importorskip("triton")
@@ -73,10 +74,10 @@ def test_cross_entropy__excludes_ignored_rows(backend, device, ignore_index, lab
 def test_cross_entropy__matches_float64_for_each_dtype(backend, device, dtype, soft):
     logits = torch.randn(6, 100, device=device).to(dtype)
     targets = soft_targets(6, 100, device) if soft else torch.randint(0, 100, (6,), device=device)
-    if dtype == torch.float64 and backend == "triton":
-        with error("registry.unsupported", backend="triton"):
-            cross_entropy(logits, targets, backend=backend)
-        return
+    refusing = {"triton": (torch.float64,), "pallas_tpu": (torch.float64, torch.float16)}
+    args = logits, targets, 0.0, -100
+    may_refuse = dtype in refusing.get(backend, ())
+    skip_if_refused(BACKENDS, backend, args, lambda: cross_entropy(logits, targets, backend=backend), may_refuse)
     check(backend, logits, targets.double() if soft and dtype == torch.float64 else targets, label_smoothing=0.1)
 
 

@@ -148,7 +148,8 @@ def set_ops(
     are passed to a fused op, such as norm1, attn and mlp.fc1.
 
     Args:
-        backends: op (a key of MODEL_OPS) -> backend, "auto", or "eager" for timm's modules; absent ops are "eager".
+        backends: op (a key of MODEL_OPS) -> backend, "auto", "fused" for the device's own kernel (interpreted on a
+            CPU), or "eager" for timm's modules; absent ops are "eager".
             mlp requires layer_norm_residual, which adds the MLP's last bias. linear applies to attention's projections.
         residual_dtype: dtype of the residual stream between blocks and of its gradient. None keeps timm's, which is
             float32 under autocast. bfloat16 halves the memory traffic of each residual addition, and rounds the stream.
@@ -163,8 +164,13 @@ def set_ops(
     for name, backend in backends.items():
         if name not in MODEL_OPS:
             raise unknown_name("op of a model", name, MODEL_OPS)
-        if backend not in ("eager", "auto"):
+        if backend not in ("eager", "auto", "fused"):
             op_of(MODEL_OPS[name].op).get(backend)
+    place = next(model.parameters()).device if device is None else torch.device(device)
+    backends = {
+        name: op_of(MODEL_OPS[name].op).kernel(place.type) if backend == "fused" else backend
+        for name, backend in backends.items()
+    }
     selection = OpSelection(_select(model, backends, device), residual_dtype, keep_activation)
     _check_options(backends, selection)
     for model_op in MODEL_OPS.values():

@@ -41,10 +41,10 @@ class RowBlocks:
         fitting = max(16, (_BUDGET - 2 * resident_bytes) // (2 * row_bytes))
         most = min(_ROWS, fitting // 16 * 16)
         if tokens > most:
-            count = -(-tokens // most)
-            return cls(batch, tokens, 1, -(-(-(-tokens // count)) // 16) * 16)
-        padded = -(-tokens // 16) * 16
-        images = max(n for n in range(1, max(1, most // padded) + 1) if batch % n == 0)
+            count = pl.cdiv(tokens, most)
+            return cls(batch, tokens, 1, _round_up(pl.cdiv(tokens, count), 16))
+        fit = max(1, most // _round_up(tokens, 16))
+        images = max(n for n in range(1, fit + 1) if batch % n == 0)
         return cls(batch, tokens, images, tokens)
 
     @property
@@ -61,8 +61,7 @@ class RowBlocks:
 
     def pieces(self, most: int = PIECE) -> list[tuple[int, slice]]:
         """Return the rows of a block as (image, rows), at most `most` rows each."""
-        count = -(-self.rows // most)
-        size = -(-(-(-self.rows // count)) // 16) * 16
+        size = _round_up(pl.cdiv(self.rows, pl.cdiv(self.rows, most)), 16)
         cuts = [slice(start, min(start + size, self.rows)) for start in range(0, self.rows, size)]
         return [(image, rows) for image in range(self.images) for rows in cuts]
 
@@ -76,6 +75,10 @@ class RowBlocks:
     def params(self):
         """Return the compiler's parameters: images in any order, an image's blocks of rows one after the other."""
         return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT)
+
+
+def _round_up(x: int, to: int) -> int:
+    return -(-x // to) * to
 
 
 def shared(array) -> pl.BlockSpec:
@@ -113,7 +116,7 @@ def sum_rows(x, inside):
 
 def row_bytes(*widths_and_dtypes) -> int:
     """Return the bytes of one row of arrays of these (width, dtype)s in VMEM."""
-    return sum(-(-width // 128) * 128 * jnp.dtype(dtype).itemsize for width, dtype in widths_and_dtypes)
+    return sum(_round_up(width, 128) * jnp.dtype(dtype).itemsize for width, dtype in widths_and_dtypes)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

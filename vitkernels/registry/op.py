@@ -238,6 +238,13 @@ class Op(Generic[B]):
             refused[name] = reason
         return self.fallback, refused
 
+    def kernel(self, device_type: str) -> str:
+        """Return the name of the kernel that "fused" stands for: auto's first choice on that kind of device.
+
+        Where auto has none, such as on a CPU, it is the one for NVIDIA GPUs, which is then interpreted.
+        """
+        return (self.auto.get(place_of(device_type)) or self.auto["cuda"])[0]
+
     def pick(self, backend: str, device: torch.device, *args: Any, **kwargs: Any) -> B:
         """Return the backend for a call: the named one, or for "auto" the fastest that supports it.
 

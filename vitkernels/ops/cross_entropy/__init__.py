@@ -12,8 +12,8 @@ from vitkernels.registry.op import Op
 
 BACKENDS = Op.in_folder(
     __name__,
-    ("reference", "triton"),
-    auto={"cuda": ("triton",)},
+    ("reference", "triton", "pallas_tpu"),
+    auto={"cuda": ("triton",), "tpu": ("pallas_tpu",)},
 )
 
 

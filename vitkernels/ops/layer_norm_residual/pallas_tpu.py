@@ -36,9 +36,7 @@ def run(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, ou
     if not x.numel():
         return reference.run(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, out_dtype)
     settings = NormSettings(float(eps), out_dtype)
-    total, normed = _LayerNormResidual.apply(
-        x, branch, weight, bias, branch_bias, layer_scale, sample_scale, settings
-    )
+    total, normed = _LayerNormResidual.apply(x, branch, weight, bias, branch_bias, layer_scale, sample_scale, settings)
     return x if branch is None else total, normed
 
 

@@ -11,6 +11,7 @@ Shape suffixes: B images, N tokens, C channels, F features of the product.
 """
 
 from functools import partial
+from itertools import chain
 
 import jax.numpy as jnp
 from jax import lax
@@ -127,7 +128,7 @@ def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep
     pieces = blocks.pieces()
     chunks = [_chunks(piece) if "normed" in r else [] for piece in pieces]
     if "weight" not in r:
-        for chunk in sum(chunks, []):
+        for chunk in chain.from_iterable(chunks):
             normalize(*chunk)
         return
     for chunk in chunks[0]:

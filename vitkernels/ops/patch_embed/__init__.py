@@ -12,8 +12,8 @@ from vitkernels.registry.op import Op
 
 BACKENDS = Op.in_folder(
     __name__,
-    ("reference", "triton"),
-    auto={"cuda": ("triton",)},
+    ("reference", "triton", "xla"),
+    auto={"cuda": ("triton",), "tpu": ("xla",)},
     features=lambda images, weight, bias, dtype: ((*weight.shape[1:], weight.shape[0]), dtype),
 )
 

@@ -1,0 +1,66 @@
+"""Compile the Pallas products for TPU, at model sizes and odd sizes, by libtpu's compiler, without a TPU."""
+
+from functools import partial
+
+import pytest
+
+pytest.importorskip("jax")
+
+import jax
+import jax.numpy as jnp
+
+from vitkernels.ops.cross_entropy.pallas_tpu_kernel import loss_and_gradient
+from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_backward, norm_forward
+from vitkernels.ops.linear_gelu import pallas_tpu_kernel as kernel
+from vitkernels.tpu_estimate import compiler
+
+pytestmark = pytest.mark.skipif(compiler.unavailable() is not None, reason=str(compiler.unavailable()))
+
+bf16, f32 = jnp.bfloat16, jnp.float32
+NORM = ("x", "branch", "gamma", "beta", "branch_bias", "layer_scale", "sample_scale", "weight", "bias")
+GRADIENT = ("total", "gamma", "beta", "branch", "branch_bias", "layer_scale", "sample_scale", "dtotal", "dy", "weight")
+
+
+def shapes(names, B, N, C, F, dtype):
+    """Return the shapes of a kernel's arrays by their names."""
+    vector, rows = ((1, 1, C), f32), ((B, N, C), f32)
+    found = {
+        "x": rows, "total": rows, "dtotal": rows, "branch": ((B, N, C), dtype), "sample_scale": ((B,), f32),
+        "weight": ((1, F, C), dtype), "bias": ((1, 1, F), f32), "dy": ((B, N, F), dtype),
+    }  # fmt: skip
+    return [jax.ShapeDtypeStruct(*found.get(name, vector)) for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize(
+    "B, N, C, F, dtype",
+    [(4, 256, 768, 3072, bf16), (4, 197, 384, 1152, bf16), (2, 197, 1024, 4096, bf16), (2, 257, 1280, 5120, bf16),
+     (2, 577, 192, 768, f32), (3, 5, 24, 72, f32)],
+    ids=str,
+)  # fmt: skip
+def test_norm_products_tpu__compile(chip, B, N, C, F, dtype):
+    forward = partial(norm_forward, given=NORM, eps=1e-6, out=jnp.dtype(dtype).name, gelu="none")
+    compiler.compile_jax(forward, shapes(NORM, B, N, C, F, dtype), chip=chip)
+    backward = partial(norm_backward, given=GRADIENT, eps=1e-6, branch_dtype=jnp.dtype(dtype).name)
+    compiler.compile_jax(backward, shapes(GRADIENT, B, N, C, F, dtype), chip=chip)
+    wide = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, N, C), (1, C, F), (B, N, F))]
+    compiler.compile_jax(partial(kernel.gelu_backward, tanh=False, kept=False), wide, chip=chip)
+
+
+@pytest.mark.parametrize(
+    "B, N, K, F, dtype, tanh",
+    [(4, 197, 1024, 2048, bf16, False), (1, 33, 2560, 640, bf16, True), (1, 7, 5, 3, f32, True)],
+)
+def test_linear_gelu_tpu__compiles(B, N, K, F, dtype, tanh):
+    arrays = [jax.ShapeDtypeStruct(*x) for x in (((B, N, K), dtype), ((1, F, K), dtype), ((1, 1, F), f32))]
+    given = ("x", "weight", "bias")
+    compiler.compile_jax(partial(kernel.linear_gelu, given=given, tanh=tanh, keep=False), arrays)
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["classes", "distributions"])
+@pytest.mark.parametrize("B, C", [(128, 1000), (7, 21843)])
+def test_cross_entropy_tpu__compiles(B, C, soft):
+    targets = jax.ShapeDtypeStruct((B, C), f32) if soft else jax.ShapeDtypeStruct((B, 1), jnp.int32)
+    function = partial(loss_and_gradient, smoothing=0.1, ignore_index=-100)
+    compiler.compile_jax(function, [jax.ShapeDtypeStruct((B, C), f32), targets])
