@@ -55,7 +55,7 @@ def test_norm_products_tpu__compile(chip, B, N, C, F, dtype):
 def test_linear_gelu_tpu__compiles(B, N, K, F, dtype, tanh):
     arrays = [jax.ShapeDtypeStruct(*x) for x in (((B, N, K), dtype), ((1, F, K), dtype), ((1, 1, F), f32))]
     given = ("x", "weight", "bias")
-    compiler.compile_jax(partial(kernel.linear_gelu, given=given, tanh=tanh, keep=False), arrays)
+    compiler.compile_jax(partial(kernel.linear_gelu_of_images, given=given, tanh=tanh, keep=False), arrays)
 
 
 @pytest.mark.parametrize("soft", [False, True], ids=["classes", "distributions"])

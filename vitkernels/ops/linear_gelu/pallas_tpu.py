@@ -10,7 +10,7 @@ from vitkernels.ops.linear_gelu import pallas_tpu_kernel as kernel
 from vitkernels.ops.linear_gelu import reference
 from vitkernels.ops.tpu_arrays import shared
 
-_forward = pallas_op(kernel.linear_gelu, name="linear_gelu_tpu", shard_batch=True)
+_forward = pallas_op(kernel.linear_gelu_of_images, name="linear_gelu_tpu", shard_batch=True)
 _slopes = pallas_op(kernel.times_slope, name="times_gelu_slope_tpu")
 gelu_backward = pallas_op(kernel.gelu_backward, name="linear_into_gelu_tpu", shard_batch=True)
 

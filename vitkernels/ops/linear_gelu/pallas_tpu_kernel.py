@@ -12,7 +12,7 @@ from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_forward
 from vitkernels.ops.tpu_rows import RowBlocks, call, column_cuts, f32, gelu_and_slope, product, row_bytes, shared
 
 
-def linear_gelu(*arrays, given: tuple[str, ...], tanh: bool, keep: bool):
+def linear_gelu_of_images(*arrays, given: tuple[str, ...], tanh: bool, keep: bool):
     """Return gelu(x weightᵀ + bias), and y = x weightᵀ + bias itself or, with keep, gelu'(y); all in x's dtype.
 
     arrays, given: arrays and their names: x (B, N, K), weight (1, F, K), and bias (1, 1, F) if there is one.
@@ -59,3 +59,18 @@ def times_slope(dact, pre, *, tanh: bool):
     slope = gelu_and_slope(pre.astype(f32), tanh, exact=pre.dtype == f32)[1]
     dpre = dact.astype(f32) * slope
     return dpre.astype(pre.dtype), dpre.sum((0, 1))
+
+
+def linear_gelu(x_MK, weight_FK, bias_F, *, tanh: bool):
+    """Return gelu(x weightᵀ + bias) and the pre-activation, both in x's dtype: the kernel for JAX programs."""
+    arrays, given = (x_MK[None], weight_FK[None], bias_F[None, None]), ("x", "weight", "bias")
+    act, pre = linear_gelu_of_images(*arrays, given=given, tanh=tanh, keep=False)
+    return act[0], pre[0]
+
+
+def linear_gelu_vjp(primals, outputs, cotangents, *, tanh: bool):
+    """Return the gradients, from the pre-activation. XLA fuses GELU's gradient with the bias sums."""
+    x_MK, weight_FK, bias_F = primals
+    dpre, dbias = times_slope(cotangents[0][None], outputs[1][None], tanh=tanh)
+    dx, dweight = product(dpre[0], weight_FK, 0), product(dpre[0].T, x_MK, 0)
+    return dx.astype(x_MK.dtype), dweight.astype(weight_FK.dtype), dbias.astype(bias_F.dtype)
