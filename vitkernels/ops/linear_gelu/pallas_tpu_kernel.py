@@ -7,9 +7,13 @@ Shape suffixes: B images, N tokens, K input features, F hidden features, O outpu
 
 from functools import partial
 
+import jax.numpy as jnp
+
 from vitkernels.bridge.pallas_schedule import pipelined
 from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_forward
 from vitkernels.ops.tpu_rows import RowBlocks, call, column_cuts, f32, gelu_and_slope, product, row_bytes, shared
+
+_LARGEST_WEIGHT = 16 * 2**20  # bytes, of which VMEM holds two
 
 
 def linear_gelu_of_images(*arrays, given: tuple[str, ...], tanh: bool, keep: bool):
@@ -62,10 +66,17 @@ def times_slope(dact, pre, *, tanh: bool):
 
 
 def linear_gelu(x_MK, weight_FK, bias_F, *, tanh: bool):
-    """Return gelu(x weightᵀ + bias) and the pre-activation, both in x's dtype: the kernel for JAX programs."""
-    arrays, given = (x_MK[None], weight_FK[None], bias_F[None, None]), ("x", "weight", "bias")
-    act, pre = linear_gelu_of_images(*arrays, given=given, tanh=tanh, keep=False)
-    return act[0], pre[0]
+    """Return gelu(x weightᵀ + bias) and the pre-activation, both in x's dtype: the kernel for JAX programs.
+
+    A weight that exceeds VMEM is split by rows.
+    """
+    rows = max(128, _LARGEST_WEIGHT // (weight_FK.shape[1] * weight_FK.dtype.itemsize) // 128 * 128)
+    parts = []
+    for cut in column_cuts(weight_FK.shape[0], rows):
+        arrays = x_MK[None], weight_FK[None, cut], bias_F[None, None, cut]
+        parts.append(linear_gelu_of_images(*arrays, given=("x", "weight", "bias"), tanh=tanh, keep=False))
+    acts, pres = zip(*parts, strict=True)
+    return tuple(x[0][0] if len(x) == 1 else jnp.concatenate(x, 2)[0] for x in (acts, pres))
 
 
 def linear_gelu_vjp(primals, outputs, cotangents, *, tanh: bool):
