@@ -1,4 +1,4 @@
-"""Pass PyTorch tensors to the Pallas TPU kernels of ops/tpu_rows.py, and the matrix products that XLA computes.
+"""Pass PyTorch tensors to the Pallas TPU kernels of ops/tpu_rows.py, and multiply matrices between them.
 
 Kernels take activations as (B, N, C), so that torch_xla's SPMD can give each device its shard of the images
 (bridge/pallas_spmd.py), and shared parameters with a leading 1, which is never mistaken for the images.
@@ -12,6 +12,7 @@ from jax import lax
 from torch import Tensor
 
 from vitkernels.bridge import pallas_op
+from vitkernels.ops.linear.pallas_tpu_kernel import rows_product
 from vitkernels.ops.refusals import unless_dtypes, unless_tpu_device
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -50,7 +51,7 @@ def run(op, arrays: dict[str, Tensor | None], **static) -> tuple[Tensor, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-# --- products by XLA: without reshapes, which would copy arrays whose N is not a multiple of 8 ------------------------
+# --- products: without reshapes, which would copy arrays whose N is not a multiple of 8 -------------------------------
 
 
 def _precision(x):
@@ -65,10 +66,6 @@ def _product(x_BNK, weight, *, axis: int):
     return y.astype(x_BNK.dtype)
 
 
-def _product_with_bias(x_BNK, weight_FK, bias_F):
-    return _product(x_BNK, weight_FK, axis=1) + bias_F.astype(x_BNK.dtype)
-
-
 def _weight_gradient(dy_BNF, x_BNK, *, dtype: str):
     dims = (((0, 1), (0, 1)), ((), ()))
     gradient = lax.dot_general(dy_BNF, x_BNK, dims, precision=_precision(x_BNK), preferred_element_type=jnp.float32)
@@ -80,21 +77,28 @@ def _column_sums(x_BNF):
 
 
 _product_op = pallas_op(_product, name="tpu_product")
-_product_with_bias_op = pallas_op(_product_with_bias, name="tpu_product_with_bias")
+_rows_product_op = pallas_op(rows_product, name="rows_product_tpu", shard_batch=True)
 _weight_gradient_op = pallas_op(_weight_gradient, name="tpu_weight_gradient")
 _column_sums_op = pallas_op(_column_sums, name="tpu_column_sums")
 
 
 def linear(x_BNK: Tensor, weight_FK: Tensor, bias_F: Tensor | None = None) -> Tensor:
     """Return x weightᵀ + bias in x's dtype, (B, N, F)."""
-    if bias_F is None:
-        return _product_op(x_BNK.contiguous(), weight_FK.contiguous(), axis=1)
-    return _product_with_bias_op(x_BNK.contiguous(), weight_FK.contiguous(), bias_F.contiguous())
+    y = _multiply(x_BNK, weight_FK, 1)
+    return y if bias_F is None else y + bias_F.to(y.dtype)
 
 
 def input_gradient(dy_BNF: Tensor, weight_FK: Tensor) -> Tensor:
     """Return dy weight in dy's dtype, (B, N, K)."""
-    return _product_op(dy_BNF.contiguous(), weight_FK.contiguous(), axis=0)
+    return _multiply(dy_BNF, weight_FK, 0)
+
+
+def _multiply(x_BNK: Tensor, weight: Tensor, axis: int) -> Tensor:
+    """Multiply by the kernel where XLA's product would be followed by a copy."""
+    copied = x_BNK.shape[1] % 8 != 0 and x_BNK.shape[1] > 8
+    if copied and weight.numel() * weight.element_size() <= _LARGEST_WEIGHT:
+        return _rows_product_op(x_BNK.contiguous(), shared(weight), axis=axis)
+    return _product_op(x_BNK.contiguous(), weight.contiguous(), axis=axis)
 
 
 def weight_gradient(dy_BNF: Tensor, x_BNK: Tensor, dtype: torch.dtype) -> Tensor:
