@@ -38,10 +38,23 @@ def _table(rows: list[dict]) -> str:
             f"{row['estimate_images_per_s']:.0f}",
             f"{row['estimate_mfu']:.1%}",
             f"{row['hbm_size_bytes'] / 2**30:.2f}",
-            *[f"{row['estimate_ms_of_parts'].get(part, 0.0):.2f}" for part in _PARTS],
+            *[_part(row["estimate_ms_of_parts"].get(part, 0.0)) for part in _PARTS],
             row["note"],
         )
         for row in rows
     ]
-    headings = ("settings", "estimate ms", "speedup", "images/s", "MFU", "HBM GiB", *[f"{p}, ms" for p in _PARTS], "note")
+    headings = (
+        "settings",
+        "estimate ms",
+        "speedup",
+        "images/s",
+        "MFU",
+        "HBM GiB",
+        *[f"{p}, ms" for p in _PARTS],
+        "note",
+    )
     return markdown.table(headings, cells)
+
+
+def _part(ms: float) -> str:
+    return f"{ms:.2f}" if ms >= 0.01 else markdown.MISSING
