@@ -35,10 +35,9 @@ def _table(rows: list[dict]) -> str:
             f"`{row['settings']}`",
             f"{row['estimate_ms']:.1f}",
             f"{first / row['estimate_ms']:.2f}",
-            f"{row['estimate_images_per_s']:.0f}",
-            f"{row['estimate_mfu']:.1%}",
+            f"{row['batch'] / row['estimate_ms'] * 1e3:.0f}",
             f"{row['hbm_size_bytes'] / 2**30:.2f}",
-            *[_part(row["estimate_ms_of_parts"].get(part, 0.0)) for part in _PARTS],
+            *[_part(row["parts"].get(f"{part}_ms", 0.0)) for part in _PARTS],
             row["note"],
         )
         for row in rows
