@@ -136,9 +136,9 @@ def test_warmup__is_capped_at_its_share_of_the_run(cap, steps, settings, tmp_pat
 def test_seconds__add_up_over_resumes(settings, tmp_path, monkeypatch):
     """The first process starts at 1000 s and ends at 1500 s, the second takes 7 s."""
     for begin, end, steps in ((1000.0, 1500.0, 4), (9000.0, 9007.0, 8)):
-        monkeypatch.setattr(train, "time", SimpleNamespace(time=lambda begin=begin: begin))
+        monkeypatch.setattr(train, "time", SimpleNamespace(monotonic=lambda begin=begin: begin))
         for module in (trainer, result):
-            monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda end=end: end))
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda end=end: end))
         cfg = settings(*SMALL, f"trainer.max_steps={steps}", "trainer.eval_every=null", "attn=sdpa", "resume=auto")
         summary = run(cfg, tmp_path)
     assert summary["seconds"] == 507.0
