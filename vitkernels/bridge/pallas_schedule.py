@@ -7,10 +7,11 @@ def pipelined(items, first, second) -> None:
     The compiler does not move a product across the elementwise work that precedes it. In this order the MXU and the
     vector units work concurrently.
     """
-    waiting = None
+    waiting: tuple = ()
     for item in items:
         issued = first(item)
-        if waiting is not None:
+        if waiting:
             second(*waiting)
         waiting = (item, issued)
-    second(*waiting)
+    if waiting:
+        second(*waiting)

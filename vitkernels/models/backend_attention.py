@@ -61,7 +61,8 @@ class BackendAttention(Attention):
         return getattr(self, "gate", None) is not None  # absent before timm 1.0.30
 
     def _gated(self, x_BNC: Tensor, out_BNE: Tensor) -> Tensor:
-        return out_BNE * self.gate(x_BNC).sigmoid() if self.has_gate else out_BNE
+        gate = getattr(self, "gate", None)
+        return out_BNE if gate is None else out_BNE * gate(x_BNC).sigmoid()
 
 
 @cache  # one class per backend, so torch.compile does not specialize on copied layers

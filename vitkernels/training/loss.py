@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def build_loss(backend: str = "eager", label_smoothing: float = 0.0) -> Loss:
     return loss
 
 
-def _cross_entropy(logits: Tensor, targets: Tensor, backend: str, **settings) -> Tensor:
+def _cross_entropy(logits: Tensor, targets: Tensor, backend: str, **settings: Any) -> Tensor:
     if backend == "fused":
         backend = op_of(cross_entropy).kernel(logits.device.type)
     return cross_entropy(logits, targets, **settings, backend=backend)

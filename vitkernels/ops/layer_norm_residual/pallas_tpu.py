@@ -70,7 +70,7 @@ class Norm(NamedTuple):
             **extra,
         }
         results = tpu_arrays.run(_forward, arrays, eps=settings.eps, out=dtype_name(settings.out_dtype), **static)
-        return results if self.branch is not None else (arrays["x"], *results)  # type: ignore[return-value]
+        return results if self.branch is not None else (tokens(self.x), *results)
 
     def _of_branch(self) -> dict[str, Tensor | None]:
         scale = self.sample_scale_B

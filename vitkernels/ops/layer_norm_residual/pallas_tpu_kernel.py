@@ -104,7 +104,7 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
     scratch = []
     if F and "gamma" in named:
         names.append("normed")
-        scratch.append(pltpu.VMEM((blocks.images, blocks.rows, C), out))
+        scratch.append(pltpu.VMEM((blocks.images, blocks.rows, C), jnp.dtype(out)))
     kernel = partial(_forward_kernel, names=tuple(names), blocks=blocks, eps=eps, gelu=gelu, keep=keep)
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
     kind = "linear" if F else "residual"

@@ -1,5 +1,7 @@
 """GELU and its gradient in the epilogue of Pallas products for TPU; the other products by XLA."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,9 @@ class HiddenGradients:
     """
 
     def __init__(self, dy: Tensor, rounded2: Tensor, act: Tensor | None, saved: Tensor, tanh: bool):
-        found = gelu_backward(dy, shared(rounded2), saved, tanh=tanh, kept=act is not None)
-        self.dpre, self._act = (found, act) if isinstance(found, Tensor) else found if act is None else (found[0], act)
+        found: Any = gelu_backward(dy, shared(rounded2), saved, tanh=tanh, kept=act is not None)
+        self.dpre: Tensor = found if isinstance(found, Tensor) else found[0]
+        self._act: Tensor = found[1] if act is None else act
         self._dy = dy
 
     def weight2(self, dtype: torch.dtype) -> Tensor:

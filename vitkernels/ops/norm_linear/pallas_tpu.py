@@ -13,8 +13,9 @@ from vitkernels.ops.tpu_arrays import shared
 
 
 def unsupported(norm, weight_FC, bias_F, eps, is_qkv, out_dtype) -> str | None:
-    x, branch, norm_weight, norm_bias, *extras = norm
-    reason = norms.unsupported(x, branch, norm_weight, norm_bias, eps, *extras, out_dtype)
+    x, branch, norm_weight, norm_bias, branch_bias, layer_scale, sample_scale = norm
+    settings = (eps, branch_bias, layer_scale, sample_scale, out_dtype)
+    reason = norms.unsupported(x, branch, norm_weight, norm_bias, *settings)
     return reason or tpu_arrays.unsupported("x", x, (out_dtype,), weight_FC, dtype=out_dtype)
 
 
