@@ -133,3 +133,73 @@ def test_headers__are_evenly_spaced(make_root, caplog):
         (root / "train" / name).write_bytes(b"")
     build(root, check_images=3)
     assert "3 of 3 checked images" in warnings_of(caplog)[0]
+
+
+@pytest.mark.parametrize("target", ["..", "../b", "../.."])
+def test_links__to_other_classes_are_refused(target, make_root):
+    root = make_root()
+    (root / "train" / "a" / "loop").symlink_to(target)
+    with error("data.links", path=str(root / "train" / "a" / "loop"), class_name="a"):
+        build(str(root))
+
+
+def test_links__between_class_folders_are_refused(make_root):
+    root = make_root()
+    (root / "train" / "d").symlink_to("a")
+    with error("data.links"):
+        build(str(root))
+
+
+def test_links__within_a_class_are_skipped_and_outside_ones_followed_once(make_root, tmp_path, caplog):
+    root = make_root(train=2)
+    (root / "train" / "a" / "loop").symlink_to(".")
+    outside = tmp_path / "outside"
+    shutil.copytree(root / "train" / "a", outside, symlinks=True)
+    for name in ("x", "y"):
+        (root / "train" / "a" / name).symlink_to(outside)
+    loader = build(str(root)).train
+    assert loader.num_samples == 6 + 2
+    assert sum("skipped" in line for line in warnings_of(caplog)) == 3  # loop, outside/loop, and x or y
+    assert sum("its images count" in line for line in warnings_of(caplog)) == 1
+
+
+def test_other_files__are_counted_in_one_line(make_root, caplog):
+    caplog.set_level(logging.INFO)
+    root = make_root()
+    for name in ("a/1.txt", "a/2.txt", "b/README"):
+        (root / "train" / name).touch()
+    build(str(root))
+    (line,) = (message for message in caplog.messages if "ignored" in message)
+    assert line.startswith(f"{root / 'train'}: 3 files") and "2 .txt" in line and "1 without suffix" in line
+
+
+def names_of(loader) -> set[str]:
+    return set(loader.describe(range(loader.num_samples)))
+
+
+def test_val_share__splits_each_class_and_is_stable_as_files_are_added(make_root):
+    root = make_root(train=40) / "train"
+    before = build(str(root), val_share=0.25)
+    train, val = names_of(before.train), names_of(before.val)
+    assert not train & val and len(train | val) == 120 and before.class_names == ["a", "b", "c"]
+    assert all(2 <= sum(f"/{name}/" in path for path in val) <= 20 for name in "abc")
+    for i in range(20):
+        shutil.copy(root / "a" / "0.jpg", root / "a" / f"new{i}.jpg")
+    after = build(str(root), val_share=0.25)
+    assert train <= names_of(after.train) and val <= names_of(after.val)
+    assert build(str(root), val_share=0.25, train=False).train is None
+
+
+def test_val_share__small_classes_have_images_in_both_splits(make_root):
+    root = make_root(train=2) / "train"
+    for share in (0.01, 0.99):
+        data = build(str(root), val_share=share)
+        assert (data.train.num_samples, data.val.num_samples) == (3, 3)
+
+
+def test_val_share__refuses_a_split_folder_and_a_class_of_one_image(make_root):
+    root = make_root(train=1)
+    with error("data.val_share", found=["train", "val"]):
+        build(str(root), val_share=0.1)
+    with error("data.val_share", class_name="a"):
+        build(str(root / "train"), val_share=0.1)

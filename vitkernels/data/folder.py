@@ -1,25 +1,24 @@
-"""List an image folder, and check its classes and image headers before training starts.
+"""List an image folder, and check its classes before training starts.
 
 Layout: root/train/<class>/…/<image> and root/val/<class>/…/<image>.
 """
 
+import hashlib
 import logging
 import os
-import warnings
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from PIL import Image
-from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 
-from vitkernels.errors import UsageError, unknown_name
+from vitkernels.data.class_files import list_classes
+from vitkernels.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 LAYOUT = "expected ROOT/train/<class>/<image>.jpg and ROOT/val/<class>/<image>.jpg"
-SMALL_IMAGES = ("upscale", "error")
-THREADS = 16  # headers are small reads; threads hide the latency of a disk or network file system
 
 
 @dataclass(frozen=True)
@@ -31,26 +30,33 @@ class Folder:
     images: np.ndarray  # bytes (N,), relative to path: one block of memory, cheap to pickle for workers
     targets: np.ndarray  # int64 (N,)
 
-    def image_path(self, index: int) -> str:
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    def describe(self, index: int) -> str:
+        """Return the path of an image."""
         return os.path.join(self.path, os.fsdecode(self.images[index]))
+
+    def read(self, index: int, limit: int | None = None) -> bytes:
+        """Return the bytes of a file, or its first `limit` bytes."""
+        with open(self.describe(index), "rb") as file:
+            return file.read(-1 if limit is None else limit)
+
+    def order(self, draw: np.random.Generator) -> np.ndarray:
+        """Return a permutation of the images."""
+        return draw.permutation(len(self.targets))
 
 
 def scan_splits(root: str | None, splits: list[str]) -> dict[str, Folder]:
     """List the images of each split. UsageError if the folder cannot be trained or evaluated on."""
-    if not root:
-        raise UsageError(f"root is not set: set it to the image folder; {LAYOUT}", code="data.root", root=root)
-    if not isinstance(root, str | os.PathLike):
-        raise UsageError(f"root={root}: expected the path of a folder; {LAYOUT}", code="data.root", root=root)
-    path = Path(root).expanduser().absolute()
-    if not path.is_dir():
-        kind = "is not a folder" if path.exists() else "does not exist"
-        raise UsageError(f"root={path} {kind}: set it to the image folder; {LAYOUT}", code="data.root", root=str(path))
+    path = _existing_folder(root)
     missing = [split for split in splits if not (path / split).is_dir()]
     if missing:
         found = sorted(entry.name for entry in path.iterdir())[:10]
         raise UsageError(
             f"root={path} has no {' and no '.join(f'{split}/ folder' for split in missing)} "
-            f"(it contains: {', '.join(found) or 'nothing'}); {LAYOUT}",
+            f"(it contains: {', '.join(found) or 'nothing'}); {LAYOUT}, or ROOT/<class>/<image>.jpg with val_share",
             code="data.splits",
             root=str(path),
             missing=missing,
@@ -60,6 +66,58 @@ def scan_splits(root: str | None, splits: list[str]) -> dict[str, Folder]:
     if len(folders) == 2:
         _check_same_classes(*folders.values())
     return folders
+
+
+def split_by_name(root: str | None, splits: list[str], val_share: float) -> dict[str, Folder]:
+    """List ROOT/<class>/<image>, and assign about val_share of each class to "val" by a hash of the name.
+
+    An image stays in its split as others are added, except in classes so small that all hashes fall on one side: there
+    the nearest image to the limit changes sides, so that each class has an image in both. UsageError for a folder that
+    has a split, or a class with one image.
+    """
+    path = _existing_folder(root)
+    present = [split for split in ("train", "val") if (path / split).is_dir()]
+    if present:
+        raise UsageError(
+            f"val_share={val_share}, but {path} has the folder {present[0]}/: use val_share=null",
+            code="data.val_share",
+            root=str(path),
+            found=present,
+        )
+    everything = _scan(path)
+    hashes = np.array([int.from_bytes(hashlib.sha256(bytes(name)).digest()[:6]) for name in everything.images]) / 2**48
+    is_val = hashes < val_share
+    for target, name in enumerate(everything.classes):
+        (members,) = np.nonzero(everything.targets == target)
+        if len(members) < 2:
+            raise UsageError(
+                f"{path}: class {name!r} has one image, but val_share needs two per class: add images or remove it",
+                code="data.val_share",
+                root=str(path),
+                class_name=name,
+            )
+        if not is_val[members].any():
+            is_val[members[hashes[members].argmin()]] = True
+        elif is_val[members].all():
+            is_val[members[hashes[members].argmax()]] = False
+    chosen = {"train": ~is_val, "val": is_val}
+    log.info("%s: %d images train and %d validate (val_share=%g)", path, (~is_val).sum(), is_val.sum(), val_share)
+    return {
+        split: Folder(path, everything.classes, everything.images[chosen[split]], everything.targets[chosen[split]])
+        for split in splits
+    }
+
+
+def _existing_folder(root: str | None) -> Path:
+    if not root:
+        raise UsageError(f"root is not set: set it to the image folder; {LAYOUT}", code="data.root", root=root)
+    if not isinstance(root, str | os.PathLike):
+        raise UsageError(f"root={root}: expected the path of a folder; {LAYOUT}", code="data.root", root=root)
+    path = Path(root).expanduser().absolute()
+    if not path.is_dir():
+        kind = "is not a folder" if path.exists() else "does not exist"
+        raise UsageError(f"root={path} {kind}: set it to the image folder; {LAYOUT}", code="data.root", root=str(path))
+    return path
 
 
 def _scan(path: Path) -> Folder:
@@ -77,7 +135,8 @@ def _scan(path: Path) -> Folder:
             code="data.one_class",
             path=str(path),
         )
-    samples = make_dataset(path, class_to_idx, extensions=IMG_EXTENSIONS, allow_empty=True)
+    files = list_classes(path, classes)
+    samples = [(file, class_to_idx[name]) for name, found in files.items() for file in found]
     counts = Counter(target for _, target in samples)
     empty = [name for name, target in class_to_idx.items() if not counts[target]]
     if empty:
@@ -103,53 +162,3 @@ def _check_same_classes(train: Folder, val: Folder) -> None:
             code="data.classes_differ",
             only={str(path): names for path, names in only.items() if names},
         )
-
-
-def check_headers(
-    folder: Folder, image_size: int, *, check_images: int | None, small_images: str, log: logging.Logger
-) -> None:
-    """Read the headers of up to `check_images` evenly spaced images (None: all) and log unreadable and small ones.
-
-    An image is small if its shorter side has less than image_size pixels; UsageError if small_images is "error".
-    """
-    if small_images not in SMALL_IMAGES:
-        raise unknown_name("small_images", str(small_images), SMALL_IMAGES)
-    total = len(folder.images)
-    count = total if check_images is None else min(check_images, total)
-    ids = np.linspace(0, total - 1, count).round().astype(int).tolist()
-    paths = [folder.image_path(i) for i in ids]
-    with warnings.catch_warnings(), ThreadPoolExecutor(THREADS) as threads:
-        warnings.simplefilter("ignore")  # they recur, and are logged, when the image itself is read
-        sizes = list(threads.map(_header, paths))
-    log.info("%s: checked the headers of %d of %d images", folder.path, count, total)
-
-    unreadable = [path for path, size in zip(paths, sizes, strict=True) if size is None]
-    if unreadable:
-        log.warning(
-            "%s: could not read %d of %d checked images, such as %s", folder.path, len(unreadable), count, unreadable[0]
-        )
-    small = [(size, path) for path, size in zip(paths, sizes, strict=True) if size and min(size) < image_size]
-    if small:
-        (width, height), smallest = min(small, key=lambda entry: min(entry[0]))
-        finding = (
-            f"{folder.path}: {len(small)} of {count} checked images are smaller than image_size={image_size}, "
-            f"the smallest {width}×{height} ({smallest})"
-        )
-        if small_images == "error":
-            raise UsageError(
-                f"{finding}. Replace or remove them, or enlarge them with small_images='upscale'",
-                code="data.small_images",
-                path=str(folder.path),
-                small=len(small),
-                checked=count,
-            )
-        log.warning("%s; they will be enlarged", finding)
-
-
-def _header(path: str) -> tuple[int, int] | None:
-    """Return (width, height) in pixels, or None if Pillow cannot open the file."""
-    try:
-        with Image.open(path) as image:
-            return image.size
-    except Exception:  # a broken file can make a decoder raise almost anything
-        return None

@@ -74,26 +74,32 @@ def data_set(build: Callable[..., Data]) -> Callable[..., Data]:
     """Turn `build(spec, *, ...)` into the function of keyword arguments that `_target_` names.
 
     The result takes InputSpec's fields next to the data set's own settings, and its signature lists both, so that a
-    configuration can be checked against it.
+    configuration can be checked against it. Further positional arguments of `build` are dataclasses of settings, whose
+    fields are arguments, too.
     """
-    spec_parameters = [
+    _, *own = inspect.signature(build).parameters.values()
+    groups = [InputSpec, *(parameter.annotation for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY)]
+    grouped = [
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=inspect.Parameter.empty if field.default is MISSING else field.default,
             annotation=field.type,
         )
-        for field in fields(InputSpec)
+        for group in groups
+        for field in fields(group)
     ]
-    spec_names = {parameter.name for parameter in spec_parameters}
-    _, *own_parameters = inspect.signature(build).parameters.values()
-    signature = inspect.Signature([*spec_parameters, *own_parameters], return_annotation=Data)
+    separate = [parameter for parameter in own if parameter.kind is parameter.KEYWORD_ONLY]
+    signature = inspect.Signature([*grouped, *separate], return_annotation=Data)
 
     @functools.wraps(build)
     def build_from_arguments(**arguments: Any) -> Data:
         signature.bind(**arguments)  # TypeError for a missing or unknown one
-        spec = InputSpec(**{name: value for name, value in arguments.items() if name in spec_names})
-        return build(spec, **{name: value for name, value in arguments.items() if name not in spec_names})
+        built = []
+        for group in groups:
+            names = [field.name for field in fields(group) if field.name in arguments]
+            built.append(group(**{name: arguments.pop(name) for name in names}))
+        return build(*built, **arguments)
 
     build_from_arguments.__signature__ = signature  # type: ignore[attr-defined]  # inspect reads it
     return build_from_arguments

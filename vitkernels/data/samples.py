@@ -29,7 +29,11 @@ class SampleProblem(NamedTuple):
 
 
 class Samples(Protocol):
-    """The images of one split; must be picklable, since worker processes receive it."""
+    """The images of one split; must be picklable, since worker processes receive it.
+
+    An optional method `order(draw: numpy.random.Generator)` returns the order of a training epoch, int64 (N,), drawn
+    from `draw` alone; without it the order is a permutation of all samples.
+    """
 
     def __len__(self) -> int: ...
 
@@ -70,7 +74,8 @@ class SampleBatches(Dataset):
         if not self.training:
             return places
         if self._order is None or self._order[0] != epoch:
-            permutation = generator(self.seed, Stream.ORDER, epoch).permutation(len(self.samples))
+            draw, order = generator(self.seed, Stream.ORDER, epoch), getattr(self.samples, "order", None)
+            permutation = draw.permutation(len(self.samples)) if order is None else order(draw)
             self._order = epoch, torch.from_numpy(permutation)
         return self._order[1][places].tolist()
 

@@ -12,7 +12,7 @@ from torch import nn
 from vitkernels import models
 from vitkernels.checkpoint.trained_on import TrainedOn, read_trained_on
 from vitkernels.config.saved import find_run, read_settings
-from vitkernels.data.imagefolder import PREPROCESSING
+from vitkernels.data.images import PREPROCESSING
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.files import read_json
 from vitkernels.models.timm_config import Transform, model_of_timm_config, timm_config, transform_of_timm_config

@@ -1,0 +1,76 @@
+"""Read image headers before training starts: unreadable and small images are found early."""
+
+from __future__ import annotations
+
+import io
+import logging
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image
+
+from vitkernels.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from vitkernels.data.images import ImageSource
+
+SMALL_IMAGES = ("upscale", "error")
+THREADS = 16  # headers are small reads; threads hide the latency of a disk or network file system
+HEAD = 64 * 1024  # bytes, which hold the header of most images
+
+
+def check_headers(
+    source: ImageSource, image_size: int, *, check_images: int | None, small_images: str, log: logging.Logger
+) -> None:
+    """Read the headers of up to `check_images` evenly spaced images (None: all) and log unreadable and small ones.
+
+    An image is small if its shorter side has less than image_size pixels; UsageError if small_images is "error".
+    """
+    if small_images not in SMALL_IMAGES:
+        raise unknown_name("small_images", str(small_images), SMALL_IMAGES)
+    total = len(source.targets)
+    count = total if check_images is None else min(check_images, total)
+    ids = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    with warnings.catch_warnings(), ThreadPoolExecutor(THREADS) as threads:
+        warnings.simplefilter("ignore")  # they recur, and are logged, when the image itself is read
+        sizes = list(threads.map(partial(_header, source), ids))
+    log.info("%s: checked the headers of %d of %d images", source.name, count, total)
+
+    unreadable = [i for i, size in zip(ids, sizes, strict=True) if size is None]
+    if unreadable:
+        example = source.describe(unreadable[0])
+        log.warning(
+            "%s: could not read %d of %d checked images, such as %s", source.name, len(unreadable), count, example
+        )
+    small = [(size, i) for i, size in zip(ids, sizes, strict=True) if size and min(size) < image_size]
+    if small:
+        (width, height), smallest = min(small, key=lambda entry: min(entry[0]))
+        finding = (
+            f"{source.name}: {len(small)} of {count} checked images are smaller than image_size={image_size}, "
+            f"the smallest {width}×{height} ({source.describe(smallest)})"
+        )
+        if small_images == "error":
+            raise UsageError(
+                f"{finding}. Replace or remove them, or enlarge them with small_images='upscale'",
+                code="data.small_images",
+                path=source.name,
+                small=len(small),
+                checked=count,
+            )
+        log.warning("%s; they will be enlarged", finding)
+
+
+def _header(source: ImageSource, index: int) -> tuple[int, int] | None:
+    """Return (width, height) in pixels, or None if Pillow cannot open the image."""
+    for limit in (HEAD, None):  # a header may follow a large preview
+        try:
+            with Image.open(io.BytesIO(source.read(index, limit))) as image:
+                return image.size
+        except UsageError:
+            raise
+        except Exception:  # a broken file can make a decoder raise almost anything
+            continue
+    return None

@@ -1,0 +1,235 @@
+"""Encoded images from any source as Samples, with the settings that all such data sets share.
+
+Shapes: B rows, S image side, N images of a split.
+"""
+
+import io
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+
+from vitkernels.data.augment import EvalPreprocessing, PreparedImage, TrainAugmentation
+from vitkernels.data.checks import as_list, check_number, is_numbers
+from vitkernels.data.contract import IGNORE, Data, RawBatch
+from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
+from vitkernels.data.device_transforms import DeviceTransforms
+from vitkernels.data.headers import check_headers
+from vitkernels.data.input_spec import InputSpec
+from vitkernels.data.randomness import Stream, seeded_globals
+from vitkernels.data.samples import SampleProblem
+from vitkernels.errors import UsageError
+
+# What most models for ImageNet use.
+PREPROCESSING = {
+    "mean": list(IMAGENET_DEFAULT_MEAN),
+    "std": list(IMAGENET_DEFAULT_STD),
+    "interpolation": "bicubic",
+    "crop_pct": 0.9,
+    "crop_mode": "center",
+}
+
+
+Prepare = Callable[[ImageFile, Decoder], PreparedImage]
+
+
+class ImageSource(Protocol):
+    """The encoded images of one split; must be picklable, since worker processes receive it.
+
+    name: of the split, in messages.
+    targets: int64 (N,).
+    """
+
+    name: str
+    targets: np.ndarray
+
+    def read(self, index: int, limit: int | None = None) -> bytes:
+        """Return the bytes of an encoded image, or its first `limit` bytes. Safe to call from several threads."""
+
+    def describe(self, index: int) -> str:
+        """Return the name of an image, such as its path."""
+
+    def order(self, draw: np.random.Generator) -> np.ndarray:
+        """Return the order of an epoch of training, int64 (N,); drawn from `draw` alone."""
+
+
+class SourceChangedError(UsageError):
+    """A file changed after its images were listed, so that samples could be others than the run recorded."""
+
+    on_every_rank = False  # one process may find it alone
+
+    def __init__(self, message: str = "", *, code: str = "data.source_changed", **fields):
+        super().__init__(message, code=code, **fields)
+
+
+class ImageSamples:
+    """The images of one split, as Samples.
+
+    source: where the encoded images come from.
+    prepare: what a worker does with an image; it may draw from the global generators.
+    """
+
+    def __init__(
+        self,
+        source: ImageSource,
+        prepare: Prepare,
+        decoder: Decoder,
+        device_transforms: DeviceTransforms,
+        *,
+        seed: int,
+    ):
+        self.source = source
+        self.prepare = prepare
+        self.decoder = decoder
+        self.device_transforms = device_transforms
+        self.seed = seed
+        self._blank = self._prepare_blank()
+
+    def __len__(self) -> int:
+        return len(self.source.targets)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[PreparedImage | None, list[SampleProblem]]:
+        """Return the image of (epoch, index), or None if the file cannot be read, and the problems found."""
+        epoch, index = key
+        try:
+            image = self.decoder.open(self.source.read(index))
+            with seeded_globals(self.seed, Stream.SAMPLE, epoch, index):
+                prepared = self.prepare(image, self.decoder)
+        except SourceChangedError:
+            raise
+        except UnidentifiedImageError:
+            return None, [SampleProblem(index, "not an image format that Pillow knows", unreadable=True)]
+        except Exception as error:  # a broken file can make a decoder raise almost anything
+            return None, [SampleProblem(index, f"{type(error).__name__}: {error}", unreadable=True)]
+        problems = [SampleProblem(index, warning, unreadable=False) for warning in image.warnings]
+        if image.fallback is not None:
+            problems.append(SampleProblem(index, image.fallback, unreadable=False, fallback=True))
+        return prepared, problems
+
+    def load(self, ids: list[int], epoch: int) -> tuple[RawBatch, torch.Tensor, list[SampleProblem]]:
+        size = self._blank.pixels.shape[-1]
+        pixels = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
+        draws = {name: torch.stack([draw] * len(ids)) for name, draw in self._blank.draws.items()}
+        targets = torch.full((len(ids),), IGNORE)
+        problems = []
+        for row, index in enumerate(ids):
+            image, found = self[epoch, index]
+            problems += found
+            if image is None:
+                continue
+            pixels[row] = image.pixels
+            for name, draw in image.draws.items():
+                draws[name][row] = draw
+            targets[row] = int(self.source.targets[index])
+        return {"pixels": pixels, **draws}, targets, problems
+
+    def order(self, draw: np.random.Generator) -> np.ndarray:
+        """Return the order of an epoch of training."""
+        return self.source.order(draw)
+
+    def describe(self, ids: list[int]) -> list[str]:
+        return [self.source.describe(i) for i in ids]
+
+    def _prepare_blank(self) -> PreparedImage:
+        """Prepare a black image, for the draws' names and shapes."""
+        file = io.BytesIO()
+        Image.new("RGB", (64, 64)).save(file, "png")
+        with seeded_globals(self.seed, Stream.SAMPLE):
+            return self.prepare(self.decoder.open(file.getvalue()), self.decoder)
+
+
+@dataclass(frozen=True)
+class ImageSettings:
+    """The settings of every data set of encoded images; conf/data/imagefolder.yaml explains them.
+
+    Those of PREPROCESSING that are None take its values.
+    """
+
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    interpolation: str | None = None
+    crop_pct: float | None = None
+    crop_mode: str | None = None
+    scale: Sequence[float] = (0.08, 1.0)
+    ratio: Sequence[float] = (3 / 4, 4 / 3)
+    hflip: float = 0.5
+    color_jitter: float | None = None
+    auto_augment: str | None = None
+    re_prob: float = 0.0
+    re_mode: str = "pixel"
+    re_count: int = 1
+    mixup: Mapping[str, Any] | None = None
+    check_images: int | None = 20_000
+    small_images: str = "upscale"
+    max_bad_share: float = 0.01
+    decode: str = "auto"
+
+    def build(
+        self,
+        spec: InputSpec,
+        open_sources: Callable[[], tuple[Mapping[str, ImageSource], int, list[str] | None]],
+        log: logging.Logger,
+    ) -> Data:
+        """Return loaders of images float32 (B, 3, image_size, image_size).
+
+        open_sources: returns the sources "val" and, with spec.train, "train", the number of classes, and their names if
+            known. It is called once the settings are checked. Raises UsageError for invalid settings.
+        """
+        check_number("check_images", self.check_images, integer=True, null=True)
+        check_number("max_bad_share", self.max_bad_share, 0, 1)
+        names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
+        prepared, prepared_eval = _preprocessing(spec.in_chans, {name: getattr(self, name) for name in names})
+        names = ("scale", "ratio", "hflip", "color_jitter", "auto_augment", "re_prob", "re_mode", "re_count")
+        augmentation: dict[str, Any] = {name: getattr(self, name) for name in names}
+        augmentation |= {name: prepared[name] for name in ("mean", "interpolation")}
+        resize = {name: value for name, value in prepared_eval.items() if name != "std"}
+        decoder = choose_decoder(self.decode)
+        prepare: dict[str, Prepare] = {
+            "train": TrainAugmentation(spec.image_size, **augmentation),
+            "val": EvalPreprocessing(spec.image_size, **resize),
+        }
+        finish = DeviceTransforms(tuple(prepared["mean"]), tuple(prepared["std"]), noise=self.re_mode == "pixel")
+        sources, num_classes, class_names = open_sources()
+        mixing = spec.mixing(self.mixup, num_classes=num_classes)
+        loaders = {}
+        for split, source in sources.items():
+            check_headers(
+                source, spec.image_size, check_images=self.check_images, small_images=self.small_images, log=log
+            )
+            samples = ImageSamples(source, prepare[split], decoder, finish, seed=spec.seed)
+            training = split == "train"
+            loaders[split] = spec.loader(
+                samples,
+                training=training,
+                mixing=mixing if training else None,
+                max_bad_share=self.max_bad_share,
+                log=log,
+            )
+        train = loaders.get("train")
+        return Data(train, loaders["val"], num_classes, class_names=class_names, preprocessing=prepared_eval)
+
+
+def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:
+    """Return the preprocessing of training and of evaluation, with defaults for what is None. UsageError if invalid."""
+    if in_chans != 3:
+        raise UsageError(
+            f"in_chans={in_chans}: images are decoded to RGB, so the model needs in_chans=3",
+            code="data.in_chans",
+            in_chans=in_chans,
+        )
+    own = {name: as_list(value) for name, value in given.items() if value is not None}
+    prepared: dict[str, Any] = PREPROCESSING | own
+    mean, std = prepared["mean"], prepared["std"]
+    if not (is_numbers(mean, 3) and is_numbers(std, 3) and min(std) > 0):
+        raise UsageError(
+            f"mean={mean}, std={std}: expected three values each (red, green, blue), with std above 0",
+            code="data.value",
+            setting="mean, std",
+            value=[mean, std],
+        )
+    return prepared, prepared | ({"interpolation": "bicubic"} if prepared["interpolation"] == "random" else {})
