@@ -105,3 +105,52 @@ def test_kernel__falls_back_only_with_auto(caplog):
         create_optimizer(linear, "adamw", lr=0.1, kernel="triton")
     with error("unknown_name", name="mine"):
         with_kernel(torch.optim.AdamW(linear.parameters()), "mine")
+
+
+def test_layer_decay__scales_each_block_by_the_power_of_its_distance_from_the_head():
+    """A ViT of two blocks has layers 0 (embeddings), 1, 2 and the head: 0.7**3, 0.7**2, 0.7 and 1."""
+    model = small_vit()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    optimizer = create_optimizer(model, "adamw", lr=0.01, weight_decay=0.1, layer_decay=0.7)
+    scales = {names[id(p)]: group["lr_scale"] for group in optimizer.param_groups for p in group["params"]}
+    assert scales["patch_embed.proj.weight"] == pytest.approx(0.343)
+    assert scales["blocks.0.attn.qkv.weight"] == scales["blocks.0.norm1.bias"] == pytest.approx(0.49)
+    assert scales["blocks.1.mlp.fc2.weight"] == pytest.approx(0.7)
+    assert scales["head.weight"] == 1.0
+    assert scales["norm.weight"] == pytest.approx(0.7)  # timm groups the last norm with the last block
+    assert scales.keys() == set(names.values())
+
+
+def test_kron__takes_the_steps_of_timms():
+    """Three steps on the same gradients, with the class constructed by hand and timm's groups."""
+    optimizer_class = timm.optim.get_optimizer_class("kron", bind_defaults=False)
+    models = []
+    for build in (
+        lambda model: create_optimizer(model, "kron", lr=0.01, weight_decay=0.1),
+        lambda model: optimizer_class(timm.optim.param_groups_weight_decay(model, 0.1), lr=0.01, weight_decay=0.1),
+    ):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3))
+        optimizer = build(model)
+        for step in range(3):
+            draw = torch.Generator().manual_seed(step)
+            for parameter in model.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=draw)
+            torch.manual_seed(step)
+            optimizer.step()
+        models.append(model)
+    ours, theirs = (model.state_dict() for model in models)
+    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_muon__first_step_has_the_orthogonalized_gradient():
+    """For a square weight, Newton-Schulz brings the singular values of the step near 1 (Jordan et al. 2024)."""
+    layer = nn.Linear(8, 8, bias=False)
+    before = layer.weight.detach().clone()
+    layer.weight.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    create_optimizer(layer, "muon", lr=0.1, weight_decay=0.0).step()
+    step = (before - layer.weight.detach()) / 0.1
+    values = torch.linalg.svdvals(step)
+    scale = values.mean()
+    assert ((values / scale - 1).abs() < 0.5).all()
+    assert values.max() / values.min() < torch.linalg.cond(layer.weight.grad) / 2

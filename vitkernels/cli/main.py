@@ -20,6 +20,7 @@ USAGE = """usage: vitkernels COMMAND ...
   export RUN [--format onnx ...]  write the weights for timm and the hub, torch.export or ONNX
   predict RUN IMAGES...           print the most likely classes of image files and folders
   embed RUN IMAGES...             write the pooled features of image files and folders
+  new DIR                         start a project with your own data set, attention backend and tests
   doctor                          print versions, devices and the backends that run on this machine
   tune [--model NAME ...]         measure the backends of each op on this GPU, for backend="auto"
   tpu-estimate ...                estimate a kernel or a training step on a TPU, without a TPU
@@ -100,6 +101,13 @@ def report(words: list[str]) -> int:
     return run(words)
 
 
+def new(words: list[str]) -> int:
+    """Start a project."""
+    from vitkernels.cli.new import main as run
+
+    return run(words)
+
+
 def doctor(words: list[str]) -> int:
     """Print what this machine can run."""
     from vitkernels.cli.doctor import main as run
@@ -150,6 +158,6 @@ def _on_trained(module: str) -> Callable[[list[str]], int]:
 
 _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train, "eval": evaluate, "export": _on_trained("export"), "predict": _on_trained("predict"),
-    "embed": _on_trained("embed"), "compare": compare, "report": report, "doctor": doctor, "tune": tune,
-    "tpu-estimate": tpu_estimate,
+    "embed": _on_trained("embed"), "compare": compare, "report": report, "new": new, "doctor": doctor,
+    "tune": tune, "tpu-estimate": tpu_estimate,
 }  # fmt: skip
