@@ -1,21 +1,16 @@
 """Read image headers before training starts: unreadable and small images are found early."""
 
-from __future__ import annotations
-
 import io
 import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image
 
+from vitkernels.data.image_source import ImageSource
 from vitkernels.errors import UsageError, unknown_name
-
-if TYPE_CHECKING:
-    from vitkernels.data.images import ImageSource
 
 SMALL_IMAGES = ("upscale", "error")
 THREADS = 16  # headers are small reads; threads hide the latency of a disk or network file system

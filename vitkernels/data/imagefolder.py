@@ -4,7 +4,7 @@ import logging
 
 from vitkernels.data.checks import check_number
 from vitkernels.data.contract import Data
-from vitkernels.data.folder import scan_splits, split_by_name
+from vitkernels.data.folder import Folder, scan_splits, split_by_name
 from vitkernels.data.images import ImageSettings
 from vitkernels.data.input_spec import InputSpec, data_set
 
@@ -21,7 +21,7 @@ def build(spec: InputSpec, images: ImageSettings, *, root: str | None = None, va
     if val_share is not None:
         check_number("val_share", val_share, 0.001, 0.999)
 
-    def open_folders():
+    def open_folders() -> tuple[dict[str, Folder], int, list[str]]:
         splits = ["train", "val"] if spec.train else ["val"]
         folders = scan_splits(root, splits) if val_share is None else split_by_name(root, splits, val_share)
         classes = folders["val"].classes

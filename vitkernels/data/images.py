@@ -7,7 +7,7 @@ import io
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from vitkernels.data.contract import IGNORE, Data, RawBatch
 from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
 from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.headers import check_headers
+from vitkernels.data.image_source import ImageSource
 from vitkernels.data.input_spec import InputSpec
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
@@ -36,35 +37,6 @@ PREPROCESSING = {
 
 
 Prepare = Callable[[ImageFile, Decoder], PreparedImage]
-
-
-class ImageSource(Protocol):
-    """The encoded images of one split; must be picklable, since worker processes receive it.
-
-    name: of the split, in messages.
-    targets: int64 (N,).
-    """
-
-    name: str
-    targets: np.ndarray
-
-    def read(self, index: int, limit: int | None = None) -> bytes:
-        """Return the bytes of an encoded image, or its first `limit` bytes. Safe to call from several threads."""
-
-    def describe(self, index: int) -> str:
-        """Return the name of an image, such as its path."""
-
-    def order(self, draw: np.random.Generator) -> np.ndarray:
-        """Return the order of an epoch of training, int64 (N,); drawn from `draw` alone."""
-
-
-class SourceChangedError(UsageError):
-    """A file changed after its images were listed, so that samples could be others than the run recorded."""
-
-    on_every_rank = False  # one process may find it alone
-
-    def __init__(self, message: str = "", *, code: str = "data.source_changed", **fields):
-        super().__init__(message, code=code, **fields)
 
 
 class ImageSamples:
@@ -100,8 +72,6 @@ class ImageSamples:
             image = self.decoder.open(self.source.read(index))
             with seeded_globals(self.seed, Stream.SAMPLE, epoch, index):
                 prepared = self.prepare(image, self.decoder)
-        except SourceChangedError:
-            raise
         except UnidentifiedImageError:
             return None, [SampleProblem(index, "not an image format that Pillow knows", unreadable=True)]
         except Exception as error:  # a broken file can make a decoder raise almost anything
@@ -182,8 +152,8 @@ class ImageSettings:
         """
         check_number("check_images", self.check_images, integer=True, null=True)
         check_number("max_bad_share", self.max_bad_share, 0, 1)
-        names = ("mean", "std", "interpolation", "crop_pct", "crop_mode")
-        prepared, prepared_eval = _preprocessing(spec.in_chans, {name: getattr(self, name) for name in names})
+        given = {name: getattr(self, name) for name in PREPROCESSING}
+        prepared, prepared_eval = _preprocessing(spec.in_chans, given)
         names = ("scale", "ratio", "hflip", "color_jitter", "auto_augment", "re_prob", "re_mode", "re_count")
         augmentation: dict[str, Any] = {name: getattr(self, name) for name in names}
         augmentation |= {name: prepared[name] for name in ("mean", "interpolation")}

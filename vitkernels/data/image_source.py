@@ -1,0 +1,29 @@
+"""Where encoded images come from: what a folder, or another store of files, implements.
+
+Shapes: N images of the split.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+
+class ImageSource(Protocol):
+    """The encoded images of one split; must be picklable, since worker processes receive it."""
+
+    @property
+    def name(self) -> str:
+        """The split's name in messages."""
+
+    @property
+    def targets(self) -> np.ndarray:
+        """The classes, int64 (N,)."""
+
+    def read(self, index: int, limit: int | None = None) -> bytes:
+        """Return the bytes of an encoded image, or its first `limit` bytes. Safe to call from several threads."""
+
+    def describe(self, index: int) -> str:
+        """Return the name of an image, such as its path."""
+
+    def order(self, draw: np.random.Generator) -> np.ndarray:
+        """Return the order of an epoch of training, int64 (N,); drawn from `draw` alone."""
