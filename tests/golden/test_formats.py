@@ -59,6 +59,7 @@ ADDED: dict[str, object] = {
     "config.json: data.decode": "pillow",
     "eval.json: ece": "float",
     **{f"files: {name}": "file" for name in ("confusion.csv", "confusion.png", "mistakes.png", "per_class.csv")},
+    **{f"job.json: [].circumstances.logger.{name}": "str" for name in ("name", "project")},
     "files: best.safetensors": "file",
     "files: best_ema.safetensors": "file",
     "model.safetensors: metadata.format": "str",

@@ -82,7 +82,9 @@ def test_predict__has_the_accuracy_of_the_run(trained_run, digit_files):
     right = [digit_files.targets[each.file] == each.classes[0][0] for each in predictions]
     top1 = 100 * sum(right) / len(right)
     best = json.loads((run / "summary.json").read_text())["best"]["top1"]
-    assert len(right) == 360 and best > 50 and top1 > best - 10, (top1, best)
+    assert len(right) == 360
+    assert best > 30, "10 % are right by chance"
+    assert top1 > best - 10
 
 
 def test_predict__probabilities_are_those_of_the_model(run, digit_files):

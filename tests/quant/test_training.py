@@ -85,8 +85,6 @@ def test_gradients__point_in_the_direction_of_float_gradients(dtype, loss, devic
         assert torch.cosine_similarity(gradient, expected[name], dim=0) > 1 - loss, name
 
 
-# Dynamo instantiates an autograd.Function to trace it, and PyTorch warns about that.
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_train_in_8_bits__compiles_without_graph_breaks():
     x, model = torch.randn(2, 1, 16, 16), train_in_8_bits(small_vit(), "int8", except_head)
     out, expected = gradients(model, x)

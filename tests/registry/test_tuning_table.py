@@ -183,12 +183,9 @@ def test_measure__reports_a_wrong_backend(monkeypatch):
     case = bench.OpCase("mlp", (1,), 1, None, ())
     monkeypatch.setattr(bench.OpCase, "both", lambda self, name: (torch.tensor([1.0 + (name == "triton")]),))
     monkeypatch.setattr(bench.Timing, "on_device", lambda function, milliseconds: bench.Timing(1.0, 2.0, 3.0))
-    assert bench.measure(case) == {
-        "reference": 2.0,
-        "passes": 2.0,
-        "triton": "wrong: differs from the reference by 1.0e+00",
-        "pallas_hopper": 2.0,
-    }
+    found = bench.measure(case)
+    assert found.pop("triton") == "wrong: differs from the reference by 1.0e+00"
+    assert found == dict.fromkeys(set(bench.OPS["mlp"].names()) - {"triton"}, 2.0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs only without a GPU")
