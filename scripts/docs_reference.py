@@ -57,6 +57,7 @@ API = {
     "training": (
         "vitkernels.training.setup",
         "vitkernels.training.trainer",
+        "vitkernels.training.distillation",
         "vitkernels.training.plan",
         "vitkernels.training.evaluate",
         "vitkernels.training.loggers",

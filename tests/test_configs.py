@@ -79,7 +79,7 @@ def comments(path: Path) -> dict[str, str]:
 
 # The file of each group with a comment on every setting.
 EXPLAINED = {
-    **dict.fromkeys(("trainer", "ema", "checkpoints", "sweep"), "config"),
+    **dict.fromkeys(("trainer", "ema", "distill", "checkpoints", "sweep"), "config"),
     **{group: f"{group}/auto" for group in ("attn", "ops", "runtime", "parallel")},
     **{"quant": "quant/w8a8_fp8", "model": "model/timm", "data": "data/digits"},
     **{"optim": "optim/adamw", "schedule": "schedule/cosine", "logger": "logger/none"},

@@ -23,6 +23,8 @@ _SETTING_OF_CODE = {
     "data.root": "data.root",
     "data.small_images": "data.small_images",
     "data.splits": "data.root",
+    "distill.classes": "distill.teacher",
+    "distill.images": "distill.teacher",
     "models.arguments": "model.kwargs.NAME",
     "models.attention": "model.name",
     "models.download": "model.pretrained",
@@ -58,6 +60,7 @@ _SETTING_OF_KIND = {
     "precision": "runtime.precision",
     "runtime": "runtime",
     "small_images": "data.small_images",
+    "teacher": "distill.teacher",
 }
 
 

@@ -52,6 +52,23 @@ class EmaSettings:
 
 
 @dataclass(frozen=True)
+class DistillSettings:
+    """Distillation: the model also learns what a trained teacher answers."""
+
+    teacher: str | None = setting(
+        None, "A timm model, a run, or a folder in timm's layout to distill from; null distills nothing."
+    )
+    checkpoint: str | None = setting(None, "Weights of a teacher named as in timm; null downloads timm's.")
+    kind: Literal["hard", "soft"] = setting(
+        "hard", "Learn the teacher's most likely class (hard), or its distribution (soft)."
+    )
+    weight: float = setting(
+        0.5, "Share of the teacher in the loss; DeiT has 0.5 (hard) and 0.1 (soft).", least=0, greatest=1
+    )
+    temperature: float = setting(3.0, "Temperature of both distributions; only kind=soft has one.", least=1e-3)
+
+
+@dataclass(frozen=True)
 class CheckpointSettings:
     """When checkpoints are written, and how many are kept."""
 

@@ -15,6 +15,7 @@ from vitkernels.config.groups import (
     CheckpointSettings,
     Compile,
     DataSettings,
+    DistillSettings,
     EmaSettings,
     LoggerSettings,
     ModelSettings,
@@ -49,6 +50,7 @@ class Config:
     )
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     ema: EmaSettings = field(default_factory=EmaSettings)
+    distill: DistillSettings = field(default_factory=DistillSettings)
     checkpoints: CheckpointSettings = field(default_factory=CheckpointSettings)
     sweep: SweepSettings = field(default_factory=SweepSettings)
     attn: AttentionSettings = field(default_factory=AttentionSettings)

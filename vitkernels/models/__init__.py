@@ -6,6 +6,7 @@ attention backend, `set_ops` the fused ops, `load_weights` reads weights under t
 """
 
 from vitkernels.models.accelerate import accelerate
+from vitkernels.models.any_model import answer_with_both_heads
 from vitkernels.models.backend_attention import attention_layer
 from vitkernels.models.create import create_model, input_spec, preprocessing, set_attention, timm_model
 from vitkernels.models.meta_trace import ModelFacts, inspect_model
@@ -19,6 +20,7 @@ __all__ = [
     "ModelFacts",
     "accelerate",
     "adapt_state_dict",
+    "answer_with_both_heads",
     "attention_layer",
     "create_model",
     "describe_ops",

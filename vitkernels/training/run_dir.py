@@ -49,7 +49,10 @@ class FolderInUseError(UsageError):
 
 def identity(settings: dict) -> dict:
     """Return the settings that decide what a run computes."""
-    return {key: value for key, value in settings.items() if key not in _NOT_IDENTITY}
+    kept = {key: value for key, value in settings.items() if key not in _NOT_IDENTITY}
+    if not (kept.get("distill") or {}).get("teacher"):
+        kept.pop("distill", None)  # runs of earlier versions have no such group
+    return kept
 
 
 def circumstances(settings: dict) -> dict:

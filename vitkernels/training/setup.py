@@ -28,7 +28,8 @@ from vitkernels.parallel import Parallel
 from vitkernels.quant import Scheme, quantize_, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
 from vitkernels.training import source
-from vitkernels.training.loss import build_loss
+from vitkernels.training.distillation import Distillation, build_teacher
+from vitkernels.training.loss import Loss, build_loss
 from vitkernels.training.plan import StepPlan
 from vitkernels.training.trainer import Trainer
 
@@ -132,6 +133,8 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
         ema = ModelEmaV3(model, cfg.ema.decay, use_warmup=cfg.ema.warmup)
     for module in filter(None, (model, ema)):
         module.to(runtime.device)
+    if cfg.distill.teacher is not None and cfg.mode == "train":
+        models.answer_with_both_heads(model)
     if parallel.stream:
         random_seed(cfg.seed, parallel.stream)  # ranks have equal weights and draw different drop paths
     quantized = _quantize(cfg, model)
@@ -275,6 +278,7 @@ def build_trainer(
     cfg: Config, parallel: Parallel, data: Data, parts: ModelParts, plan: StepPlan, optimization: Optimization
 ) -> Trainer:
     """Return the trainer, at step 0, without a run folder and ready for `train_step`."""
+    loss_fn = build_loss(cfg.ops.cross_entropy, cfg.trainer.label_smoothing)
     return Trainer(
         parallel,
         plan,
@@ -284,13 +288,26 @@ def build_trainer(
         optimization.optimizer,
         optimization.scheduler,
         optimization.scaler,
-        build_loss(cfg.ops.cross_entropy, cfg.trainer.label_smoothing),
+        loss_fn,
+        distillation=_build_distillation(cfg, parallel, data, loss_fn),
         ema=parts.ema,
         ema_net=parts.ema_net,
         clip_grad=cfg.trainer.clip_grad,
         untimed_steps=cfg.trainer.warmup_steps,
         flops_per_image=parts.facts.train_flops_per_image,
     )
+
+
+def _build_distillation(cfg: Config, parallel: Parallel, data: Data, loss_fn: Loss) -> Distillation | None:
+    if cfg.distill.teacher is None:
+        return None
+    teacher = build_teacher(
+        cfg.distill, data, *models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
+    )
+    teacher = teacher.to(parallel.runtime.device)
+    # Without CUDA graphs: the student's graph would reuse the memory of the teacher's answer.
+    called = parallel.runtime.compile(teacher, None) if compile_mode(cfg, parallel)[0] else teacher
+    return Distillation(called, loss_fn, cfg.distill.kind, cfg.distill.weight, cfg.distill.temperature)
 
 
 def trainer_from_config(cfg: Config, parallel: Parallel) -> tuple[Trainer, ModelParts]:

@@ -79,7 +79,7 @@ class StepTimer:
         """
         if not self.runtime.per_step_clock:
             return
-        first_in_step, first_in_window = self._forward is None, len(self._stamps) == 1
+        first_in_step, first_in_window = self._forward is None, len(self._stamps) <= 1  # 0: never started
         if first_in_step and not first_in_window and not self.steps_wait and self._wait < _NO_WAIT_MS:
             late = self.runtime.has_reached(self._stamps[-1])
             self._late += [] if late is None else [late]

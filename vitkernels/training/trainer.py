@@ -22,6 +22,7 @@ from vitkernels.models import load_weights
 from vitkernels.parallel import Parallel
 from vitkernels.runtime.machine import MachineWatch
 from vitkernels.training.best_weights import BestWeights, is_better
+from vitkernels.training.distillation import Distillation
 from vitkernels.training.evaluate import evaluate
 from vitkernels.training.health import (
     check_finite,
@@ -57,6 +58,7 @@ class Trainer:
         model, net: the model with timm's parameter names, and the wrapped module to call.
         optimizer, scheduler, scaler: the scheduler counts steps; the scaler does nothing except in fp16.
         loss_fn: called with float32 logits (B, K) and targets.
+        distillation: the loss with a teacher, in place of loss_fn; None has no teacher.
         ema, ema_net: the averaged weights and the wrapped module to call, or None.
         clip_grad: largest gradient norm; None does not clip.
         untimed_steps: first steps of the process that are not timed.
@@ -75,6 +77,7 @@ class Trainer:
         scaler: torch.amp.GradScaler,
         loss_fn: Loss,
         *,
+        distillation: Distillation | None = None,
         ema: ModelEmaV3 | None = None,
         ema_net: nn.Module | None = None,
         clip_grad: float | None = None,
@@ -84,7 +87,8 @@ class Trainer:
         self.parallel, self.plan, self.data = parallel, plan, data
         self.model, self.net, self.ema, self.ema_net = model, net, ema, ema_net
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
-        self.loss_fn, self.clip_grad, self.untimed_steps = loss_fn, clip_grad, untimed_steps
+        self.loss_fn, self.distillation = loss_fn, distillation
+        self.clip_grad, self.untimed_steps = clip_grad, untimed_steps
         self.flops_per_step = flops_per_image * plan.images_per_step / parallel.devices  # on each device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.parameters_without_gradient: list[str] | None = None  # known after the first step
@@ -175,8 +179,12 @@ class Trainer:
                 images, targets = next(batches)
             with parallel.accumulating(self.net, last=number == accum - 1):
                 with parallel.runtime.autocast():
-                    logits = self.net(images)
-                loss = self.loss_fn(logits.float(), targets)
+                    outputs = self.net(images)
+                    taught = None if self.distillation is None else self.distillation.teacher(images)
+                if self.distillation is None or taught is None:
+                    loss = self.loss_fn(outputs.float(), targets)
+                else:
+                    loss = self.distillation(outputs, targets, taught)
                 self.timer.forward_done()
                 scaler.scale(loss / accum).backward()
             losses.append(loss.detach())
