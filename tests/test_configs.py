@@ -32,7 +32,7 @@ def test_option__composes_and_passes_the_checks(path, settings):
     overrides = [f"{group}={option}"]
     if path == "model/timm":
         overrides.append("model.name=vit_tiny_patch16_224")
-    if path == "data/imagefolder":
+    if path in ("data/imagefolder", "data/shards"):
         overrides.append("data.root=somewhere")
     cfg = settings(*overrides)
     if group == "quant" and "dtype" not in cfg.quant and option != "none":  # for trained weights

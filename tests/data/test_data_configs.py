@@ -8,6 +8,7 @@ import pytest
 from finished_batches import finished_epoch
 from hydra.utils import get_method
 from omegaconf import OmegaConf
+from shard_fixtures import write_tars
 
 FOLDER = Path(__file__).parents[2] / "conf" / "data"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -19,7 +20,7 @@ def parameters(config) -> dict[str, inspect.Parameter]:
 
 
 def test_conf_data__has_one_file_per_data_set():
-    assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder"]
+    assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder", "shards"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -48,10 +49,12 @@ def build(name, **overrides):
     return get_method(arguments.pop("_target_"))(image_size=24, in_chans=3, seed=0, **arguments)
 
 
-def test_conf_data__builds(make_root):
+def test_conf_data__builds(make_root, tmp_path):
     mixup = {"mixup_alpha": 0.2, "cutmix_minmax": [0.2, 0.8]}
     folder = {"root": str(make_root()), "batch_size": 4, "num_workers": 0, "mixup": mixup}
-    for name, overrides in (("digits", {"mixup": mixup}), ("fake", {"batch_size": 4}), ("imagefolder", folder)):
+    tars = folder | {"root": str(write_tars(tmp_path / "shards")), "cache": str(tmp_path / "cache")}
+    sets = {"digits": {"mixup": mixup}, "fake": {"batch_size": 4}, "imagefolder": folder, "shards": tars}
+    for name, overrides in sets.items():
         data = build(name, **overrides)
         images, targets = next(finished_epoch(data.train, 0))
         assert images.shape == (data.train.batch_size, 3, 24, 24)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from vitkernels.cli.wording import in_settings
-from vitkernels.data import BadImagesError, WorkerDiedError
+from vitkernels.data import BadImagesError, SourceError, WorkerDiedError
 from vitkernels.errors import UsageError
 from vitkernels.files import is_disk_error
 from vitkernels.training.disk_space import LostCheckpointsError
@@ -14,6 +14,11 @@ from vitkernels.training.health import NonFiniteLossError
 from vitkernels.training.out_of_memory import OutOfMemoryError
 
 log = logging.getLogger("vitkernels")
+
+# Errors of a run whose message says all.
+_EXPLAINED = (
+    NonFiniteLossError, BadImagesError, SourceError, WorkerDiedError, OutOfMemoryError, LostCheckpointsError,
+)  # fmt: skip
 
 
 @contextmanager
@@ -24,7 +29,7 @@ def errors_as_exit_status() -> Iterator[None]:
     except UsageError as error:
         log.error("error: %s", in_settings(error))
         sys.exit(2)
-    except (NonFiniteLossError, BadImagesError, WorkerDiedError, OutOfMemoryError, LostCheckpointsError) as error:
+    except _EXPLAINED as error:
         log.error("error: %s", error)
         sys.exit(1)
     except Exception as error:

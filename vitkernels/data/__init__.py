@@ -84,6 +84,7 @@ count every image once, and fill its last batch with pad_batch.
 '''
 
 from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, Data, Loader, Shard, pad_batch
+from vitkernels.data.image_source import SourceError
 from vitkernels.data.input_spec import InputSpec, data_set
 from vitkernels.data.loader import BadImagesError, DatasetLoader, WorkerDiedError
 from vitkernels.data.samples import SampleProblem, Samples
@@ -100,6 +101,7 @@ __all__ = [
     "SampleProblem",
     "Samples",
     "Shard",
+    "SourceError",
     "WorkerDiedError",
     "data_set",
     "pad_batch",

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from vitkernels.data.image_source import ImageSource
+from vitkernels.data.image_source import ImageSource, SourceError
 from vitkernels.errors import UsageError, unknown_name
 
 SMALL_IMAGES = ("upscale", "error")
@@ -64,7 +64,7 @@ def _header(source: ImageSource, index: int) -> tuple[int, int] | None:
         try:
             with Image.open(io.BytesIO(source.read(index, limit))) as image:
                 return image.size
-        except UsageError:
+        except SourceError:
             raise
         except Exception:  # a broken file can make a decoder raise almost anything
             continue

@@ -3,9 +3,21 @@
 Shapes: N images of the split.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+
+class SourceError(RuntimeError):
+    """The place where the images are failed, not one image: training ends, and its checkpoint can be resumed.
+
+    code, fields: as a UsageError's.
+    """
+
+    def __init__(self, message: str, *, code: str = "data.source", **fields: Any):
+        super().__init__(message)
+        self.code = code
+        self.fields = fields
 
 
 class ImageSource(Protocol):
@@ -20,7 +32,10 @@ class ImageSource(Protocol):
         """The classes, int64 (N,)."""
 
     def read(self, index: int, limit: int | None = None) -> bytes:
-        """Return the bytes of an encoded image, or its first `limit` bytes. Safe to call from several threads."""
+        """Return the bytes of an encoded image, or its first `limit` bytes. Safe to call from several threads.
+
+        SourceError ends training; after other errors the image counts as unreadable.
+        """
 
     def describe(self, index: int) -> str:
         """Return the name of an image, such as its path."""

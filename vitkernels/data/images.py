@@ -20,7 +20,7 @@ from vitkernels.data.contract import IGNORE, Data, RawBatch
 from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
 from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.headers import check_headers
-from vitkernels.data.image_source import ImageSource
+from vitkernels.data.image_source import ImageSource, SourceError
 from vitkernels.data.input_spec import InputSpec
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
@@ -72,6 +72,8 @@ class ImageSamples:
             image = self.decoder.open(self.source.read(index))
             with seeded_globals(self.seed, Stream.SAMPLE, epoch, index):
                 prepared = self.prepare(image, self.decoder)
+        except SourceError:
+            raise
         except UnidentifiedImageError:
             return None, [SampleProblem(index, "not an image format that Pillow knows", unreadable=True)]
         except Exception as error:  # a broken file can make a decoder raise almost anything

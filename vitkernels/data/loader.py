@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from vitkernels.data.checks import check_common
 from vitkernels.data.contract import UNSHARDED, Batch, RawBatch, Shard
 from vitkernels.data.device_transforms import DeviceTransforms
+from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.samples import SampleBatches, SampleProblem, Samples
 from vitkernels.data.workers import dataloader, is_from_dead_worker
@@ -135,7 +136,7 @@ class DatasetLoader:
             if serial != self._serial:
                 raise RuntimeError("this iterator ended when epoch() was called again on its loader")
             try:
-                made, problems = next(batches)
+                made = next(batches)
             except StopIteration:
                 self._log_fallbacks()
                 return
@@ -144,10 +145,13 @@ class DatasetLoader:
                     raise
                 reason = (str(error).splitlines() or [repr(error)])[0].rstrip(" .")
                 raise WorkerDiedError(reason, batch, epoch) from error
+            if isinstance(made, SourceError):
+                raise made
             batch += 1
+            finished, problems = made
             if problems:
                 self._report(problems)
-            yield made
+            yield finished
 
     def _log_fallbacks(self) -> None:
         """Log, after the first epoch that ends, how many samples the faster decoder left to Pillow."""

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import Dataset
 
 from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, RawBatch, Shard, pad_rows
+from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.randomness import Stream, generator
 
@@ -79,11 +80,14 @@ class SampleBatches(Dataset):
             self._order = epoch, torch.from_numpy(permutation)
         return self._order[1][places].tolist()
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Batch | RawBatch, list[SampleProblem]]:
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Batch | RawBatch, list[SampleProblem]] | SourceError:
         epoch, batch = key
         ids = self.ids(epoch, batch)
-        # The last evaluation batch may hold no rows for this process: any sample then gives the padding its shape.
-        images, targets, problems = self.samples.load(ids or [0], epoch)
+        try:
+            # The last evaluation batch may hold no rows for this process: any sample then gives the padding its shape.
+            images, targets, problems = self.samples.load(ids or [0], epoch)
+        except SourceError as error:
+            return error  # raised by the loader: an error that a worker raises arrives without its code and fields
         raw = images if isinstance(images, dict) else {"pixels": images}
         if not ids:
             raw, targets, problems = {name: tensor[:0] for name, tensor in raw.items()}, targets[:0], []

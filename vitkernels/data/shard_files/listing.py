@@ -1,0 +1,102 @@
+"""Find the shards of each split below a folder."""
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from itertools import product
+from pathlib import Path
+
+from vitkernels.data.shard_files.contract import ShardFile
+from vitkernels.errors import UsageError
+
+SUFFIXES = (".tar", ".parquet")
+_COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_LAYOUT = "such as ROOT/train-00000.tar and ROOT/val-00000.tar, or .parquet"
+
+
+def list_shards(root: str | None, patterns: dict[str, str]) -> dict[str, list[ShardFile]]:
+    """Return the shards of each split, sorted by name.
+
+    patterns: split -> a pattern of names relative to the root, such as "*train*", with ranges {00..31} of numbers.
+    UsageError for a root that does not exist, a split without shards, and a shard in two splits.
+    """
+    files = list(_local_files(root))
+    compressed = [file.name for file in files if file.name.lower().endswith(_COMPRESSED)]
+    shards = [file for file in files if file.name.lower().endswith(SUFFIXES)]
+    found = {split: _matching(shards, split, pattern, str(root)) for split, pattern in patterns.items()}
+    for split, own in found.items():
+        if not own:
+            names = [file.name for file in files][:10]
+            hint = " (compressed tar files cannot be read in any order: unpack them)" if compressed else ""
+            raise UsageError(
+                f"root={root} has no shards that match {split}={patterns[split]}{hint}; it holds "
+                f"{', '.join(names) or 'no files'}. Expected {_LAYOUT}",
+                code="data.shards",
+                root=str(root),
+                split=split,
+                pattern=patterns[split],
+                found=names,
+            )
+    both = sorted(set.intersection(*({file.name for file in own} for own in found.values()))) if len(found) > 1 else []
+    if both:
+        given = ", ".join(f"{split}={pattern}" for split, pattern in patterns.items())
+        raise UsageError(
+            f"{both[0]} belongs to two splits by {given}: give patterns that tell them apart",
+            code="data.shard_splits",
+            root=str(root),
+            found=both,
+        )
+    return found
+
+
+def expand_ranges(pattern: str) -> list[str]:
+    """Return the names that "train-{000..127}.tar" stands for, with the width of the first number."""
+    parts = _RANGE.split(pattern)
+    texts, firsts, lasts = parts[::3], parts[1::3], parts[2::3]
+    ranges = [
+        [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+        for first, last in zip(firsts, lasts, strict=True)
+    ]
+    return [
+        "".join([texts[0], *(n + t for n, t in zip(chosen, texts[1:], strict=True))]) for chosen in product(*ranges)
+    ]
+
+
+def _matching(files: list[ShardFile], split: str, pattern: str, root: str) -> list[ShardFile]:
+    names = expand_ranges(pattern)
+    missing = [name for name in names if not any(fnmatchcase(file.name, name) for file in files)]
+    if len(names) > 1 and missing:
+        raise UsageError(
+            f"root={root} lacks {len(missing)} of the {len(names)} shards of {split}={pattern}, such as {missing[0]}",
+            code="data.shards",
+            root=root,
+            split=split,
+            pattern=pattern,
+            found=missing,
+        )
+    wanted = set(names)
+    return [file for file in files if file.name in wanted or any(fnmatchcase(file.name, name) for name in names)]
+
+
+def _local_files(root: str | None) -> Iterable[ShardFile]:
+    if not root:
+        raise UsageError(f"root is not set: set it to the folder of the shards, {_LAYOUT}", code="data.root", root=root)
+    if not isinstance(root, str | os.PathLike):
+        raise UsageError(f"root={root}: expected the path of a folder", code="data.root", root=root)
+    path = Path(root).expanduser().absolute()
+    if not path.is_dir():
+        kind = "is not a folder" if path.exists() else "does not exist"
+        raise UsageError(f"root={path} {kind}: set it to the folder of the shards", code="data.root", root=str(path))
+    return sorted(_walk(path), key=lambda file: file.name)
+
+
+def _walk(root: Path) -> Iterator[ShardFile]:
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if not name.lower().endswith((*SUFFIXES, *_COMPRESSED)):
+                continue
+            path = os.path.join(folder, name)
+            stat = os.stat(path)
+            yield ShardFile(os.path.relpath(path, root), path, stat.st_size, str(stat.st_mtime_ns))
