@@ -20,6 +20,7 @@ USAGE = """usage: vitkernels COMMAND ...
   export RUN [--format onnx ...]  write the weights for timm and the hub, torch.export or ONNX
   predict RUN IMAGES...           print the most likely classes of image files and folders
   embed RUN IMAGES...             write the pooled features of image files and folders
+  data shard FOLDER OUT           write an image folder as shards; `vitkernels data check ROOT` verifies a data set
   new DIR                         start a project with your own data set, attention backend and tests
   doctor                          print versions, devices and the backends that run on this machine
   tune [--model NAME ...]         measure the backends of each op on this GPU, for backend="auto"
@@ -134,7 +135,7 @@ def tpu_estimate(words: list[str]) -> int:
 
 
 def _on_trained(module: str) -> Callable[[list[str]], int]:
-    """Return the command that vitkernels.cli.MODULE implements, for models that are trained."""
+    """Return the command that vitkernels.cli.MODULE implements, on models that are trained or on data sets."""
 
     def run(words: list[str]) -> int:
         missing = [name for name in ("PIL", "rich", "omegaconf") if importlib.util.find_spec(name) is None]
@@ -158,6 +159,6 @@ def _on_trained(module: str) -> Callable[[list[str]], int]:
 
 _COMMANDS: dict[str, Callable[[list[str]], int | None]] = {
     "train": train, "eval": evaluate, "export": _on_trained("export"), "predict": _on_trained("predict"),
-    "embed": _on_trained("embed"), "compare": compare, "report": report, "new": new, "doctor": doctor,
-    "tune": tune, "tpu-estimate": tpu_estimate,
+    "embed": _on_trained("embed"), "compare": compare, "report": report, "data": _on_trained("data"), "new": new,
+    "doctor": doctor, "tune": tune, "tpu-estimate": tpu_estimate,
 }  # fmt: skip

@@ -10,18 +10,14 @@ from vitkernels.data.checks import check_number
 from vitkernels.data.contract import Data
 from vitkernels.data.images import ImageSettings
 from vitkernels.data.input_spec import InputSpec, data_set
-from vitkernels.data.shard_files.contract import Fields, ShardFile, ShardSamples
+from vitkernels.data.shard_files.contract import Fields
 from vitkernels.data.shard_files.index import Index, cached_index
 from vitkernels.data.shard_files.listing import list_shards
-from vitkernels.data.shard_files.parquet import class_names as parquet_class_names
-from vitkernels.data.shard_files.parquet import index_parquet
+from vitkernels.data.shard_files.read import CLASS_NAMES, index_shard, read_class_names
 from vitkernels.data.shard_files.source import ShardSource
-from vitkernels.data.shard_files.tar import index_tar
 from vitkernels.errors import UsageError
 
 log = logging.getLogger(__name__)
-
-CLASS_NAMES = "class_names.json"  # in the root: a list of names
 
 
 @data_set
@@ -50,7 +46,7 @@ def build(
         patterns = {"train": train_shards, "val": val_shards} if spec.train else {"val": val_shards}
         files = list_shards(root, patterns)
         fields = Fields(image, label)
-        names = _class_names(Path(str(root)).expanduser(), files["val"][0], fields)
+        names = read_class_names(Path(str(root)).expanduser(), files["val"][0], fields)
         fields = Fields(image, label, None if names is None else tuple(names))
         sources = {}
         for split, own in files.items():
@@ -60,12 +56,6 @@ def build(
         return sources, count, names
 
     return images.build(spec, open_shards, log)
-
-
-def index_shard(file: ShardFile, fields: Fields) -> ShardSamples:
-    """Return the samples of a shard; UsageError if it cannot be read."""
-    reader = index_parquet if file.location.lower().endswith(".parquet") else index_tar
-    return reader(file.location, fields)
 
 
 def cache_folder(given: str | None) -> Path:
@@ -78,19 +68,6 @@ def cache_folder(given: str | None) -> Path:
 def _index_path(folder: Path, root: str, pattern: str, fields: Fields) -> Path:
     key = json.dumps([os.path.abspath(os.path.expanduser(root)), pattern, fields.image, fields.label, fields.classes])
     return folder / "index" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.safetensors"
-
-
-def _class_names(root: Path, shard: ShardFile, fields: Fields) -> list[str] | None:
-    path = root / CLASS_NAMES
-    if path.exists():
-        try:
-            names = json.loads(path.read_text())
-        except ValueError:
-            names = None
-        if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-            raise UsageError(f"{path} is not a JSON list of class names", code="data.class_names", path=str(path))
-        return names
-    return parquet_class_names(shard.location, fields) if shard.location.lower().endswith(".parquet") else None
 
 
 def _count_classes(indexes: dict[str, Index], given: int | None, names: list[str] | None) -> int:

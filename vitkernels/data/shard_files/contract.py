@@ -1,6 +1,6 @@
 """What the readers of tar and Parquet files take and return."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -13,12 +13,14 @@ class ShardFile:
 
     name: relative to the root. location: path or URL. size: bytes.
     version: differs once the file was rewritten, such as its time of modification; "" if unknown.
+    sha256: of the content, if known.
     """
 
     name: str
     location: str
     size: int
     version: str = ""
+    sha256: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,16 @@ def _matching(files: list[ShardFile], split: str, pattern: str, root: str) -> li
     return [file for file in files if file.name in wanted or any(fnmatchcase(file.name, name) for name in names)]
 
 
+def has_shards(root: Path) -> bool:
+    """Return whether a folder, or a folder in it, holds a shard."""
+    return any(file.name.lower().endswith(SUFFIXES) for file in _walk(root))
+
+
+def published_index(split: str) -> str:
+    """Return the name of the index that is stored next to the shards, for those who read them from elsewhere."""
+    return f"{split}-index.safetensors"
+
+
 def _local_files(root: str | None) -> Iterable[ShardFile]:
     if not root:
         raise UsageError(f"root is not set: set it to the folder of the shards, {_LAYOUT}", code="data.root", root=root)
