@@ -40,6 +40,10 @@ ADDED: dict[str, object] = {
     "summary.json: interpreted": "list",
     "summary.json: interpreted[]": "str",
     "summary.json: machine": "any",
+    # What a step's time was spent on, in addition to waiting for input.
+    **{f"summary.json: {part}": "float" for part in ("host_late_ms", "device_busy_ms", "rest_ms")},
+    **{f"TensorBoard: time/{part}": "scalar" for part in ("host_late_ms", "device_busy_ms", "rest_ms")},
+    **{f"comparison.json: [].{part}": "float" for part in ("host_late_ms", "device_busy_ms", "rest_ms")},
     **{f"TensorBoard: curves/{name}": "scalar" for name in ("1_loss", "2_top1", "3_lr", "4_step_ms")},
     **{
         f"TensorBoard: _hparams_/{part}: {name}": "parameter"

@@ -26,6 +26,7 @@ from vitkernels.training.health import NonFiniteLossError
 from vitkernels.training.out_of_memory import OutOfMemoryError
 from vitkernels.training.run_dir import FolderInUseError
 from vitkernels.training.signals import EXIT_INTERRUPTED
+from vitkernels.training.step_timer import PARTS
 
 ROOT = Path(__file__).resolve().parents[2]
 GOLDEN = json.loads((ROOT / "tests/golden/losses.json").read_text())
@@ -93,11 +94,16 @@ def test_run_folder__is_complete_and_evaluates_and_is_not_overwritten(settings, 
     }
     assert {key: summary[key] for key in expected} == expected
     assert summary["step_time_ms"]["n"] == 10 and summary["step_time_ms"]["median"] > 0
+    parts = [summary[name] for name in PARTS]
+    assert sum(parts) == pytest.approx(summary["step_time_ms"]["mean"], abs=0.01) and min(parts) >= 0
     assert summary["images_per_s"] == pytest.approx(16e3 / summary["step_time_ms"]["mean"], rel=1e-3)
     for key in (
         "device",
         "versions",
         "input_wait_ms",
+        "host_late_ms",
+        "device_busy_ms",
+        "rest_ms",
         "peak_memory_bytes",
         "train_loss",
         "val_top1",
@@ -109,7 +115,14 @@ def test_run_folder__is_complete_and_evaluates_and_is_not_overwritten(settings, 
     names = {path.name.split(".")[0] for path in tmp_path.iterdir()}
     assert {"checkpoints", "summary", "metrics", "model", "events", "config"} <= names
     scalars = read_board(tmp_path)
-    for tag in ("train/loss", "train/lr", "train/grad_norm", "time/step_ms", "time/images_per_s", "time/input_wait_ms"):
+    for tag in (
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "time/step_ms",
+        "time/images_per_s",
+        *(f"time/{part}" for part in PARTS),
+    ):
         assert tag in scalars, tag
     assert {"val/top1", "val/top5"} <= set(scalars)
 

@@ -87,13 +87,19 @@ class DeviceTransforms:
 
 def finished(loader: Loader, batches: Generator[Batch | RawBatch]) -> Generator[Batch]:
     """Yield (images, targets) of a loader's batches that are on the device."""
-    finish = getattr(loader, "finish", None)
     with closing(batches):
         for batch in batches:
-            if isinstance(batch, dict):
-                assert finish is not None, "a loader of raw batches has the method that finishes them"
-                batch = finish(batch)
-            yield batch
+            yield finish(loader, batch)
+
+
+def finish(loader: Loader, batch: Batch | RawBatch) -> Batch:
+    """Return (images, targets) of a loader's batch that is on the device."""
+    if not isinstance(batch, dict):
+        return batch
+    method = getattr(loader, "finish", None)
+    assert method is not None, "a loader of raw batches has the method that finishes them"
+    finished_batch: Batch = method(batch)
+    return finished_batch
 
 
 def in_boxes(boxes: Tensor, side: int) -> Tensor:

@@ -15,7 +15,7 @@ from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.samples import SampleBatches, SampleProblem, Samples
-from vitkernels.data.workers import dataloader, is_from_dead_worker
+from vitkernels.data.workers import dataloader, is_from_dead_worker, worker_count
 from vitkernels.errors import UsageError
 
 MAX_LISTED = 100  # bad images that an error message names
@@ -124,6 +124,17 @@ class DatasetLoader:
     def describe(self, ids: list[int]) -> list[str]:
         """Return names for these samples, such as paths."""
         return self._batches.samples.describe(ids)
+
+    def advice(self) -> str:
+        """Return what would make this loader faster."""
+        workers, most = self._dataloader.num_workers, worker_count("auto")
+        if workers < most:
+            return f"raise num_workers from {workers} to {most}, one per core"
+        options = ["cheaper augmentation", "smaller image files", "more cores"]
+        decoder = getattr(self._batches.samples, "decoder", None)
+        if decoder is not None and decoder.name != "turbo":
+            options.insert(0, "decode=turbo (pip install simplejpeg)")
+        return f"all {most} cores of this process have a worker; what helps: {', '.join(options)}"
 
     def load(self, ids: list[int]) -> torch.Tensor:
         """Return the images of these samples, float32 (N, C, S, S), as evaluation sees them."""

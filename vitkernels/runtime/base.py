@@ -128,6 +128,10 @@ class Runtime:
         """Return, without waiting, whether the device has passed a stamp; None if the host itself computes."""
         return None
 
+    def hold(self, ms: float) -> bool:
+        """Keep the device busy for at least this time, so that the host gets ahead; return whether the device can."""
+        return False
+
     # ---- reading back ----
 
     def read(self, scalars: list[Tensor]) -> list[float]:

@@ -10,6 +10,7 @@ from vitkernels.errors import UsageError
 from vitkernels.runtime.base import Runtime, Tensors, map_tensors, unavailable_error
 
 _FUSED_OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")  # timm's names for classes of torch.optim
+_MOST_CYCLES_PER_MS = 2e6  # no GPU of this kind has a clock above 2 GHz; at a lower one a hold is longer
 
 
 class CudaRuntime(Runtime):
@@ -77,6 +78,10 @@ class CudaRuntime(Runtime):
 
     def has_reached(self, stamp) -> bool:
         return stamp.query()
+
+    def hold(self, ms: float) -> bool:
+        torch.cuda._sleep(int(ms * _MOST_CYCLES_PER_MS))
+        return True
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)

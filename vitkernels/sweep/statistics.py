@@ -7,6 +7,8 @@ from functools import cache
 from itertools import zip_longest
 from statistics import geometric_mean, mean, median
 
+from vitkernels.training.step_timer import PARTS
+
 LEVEL = 0.05  # largest share of sweeps in which noise may look like a difference
 
 # Student's t, two-sided 95 %, for 1, 2, ... degrees of freedom. The last value serves all larger ones and is then
@@ -42,7 +44,7 @@ def _merged(rows: list[dict]) -> dict:
     accuracies are arithmetic means, with half their range alongside.
     """
     row = {**rows[0], "variant": f"{_without_seed(rows[0]['variant'])} ×{len(rows)}", "repeats": rows}
-    for name in ("images_per_s", "input_wait_ms", "host_bound", "mfu"):
+    for name in ("images_per_s", *PARTS, "host_bound", "mfu"):
         row[name] = _aggregate(rows, name, median)
     for name in ("peak_memory_bytes", "bytes", "parameters_without_gradient"):
         row[name] = _aggregate(rows, name, max)

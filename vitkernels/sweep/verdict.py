@@ -17,6 +17,7 @@ from vitkernels.sweep.judgement import interpreters, judge, sentences
 from vitkernels.sweep.plot import write_chart
 from vitkernels.sweep.statistics import median_step_times, merge_repeats
 from vitkernels.training.run_dir import read_results
+from vitkernels.training.step_timer import PARTS
 
 _SPEEDUP = "speedup: time per image of the first variant divided by this variant's; above 1 is faster"
 _IN_ROUNDS = ", measured in rounds in which the variants took turns"
@@ -25,7 +26,7 @@ _MARKS = {"level": "~: the interval includes 1", "open": "?: the measurement can
 _REPEATS = "; ×N: N repeats, with the geometric mean of their step times and ± half the range of losses and accuracies"
 # Keys of a run's summary or evaluation that a row copies.
 _FIGURES = (
-    "step_time_ms", "images_per_s", "mfu", "input_wait_ms", "peak_memory_bytes", "bytes", "train_loss", "val_top1",
+    "step_time_ms", "images_per_s", "mfu", *PARTS, "peak_memory_bytes", "bytes", "train_loss", "val_top1",
     "attn", "model", "precision", "quant", "device", "devices", "host_bound", "parameters_without_gradient", "runtime",
     "machine",
 )  # fmt: skip
@@ -37,7 +38,7 @@ _COLUMNS = (
     ("in rounds", lambda row: _in_rounds(row)),
     ("images/s", lambda row: _number(row["images_per_s"], 1)),
     ("MFU %", lambda row: _number(row["mfu"] and 100 * row["mfu"], 1)),
-    ("input wait ms", lambda row: _number(row["input_wait_ms"], 2)),
+    ("input + host + device + rest ms", lambda row: _split(row)),
     ("peak memory MiB", lambda row: _number(row["peak_memory_bytes"] and row["peak_memory_bytes"] / 2**20, 0)),
     ("weights MB", lambda row: _number(row["bytes"] and row["bytes"] / 1e6, 2)),
     ("final loss", lambda row: _number(row["train_loss"], 4, row.get("train_loss_half_range"))),
@@ -56,11 +57,12 @@ def compare(folder: Path, since: float = 0.0, record: Mapping[str, Any] | None =
         record: the rounds in which the variants were timed, see vitkernels.sweep.rounds.run_rounds.
 
     Keys of a row: variant, status ("done" or "failed"), reason, step_time_ms {median, p10, p90, mean, n},
-    images_per_step, images_per_s and mfu (0 to 1) at the median step, input_wait_ms, peak_memory_bytes, bytes (of the
-    weights, for evaluations), train_loss, val_top1, commit, folder, finished (UTC), interpreted (what interpreted its
-    kernels) and others of a run's summary; repeats (the rows of runs that differ only in their seed, or None for a
-    single run; the other figures then describe all of them, see statistics.merge_repeats); and the keys that
-    judgement.judge adds. A figure that is unknown, or a ratio of runs that cannot be compared, is None.
+    images_per_step, images_per_s and mfu (0 to 1) at the median step, the mean parts of a step (input_wait_ms,
+    host_late_ms, device_busy_ms, rest_ms), peak_memory_bytes, bytes (of the weights, for evaluations), train_loss,
+    val_top1, commit, folder, finished (UTC), interpreted (what interpreted its kernels) and others of a run's summary;
+    repeats (the rows of runs that differ only in their seed, or None for a single run; the other figures then describe
+    all of them, see statistics.merge_repeats); and the keys that judgement.judge adds. A figure that is unknown, or a
+    ratio of runs that cannot be compared, is None.
     """
     files = [path for path in folder.rglob("job.json") if path.stat().st_mtime >= since]
     jobs = [(job, path.parent) for path in files if (job := read_json(path)) is not None]
@@ -168,6 +170,14 @@ def _speedup(row: dict) -> str:
 
 def _in_rounds(row: dict) -> str:
     return f"{median(row['rounds']['step_ms']):.2f}" if row["rounds"] else _MISSING
+
+
+def _split(row: dict) -> str:
+    """Return the parts of a step, or the input wait alone if the device cannot tell the others."""
+    parts = [row[name] for name in PARTS]
+    if None in parts:
+        return _number(row["input_wait_ms"], 2)
+    return " + ".join(_number(part, 2) for part in parts)
 
 
 def _range_of_medians(row: dict) -> str:

@@ -1,4 +1,4 @@
-"""Detect training problems: non-finite losses, parameters without gradients, a slow rank, a host-bound GPU."""
+"""Detect training problems: non-finite losses, parameters without gradients, a slow rank, slow input, a slow host."""
 
 import logging
 import math
@@ -8,6 +8,7 @@ from statistics import fmean, median
 
 from torch import nn
 
+from vitkernels.data import Loader
 from vitkernels.parallel import Parallel
 from vitkernels.training.metrics import StepRecord
 from vitkernels.training.step_timer import Window
@@ -17,6 +18,7 @@ log = logging.getLogger(__name__)
 STRAGGLER_FACTOR, STRAGGLER_MS = 2.0, 5.0  # a straggler exceeds the others' median by this factor and this many ms
 MIN_STEPS = 8  # a window with fewer timed steps gives no warning
 HOST_BOUND = 0.5  # a window is host-bound if more than this share of its steps launched late
+INPUT_BOUND = 0.1  # a window is input-bound if more than this share of its time was a wait for input
 
 
 class NonFiniteLossError(RuntimeError):
@@ -107,5 +109,23 @@ def warn_if_host_bound(step: int, window: Window) -> bool:
         "host-bound: in %d of %d steps up to step %d the GPU waited for the host to launch kernels, so step times say "
         "little about kernels; use compile=reduce-overhead (CUDA graphs) or a larger data.batch_size",
         *(sum(late), len(late), step),
+    )
+    return True
+
+
+def warn_if_input_bound(step: int, window: Window, loader: Loader | None) -> bool:
+    """Warn if the device waited for input in a large part of this window; return whether it did.
+
+    A loader with a method `advice()` says what would make it faster.
+    """
+    if len(window.forward_done_ms) < MIN_STEPS:  # also where single steps cannot be timed
+        return False
+    wait, total = fmean(window.input_wait_ms), fmean(window.step_ms)
+    if wait <= INPUT_BOUND * total:
+        return False
+    advice = getattr(loader, "advice", None)
+    log.warning(
+        "input-bound: of %.1f ms per step up to step %d, the device waited %.1f ms for input%s",
+        *(total, step, wait, f"; {advice()}" if advice else ""),
     )
     return True

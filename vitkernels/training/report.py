@@ -12,6 +12,7 @@ import yaml
 from vitkernels.config.saved import read_settings
 from vitkernels.errors import UsageError
 from vitkernels.files import read_json
+from vitkernels.training.step_timer import PARTS
 
 _WIDTH, _HEIGHT, _MARGIN = 460, 220, 60
 _MOST_POINTS = 600  # of a curve; more are averaged
@@ -150,20 +151,23 @@ def _number(value: float | None, form: str) -> str | None:
 
 
 def _time_split(summary: dict[str, Any]) -> list[str]:
-    """Return a bar of the mean step: the host's wait for input, and the rest."""
+    """Return a bar of the mean step: what the device did and what it waited for."""
     mean = (summary.get("step_time_ms") or {}).get("mean")
-    wait = summary.get("input_wait_ms")
-    if not mean or wait is None:
+    parts: dict[str, float] = {name: summary[name] for name in PARTS if summary.get(name) is not None}
+    if not mean or "input_wait_ms" not in parts:
         return []
-    share = min(1.0, wait / mean)
+    if len(parts) < len(PARTS):  # an older run, or a device that cannot tell
+        parts = {"input_wait_ms": parts["input_wait_ms"], "rest_ms": max(0.0, mean - parts["input_wait_ms"])}
+    names = {"input_wait_ms": "input", "host_late_ms": "host", "device_busy_ms": "device", "rest_ms": "rest"}
+    colors = {"input_wait_ms": "#ff7f0e", "host_late_ms": "#d62728", "device_busy_ms": "#1f77b4", "rest_ms": "#7f7f7f"}
+    bar = "".join(
+        f'<div style="background:{colors[name]};width:{100 * ms / mean:.1f}%">{names[name]} {ms:.2f} ms</div>'
+        for name, ms in parts.items()
+    )
     late = summary.get("host_bound")
     text = "" if late is None else f" The device waited for kernel launches in {100 * late:.0f} % of the steps."
-    return [
-        "<h2>Time of a step</h2>",
-        f'<div class=bar><div style="background:#1f77b4;width:{100 * (1 - share):.1f}%">step {mean - wait:.2f} ms</div>'
-        f'<div style="background:#ff7f0e;width:{100 * share:.1f}%">input {wait:.2f} ms</div></div>',
-        f"<p>Mean {mean:.2f} ms, of which the host waited {wait:.2f} ms for input ({100 * share:.1f} %).{text}</p>",
-    ]
+    shares = ", ".join(f"{names[name]} {ms:.2f} ms ({100 * ms / mean:.1f} %)" for name, ms in parts.items())
+    return ["<h2>Time of a step</h2>", f"<div class=bar>{bar}</div>", f"<p>Mean {mean:.2f} ms: {shares}.{text}</p>"]
 
 
 def _repeat(folder: Path, summary: dict[str, Any]) -> list[str]:

@@ -1,28 +1,81 @@
-"""Time training steps as the device sees them, excluding everything that is not training."""
+"""Time training steps as the device sees them, excluding all that is not training, and split each step's time."""
 
-import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 import numpy as np
 
 from vitkernels.runtime import Runtime
 
 _NO_WAIT_MS = 1.0  # after a longer input wait, an idle device says nothing about how fast the host launches
+PARTS = ("input_wait_ms", "host_late_ms", "device_busy_ms", "rest_ms")  # of a step
+
+# Holding the device costs a step's time, so it is rare, and it waits for steps that need no hold.
+_STEPS_BEFORE_HOLD = 8
+_STEPS_BETWEEN_HOLDS = 500
+_HOLDS_IN_A_ROW = 3
+_LONGEST_HOLD_MS = 500.0
 
 
 @dataclass
 class Window:
-    """The steps between two synchronizations of the device."""
+    """The steps between two synchronizations of the device.
+
+    step_ms[i] is the sum of the i-th entries of the next four lists. The last three are empty if the device cannot
+    tell them apart.
+        input_wait_ms: the device waited for input.
+        host_late_ms: the device waited for the host to launch its work; on the CPU, the training thread did not run.
+        device_busy_ms: the device computed.
+        rest_ms: neither, such as a lower clock or another program on the GPU.
+    """
 
     step_ms: list[float] = field(default_factory=list)
     input_wait_ms: list[float] = field(default_factory=list)
+    host_late_ms: list[float] = field(default_factory=list)
+    device_busy_ms: list[float] = field(default_factory=list)
+    rest_ms: list[float] = field(default_factory=list)
     forward_done_ms: list[float] = field(
         default_factory=list
     )  # from the start of the step; contains no wait for other ranks
     host_was_late: list[bool] = field(default_factory=list)  # of steps that can be judged; see StepTimer.forward_done
+
+    def split(self) -> dict[str, float | None]:
+        """Return the mean of each part of a step, in ms; None for a part that the device cannot tell."""
+        return {name: mean(getattr(self, name)) for name in PARTS}
+
+
+def mean(values: list[float]) -> float | None:
+    """Return the mean, None for no values."""
+    return sum(values) / len(values) if values else None
+
+
+@dataclass
+class _Step:
+    """The stamps of one step.
+
+    waits: stamps before and after each wait for input, and the host's wait in ms.
+    was_idle: whether the device caught up with the host, in the forward pass or after it.
+    was_queued: whether the entire step was launched before the device began it, so that it had no gaps.
+    cpu_s: time of the training thread on a CPU core, without waits for input.
+    """
+
+    begin: Any
+    host_begin: float
+    cpu_begin: float
+    end: Any = None
+    forward: Any = None
+    waits: list[tuple[Any, Any, float]] = field(default_factory=list)
+    was_idle: bool = False
+    was_queued: bool = False
+    cpu_s: float = 0.0
+
+    @property
+    def host_wait_ms(self) -> float:
+        return sum(ms for _, _, ms in self.waits)
 
 
 class StepTimer:
@@ -35,6 +88,12 @@ class StepTimer:
     Per step: `with waiting(): batch = next(...)`, forward, forward_done(), backward and so on, step_done(). At log
     boundaries: stop(), then start(). A timer that was never started times nothing until `start`.
 
+    A GPU's idle time during waits for input is measured: stamps before and after a wait are apart by as much as the GPU
+    had nothing to do. Its busy time is that of steps that were queued completely before the GPU began them. If there
+    are none, because the GPU always waits for something, the GPU is held for about the time of one step, at most once
+    in 500 steps, while the host queues one; the time of the hold is not part of any step. What exceeds input wait and
+    busy time counts as host late if the GPU ran out of work, and as rest otherwise.
+
     Args:
         runtime: the device's clock.
         warmup_steps: first steps to exclude: compilation, autotuning, caches.
@@ -45,89 +104,139 @@ class StepTimer:
         self.runtime = runtime
         self.steps_wait = steps_wait
         self.warmup_left = warmup_steps
-        self.step_ms: list[float] = []
-        self.input_wait_ms: list[float] = []
-        self.host_was_late: list[bool] = []
-        self._stamps: list = []
-        self._forwards: list = []
+        self.total = Window()  # of all windows
+        self._steps: list[_Step] = []
+        self._step: _Step | None = None
         self._late: list[bool] = []
-        self._waits: list[float] = []
-        self._wait = 0.0
-        self._forward = None
+        self._busy_ms: float | None = None  # of a step without gaps
+        self._has_queued = False  # whether there was such a step
+        self._unqueued = 0  # steps since the last one that was queued completely, or since the last hold
+        self._holds = 0
 
     def start(self) -> None:
         """Begin a window. The device must be idle, as it is before the first step and after `stop`."""
-        self._stamps = [self.runtime.stamp()]
-        self._forwards = []
-        self._late = []
-        self._waits = []
-        self._wait = 0.0
-        self._forward = None
+        self._steps, self._late = [], []
+        self._step = self._begin_step(self.runtime.stamp())
+
+    def _begin_step(self, stamp: Any) -> _Step:
+        return _Step(stamp, time.perf_counter(), time.thread_time())
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Measure the host's wait for its next batch."""
-        begin = time.perf_counter()
+        """Measure the wait for the next batch: the host's, and the time that the device is idle meanwhile."""
+        before, begin, cpu = self.runtime.stamp(), time.perf_counter(), time.thread_time()
         yield
-        self._wait += (time.perf_counter() - begin) * 1e3
+        if self._step is not None:
+            ms = (time.perf_counter() - begin) * 1e3
+            self._step.waits.append((before, self.runtime.stamp(), ms))
+            self._step.cpu_s -= time.thread_time() - cpu
 
     def forward_done(self) -> None:
         """Mark the end of a forward pass on the host; if a step has several, the last counts.
 
         If the device has completed the previous step by now, it was idle while the host launched this forward pass. The
-        first step of a window cannot be judged, because the device was synchronized before it.
+        first step of a window is not judged, because the device was synchronized before it.
         """
-        if not self.runtime.per_step_clock:
+        step = self._step
+        if not self.runtime.per_step_clock or step is None:
             return
-        first_in_step, first_in_window = self._forward is None, len(self._stamps) <= 1  # 0: never started
-        if first_in_step and not first_in_window and not self.steps_wait and self._wait < _NO_WAIT_MS:
-            late = self.runtime.has_reached(self._stamps[-1])
-            self._late += [] if late is None else [late]
-        self._forward = self.runtime.stamp()
+        if step.forward is None and not self.steps_wait:
+            late = self.runtime.has_reached(step.begin)
+            step.was_idle = bool(late)
+            if self._steps and step.host_wait_ms < _NO_WAIT_MS and late is not None:
+                self._late.append(late)
+        step.forward = self.runtime.stamp()
 
     def step_done(self) -> None:
-        self._waits.append(self._wait)
-        if self._forward is not None:
-            self._forwards.append(self._forward)
-        self._wait, self._forward = 0.0, None
-        self._stamps.append(self.runtime.stamp())
+        step = self._step
+        if step is None:
+            return
+        step.cpu_s += time.thread_time() - step.cpu_begin
+        step.end = self.runtime.stamp()
+        reached = self.runtime.has_reached(step.begin) if self.runtime.per_step_clock else None
+        step.was_queued = reached is False and not self.steps_wait
+        if reached and step.forward is not None:
+            step.was_idle |= bool(self.runtime.has_reached(step.forward))
         if self.warmup_left > 0:
             self.warmup_left -= 1
             if self.warmup_left == 0 and not self.runtime.per_step_clock:
                 self.runtime.synchronize()  # so that the first timed window contains no warm-up work
             self.start()
+            return
+        self._steps.append(step)
+        held = reached is not None and self._hold(step)
+        self._step = self._begin_step(self.runtime.stamp() if held else step.end)
+
+    def _hold(self, step: _Step) -> bool:
+        """Keep the device from beginning the next step for as long as the host took for this one, if that is due."""
+        if step.was_queued:
+            self._has_queued, self._unqueued, self._holds = True, 0, 0
+            return False
+        self._unqueued += 1
+        rarely = self._has_queued or self._holds >= _HOLDS_IN_A_ROW
+        due = _STEPS_BETWEEN_HOLDS if rarely else _STEPS_BEFORE_HOLD
+        if self.steps_wait or self._unqueued < due:
+            return False
+        if self._unqueued >= _STEPS_BETWEEN_HOLDS:
+            self._holds = 0
+        self._holds, self._unqueued = self._holds + 1, 0
+        host_ms = (time.perf_counter() - step.host_begin) * 1e3
+        return self.runtime.hold(min(_LONGEST_HOLD_MS, 1.5 * self._holds * host_ms + 2))
 
     def stop(self) -> Window:
         """Wait for the device and return the window's steps, which also go into the run's totals."""
         self.runtime.synchronize()
-        stamps = self._stamps
-        if not self.runtime.per_step_clock and len(stamps) > 1:
-            mean = self.runtime.elapsed_ms(stamps[0], self.runtime.stamp()) / (len(stamps) - 1)
-            window = Window([mean] * (len(stamps) - 1), self._waits)
+        steps, elapsed = self._steps, self.runtime.elapsed_ms
+        if not self.runtime.per_step_clock:
+            window = Window(input_wait_ms=[step.host_wait_ms for step in steps])
+            if steps:
+                window.step_ms = [elapsed(steps[0].begin, self.runtime.stamp()) / len(steps)] * len(steps)
         else:
-            step_ms = [self.runtime.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
-            forward_ms = [self.runtime.elapsed_ms(a, b) for a, b in zip(stamps, self._forwards, strict=False)]
-            window = Window(step_ms, self._waits, forward_ms, self._late)
-        self.step_ms += window.step_ms
-        self.input_wait_ms += window.input_wait_ms
-        self.host_was_late += window.host_was_late
-        self._stamps, self._waits, self._forwards, self._late = [], [], [], []
+            window = self._window(steps)
+            window.forward_done_ms = [elapsed(s.begin, s.forward) for s in steps if s.forward is not None]
+            window.host_was_late = self._late
+        for name, values in vars(window).items():
+            getattr(self.total, name).extend(values)
+        self._steps, self._late, self._step = [], [], None
         return window
 
-    def summary(self) -> dict:
-        """Return {"step_time_ms": {median, p10, p90, mean, n}, "input_wait_ms": mean, "host_bound": share of steps}.
+    def _window(self, steps: list[_Step]) -> Window:
+        """Return the times of steps on a device that can time them."""
+        elapsed = self.runtime.elapsed_ms
+        step_ms = [elapsed(step.begin, step.end) for step in steps]
+        if not steps or self.runtime.has_reached(steps[-1].end) is None:  # the host itself computes
+            waits = [min(ms, step.host_wait_ms) for ms, step in zip(step_ms, steps, strict=True)]
+            busy = [min(ms - wait, 1e3 * step.cpu_s) for ms, wait, step in zip(step_ms, waits, steps, strict=True)]
+            late = [ms - wait - cpu for ms, wait, cpu in zip(step_ms, waits, busy, strict=True)]
+            return Window(step_ms, waits, late, busy, [0.0] * len(steps))
+        waits = [sum(elapsed(before, after) for before, after, _ in step.waits) for step in steps]
+        active = [ms - wait for ms, wait in zip(step_ms, waits, strict=True)]
+        if queued := [ms for ms, step in zip(active, steps, strict=True) if step.was_queued]:
+            self._busy_ms = median(queued)
+        if self._busy_ms is None:
+            return Window(step_ms, waits)
+        busy = [min(ms, self._busy_ms) for ms in active]
+        left = [ms - own for ms, own in zip(active, busy, strict=True)]
+        late = [ms if step.was_idle else 0.0 for ms, step in zip(left, steps, strict=True)]
+        return Window(step_ms, waits, late, busy, [ms - own for ms, own in zip(left, late, strict=True)])
 
-        host_bound is the share, 0 to 1, of steps in which the device waited for kernel launches. Entries are None if no
-        step was timed or the device cannot tell.
+    def summary(self) -> dict:
+        """Return {"step_time_ms": {median, p10, p90, mean, n}, the mean parts of a step in ms, "host_bound"}.
+
+        The parts are input_wait_ms, host_late_ms, device_busy_ms and rest_ms, see Window. host_bound is the share, 0 to
+        1, of steps in which the device waited for kernel launches. Entries are None if no step was timed or the device
+        cannot tell.
         """
-        n = len(self.step_ms)
+        total, n = self.total, len(self.total.step_ms)
+        parts = {name: None if ms is None else round(ms, 4) for name, ms in total.split().items()}
+        late = total.host_was_late
+        host_bound = {"host_bound": round(sum(late) / len(late), 4) if late else None}
         if n == 0:
-            nothing = dict.fromkeys(("median", "p10", "p90", "mean"))
-            return {"step_time_ms": {**nothing, "n": 0}, "input_wait_ms": None, "host_bound": None}
-        p10, median, p90 = np.percentile(self.step_ms, [10, 50, 90])
-        times = {"median": median, "p10": p10, "p90": p90, "mean": np.mean(self.step_ms)}
+            return {"step_time_ms": {**dict.fromkeys(("median", "p10", "p90", "mean")), "n": 0}, **parts, **host_bound}
+        p10, p50, p90 = np.percentile(total.step_ms, [10, 50, 90])
+        times = {"median": p50, "p10": p10, "p90": p90, "mean": np.mean(total.step_ms)}
         return {
             "step_time_ms": {**{k: round(float(v), 4) for k, v in times.items()}, "n": n},
-            "input_wait_ms": round(float(np.mean(self.input_wait_ms)), 4),
-            "host_bound": round(float(np.mean(self.host_was_late)), 4) if self.host_was_late else None,
+            **parts,
+            **host_bound,
         }

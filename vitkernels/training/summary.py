@@ -41,23 +41,30 @@ def log_window(
     text = f"epoch {epoch}  loss {loss:.4f}  lr {last.lr:.2e}  grad norm {last.grad_norm:.3g}"
     if window.step_ms:
         ms = sum(window.step_ms) / len(window.step_ms)
-        wait = sum(window.input_wait_ms) / len(window.input_wait_ms)
+        split = window.split()
         used = mfu(parallel.runtime, flops, ms)
         memory = parallel.runtime.peak_memory_bytes()
         images_per_s = plan.images_per_step / ms * 1e3
         scalars |= {
             "time/step_ms": ms,
             "time/images_per_s": images_per_s,
-            "time/input_wait_ms": wait,
+            **{f"time/{name}": part for name, part in split.items()},
             "time/mfu": used,
             "memory/peak_mib": None if memory is None else memory / 2**20,
         }
         speed = f"  {ms:.1f} ms/step  {images_per_s:.0f} images/s"
         brief += speed
-        text += f"{speed}  input wait {wait:.1f} ms"
+        text += speed + _split_text(split)
         text += "" if used is None else f"  MFU {100 * used:.1f} %"
     logger.scalars(last.step, scalars)
     logger.window(last.step, text, brief)
+
+
+def _split_text(split: dict[str, float | None]) -> str:
+    """Return what a step's time was spent on, as part of a log line."""
+    names = {"input_wait_ms": "input", "host_late_ms": "host", "device_busy_ms": "device", "rest_ms": "rest"}
+    known = [f"{names[name]} {ms:.1f}" for name, ms in split.items() if ms is not None]
+    return f" = {' + '.join(known)} ms" if len(known) == len(names) else f"  input wait {split['input_wait_ms']:.1f} ms"
 
 
 def log_evaluation(result: dict, num_classes: int) -> None:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from vitkernels.checkpoint import optimizer_state
 from vitkernels.checkpoint.checkpoints import Checkpoints, folder_name, load_state, load_tensors, prefixed
 from vitkernels.checkpoint.random_state import random_state, set_random_state
-from vitkernels.data import Data
-from vitkernels.data.device_transforms import finished
+from vitkernels.data import Batch, Data
+from vitkernels.data.contract import RawBatch
+from vitkernels.data.device_transforms import finish
 from vitkernels.models import load_weights
 from vitkernels.parallel import Parallel
 from vitkernels.runtime.machine import MachineWatch
@@ -28,6 +29,7 @@ from vitkernels.training.health import (
     check_finite,
     parameters_without_gradient,
     warn_if_host_bound,
+    warn_if_input_bound,
     warn_of_straggler,
 )
 from vitkernels.training.loggers import MetricLogger, NullLogger
@@ -105,7 +107,7 @@ class Trainer:
         self.notes: dict = {}
         self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
         self.begin = time.monotonic()
-        self._host_bound = False
+        self._host_bound = self._input_bound = False  # whether the log says so
 
     def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
         """Attach the checkpoints of a run.
@@ -149,7 +151,7 @@ class Trainer:
         while self.state.step < self.plan.total_steps and not due & (Due.STOP | Due.END):
             # One feed per epoch: a feed of all epochs would prefetch training batches across the evaluation.
             assert self.data.train is not None
-            batches = finished(self.data.train, self.parallel.feed(self.plan.batches(self.data.train, self.state.step)))
+            batches = self.parallel.feed(self.plan.batches(self.data.train, self.state.step))
             with contextlib.closing(batches):
                 for _ in range(self.plan.steps_left_in_epoch(self.state.step)):
                     self.train_step(batches)
@@ -166,17 +168,19 @@ class Trainer:
                         break
         return due
 
-    def train_step(self, batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+    def train_step(self, batches: Iterator[Batch | RawBatch]) -> None:
         """Take one optimizer step on the next `plan.accum_steps` batches. It never waits for the device.
 
         Args:
-            batches: (images, targets) on this process's devices, such as `parallel.feed` gives.
+            batches: the training loader's batches on this process's devices, such as `parallel.feed` gives.
         """
+        assert self.data.train is not None
         parallel, scaler, optimizer, accum = self.parallel, self.scaler, self.optimizer, self.plan.accum_steps
         losses: list[Tensor] = []
         for number in range(accum):
             with self.timer.waiting():
-                images, targets = next(batches)
+                batch = next(batches)
+            images, targets = finish(self.data.train, batch)
             with parallel.accumulating(self.net, last=number == accum - 1):
                 with parallel.runtime.autocast():
                     outputs = self.net(images)
@@ -214,6 +218,8 @@ class Trainer:
         warn_of_straggler(self.parallel, step, window)
         check_finite(records, self._describe_samples, self.describe_last_checkpoint, not self.scaler.is_enabled())
         self._host_bound = self._host_bound or warn_if_host_bound(step, window)
+        if not self._input_bound:
+            self._input_bound = warn_if_input_bound(step, window, self.data.train)
         self.state.recent_losses.extend(record.loss for record in records)
         log_window(self.logger, self.parallel, self.plan, records, window, self.flops_per_step)
         # Save before evaluating: an evaluation can take longer than a preempted machine has left.
