@@ -1,7 +1,9 @@
 """pallas_op on CPU tensors, with the quickstart's kernels."""
 
 import functools
+import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from vitkernels.bridge import cuda_context, jax_compat, pallas_op
+from vitkernels.bridge import cuda_context, jax_compat, pallas_devices, pallas_op
 from vitkernels.bridge.examples import quickstart
 from vitkernels.bridge.examples.quickstart import add_vectors, iota, matmul
 from vitkernels.bridge.pallas_devices import Trace
@@ -276,6 +278,23 @@ def test_trace__is_cached_per_shape():
     for rows in (2, 2, 3, 2, 3):
         op(torch.zeros(rows, 4))
     assert traced == [(2, 4), (3, 4)]
+
+
+def test_programs_on_the_cpu__are_dropped_if_unused_for_long(monkeypatch):
+    """Each is mapped into memory many times, and the kernel bounds a process's maps."""
+    monkeypatch.setattr(pallas_devices, "_CPU_PROGRAMS", 2)
+    op = pallas_op(lambda x: x * 2, name="doubled")
+
+    def maps():
+        gc.collect()
+        return len(Path("/proc/self/maps").read_text().splitlines())
+
+    for length in (1, 2, 3):
+        assert torch.equal(op(torch.ones(length)), torch.full((length,), 2.0))
+    before = maps()
+    for length in (*range(4, 12), 1):
+        assert torch.equal(op(torch.ones(length)), torch.full((length,), 2.0))
+    assert len(pallas_devices._cpu_programs) == 2 and maps() < before + 15  # nine programs have 27
 
 
 def test_interpreter__reaches_kernels_in_control_flow_and_jit():

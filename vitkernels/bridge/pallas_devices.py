@@ -1,5 +1,6 @@
 """Run a traced JAX function on each kind of torch tensor: CPU, torch_xla, CUDA."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -11,6 +12,11 @@ from torch import Tensor
 from vitkernels.bridge import lazy_target
 from vitkernels.bridge.jax_compat import hlo_module, initialize_backends, interpreted, keep_jax_off_tpu
 from vitkernels.errors import UsageError
+
+# XLA maps a compiled CPU program into memory some 40 times, and Linux allows a process 65530 maps. Programs that ran
+# least recently are dropped, and compiled again if needed again.
+_CPU_PROGRAMS = 256
+_cpu_programs: "OrderedDict[int, Trace]" = OrderedDict()
 
 _CPU_ALIGNMENT = 64  # bytes; XLA on the CPU copies buffers with a smaller alignment and warns
 
@@ -150,6 +156,7 @@ class Trace:
     def _run_cpu(self, tensors):
         cpu = jax.local_devices(backend="cpu")[0]
         run = self._once("cpu", lambda: jax.jit(jex_core.jaxpr_as_fun(self._for_platform("cpu"))))
+        _keep_recent(self)
         aligned = [t if t.data_ptr() % _CPU_ALIGNMENT == 0 else t.clone() for t in tensors]
         with jax.default_device(cpu):  # for functions without inputs
             arrays = run(*map(jax.dlpack.from_dlpack, aligned))
@@ -212,6 +219,15 @@ class Trace:
             outputs.append(t.clone() if t.numel() and t.data_ptr() in taken else t)
             taken.add(t.data_ptr())
         return outputs
+
+
+def _keep_recent(trace: Trace) -> None:
+    """Count a trace's CPU program as just used, and drop the least recently used ones beyond the limit."""
+    _cpu_programs[id(trace)] = trace
+    _cpu_programs.move_to_end(id(trace))
+    while len(_cpu_programs) > _CPU_PROGRAMS:
+        _, dropped = _cpu_programs.popitem(last=False)
+        dropped._compiled.pop("cpu", None)
 
 
 def _mosaic_gpu_kernel(function: Callable, shapes: tuple):
