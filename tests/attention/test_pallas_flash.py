@@ -14,6 +14,7 @@ from vitkernels import attention
 from vitkernels.attention import pallas_flash
 from vitkernels.attention.pallas_flash.tpu import block_plans, dispatch
 from vitkernels.bridge import lazy_target, pallas_op
+from vitkernels.testing import attention_reference
 
 FLASH, NATIVE = attention.get("pallas_flash"), attention.get("native")
 
@@ -132,6 +133,23 @@ def test_online_softmax__over_several_blocks(monkeypatch):
     check(N=130, M=200, bias=torch.randn(1, 2, 130, 200))
     check(N=200, packed=True, is_causal=True, segment_ids=torch.arange(200)[None] // 70)
     check(B=2, N=150, bias=torch.randn(1, 1, 150, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_online_softmax__bias_of_any_finite_size(dtype, monkeypatch):
+    only("online_softmax", monkeypatch)
+    monkeypatch.setattr(block_plans, "_ONLINE_SCORES", 2 * 128 * 128)
+    lowest = torch.finfo(torch.float32).min
+    bias = torch.zeros(1, 1, 140, 140)
+    bias[..., 130:], bias[..., 130:, :], bias[..., :9, :], bias[..., 9, :] = lowest, lowest, lowest / 2, -lowest / 2
+    leaves = attention_reference.draw("cpu", 1, 1, 140, 32, dtype)
+    out = FLASH(*leaves, bias=bias.requires_grad_())
+    do = torch.randn_like(out)
+    copies = [x.detach().double().requires_grad_() for x in (*leaves, bias)]
+    exact = attention_reference.reference(*copies[:3], bias=copies[3])
+    found, wanted = torch.autograd.grad(out, (*leaves, bias), do), torch.autograd.grad(exact, copies, do.double())
+    for x, y in zip((out, *found), (exact, *wanted), strict=True):
+        assert attention_reference.relative_error(x, y) < attention_reference.TOLERANCE[dtype]
 
 
 def only(form: str, monkeypatch) -> None:

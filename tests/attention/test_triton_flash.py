@@ -55,9 +55,12 @@ def test_operators__pass_opcheck(device):
     bias = torch.randn(20, 20, device=device, requires_grad=True)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     FLASH.qkvpacked(qkv)  # registers them
-    torch.library.opcheck(ops.triton_flash_packed, (qkv, bias, None, None, False, 0.2, []), test_utils=checks)
+    rope = torch.randn(18, 64, device=device)
+    torch.library.opcheck(
+        ops.triton_flash_packed, (qkv, bias, None, None, rope, True, False, 0.2, []), test_utils=checks
+    )
     q, k, v = qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
-    torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, True, 0.2, []), test_utils=checks)
+    torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, None, False, True, 0.2, []), test_utils=checks)
 
 
 @pytest.mark.parametrize("device", DEVICES)

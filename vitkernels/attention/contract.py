@@ -30,6 +30,7 @@ class Problem:
     has_segment_ids: bool = False
     is_causal: bool = False
     dropout_p: float = 0.0
+    has_rope: bool = False
 
     @classmethod
     def of(
@@ -43,9 +44,11 @@ class Problem:
         is_causal: bool = False,
         scale: float | None = None,  # accepted like a call's other arguments, but unused: backends support any scale
         dropout_p: float = 0.0,
+        rope: Tensor | None = None,
+        rope_half: bool = False,
     ) -> "Problem":
         """Return the problem of a call with these arguments; raise UsageError if they are inconsistent."""
-        _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, dropout_p)
+        _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, dropout_p, rope)
         B, H, N, D = q_BHND.shape
         return cls(
             batch=B,
@@ -60,13 +63,15 @@ class Problem:
             has_segment_ids=segment_ids is not None,
             is_causal=is_causal,
             dropout_p=dropout_p,
+            has_rope=rope is not None,
         )
 
 
-def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
-    _check_tensors(q=q, k=k, v=v, bias=bias, mask=mask, segment_ids=segment_ids)
+def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p, rope) -> None:
+    extras = {"bias": bias, "mask": mask, "segment_ids": segment_ids, "rope": rope}
+    _check_tensors(q=q, k=k, v=v, **extras)
     scores = _check_qkv(q, k, v)
-    for name, x in (("k", k), ("v", v), ("bias", bias), ("mask", mask), ("segment_ids", segment_ids)):
+    for name, x in {"k": k, "v": v, **extras}.items():
         if x is not None and x.device != q.device:
             message = f"{name} is on {x.device}, q on {q.device}; move them to one device"
             raise UsageError(message, code="attention.device", name=name)
@@ -82,6 +87,8 @@ def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p) -> None:
         _check_broadcast("mask", mask, scores)
     if segment_ids is not None:
         _check_segment_ids(segment_ids, scores)
+    if rope is not None:
+        _check_rope(rope, scores, q.shape[3])
     if type(is_causal) not in (bool, torch.SymBool):  # kernels disagree on the truth of other values
         raise UsageError(f"is_causal must be True or False, got {is_causal!r}", code="attention.is_causal")
     if not 0.0 <= dropout_p < 1.0:
@@ -133,6 +140,21 @@ def _check_segment_ids(segment_ids: Tensor, scores: tuple[int, ...]) -> None:
         )
 
 
+def _check_rope(rope: Tensor, scores: tuple[int, ...], head_dim: int) -> None:
+    B, H, N, M = scores
+    fits = 2 <= rope.ndim <= 4 and rope.shape[-1] == 2 * head_dim and rope.shape[-2] <= N == M and head_dim % 2 == 0
+    leading = (1,) * (4 - rope.ndim) + tuple(rope.shape[:-2])
+    if not fits or not rope.dtype.is_floating_point or leading[0] not in (1, B) or leading[1] not in (1, H):
+        raise UsageError(
+            "rope must be floating, the sines and then the cosines of the last tokens, in self-attention with an even "
+            f"head dim: (batch or 1, heads or 1, at most {N}, 2 * {head_dim}); "
+            f"got {rope.dtype} {tuple(rope.shape)} for {N} queries and {M} keys",
+            code="attention.rope",
+            shape=tuple(rope.shape),
+            dtype=rope.dtype,
+        )
+
+
 def _check_broadcast(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     first = len(shape) - x.ndim
     fits = 1 <= x.ndim <= len(shape) and all(x.shape[i] in (1, shape[first + i]) for i in range(x.ndim))
@@ -148,7 +170,7 @@ def _number(scale) -> float:
     return float(scale)
 
 
-_dispatched_calls = BoundedCache()  # a call without bias, mask and segment_ids -> the backend that runs it
+_dispatched_calls = BoundedCache()  # a call without bias, mask, segment_ids and rope -> the backend that runs it
 
 
 def forget_dispatch() -> None:
@@ -170,6 +192,10 @@ class AttentionBackend:
         is_causal: query i sees keys 0..i (aligned at the top left, as in SDPA).
         scale: a number without a gradient; defaults to D ** -0.5.
         dropout_p: probability of dropping an attention weight; the caller passes 0 in evaluation.
+        rope: rotary position embeddings of the last tokens of q and k, as timm makes them: their D sines and then their
+            D cosines, floating, broadcastable to (B, H, tokens, 2 * D). With fewer rows than tokens, the first tokens
+            (class and register tokens) are not rotated. q and k are rotated in float32 and rounded to their dtype.
+        rope_half: whether column i rotates with column i + D / 2; by default columns 2 i and 2 i + 1 rotate together.
     They can be combined freely. The output and gradients of a query without keys are zero. Under torch.autocast, q, k
     and v are cast to its dtype, as in SDPA.
 
@@ -197,8 +223,13 @@ class AttentionBackend:
         """Return why this backend does not support the problem on a machine where it can run; None if it does."""
         return None
 
+    rotates = False  # whether `run` and `run_qkvpacked` also take rope and rope_half; if not, q and k come rotated
+
     def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> Tensor:
-        """Return (B, H, N, D) in q's dtype. The arguments are checked; every keyword is passed, scale as a float."""
+        """Return (B, H, N, D) in q's dtype. The arguments are checked; every keyword is passed, scale as a float.
+
+        With is_causal there are at most as many keys as queries, except if there are no queries.
+        """
         raise NotImplementedError
 
     def run_qkvpacked(self, qkv_BN3HD: Tensor, **keywords) -> Tensor:
@@ -224,6 +255,8 @@ class AttentionBackend:
         is_causal: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,
+        rope: Tensor | None = None,
+        rope_half: bool = False,
     ) -> Tensor:
         """Map q (B, H, N, D), k and v (B, H, M, D) to (B, H, N, D) in q's dtype, or in autocast's if enabled."""
         try:
@@ -232,7 +265,15 @@ class AttentionBackend:
             _check_tensors(q=q_BHND, k=k_BHMD, v=v_BHMD)
             raise
         number = None if scale is None else _number(scale)
-        return self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p).run(
+        runner = self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p, rope)
+        if is_causal:
+            k_BHMD, v_BHMD, bias, mask = _seen_by_last_query(q_BHND.shape[2], k_BHMD, v_BHMD, bias, mask)
+        rotation = {}
+        if rope is not None and runner.rotates and not _needs_gradient(rope):
+            rotation = {"rope": rope, "rope_half": rope_half}
+        elif rope is not None:
+            q_BHND, k_BHMD = rotated(q_BHND, rope, rope_half), rotated(k_BHMD, rope, rope_half)
+        return runner.run(
             q_BHND,
             k_BHMD,
             v_BHMD,
@@ -242,6 +283,7 @@ class AttentionBackend:
             is_causal=is_causal,
             scale=q_BHND.shape[-1] ** -0.5 if number is None else number,
             dropout_p=dropout_p,
+            **rotation,
         )
 
     def qkvpacked(
@@ -253,6 +295,8 @@ class AttentionBackend:
         is_causal: bool = False,
         scale: float | None = None,
         dropout_p: float = 0.0,
+        rope: Tensor | None = None,
+        rope_half: bool = False,
     ) -> Tensor:
         """Map the projection's packed qkv (B, N, 3, H, D) to (B, N, H * D), ready for the output projection."""
         if not isinstance(qkv_BN3HD, Tensor) or qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
@@ -262,18 +306,25 @@ class AttentionBackend:
             raise UsageError(message, code="attention.shape", qkv=shape)
         (qkv_BN3HD,) = tensors = cast(qkv_BN3HD)
         number = None if scale is None else _number(scale)
-        return self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p).run_qkvpacked(
-            qkv_BN3HD,
-            bias=bias,
-            mask=mask,
-            segment_ids=segment_ids,
-            is_causal=is_causal,
-            scale=qkv_BN3HD.shape[-1] ** -0.5 if number is None else number,
-            dropout_p=dropout_p,
-        )
+        runner = self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p, rope)
+        keywords = {
+            "bias": bias,
+            "mask": mask,
+            "segment_ids": segment_ids,
+            "is_causal": is_causal,
+            "scale": qkv_BN3HD.shape[-1] ** -0.5 if number is None else number,
+            "dropout_p": dropout_p,
+        }
+        if rope is None:
+            return runner.run_qkvpacked(qkv_BN3HD, **keywords)
+        if runner.rotates and not _needs_gradient(rope):
+            return runner.run_qkvpacked(qkv_BN3HD, rope=rope, rope_half=rope_half, **keywords)
+        q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+        q_BHND, k_BHND = rotated(q_BHND, rope, rope_half), rotated(k_BHND, rope, rope_half)
+        return runner.run(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
 
     # ------------------------------------------------------------------ dispatch
-    def _dispatch(self, tensors, bias, mask, segment_ids, is_causal, dropout_p) -> "AttentionBackend":
+    def _dispatch(self, tensors, bias, mask, segment_ids, is_causal, dropout_p, rope) -> "AttentionBackend":
         """Return the backend that runs a call, from a cache: checking a call takes longer than a short kernel.
 
         tensors: q, k and v, or packed qkv alone, after the cast.
@@ -281,9 +332,10 @@ class AttentionBackend:
 
         def examined() -> AttentionBackend:
             q, k, v = tensors if len(tensors) == 3 else tensors[0].permute(2, 0, 3, 1, 4).unbind(0)
-            return self._runner(Problem.of(q, k, v, bias, mask, segment_ids, is_causal, dropout_p=dropout_p))
+            keywords = {"dropout_p": dropout_p, "rope": rope}
+            return self._runner(Problem.of(q, k, v, bias, mask, segment_ids, is_causal, **keywords))
 
-        if bias is not None or mask is not None or segment_ids is not None or not runs_eagerly(tensors):
+        if any(x is not None for x in (bias, mask, segment_ids, rope)) or not runs_eagerly(tensors):
             return examined()
         call = self, is_causal, type(is_causal), dropout_p, *[(x.shape, x.dtype, x.device) for x in tensors]
         runner = _dispatched_calls.get(call)
@@ -297,6 +349,37 @@ class AttentionBackend:
         if reason is not None:
             raise unsupported_error("attention", self.name, reason)
         return self
+
+
+def _seen_by_last_query(N: int, k_BHMD: Tensor, v_BHMD: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple:
+    """Return the keys, values, bias and mask that the last of N causal queries sees: keys 0..N-1.
+
+    No query sees the others, so that even NaN in them must not matter.
+    """
+    if not 0 < N < k_BHMD.shape[2]:
+        return k_BHMD, v_BHMD, bias, mask
+    extras = (x if x is None or x.shape[-1] == 1 else x[..., :N] for x in (bias, mask))
+    return k_BHMD[:, :, :N], v_BHMD[:, :, :N], *extras
+
+
+def _needs_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+def rotated(x_BHND: Tensor, rope: Tensor, rope_half: bool) -> Tensor:
+    """Return q or k with rotary embeddings (Su et al. 2021, arXiv 2104.09864) applied to its last tokens.
+
+    rope and rope_half: see `AttentionBackend`.
+    """
+    tokens = rope.shape[-2]
+    first, last = x_BHND.split([x_BHND.shape[2] - tokens, tokens], 2)
+    sin, cos = rope.to(torch.promote_types(rope.dtype, torch.float32)).chunk(2, -1)
+    if rope_half:
+        low, high = last.chunk(2, -1)
+        turned = torch.cat([-high, low], -1)
+    else:
+        turned = torch.stack([-last[..., 1::2], last[..., ::2]], -1).flatten(-2)
+    return torch.cat([first, (last * cos + turned * sin).to(x_BHND.dtype)], 2)
 
 
 def keep_mask(

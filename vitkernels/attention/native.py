@@ -22,8 +22,9 @@ class Native(AttentionBackend):
         if keep is None:
             p_BHNM = s_BHNM.softmax(-1)
         else:
-            # A finite floor, then exact zeros: a row without keys gives 0 instead of NaN, forward and backward.
-            p_BHNM = s_BHNM.masked_fill(~keep, torch.finfo(s_BHNM.dtype).min).softmax(-1).masked_fill(~keep, 0.0)
+            # A query without keys: softmax of zeros, then exact zeros, so that no NaN arises forward or backward.
+            s_BHNM = s_BHNM.masked_fill(~keep, float("-inf")).masked_fill(~keep.any(-1, keepdim=True), 0.0)
+            p_BHNM = s_BHNM.softmax(-1).masked_fill(~keep, 0.0)
         p_BHNM = F.dropout(p_BHNM, dropout_p)
         return (p_BHNM.to(v_BHMD.dtype) @ v_BHMD).to(q_BHND.dtype)
 

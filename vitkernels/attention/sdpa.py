@@ -8,7 +8,7 @@ from vitkernels.attention.contract import AttentionBackend, Problem, keep_mask
 
 
 class Sdpa(AttentionBackend):
-    """Run on every device. A bias is cast to q's dtype, as SDPA requires."""
+    """Run on every device. A bias is cast to q's dtype, as SDPA requires, and stays finite."""
 
     name = "sdpa"
 
@@ -20,10 +20,6 @@ class Sdpa(AttentionBackend):
 
     def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
         if bias is None and mask is None and segment_ids is None:
-            N, M = q_BHND.shape[2], k_BHMD.shape[2]
-            if is_causal and 0 < N < M:
-                # Query i sees keys 0..i, so no query sees the rest. Square calls are also those that flash supports.
-                k_BHMD, v_BHMD = k_BHMD[:, :, :N], v_BHMD[:, :, :N]
             return F.scaled_dot_product_attention(
                 q_BHND, k_BHMD, v_BHMD, dropout_p=dropout_p, is_causal=is_causal, scale=scale
             )
@@ -40,13 +36,26 @@ class Sdpa(AttentionBackend):
         else:
             if q_BHND.is_cuda and torch.is_grad_enabled() and bias.requires_grad:
                 q_BHND = requiring_gradient(q_BHND, k_BHMD, v_BHMD, bias)
-            attn_mask = bias.to(q_BHND.dtype).masked_fill(bias == float("-inf"), 0.0).masked_fill(~keep, float("-inf"))
+            finite_bias = in_range(bias.masked_fill(bias == float("-inf"), 0.0), q_BHND.dtype)
+            attn_mask = finite_bias.masked_fill(~keep, float("-inf"))
         if attn_mask.shape[-1] != k_BHMD.shape[2]:  # CUDA's kernels do not broadcast a mask over the keys
             attn_mask = attn_mask.expand(*attn_mask.shape[:-1], k_BHMD.shape[2]).contiguous()
         out_BHND = F.scaled_dot_product_attention(
             q_BHND, k_BHMD, v_BHMD, attn_mask=attn_mask, dropout_p=dropout_p, scale=scale
         )
         return out_BHND.masked_fill(~has_key, 0.0)
+
+
+def in_range(bias: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a finite bias in `dtype`, with values beyond its range at its ends; the gradient is that of a plain cast.
+
+    Cast to bfloat16, float32's lowest value, as padding masks have it, would become -inf.
+    """
+    if torch.finfo(bias.dtype).max <= torch.finfo(dtype).max:
+        return bias.to(dtype)
+    ends = torch.finfo(dtype)
+    values = bias.detach().clamp(ends.min, ends.max).to(dtype)
+    return values + (bias - bias.detach()).to(dtype) if bias.requires_grad else values
 
 
 def requiring_gradient(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, bias: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import cache, partial
 from types import FunctionType
 
+import numpy as np
 import torch
 from torch.library import wrap_triton
 
@@ -206,7 +207,7 @@ def _interpreting():
     spaces = (tl, tl.core, tl.math, tl.tensor, tl.dtype, tl.core.tensor_descriptor_base, JITFunction, interpreter)
     before = [dict(vars(space)) for space in spaces]
     try:
-        with triton.knobs.runtime.scope():
+        with triton.knobs.runtime.scope(), np.errstate(over="ignore"):  # a GPU overflows to infinity without a warning
             triton.knobs.runtime.interpret = True
             JITFunction.__call__ = lambda self, *args, **keywords: _plain(self.fn)(*args, **keywords)
             interpreter._patch_lang = partial(_patch_lang, interpreter._patch_lang)

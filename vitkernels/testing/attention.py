@@ -20,6 +20,7 @@ from vitkernels.testing.attention_reference import (
     draw_packed,
     reference,
     relative_error,
+    rotary_table,
     unpacked,
 )
 
@@ -101,6 +102,22 @@ class AttentionConformance(AttentionHarness):
         bias[:, 1, 7] = float("-inf")
         self.check(draw(device, 2, 2, 50, 64), bias=bias)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("of_bias", [torch.float32, torch.bfloat16])
+    def test_bias__of_any_finite_size(self, device, dtype, of_bias):
+        """Padding masks add float32's or bfloat16's lowest value; where all keys have it, their average results."""
+        lowest = torch.finfo(of_bias).min
+        bias = torch.zeros(2, 1, 40, 40, device=device, dtype=of_bias)
+        bias[0, ..., 33:] = lowest  # padded keys
+        bias[0, :, 33:] = lowest  # padded queries: equal scores, since the bias absorbs all others
+        bias[1, :, :20] = lowest / 1.3
+        bias[1, :, 3, 5:] = float("-inf")
+        bias[1, :, 4, :8] = -1e38
+        bias[1, :, 5] = -1e38
+        bias[1, :, 6] = -lowest / 2
+        rounded = max(TOLERANCE[dtype], TOLERANCE[of_bias])  # the gradient has the bias's dtype
+        self.check(draw(device, 2, 1, 40, 32, dtype), tolerance=rounded, bias=bias.requires_grad_())
+
     @pytest.mark.parametrize("shape", [(2, 2, 70, 70), (1, 1, 70, 70), (2, 1, 1, 70), (2, 1, 70, 1), (70,)])
     def test_masks(self, device, shape):
         mask = torch.rand(shape, device=device) < 0.5
@@ -122,8 +139,68 @@ class AttentionConformance(AttentionHarness):
     def test_segments(self, device):
         self.check(draw(device, 2, 2, 70, 64), segment_ids=torch.randint(0, 3, (2, 70), device=device))
 
+    @pytest.mark.parametrize("lengths", [(40, 70, 1, 19), (128, 128), (130,)])
+    def test_segments__packed_one_after_another(self, device, lengths):
+        ids = torch.repeat_interleave(torch.arange(len(lengths)) * 3 - 1, torch.tensor(lengths)).to(device)
+        leaves = draw(device, 1, 1, sum(lengths), 32)
+        self.check(leaves, segment_ids=ids[None])
+        self.check(leaves, segment_ids=ids.flip(0)[None], is_causal=True)
+
     def test_causal(self, device):
         self.check(draw(device, 1, 2, 130, 64), is_causal=True)
+
+    def test_causal__keys_that_no_query_sees_do_not_matter(self, device):
+        q, k, v = draw(device, 1, 2, 50, 64, M=70)
+        bias, mask = torch.randn(1, 2, 50, 70, device=device), torch.rand(50, 70, device=device) < 0.9
+        backend = self.taken(q, k, v, bias=bias, mask=mask, is_causal=True)
+        do = torch.randn_like(q)
+
+        def results(hidden):
+            leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+            with torch.no_grad():
+                leaves[1][:, :, 50:], leaves[2][:, :, 50:] = hidden, hidden
+            out = backend(*leaves, bias=bias, mask=mask, is_causal=True)
+            return out, *torch.autograd.grad(out, leaves, do)
+
+        for x, y in zip(results(float("nan")), results(0.0), strict=True):
+            assert torch.equal(x, y)
+
+    # ------------------------------------------------------------------ rotary position embeddings
+    @pytest.mark.parametrize("rope_half", [False, True])
+    @pytest.mark.parametrize("D, leading, rows", [(32, (), 37), (64, (2, 1), 36), (80, (1, 2), 33), (96, (2, 2), 32)])
+    def test_rope(self, device, D, leading, rows, rope_half):
+        """The first tokens are not rotated. Sines and cosines differ within a pair, so that none can be confused."""
+        if device == "cpu" and self.slow_on_cpu and not self.attend.rotates:
+            pytest.skip("q and k come rotated; runs on a GPU")
+        rope = torch.randn(*leading, rows, 2 * D, device=device)
+        # Random rotations double the scores.
+        self.check_packed(draw_packed(device, 2, 37, 2, D), rope=rope, rope_half=rope_half, scale=0.5 * D**-0.5)
+
+    @pytest.mark.parametrize("rope_half", [False, True])
+    def test_rope__with_everything_else(self, device, rope_half):
+        extras = {
+            "bias": torch.randn(2, 1, 50, 50, device=device, requires_grad=True),
+            "mask": torch.rand(1, 2, 50, 50, device=device) < 0.7,
+            "segment_ids": torch.arange(50, device=device).expand(2, 50) // 20,
+            "is_causal": True,
+            "rope": rotary_table(device, 45, 64, rope_half),
+            "rope_half": rope_half,
+        }
+        self.check(draw(device, 2, 2, 50, 64), **extras)
+        half = {"rope": extras["rope"], "rope_half": rope_half}
+        self.check(draw(device, 1, 2, 50, 64, torch.bfloat16), **half)
+
+    def test_rope__its_gradient(self, device):
+        """Mixed rotary embeddings are learned."""
+        rope = rotary_table(device, 20, 32, False).requires_grad_()
+        qkv = draw_packed(device, 2, 21, 2, 32)
+        out = self.taken(*unpacked(qkv), rope=rope).qkvpacked(qkv, rope=rope)
+        do = torch.randn_like(out)
+        grads = torch.autograd.grad(out, (qkv, rope), do)
+        copies = [x.detach().double().requires_grad_() for x in (qkv, rope)]
+        exact = reference(*unpacked(copies[0]), rope=copies[1]).transpose(1, 2).flatten(2)
+        for x, y in zip(grads, torch.autograd.grad(exact, copies, do.double()), strict=True):
+            assert relative_error(x, y) < TOLERANCE[torch.float32]
 
     def test_everything_at_once(self, device):
         extras = {
@@ -295,10 +372,24 @@ class AttentionConformance(AttentionHarness):
             ({"mask": [True]}, "attention.type", {"name": "mask"}),
             ({"is_causal": torch.tensor(True)}, "attention.is_causal", {}),
             ({"scale": torch.tensor(1.0, requires_grad=True)}, "attention.scale_gradient", {}),
+            ({"rope": torch.ones(5, 64)}, "attention.rope", {"shape": (5, 64)}),
+            ({"rope": torch.ones(4, 32)}, "attention.rope", {"shape": (4, 32)}),
+            ({"rope": torch.ones(4, 64, dtype=torch.long)}, "attention.rope", {"dtype": torch.long}),
             ({x: torch.ones(1, 2, 4, 0) for x in "qkv"}, "attention.shape", {"q": (1, 2, 4, 0)}),
             ({x: torch.ones(1, 2, 4, 32, dtype=torch.float8_e4m3fn) for x in "qkv"}, "attention.dtype", {"name": "q"}),
         ],
-        ids=["k is an array", "no q", "mask is a list", "is_causal", "scale", "no head dim", "8 bits"],
+        ids=[
+            "array",
+            "no q",
+            "mask",
+            "is_causal",
+            "scale",
+            "long rope",
+            "narrow rope",
+            "int rope",
+            "no head dim",
+            "8 bits",
+        ],
     )
     def test_invalid_arguments__are_named(self, device, change, code, fields):
         def moved(x):

@@ -33,9 +33,13 @@ def batch_and_heads(tokens: int) -> tuple[int, int]:
     return (2, 3) if tokens < 64 else (1, 2)
 
 
-def reference(q, k, v, bias=None, mask=None, segment_ids=None, is_causal=False, scale=None) -> Tensor:
+def reference(
+    q, k, v, bias=None, mask=None, segment_ids=None, is_causal=False, scale=None, rope=None, rope_half=False
+) -> Tensor:
     """Return attention in float64, written from the contract and sharing no code with any backend."""
     q, k, v = q.double(), k.double(), v.double()
+    if rope is not None:
+        q, k = (torch.einsum("...nd,...nde->...ne", x, rotations(rope, x.shape[2], rope_half)) for x in (q, k))
     N, M = q.shape[2], k.shape[2]
     s = torch.einsum("bhnd,bhmd->bhnm", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
     keep = torch.ones_like(s, dtype=torch.bool)
@@ -48,10 +52,35 @@ def reference(q, k, v, bias=None, mask=None, segment_ids=None, is_causal=False, 
         keep = keep & (segment_ids[:, None, :, None] == segment_ids[:, None, None, :])
     if is_causal:
         keep = keep & torch.ones(N, M, dtype=torch.bool, device=q.device).tril()
-    s = s.masked_fill(~keep, -1e30)
+    lowest = torch.finfo(s.dtype).min
+    s = s.masked_fill(~keep, lowest)
     p = torch.exp(s - s.detach().amax(-1, keepdim=True)).masked_fill(~keep, 0.0)
     total = p.sum(-1, keepdim=True)
     return torch.einsum("bhnm,bhmd->bhnd", p / torch.where(total == 0, 1.0, total), v)
+
+
+def rotary_table(device, tokens: int, D: int, rope_half: bool) -> Tensor:
+    """Return sines and cosines (tokens, 2 D) of one angle per pair, as models have them."""
+    angles = torch.arange(tokens, device=device)[:, None] * 100 ** -torch.arange(0, 1, 2 / D, device=device)
+    angles = angles.repeat(1, 2) if rope_half else angles.repeat_interleave(2, 1)
+    return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+def rotations(rope: Tensor, tokens: int, rope_half: bool) -> Tensor:
+    """Return each token's rotation as a matrix (..., tokens, D, D) that multiplies a row from the right."""
+    *leading, rows, width = rope.shape
+    D = width // 2
+    sin, cos = rope.double().split(D, -1)
+    matrices = torch.eye(D, dtype=torch.float64, device=rope.device).repeat(*leading, tokens, 1, 1)
+    for row in range(rows):
+        matrices[..., tokens - rows + row, :, :] = torch.diag_embed(cos[..., row, :])
+        for column in range(D):
+            if rope_half:
+                source, sign = (column + D // 2, -1) if column < D // 2 else (column - D // 2, 1)
+            else:
+                source, sign = (column + 1, -1) if column % 2 == 0 else (column - 1, 1)
+            matrices[..., tokens - rows + row, source, column] = sign * sin[..., row, column]
+    return matrices
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:

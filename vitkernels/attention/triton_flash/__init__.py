@@ -21,9 +21,10 @@ _PASSES = ("forward", "dq", "dkdv")
 
 
 class TritonFlash(AttentionBackend):
-    """Head dims 32 to 128 in steps of 8, any lengths, bias with gradient, masks, segments, causality; no dropout."""
+    """Head dims 32 to 128 in steps of 8, any lengths, bias and its gradient, masks, segments, causality and rope."""
 
     name = "triton_flash"
+    rotates = True
 
     def __init__(self, tile_sizes: tuple[int, ...] = ()):
         self._tile_sizes = tile_sizes  # (queries, keys) of each pass, 0 to choose by shape; or empty
@@ -62,15 +63,19 @@ class TritonFlash(AttentionBackend):
             return f"does not support dropout of attention weights (dropout_p={problem.dropout_p}); use 0 or sdpa"
         return None
 
-    def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+    def run(self, q_BHND, k_BHMD, v_BHMD, *, is_causal, scale, dropout_p, **extras):
         from vitkernels.attention.triton_flash.operators import attend  # imports Triton
 
-        return attend(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, scale, self._tile_sizes)[0]
+        return attend(q_BHND, k_BHMD, v_BHMD, *_extras(**extras), is_causal, scale, self._tile_sizes)[0]
 
-    def run_qkvpacked(self, qkv_BN3HD, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+    def run_qkvpacked(self, qkv_BN3HD, *, is_causal, scale, dropout_p, **extras):
         from vitkernels.attention.triton_flash.operators import attend_packed
 
-        return attend_packed(qkv_BN3HD, bias, mask, segment_ids, is_causal, scale, self._tile_sizes)[0]
+        return attend_packed(qkv_BN3HD, *_extras(**extras), is_causal, scale, self._tile_sizes)[0]
+
+
+def _extras(bias, mask, segment_ids, rope=None, rope_half=False) -> tuple:
+    return bias, mask, segment_ids, rope, rope_half
 
 
 BACKEND = TritonFlash()

@@ -11,32 +11,37 @@ import triton
 import triton.language as tl
 
 from vitkernels.attention.triton_flash.tiles import (
-    LOG2E,
+    exponential,
     inner,
+    load_rotated,
     load_rows,
     modified_scores,
     outer,
     owned_tile,
     rows_of_head,
+    score_factor,
+    statistics_of_head,
     store_rows,
+    tiles_in_common,
     zeros,
 )
 
 
 @triton.jit
 def _fold_in(
-    s, v1, v2, row_max, row_sum, acc1, acc2, scale, GENERAL: tl.constexpr, D2: tl.constexpr, PRECISION: tl.constexpr
-):
+    s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras,
+    GENERAL: tl.constexpr, D2: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Fold one more tile of scores and values into the online softmax."""
     if GENERAL:  # s is already scaled, and entire rows can be -inf
         new_max = tl.maximum(row_max, tl.max(s, 1))
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(s - base[:, None])
+        p = exponential(s - base[:, None], extras)
     else:  # scaling after the maximum fuses into the exponent's multiply-add
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
         base = new_max
         p = tl.exp2(s * scale - base[:, None])
-    shrink = tl.exp2(row_max - base)
+    shrink = exponential(row_max - base, extras)
     row_sum = row_sum * shrink + tl.sum(p, 1)
     acc1 = acc1 * shrink[:, None]
     if D2 > 0:
@@ -47,68 +52,79 @@ def _fold_in(
 
 @triton.jit
 def _attend_rows(
-    q, k, v, out, lse_ptr, extras, first_n, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
+    q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_M: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n = first_n + tl.arange(0, TILE_N)
-    q1, q2 = load_rows(q, n, N, D, D1, D2, RAGGED)
+    q1, q2 = load_rotated(q, rope, n, N, D, QK1, QK2, RAGGED)
     row_max = tl.full([TILE_N], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_N], tl.float32)
     acc1, acc2 = zeros(TILE_N, D1, D2)
 
     if GENERAL:
+        start = 0
         end = M
+        if extras[8] is not None:
+            start, end = tiles_in_common(extras, n, N, M, TILE_M)
         if CAUSAL:
-            end = tl.minimum(M, first_n + TILE_N)
-        for first_m in range(0, end, TILE_M):
+            end = tl.minimum(end, first_n + TILE_N)
+        for first_m in range(start, end, TILE_M):
             m = first_m + tl.arange(0, TILE_M)
-            k1, k2 = load_rows(k, m, M, D, D1, D2, True)
+            k1, k2 = load_rotated(k, rope, m, M, D, QK1, QK2, True)
             v1, v2 = load_rows(v, m, M, D, D1, D2, True)
-            s = inner(q1, q2, k1, k2, D2, PRECISION) * scale
+            s = inner(q1, q2, k1, k2, QK2, PRECISION) * scale
             s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
             row_max, row_sum, acc1, acc2 = _fold_in(
-                s, v1, v2, row_max, row_sum, acc1, acc2, scale, GENERAL, D2, PRECISION
+                s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
             )
     else:
         full_tiles = M // TILE_M * TILE_M
         if TAIL_M > 0:  # loaded before the loop and used after it, to hide the latency
             tail_m = full_tiles + tl.arange(0, TAIL_M)
-            tail_k1, tail_k2 = load_rows(k, tail_m, M, D, D1, D2, True)
+            tail_k1, tail_k2 = load_rotated(k, rope, tail_m, M, D, QK1, QK2, True)
             tail_v1, tail_v2 = load_rows(v, tail_m, M, D, D1, D2, True)
         for first_m in range(0, full_tiles, TILE_M):
             m = first_m + tl.arange(0, TILE_M)
-            k1, k2 = load_rows(k, m, M, D, D1, D2, False)
+            k1, k2 = load_rotated(k, rope, m, M, D, QK1, QK2, False)
             v1, v2 = load_rows(v, m, M, D, D1, D2, False)
-            s = inner(q1, q2, k1, k2, D2, PRECISION)
+            s = inner(q1, q2, k1, k2, QK2, PRECISION)
             row_max, row_sum, acc1, acc2 = _fold_in(
-                s, v1, v2, row_max, row_sum, acc1, acc2, scale, GENERAL, D2, PRECISION
+                s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
             )
         if TAIL_M > 0:
-            s = inner(q1, q2, tail_k1, tail_k2, D2, PRECISION)
+            s = inner(q1, q2, tail_k1, tail_k2, QK2, PRECISION)
             s = tl.where(tail_m[None, :] < M, s, float("-inf"))
             row_max, row_sum, acc1, acc2 = _fold_in(
-                s, tail_v1, tail_v2, row_max, row_sum, acc1, acc2, scale, GENERAL, D2, PRECISION
+                s, tail_v1, tail_v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
             )
 
     if GENERAL:  # a query without keys: out is 0, and lse = +inf makes every exp2(score - lse) of the backward pass 0
         row_max = tl.where(row_sum == 0.0, float("inf"), row_max)
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     share = 1.0 / row_sum
-    tl.store(lse_ptr + n, row_max + tl.log2(row_sum), mask=n < N)
+    if extras[0] is not None:
+        tl.store(lse_ptr + n, row_max, mask=n < N)
+        tl.store(lse_ptr + N + n, tl.log2(row_sum), mask=n < N)
+    else:
+        tl.store(lse_ptr + n, row_max + tl.log2(row_sum), mask=n < N)
     store_rows(out, acc1 * share[:, None], acc2 * share[:, None], n, N, D, D1, D2, RAGGED)
 
 
 @triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    H, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
+    rope_b, rope_h, rope_n, skipped, H, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = softmax(scale * q kᵀ + bias) v, and lse_BHN, the log-sum-exp in log2 units.
+
+    With a bias, lse is (B, H, 2, N): the maximum of the scores, and log2 of the sum of their exponentials beyond it.
 
     Strides are in elements; those of q, k, v and out are multiples of 8, and 1 along D. Tiles of one head run in
     consecutive programs, so that its keys and values stay in the L2 cache. TAIL_N and TAIL_M are the tile sizes for the
@@ -119,19 +135,20 @@ def forward_kernel(
     k = rows_of_head(k_ptr, head, H, k_b, k_h, k_m)
     v = rows_of_head(v_ptr, head, H, v_b, v_h, v_m)
     out = rows_of_head(out_ptr, head, H, out_b, out_h, out_n)
-    lse_ptr += head.to(tl.int64) * N
     b, h = (head // H).to(tl.int64), head % H
     extras = (
         bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
         mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
     )  # fmt: skip
-    scale_log2 = scale * LOG2E
+    rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
+    lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
+    factor = score_factor(scale, extras)
     if TAIL_N == 0 or TAIL_N == TILE_N:
-        _attend_rows(q, k, v, out, lse_ptr, extras, first_n, N, M, scale_log2,
-                     D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, factor,
+                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif first_n + TILE_N > N:
-        _attend_rows(q, k, v, out, lse_ptr, extras, first_n, N, M, scale_log2,
-                     D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, factor,
+                     D, D1, D2, QK1, QK2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     else:
-        _attend_rows(q, k, v, out, lse_ptr, extras, first_n, N, M, scale_log2,
-                     D, D1, D2, TILE_N, TILE_M, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, factor,
+                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip

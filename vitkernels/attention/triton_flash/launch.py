@@ -48,11 +48,13 @@ class FlashInputs:
     bias: Tensor | None  # bias and mask expanded to (B, H, N, M); segment_ids is (B, N)
     mask: Tensor | None
     segment_ids: Tensor | None
+    rope: Tensor | None  # sines and cosines, expanded to (B, H, rotated tokens, 2 D)
+    rope_half: bool
     is_causal: bool
     scale: float
 
     @classmethod
-    def of(cls, q, k, v, bias, mask, segment_ids, is_causal, scale) -> "FlashInputs":
+    def of(cls, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale) -> "FlashInputs":
         shape = (*q.shape[:3], k.shape[2])
         return cls(
             q=readable(q),
@@ -61,6 +63,8 @@ class FlashInputs:
             bias=None if bias is None else bias.expand(shape),
             mask=None if mask is None else mask.expand(shape).view(torch.uint8),
             segment_ids=segment_ids,
+            rope=None if rope is None else _expanded_rope(rope, q.shape),
+            rope_half=rope_half,
             is_causal=is_causal,
             scale=scale,
         )
@@ -68,33 +72,53 @@ class FlashInputs:
     @property
     def general(self) -> bool:
         """Return whether the call is more than softmax(q kᵀ) v. A scale <= 0 counts: it turns max(s) into min(s)."""
-        extras = (self.bias, self.mask, self.segment_ids)
-        return any(x is not None for x in extras) or self.is_causal or self.scale <= 0 or self.k.shape[2] == 0
+        return any(x is not None for x in self.extras[:3]) or self.is_causal or self.scale <= 0 or self.k.shape[2] == 0
 
     @property
     def extras(self) -> tuple[Tensor | None, ...]:
-        return self.bias, self.mask, self.segment_ids
+        return self.bias, self.mask, self.segment_ids, self.rope
 
     @property
     def extra_strides(self) -> tuple[int, ...]:
+        """Return the strides of the extras, and the number of first tokens that are not rotated."""
         of_bias = (0,) * 4 if self.bias is None else self.bias.stride()
         of_mask = (0,) * 4 if self.mask is None else self.mask.stride()
         of_segments = (0,) * 2 if self.segment_ids is None else self.segment_ids.stride()
-        return *of_bias, *of_mask, *of_segments
+        rope, N = self.rope, self.q.shape[2]
+        of_rope = (0,) * 4 if rope is None else (*rope.stride()[:3], N - rope.shape[2])
+        return *of_bias, *of_mask, *of_segments, *of_rope
 
     @cached_property
     def layout(self) -> tuple:
         """Return everything that a launch depends on except the tensors' addresses."""
         q, k, v = self.q, self.k, self.v
         of_extras = [x if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
-        return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras,
+        of_rope = self.rope_half, None if self.rope is None else self.rope.shape[2]
+        return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras, *of_rope,
                 self.is_causal, self.scale)  # fmt: skip
 
     @property
     def constants(self) -> dict:
         D = self.q.shape[3]
         D1, D2 = split_head_dim(D)
-        return {"D": D, "D1": D1, "D2": D2, "PRECISION": "ieee"}
+        halves = self.rope is not None and self.rope_half
+        QK1, QK2 = (max(16, next_power_of_2(D // 2)),) * 2 if halves else (D1, D2)
+        return {"D": D, "D1": D1, "D2": D2, "QK1": QK1, "QK2": QK2, "PRECISION": "ieee"}
+
+    def new_statistics(self) -> Tensor:
+        """Return an uninitialized tensor for the log-sum-exps; see forward_kernel."""
+        return self.q.new_empty(statistics_shape(self.q, self.bias), dtype=torch.float32)
+
+
+def statistics_shape(q_BHND: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """Return the shape of the saved log-sum-exps: (B, H, N), or with a bias (B, H, 2, N)."""
+    B, H, N, _ = q_BHND.shape
+    return (B, H, N) if bias is None else (B, H, 2, N)
+
+
+def _expanded_rope(rope: Tensor, shape: tuple[int, ...]) -> Tensor:
+    rope = rope if rope.stride(-1) == 1 else rope.contiguous()
+    return rope.expand(*shape[:2], *rope.shape[-2:])
 
 
 def readable(x_BHND: Tensor) -> Tensor:
@@ -143,7 +167,7 @@ def backward(
 ) -> tuple[Tensor, list[Launch | None]]:
     """Fill dq, dk and dv. Return delta, which `bias_gradient` needs, and the launches. sizes: see `requested_tiles`."""
     out, do, lse_BHN = readable(out), readable(do), aligned(lse_BHN)  # autograd hooks may have replaced out and lse
-    delta_BHN = torch.empty_like(lse_BHN)
+    delta_BHN = lse_BHN.new_empty(inputs.q.shape[:3])
     launches = [dq_pass(inputs, out, lse_BHN, do, delta_BHN, dq, requested_tiles(inputs, sizes, 1))]
     if inputs.k.shape[2]:
         launches.append(dkdv_pass(inputs, lse_BHN, do, delta_BHN, dk, dv, requested_tiles(inputs, sizes, 2)))

@@ -9,13 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vitkernels.attention.triton_flash.launch import FlashInputs, backward, bias_gradient, forward, requested_tiles
+from vitkernels.attention.triton_flash.launch import (
+    FlashInputs,
+    backward,
+    bias_gradient,
+    forward,
+    requested_tiles,
+    statistics_shape,
+)
 from vitkernels.bridge.operator import BoundedCache, aligned, differentiable_once, interpretable, operator
 
 
 def _views(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     q_BHND, k_BHND, v_BHND = packed_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
     return q_BHND, k_BHND, v_BHND
+
+
+def _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale) -> FlashInputs:
+    q, k, v, bias, rope = (interpretable(x) for x in (q, k, v, bias, rope))
+    return FlashInputs.of(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
 
 
 def _rows_like(x_BHND: Tensor) -> Tensor:
@@ -29,8 +41,8 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 
 @operator(
     "triton_flash(Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles)"
-    " -> (Tensor, Tensor)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
+    "int[] tiles) -> (Tensor, Tensor)"
 )
 def attend(
     q: Tensor,
@@ -39,26 +51,29 @@ def attend(
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
+    rope: Tensor | None,
+    rope_half: bool,
     is_causal: bool,
     scale: float,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units for the backward pass."""
-    inputs = FlashInputs.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)  # type: ignore[call-arg]
+    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out_BHND = _rows_like(inputs.q)
-    lse_BHN = q.new_empty(q.shape[:3], dtype=torch.float32)
+    lse_BHN = inputs.new_statistics()
     forward(inputs, out_BHND, lse_BHN, requested_tiles(inputs, tiles, 0))
     return out_BHND.to(q.dtype), lse_BHN
 
 
 @attend.register_fake
-def _(q, k, v, bias, mask, segment_ids, is_causal, scale, tiles):
-    return _rows_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles):
+    return _rows_like(q), q.new_empty(statistics_shape(q, bias), dtype=torch.float32)
 
 
 @operator(
     "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
+    "bool needs_dbias, int[] tiles)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def attend_backward(
@@ -71,13 +86,15 @@ def attend_backward(
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
+    rope: Tensor | None,
+    rope_half: bool,
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and dbias; dbias is empty if not needed."""
-    inputs = FlashInputs.of(*map(interpretable, (q, k, v, bias)), mask, segment_ids, is_causal, scale)  # type: ignore[call-arg]
+    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out, do = interpretable(out), interpretable(do)
     grads = [_rows_like(x) for x in (inputs.q, inputs.k, inputs.v)]
     delta, _ = backward(inputs, out, lse, do, *grads, tiles)  # type: ignore[call-arg, arg-type]  # three grads
@@ -86,7 +103,7 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles):
+def _(do, out, lse, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
@@ -96,22 +113,22 @@ def _dbias(inputs: FlashInputs, bias: Any, lse: Tensor, do: Tensor, delta: Tenso
 
 
 def _save(ctx, inputs, output):
-    *tensors, is_causal, scale, tiles = inputs
+    *tensors, rope_half, is_causal, scale, tiles = inputs
     ctx.save_for_backward(*output, *tensors)
-    ctx.is_causal, ctx.scale, ctx.tiles = is_causal, scale, tiles
+    ctx.rope_half, ctx.is_causal, ctx.scale, ctx.tiles = rope_half, is_causal, scale, tiles
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("triton_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
-        return (None,) * 9
+        return (None,) * 11
     out, lse, q, k, v, *extras = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[3]
     dq, dk, dv, dbias = attend_backward(
-        do, out, lse, q, k, v, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles
+        do, out, lse, q, k, v, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles
     )
-    return dq, dk, dv, dbias if needs_dbias else None, None, None, None, None, None
+    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * 7
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
@@ -121,12 +138,15 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # Creating and inspecting views of q, k and v takes longer than a launch, so a plain call with a known layout launches
 # directly with addresses.
 
+_NO_EXTRAS = (None,) * 4
 _forward_launches, _backward_launches = BoundedCache(), BoundedCache()  # layout of a plain call -> its launches
 
 
-def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, tiles: Sequence[int]) -> tuple | None:
+def _layout(
+    qkv: Tensor, bias, mask, segment_ids, rope, is_causal: bool, scale: float, tiles: Sequence[int]
+) -> tuple | None:
     """Return everything the launches of a plain call on the current GPU depend on; None for any other call."""
-    if bias is not None or mask is not None or segment_ids is not None or not qkv.is_cuda or not qkv.numel():
+    if any(x is not None for x in (bias, mask, segment_ids, rope)) or not qkv.is_cuda or not qkv.numel():
         return None
     device = qkv.get_device()
     if device != torch.cuda.current_device():
@@ -147,42 +167,47 @@ def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
 
 @operator(
     "triton_flash_packed(Tensor qkv, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, int[] tiles)"
-    " -> (Tensor, Tensor)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
+    "int[] tiles) -> (Tensor, Tensor)"
 )
 def attend_packed(
     qkv: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
+    rope: Tensor | None,
+    rope_half: bool,
     is_causal: bool,
     scale: float,
     tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
     """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
     B, N, _, H, D = qkv.shape
-    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
+    layout = _layout(qkv, bias, mask, segment_ids, rope, is_causal, scale, tiles)
     given = interpretable(qkv)
-    out_BNE, lse_BHN = given.new_empty(B, N, H * D), given.new_empty(B, H, N, dtype=torch.float32)
+    out_BNE = given.new_empty(B, N, H * D)
     launches = _forward_launches.get(layout)
     if launches is not None:
-        launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), None, None, None)
+        lse_BHN = given.new_empty(B, H, N, dtype=torch.float32)
+        launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), *_NO_EXTRAS)
         return out_BNE, lse_BHN
-    inputs = FlashInputs.of(*_views(given), interpretable(bias), mask, segment_ids, is_causal, scale)
+    inputs = _inputs(*_views(given), bias, mask, segment_ids, rope, rope_half, is_causal, scale)
+    lse_BHN = inputs.new_statistics()
     launch = forward(inputs, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, requested_tiles(inputs, tiles, 0))
     _remember(_forward_launches, layout, inputs, qkv, [launch])
     return out_BNE.to(qkv.dtype), lse_BHN
 
 
 @attend_packed.register_fake
-def _(qkv, bias, mask, segment_ids, is_causal, scale, tiles):
+def _(qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles):
     B, N, _, H, D = qkv.shape
-    return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, N, dtype=torch.float32)
+    return qkv.new_empty(B, N, H * D), qkv.new_empty(statistics_shape(_views(qkv)[0], bias), dtype=torch.float32)
 
 
 @operator(
     "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, bool needs_dbias, int[] tiles)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
+    "bool needs_dbias, int[] tiles)"
     " -> (Tensor, Tensor)"
 )
 def attend_packed_backward(
@@ -193,6 +218,8 @@ def attend_packed_backward(
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
+    rope: Tensor | None,
+    rope_half: bool,
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
@@ -200,14 +227,14 @@ def attend_packed_backward(
 ) -> tuple[Tensor, Tensor]:
     """Return dqkv (B, N, 3, H, D) and dbias; dbias is empty if not needed."""
     B, N, _, H, D = qkv.shape
-    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
+    layout = _layout(qkv, bias, mask, segment_ids, rope, is_causal, scale, tiles)
     do, out, lse = aligned(do), aligned(out), aligned(lse)
     launches = _backward_launches.get(layout)
     if launches is not None:
         dqkv = qkv.new_empty(qkv.shape)
         _relaunch_backward(launches, do, out, lse, qkv, dqkv)
         return dqkv, qkv.new_empty(0)
-    inputs = FlashInputs.of(*_views(interpretable(qkv)), interpretable(bias), mask, segment_ids, is_causal, scale)
+    inputs = _inputs(*_views(interpretable(qkv)), bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out_BHND, do_BHND = (interpretable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = inputs.q.new_empty(qkv.shape)
     delta, launches = backward(inputs, out_BHND, lse, do_BHND, *_views(dqkv), tiles)
@@ -220,14 +247,14 @@ def _relaunch_backward(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv
     delta_BHN = torch.empty_like(lse)
     q, k, v = _addresses(qkv)
     dq, dk, dv = _addresses(dqkv)
-    do_address, statistics = do.data_ptr(), (lse.data_ptr(), delta_BHN.data_ptr(), None, None, None)
+    do_address, statistics = do.data_ptr(), (lse.data_ptr(), delta_BHN.data_ptr(), *_NO_EXTRAS)
     launch_dq, launch_dkdv = launches
     launch_dq(q, k, v, out.data_ptr(), do_address, dq, *statistics)
     launch_dkdv(q, k, v, do_address, dk, dv, *statistics)
 
 
 @attend_packed_backward.register_fake
-def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles):
+def _(do, out, lse, qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles):
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
     return qkv.new_empty(qkv.shape), dbias
 
@@ -235,11 +262,13 @@ def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias,
 @differentiable_once("triton_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
-        return (None,) * 7
+        return (None,) * 9
     out, lse, qkv, *extras = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[1]
-    dqkv, dbias = attend_packed_backward(do, out, lse, qkv, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles)
-    return dqkv, dbias if needs_dbias else None, None, None, None, None, None
+    dqkv, dbias = attend_packed_backward(
+        do, out, lse, qkv, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles
+    )
+    return dqkv, dbias if needs_dbias else None, *(None,) * 7
 
 
 attend_packed.register_autograd(_differentiate_packed, setup_context=_save)

@@ -86,11 +86,11 @@ class _Grid:
     def saved(self) -> tuple[int, ...]:
         """Return the shape of the saved statistics: in bfloat16 one per query, its log-sum-exp.
 
-        In float32 the log-sum-exp's rounding, 5e-7, would propagate to every probability, so the maximum and 1 / Σ are
-        saved separately.
+        In float32 the log-sum-exp's rounding, 5e-7, would propagate to every probability, and with a bias the maximum
+        may be so large that it absorbs log Σ. So the maximum and 1 / Σ are then saved separately.
         """
         problem = self.problem
-        return problem.batch, self.groups, 2 if problem.dtype == "float32" else 1, self.blocks.heads, problem.q_tokens
+        return problem.batch, self.groups, 2 if problem.unit == 1.0 else 1, self.blocks.heads, problem.q_tokens
 
     def extras(self, arrays) -> list[pl.BlockSpec]:
         """Return the specs of the extras that are present, in the transposed form."""
@@ -207,7 +207,7 @@ def _store(ref, lane, value):
 def forward(problem: TpuProblem, sizes: PassBlocks, arrays: tuple, bias, mask, ids):
     """Map qkv (B, N, 3E), or q (B, N, E), k and v (B, M, E), to the output (B, N, E) and its saved statistics.
 
-    The statistics are log2 Σ exp2 of the scores (B, G, 1, H / G, N); in float32 their maximum and 1 / Σ
+    The statistics are log2 Σ exp2 of the scores (B, G, 1, H / G, N); in float32 or with a bias their maximum and 1 / Σ
     (B, G, 2, H / G, N).
     """
     grid = _Grid(problem, sizes, len(arrays) == 1, "bgij")

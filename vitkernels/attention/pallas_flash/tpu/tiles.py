@@ -19,8 +19,8 @@ LANES = 128  # of a vector register
 ROWS = 16  # bfloat16 rows of a register; float32 has 8
 LOG2E = math.log2(math.e)
 # A row without keys holds only -inf. Subtracting this floor instead of the maximum gives exp(-inf) = 0, not NaN. It is
-# far below every score and representable in float32.
-FLOOR = -1e30
+# the lowest finite score, which padding masks add.
+FLOOR = float(jnp.finfo(jnp.float32).min)
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
 
 f32 = jnp.float32
@@ -54,12 +54,13 @@ class TpuProblem:
 
     @property
     def unit(self) -> float:
-        """Return the factor that multiplies the scores' scale: log2 e for bfloat16, which uses exp2; 1 for float32.
+        """Return the factor that multiplies the scores' scale: log2 e for bfloat16, 1 for float32 or a bias.
 
         In bfloat16 the factor is free. In float32 the scale is usually a power of two and exact, but scale · log2 e
-        rounds each score relative to its own size, which exceeds its distance from the maximum.
+        rounds each score relative to its own size, which exceeds its distance from the maximum. A bias near the end of
+        float32's range would overflow.
         """
-        return 1.0 if self.dtype == "float32" else LOG2E
+        return 1.0 if self.dtype == "float32" or self.bias is not None else LOG2E
 
     def exp(self, s):
         """Return exp of the scores `s`, which are in the problem's unit."""
