@@ -35,7 +35,8 @@ def test_option__composes_and_passes_the_checks(path, settings):
     if path in ("data/imagefolder", "data/shards"):
         overrides.append("data.root=somewhere")
     cfg = settings(*overrides)
-    if group == "quant" and "dtype" not in cfg.quant and option != "none":  # for trained weights
+    quantizes = group == "quant" and "dtype" not in cfg.quant and option != "none"
+    if quantizes or (group == "evaluation" and option != "head"):  # for trained weights
         cfg = settings(*overrides, "mode=eval", "checkpoint=somewhere")
     Config.from_hydra(cfg)
     assert cfg.attn.name in attention.names()
@@ -82,7 +83,7 @@ EXPLAINED = {
     **dict.fromkeys(("trainer", "ema", "distill", "checkpoints", "sweep"), "config"),
     **{group: f"{group}/auto" for group in ("attn", "ops", "runtime", "parallel")},
     **{"quant": "quant/w8a8_fp8", "model": "model/timm", "data": "data/digits"},
-    **{"optim": "optim/adamw", "schedule": "schedule/cosine", "logger": "logger/none"},
+    **{"optim": "optim/adamw", "schedule": "schedule/cosine", "logger": "logger/none", "evaluation": "evaluation/head"},
 }
 
 

@@ -43,6 +43,8 @@ from vitkernels.errors import UsageError
         ("model.img_size=1000000", "range", {"setting": "model.img_size"}),
         ("data._target_=os.path.join", "target", {"setting": "data._target_", "value": "os.path.join"}),
         ("data._target_=os.getcwd", "target", {"value": "os.getcwd"}),
+        ("evaluation=knn", "conflict", {"setting": "evaluation.name", "value": "knn"}),
+        ("evaluation.name=svm", "choice", {"choices": ["head", "knn", "linear_probe"]}),
         ("checkpoint=4", "type", {"setting": "checkpoint"}),
         ("sweep.slots=0", "range", {"setting": "sweep.slots"}),
         ("sweep.slots=gpu", "type", {"setting": "sweep.slots", "choices": ["auto", "gpus", "null"]}),
@@ -90,7 +92,7 @@ def test_defaults__agree_with_yaml(settings, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     composed = OmegaConf.to_container(settings(), resolve=True)
     defaults = Config().to_dict()
-    for name in ("attn", "ops", "quant", "model", "optim", "schedule", "runtime", "parallel", "logger"):
+    for name in ("attn", "ops", "quant", "model", "optim", "schedule", "runtime", "parallel", "logger", "evaluation"):
         assert defaults[name] == composed[name], name
     data = composed.pop("data")
     assert defaults.pop("data") == {name: data[name] for name in ("_target_", "batch_size", "num_workers")}

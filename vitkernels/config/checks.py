@@ -7,6 +7,7 @@ import pkgutil
 from vitkernels.config.groups import (
     DataSettings,
     EmaSettings,
+    EvaluationSettings,
     ModelSettings,
     OpsSettings,
     QuantSettings,
@@ -28,15 +29,29 @@ def _conflict(message: str, setting: str, value: object, **fields: object) -> Us
 
 
 def check_mode(mode: str, checkpoint: str | None, quant: QuantSettings) -> None:
-    """Raise UsageError for an evaluation without weights, or a quantization scheme of the other mode."""
-    if mode == "eval" and checkpoint is None:
-        raise _conflict("mode=eval needs weights to evaluate: checkpoint=PATH", "checkpoint", None)
+    """Raise UsageError for a quantization scheme of the other mode."""
     scheme_mode = mode if quant.name == "none" else "eval" if quant.dtype is None else "train"
     if scheme_mode != mode:
         message = (
             f"quant={quant.name} requires mode={scheme_mode}: int8 and fp8 train, the others quantize trained weights"
         )
         raise _conflict(message, "quant.name", quant.name, mode=mode)
+
+
+def check_evaluation(
+    mode: str, checkpoint: str | None, evaluation: EvaluationSettings, model: ModelSettings, quant: QuantSettings
+) -> None:
+    """Raise UsageError for an evaluation without weights, or a probe that has nothing to work on."""
+    probes = evaluation.name != "head"
+    if mode == "train" and probes:
+        message = f"evaluation={evaluation.name} needs mode=eval: training evaluates the classifier head"
+        raise _conflict(message, "evaluation.name", evaluation.name)
+    if mode == "eval" and checkpoint is None and not (probes and model.pretrained):
+        also = ", or model.pretrained=true for timm's" if probes else ""
+        raise _conflict(f"mode=eval needs weights to evaluate: checkpoint=PATH{also}", "checkpoint", None)
+    if probes and quant.name != "none":
+        message = f"evaluation={evaluation.name} judges features before quantization: use quant=none"
+        raise _conflict(message, "quant.name", quant.name)
 
 
 def check_training(trainer: TrainerSettings, ema: EmaSettings) -> None:

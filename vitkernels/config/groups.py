@@ -245,3 +245,14 @@ class LoggerSettings:
         "none", "Further destination of the figures; metrics.jsonl, TensorBoard and the terminal always get them."
     )
     project: str = setting("vitkernels", "Project of Weights & Biases, or experiment of MLflow.")
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    """What mode=eval judges: the classifier head, or the frozen features, by knn or linear_probe."""
+
+    name: Literal["head", "knn", "linear_probe"] = setting("head", "What classifies the evaluation images.")
+    neighbors: int = setting(20, "Training images that vote for the class of an image, with knn.", least=1)
+    temperature: float = setting(
+        0.07, "Scale of the similarities whose exponential weighs a vote, with knn.", least=1e-3
+    )

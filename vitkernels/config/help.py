@@ -8,7 +8,19 @@ from vitkernels.config.setting import Setting, groups_of, in_yaml, settings_of
 
 _WIDTH = 110
 # Groups that are folders of options in conf/, in the order of the help; the others are in config.yaml.
-_WITH_OPTIONS = ("attn", "ops", "quant", "model", "data", "optim", "schedule", "runtime", "parallel", "logger")
+_WITH_OPTIONS = (
+    "attn",
+    "ops",
+    "quant",
+    "model",
+    "data",
+    "optim",
+    "schedule",
+    "runtime",
+    "parallel",
+    "logger",
+    "evaluation",
+)
 
 _EXAMPLES = """
   # handwritten digits, on any machine

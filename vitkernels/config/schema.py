@@ -17,6 +17,7 @@ from vitkernels.config.groups import (
     DataSettings,
     DistillSettings,
     EmaSettings,
+    EvaluationSettings,
     LoggerSettings,
     ModelSettings,
     OpsSettings,
@@ -63,6 +64,7 @@ class Config:
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     logger: LoggerSettings = field(default_factory=LoggerSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     # The plain values this was read from: run folders hold exactly these keys.
     _source: dict[str, Any] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -119,6 +121,7 @@ class Config:
 def check(config: Config) -> None:
     """Raise UsageError if settings contradict each other."""
     checks.check_mode(config.mode, config.checkpoint, config.quant)
+    checks.check_evaluation(config.mode, config.checkpoint, config.evaluation, config.model, config.quant)
     checks.check_training(config.trainer, config.ema)
     checks.check_model(config.model)
     checks.check_data(config.data)

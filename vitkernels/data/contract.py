@@ -3,7 +3,7 @@
 Shapes: B batch size, C channels, S image side, K classes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -55,6 +55,8 @@ class Data:
     preprocessing: the preprocessing of evaluation images if it is configurable, with the keys of
         vitkernels.models.preprocessing.
     file_preprocessing: the same for image files of other sources, if the data set itself reads none.
+    open_plain_train: returns the training images as an evaluation has them: all, in order, not augmented; None if the
+        data set has no such loader or no training images were requested.
     """
 
     train: Loader | None
@@ -63,6 +65,7 @@ class Data:
     class_names: list[str] | None = None
     preprocessing: dict | None = None
     file_preprocessing: dict | None = None
+    open_plain_train: Callable[[], Loader] | None = None
 
 
 class Shard(NamedTuple):

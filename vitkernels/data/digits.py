@@ -127,6 +127,7 @@ def build(
         num_classes=10,
         class_names=[str(digit) for digit in range(10)],
         file_preprocessing=_for_files(spec.in_chans),
+        open_plain_train=(lambda: spec.loader(samples(train_numbers, None), training=False)) if spec.train else None,
     )
 
 

@@ -22,6 +22,7 @@ from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.headers import check_headers
 from vitkernels.data.image_source import ImageSource, SourceError
 from vitkernels.data.input_spec import InputSpec
+from vitkernels.data.loader import DatasetLoader
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
 from vitkernels.errors import UsageError
@@ -168,22 +169,27 @@ class ImageSettings:
         finish = DeviceTransforms(tuple(prepared["mean"]), tuple(prepared["std"]), noise=self.re_mode == "pixel")
         sources, num_classes, class_names = open_sources()
         mixing = spec.mixing(self.mixup, num_classes=num_classes)
-        loaders = {}
-        for split, source in sources.items():
+
+        def loader(split: str, training: bool) -> DatasetLoader:
+            samples = ImageSamples(
+                sources[split], prepare["train" if training else "val"], decoder, finish, seed=spec.seed
+            )
+            mixed = mixing if training else None
+            return spec.loader(samples, training=training, mixing=mixed, max_bad_share=self.max_bad_share, log=log)
+
+        for source in sources.values():
             check_headers(
                 source, spec.image_size, check_images=self.check_images, small_images=self.small_images, log=log
             )
-            samples = ImageSamples(source, prepare[split], decoder, finish, seed=spec.seed)
-            training = split == "train"
-            loaders[split] = spec.loader(
-                samples,
-                training=training,
-                mixing=mixing if training else None,
-                max_bad_share=self.max_bad_share,
-                log=log,
-            )
-        train = loaders.get("train")
-        return Data(train, loaders["val"], num_classes, class_names=class_names, preprocessing=prepared_eval)
+        loaders = {split: loader(split, training=split == "train") for split in sources}
+        return Data(
+            loaders.get("train"),
+            loaders["val"],
+            num_classes,
+            class_names=class_names,
+            preprocessing=prepared_eval,
+            open_plain_train=(lambda: loader("train", training=False)) if "train" in sources else None,
+        )
 
 
 def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:

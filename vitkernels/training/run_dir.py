@@ -26,7 +26,7 @@ from vitkernels.registry import tuning_table
 log = logging.getLogger(__name__)
 
 # Settings that change how a run executes, not what it computes.
-_NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel", "logger")
+_NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel", "logger", "evaluation")
 _NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
 # Settings that make no difference to a complete run.
 _WITHOUT_EFFECT = ("trainer.log_every", "trainer.profile", "data.num_workers")
@@ -348,7 +348,8 @@ def check_same_run(path: Path, state: dict, expected: dict, total_steps: int) ->
     if wrong:
         hint = " (data.batch_size is per device, so it changes with the number of devices)"
         raise UsageError(
-            f"{path} cannot be resumed by this run: {'; '.join(wrong.values())}. Use the settings of that run"
+            f"{path} cannot be resumed by this run: {'; '.join(wrong.values())}{started_with(path.parent.parent)}. "
+            "Use the settings of that run"
             f"{hint if 'images_per_step' in wrong else ''}, or start a new run from its weights with checkpoint=PATH",
             code="run.checkpoint_mismatch",
             entries=sorted(wrong),

@@ -101,7 +101,7 @@ def build_data(cfg: Config, parallel: Parallel, trained_on: TrainedOn) -> Data:
         image_size=image_size,
         in_chans=in_chans,
         seed=cfg.seed,
-        train=cfg.mode == "train",
+        train=cfg.mode == "train" or cfg.evaluation.name != "head",
         pin_memory=parallel.runtime.pins_memory,
         shard=Shard(parallel.rank, parallel.world),
         **arguments,
@@ -202,7 +202,7 @@ def _load_weights(cfg: Config, parallel: Parallel, model: nn.Module, data: Data,
     if trained_on.class_names is None:
         outputs = len(weights.get("head.weight", ()))
         parallel.on_main(source.warn_of_timm_class_order, cfg.checkpoint, outputs, data.class_names)
-    if cfg.mode == "eval":
+    if cfg.mode == "eval" and cfg.evaluation.name == "head":
         parallel.on_main(source.check_data, cfg.checkpoint, trained_on, data.class_names, data.preprocessing)
     else:
         new_classes = trained_on.class_names not in (None, data.class_names)
