@@ -94,7 +94,7 @@ def test_accelerate__logs_what_it_swapped_and_why_not_more(caplog):
     *reasons, line = caplog.messages
     assert len(reasons) == len(MODEL_OPS)
     assert all("no kernel for cpu" in reason for reason in reasons)
-    assert "attention sdpa in 2 layers, left 1 AttentionPoolLatent; fused ops: none" in line
+    assert "attention sdpa in 3 layers; fused ops: none" in line
 
 
 def test_accelerate__refuses_models_without_timm_attention():

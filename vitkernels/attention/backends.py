@@ -124,16 +124,23 @@ def chosen(problem: Problem) -> AttentionBackend:
 
 
 def choose_for_all(name: str, problems: Sequence[Problem]) -> str:
-    """Return the name of one backend for all of a model's problems: the named one, or for "auto" the fastest.
+    """Return the name of the backend for a model's problems: the named one, or for "auto" the fastest of all.
 
-    With "auto", the backends that were passed over are logged with the reasons. Raises UsageError
+    With "auto", the backends that were passed over are logged with the reasons; if one backend does not suit all
+    problems, the name is "auto", which chooses per call. Raises UsageError
     "attention.unsupported_model" if the named backend refuses a problem; its fields are `backend`, `reason`, and
     `others`, the names of the backends that support the problem.
     """
     if name == "auto":
         choices = dict(choose(problem) for problem in problems)
-        name = next(iter(choices)) if len(choices) == 1 else "sdpa"  # sdpa supports every problem
-        log.info("attention: auto chose %s for the model%s", name, "".join(map(passed_over, choices.values())))
+        log.info(
+            "attention: auto chose %s for the model%s",
+            " and ".join(choices),
+            "".join(map(passed_over, choices.values())),
+        )
+        if len(choices) > 1:
+            return name  # each call runs the backend that was chosen for it
+        name = next(iter(choices))
     for problem in problems:
         reason = get(name).unsupported(problem)
         if reason is not None:

@@ -1,18 +1,16 @@
 """Swap attention and fused ops of a stock timm ViT in one call, for a training loop that is not this package's."""
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
-from timm.layers import Attention
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
-from vitkernels.models.backend_attention import BackendAttention
-from vitkernels.models.create import set_attention
+from vitkernels.models.adapters import attention_plan
+from vitkernels.models.attention_swap import checked, swap
 from vitkernels.models.fused_modules import FusedBlock, FusedLinear, FusedPatchConv
 from vitkernels.models.model_ops import MODEL_OPS, set_ops
 
@@ -39,8 +37,8 @@ def accelerate(
             where the parameters are now.
 
     Raises:
-        UsageError: "models.attention" if no module is a timm.layers.Attention, "unknown_name" for a backend or an op,
-            "models.op_unsupported" if a named op does not fit. The model is unchanged then.
+        UsageError: as `set_attention` does; "unknown_name" for an op, "models.op_unsupported" if a named op does not
+            fit. The model is unchanged then.
     """
     if device is None and torch.cuda.is_available():
         device = "cuda"
@@ -49,27 +47,21 @@ def accelerate(
             message = f'ops={ops!r} is neither "auto" nor "eager"; name single ops as in ops={{"linear": {ops!r}}}'
             raise UsageError(message, code="models.ops_choice", ops=ops)
         ops = dict.fromkeys(MODEL_OPS, ops)
-    if not any(isinstance(module, Attention) for module in model.modules()):
-        set_attention(model, attn)  # raises the error that names the model
+    backend = checked(model, attn)
     vits = [module for module in model.modules() if isinstance(module, VisionTransformer)]
     for vit in vits:
         set_ops(vit, ops, device=device)
-    set_attention(model, attn)
-    log.info("%s", _describe(model, attn if isinstance(attn, str) else attn.name, len(vits)))
+    swap(model, backend)
+    log.info("%s", _describe(model, backend.name, len(vits)))
     return model
 
 
 def _describe(model: nn.Module, attn: str, vits: int) -> str:
-    """Return what was swapped and which attention modules were left, as one line."""
-    swapped = sum(isinstance(module, BackendAttention) for module in model.modules())
-    others = Counter(
-        type(module).__name__
-        for module in model.modules()
-        if "Attention" in type(module).__name__ and not isinstance(module, BackendAttention)
-    )
-    left = "".join(f", left {count} {kind}" for kind, count in sorted(others.items()))
+    """Return what was swapped and in how many attention layers, as one line."""
+    plan = attention_plan(model)
+    layers = f"{plan.count} of {plan.count + len(plan.left)} layers" if plan.left else f"{plan.count} layers"
     kinds = {"blocks": FusedBlock, "projections": FusedLinear, "patch embeddings": FusedPatchConv}
     counts = {name: sum(isinstance(m, kind) for m in model.modules()) for name, kind in kinds.items()}
     fused = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
     fused = fused if vits else "none, because no module is a timm VisionTransformer"
-    return f"accelerated {type(model).__name__}: attention {attn} in {swapped} layers{left}; fused ops: {fused}"
+    return f"accelerated {type(model).__name__}: attention {attn} in {layers}; fused ops: {fused}"

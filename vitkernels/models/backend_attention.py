@@ -1,76 +1,143 @@
-"""timm's self-attention module with an attention backend: same parameters and state-dict keys.
+"""An attention module of timm whose softmax(q kᵀ) v a backend computes: same parameters and state-dict keys.
 
-Shape suffixes: B batch, N tokens, C channels, H heads, D head dim, E = H * D, 3 = q, k, v.
+The adapters in `vitkernels.models.adapters` derive from `BackendAttention`, one per class of timm. `swapped_class`
+joins an adapter, the class that it replaces and a backend.
+
+Shape suffixes: B batch, N query tokens, M key tokens, H heads, D head dim, E = H * D.
 """
 
 from functools import cache
+from typing import TYPE_CHECKING, Any, Self
 
-from timm.layers import Attention
+import torch
+from timm.layers import register_notrace_module
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vitkernels.attention import AttentionBackend
+from vitkernels.errors import UsageError
 from vitkernels.module_swap import instance_sharing_state
 
+_CLASS_SETTINGS = ("backend", "original")  # attributes of the class, never of an instance
 
-class BackendAttention(Attention):
-    """timm.layers.Attention whose softmax(q kᵀ) v is computed by `self.backend`."""
+
+class BackendAttention(nn.Module):
+    """First base of a swapped attention module; the second is `original`, the class that it replaces.
+
+    A subclass, the adapter, defines `forward` with the signature of the original and calls `attention` for
+    softmax(scale * q kᵀ + bias) v.
+    """
 
     backend: AttentionBackend
+    original: type[nn.Module]
+    if TYPE_CHECKING:  # attributes of the replaced modules
+
+        def __getattr__(self, name: str) -> Any: ...
 
     @classmethod
-    def from_module(cls, module: Attention) -> "BackendAttention":
+    def unsupported(cls, module: nn.Module) -> str | None:
+        """Return why the adapter cannot take this instance of its class; None if it can."""
+        return None
+
+    @classmethod
+    def from_module(cls, module: nn.Module) -> Self:
         """Return an instance that shares the parameters, buffers and submodules of `module`."""
-        return instance_sharing_state(cls, module, without=("backend",))
+        return instance_sharing_state(cls, module, without=_CLASS_SETTINGS)
 
     def __reduce__(self):
-        """Let pickle rebuild the class, which `attention_layer` makes at run time and no module holds by name."""
-        return _unpickle, (self.backend,), self.__dict__
+        """Let pickle rebuild the class, which `swapped_class` makes at run time and no module holds by name."""
+        return _unpickle, (type(self).__bases__[0], self.original, self.backend), self.__dict__
 
-    def forward(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        return self.proj_drop(self.proj(self.attend(x_BNC, attn_mask, is_causal)))
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Return the module that torch.jit.script compiles instead: timm's own, with the same arithmetic.
 
-    def attend(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Return attention's result before the output projection: (B, N, C) -> (B, N, E).
+        Raises UsageError "models.torchscript" for a backend with kernels of its own, which TorchScript cannot call.
+        """
+        name = self.backend.name
+        if name not in ("auto", "native", "sdpa"):
+            message = (
+                f"TorchScript cannot call the attention backend {name!r}: call set_attention(model, 'sdpa') before "
+                "torch.jit.script, or use torch.export or torch.compile"
+            )
+            raise UsageError(message, code="models.torchscript", backend=name)
+        scriptable: Any = instance_sharing_state(self.original, self)
+        if hasattr(scriptable, "fused_attn"):
+            scriptable.fused_attn = name != "native"
+        return scriptable
+
+    def attention(
+        self,
+        q_BHND: Tensor,
+        k_BHMD: Tensor,
+        v_BHMD: Tensor,
+        attn_mask: Tensor | None = None,
+        *,
+        scale: float | None = None,
+        is_causal: bool = False,
+        segment_ids: Tensor | None = None,
+    ) -> Tensor:
+        """Return softmax(scale * q kᵀ + attn_mask) v with the heads joined: (B, N, E).
+
+        v may have another width than q and k: the narrower are padded with zeros, which changes no score.
 
         attn_mask: a bias if it is floating point, otherwise a boolean mask that is True at positions to keep.
         """
-        return self._gated(x_BNC, self.attend_packed(self.qkv(x_BNC), attn_mask, is_causal))
+        width, value_width = q_BHND.shape[-1], v_BHMD.shape[-1]
+        if value_width > width:
+            q_BHND, k_BHMD = (F.pad(x, (0, value_width - width)) for x in (q_BHND, k_BHMD))
+        elif value_width < width:
+            v_BHMD = F.pad(v_BHMD, (0, width - value_width))
+        out_BHND = self.backend(
+            q_BHND,
+            k_BHMD,
+            v_BHMD,
+            **self.keywords(attn_mask, is_causal=is_causal),
+            segment_ids=segment_ids,
+            scale=width**-0.5 if scale is None else scale,
+        )
+        return out_BHND[..., :value_width].transpose(1, 2).flatten(2)
 
-    def attend_packed(self, qkv_BNF: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
-        """Return the result of `attend`, without its gate, from the projection's output: (B, N, 3 * E) -> (B, N, E)."""
-        qkv_BN3HD = qkv_BNF.unflatten(-1, (3, self.num_heads, self.head_dim))
-        keywords = {
+    def keywords(self, attn_mask: Tensor | None, *, is_causal: bool = False) -> dict[str, Any]:
+        """Return timm's mask and the module's dropout as keywords of a backend."""
+        drop = getattr(self, "attn_drop", None)
+        keywords: dict[str, Any] = {
             "is_causal": is_causal,
-            "scale": self.scale,
-            "dropout_p": self.attn_drop.p if self.training else 0.0,
+            "dropout_p": drop.p if drop is not None and self.training else 0.0,
         }
         if attn_mask is not None:
             keywords["bias" if attn_mask.dtype.is_floating_point else "mask"] = attn_mask
-        if isinstance(self.q_norm, nn.Identity) and isinstance(self.k_norm, nn.Identity):
-            out_BNE = self.backend.qkvpacked(qkv_BN3HD, **keywords)
-        else:
-            q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
-            # Under autocast the norms return float32; backends expect one dtype.
-            q_BHND, k_BHND = self.q_norm(q_BHND).to(v_BHND.dtype), self.k_norm(k_BHND).to(v_BHND.dtype)
-            out_BNE = self.backend(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
-        return self.norm(out_BNE)
+        return keywords
 
-    @property
-    def has_gate(self) -> bool:
-        """Return whether the result is multiplied by a gate of the input."""
-        return getattr(self, "gate", None) is not None  # absent before timm 1.0.30
-
-    def _gated(self, x_BNC: Tensor, out_BNE: Tensor) -> Tensor:
-        gate = getattr(self, "gate", None)
-        return out_BNE if gate is None else out_BNE * gate(x_BNC).sigmoid()
+    def project(self, out_BNE: Tensor) -> Tensor:
+        """Apply the output projection and its dropout."""
+        out_BNE = self.proj(out_BNE)
+        return self.proj_drop(out_BNE) if hasattr(self, "proj_drop") else out_BNE
 
 
 @cache  # one class per backend, so torch.compile does not specialize on copied layers
-def attention_layer(backend: AttentionBackend) -> type[BackendAttention]:
-    """Return the class to pass to timm as `attn_layer`."""
-    return type(f"{backend.name.title().replace('_', '')}Attention", (BackendAttention,), {"backend": backend})
+def swapped_class(adapter: Any, original: Any, backend: AttentionBackend) -> type[BackendAttention]:
+    """Return the class of `original`'s modules whose attention `backend` computes.
+
+    adapter: a subclass of BackendAttention.
+    """
+    name = f"{backend.name.title().replace('_', '')}{original.__name__}"
+    swapped = type(name, (adapter, original), {"backend": backend, "original": original})
+    register_notrace_module(swapped)  # timm's feature extraction calls it instead of tracing its arithmetic
+    return swapped
 
 
-def _unpickle(backend: AttentionBackend) -> BackendAttention:
-    layer = attention_layer(backend)
+def _unpickle(adapter: Any, original: Any, backend: AttentionBackend) -> BackendAttention:
+    layer = swapped_class(adapter, original, backend)
     return layer.__new__(layer)
+
+
+def split_heads(x_BNE: Tensor, heads: int) -> Tensor:
+    """(B, N, E) -> (B, H, N, D)."""
+    return x_BNE.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def joined_bias(module: BackendAttention) -> Tensor | None:
+    """Return the bias of a packed projection whose module has q_bias and v_bias, and keys without one."""
+    if module.q_bias is None:
+        return None
+    return torch.cat((module.q_bias, module.k_bias, module.v_bias))

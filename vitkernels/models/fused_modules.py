@@ -17,7 +17,7 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitkernels.models.backend_attention import BackendAttention
+from vitkernels.models.adapters import SelfAttention
 from vitkernels.module_swap import SwappedModule
 from vitkernels.ops import layer_norm_residual, linear, mlp, norm_linear, norm_mlp, patch_embed
 from vitkernels.registry.op import place_of
@@ -254,7 +254,7 @@ def block_unsupported(block: nn.Module) -> str | None:
     """Return why the block's residual additions cannot be fused with its norms; None if they can."""
     if type(block) not in (Block, FusedBlock):
         return f"its blocks are {type(block).__name__}, expected timm's pre-norm Block"
-    if not (isinstance(block.attn, BackendAttention) or type(block.attn) is Attention):
+    if not (isinstance(block.attn, SelfAttention) or type(block.attn) is Attention):
         return f"its attention is {type(block.attn).__name__}, expected timm's Attention"
     for norm in (block.norm1, block.norm2):
         if not isinstance(norm, nn.LayerNorm) or norm.weight is None or norm.bias is None:

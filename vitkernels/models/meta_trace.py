@@ -70,7 +70,10 @@ def inspect_model(
             message = f"the model does not support images of {image_size} px: {error}"
             raise UsageError(message, code="models.image_size", image_size=image_size) from error
         logits.sum().backward()
-    problems = tuple(replace(p, batch=batch_size, dtype=dtype, device_type=device_type) for p in recorder.problems)
+    problems = tuple(
+        replace(p, batch=p.batch * batch_size, dtype=dtype, device_type=device_type)  # windows are batch entries
+        for p in recorder.problems
+    )
     return ModelFacts(
         parameters=sum(p.numel() for p in model.parameters()),
         train_flops_per_image=counter.get_total_flops(),

@@ -15,7 +15,7 @@ from torch import nn
 
 from vitkernels import attention, ops
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.models.backend_attention import BackendAttention, attention_layer
+from vitkernels.models.adapters import SelfAttention, adapted
 from vitkernels.models.fused_modules import (
     FusedBlock,
     FusedBlocks,
@@ -90,7 +90,7 @@ def _give_attention_a_backend(model: Any) -> None:
     for block in model.blocks:
         if type(block.attn) is Attention:
             backend = attention.get("sdpa" if block.attn.fused_attn else "native")
-            block.attn = attention_layer(backend).from_module(block.attn)
+            block.attn = adapted(block.attn, backend)
 
 
 def _apply_linear(model: nn.Module, selection: OpSelection) -> None:
@@ -107,11 +107,7 @@ def _apply_linear(model: nn.Module, selection: OpSelection) -> None:
 
 
 def _keys_reach_scores_unchanged(attn: object) -> bool:
-    return (
-        isinstance(attn, BackendAttention)
-        and isinstance(attn.q_norm, nn.Identity)
-        and isinstance(attn.k_norm, nn.Identity)
-    )
+    return isinstance(attn, SelfAttention) and not attn.normalizes_keys
 
 
 def _apply_patch_embed(model: Any, selection: OpSelection) -> None:

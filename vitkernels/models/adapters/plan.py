@@ -1,0 +1,58 @@
+"""Find the attention modules of a model: which an adapter takes, and why the others stay."""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from vitkernels.models.adapters.table import ADAPTERS, REFUSED, class_name, refusal
+from vitkernels.models.backend_attention import BackendAttention
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """The attention modules of a model, by path.
+
+    taken: those whose attention a backend can compute. A module that is used in two places has two paths.
+    left: path -> (class, why it stays as it is).
+    """
+
+    taken: Mapping[str, nn.Module]
+    left: Mapping[str, tuple[str, str]]
+
+    @property
+    def count(self) -> int:
+        """Return the number of modules that are taken."""
+        return len({id(module) for module in self.taken.values()})
+
+    def describe_left(self) -> str:
+        """Return the classes that stay, each with its number and the reason."""
+        counts = Counter(self.left.values())
+        return "; ".join(f"{count} {kind} ({reason})" for (kind, reason), count in sorted(counts.items()))
+
+
+def attention_plan(model: nn.Module) -> AttentionPlan:
+    """Return which attention modules of a model `set_attention` takes, and why it leaves the others."""
+    taken: dict[str, nn.Module] = {}
+    left: dict[str, tuple[str, str]] = {}
+    unknown: dict[str, tuple[str, str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        name = class_name(module)
+        if isinstance(module, BackendAttention) or name in ADAPTERS or name in REFUSED:
+            reason = refusal(module)
+            if reason is None:
+                taken[path] = module
+            else:
+                left[path] = name, reason
+        elif re.search("Attn|Attention", type(module).__name__):
+            unknown[path] = name, refusal(module) or ""
+    known = (*taken, *left)
+    for path, entry in unknown.items():
+        inside = f"{path}." if path else ""
+        is_container = any(other.startswith(inside) for other in (*known, *unknown) if other != path)
+        is_part = any(path.startswith(f"{other}.") for other in known)
+        if not (is_container or is_part):
+            left[path] = entry
+    return AttentionPlan(taken, left)

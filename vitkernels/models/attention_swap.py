@@ -1,0 +1,100 @@
+"""Set the attention backend of a model that exists, in place."""
+
+import inspect
+import logging
+from typing import Any
+
+from torch import nn
+
+from vitkernels import attention
+from vitkernels.attention import AttentionBackend
+from vitkernels.errors import UsageError
+from vitkernels.models.adapters import AttentionPlan, adapted, attention_plan
+
+log = logging.getLogger("vitkernels")
+
+
+def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
+    """Let a backend compute the attention of a timm model in place, and return the model.
+
+    Parameters remain the same tensors under the same names, so an existing optimizer stays valid. A model that contains
+    attention which no backend can compute is taken in part: a warning (logger "vitkernels") names what stays and why,
+    and `attention_plan` returns it beforehand.
+
+    Args:
+        model: any module that contains attention of timm's (see `vitkernels.models.adapters.table`) or
+            torch.nn.MultiheadAttention.
+        attn: a backend or its name.
+
+    Raises:
+        UsageError: "models.attention" if the model has no attention that can be taken; "models.model_type" and
+            "models.attn_type" for arguments of other types; "unknown_name" for the backend; "registry.unavailable" for
+            a backend that cannot run on this machine. The model is unchanged then.
+    """
+    swap(model, checked(model, attn))
+    return model
+
+
+def checked(model: nn.Module, attn: str | AttentionBackend) -> AttentionBackend:
+    """Return the backend; raise what `set_attention` raises."""
+    _check_model(model, attn)
+    backend = backend_of(attn)
+    plan, kind = attention_plan(model), type(model).__name__
+    if "" in plan.taken:
+        message = f"{kind} is itself an attention module, and only modules inside a model can be replaced in place"
+        raise UsageError(message, code="models.attention", model=kind)
+    if not plan.taken:
+        message = f"no backend can compute the attention of {kind}: {why_none(model, plan)}"
+        raise UsageError(message, code="models.attention", model=kind, left=dict(plan.left))
+    return backend
+
+
+def swap(model: nn.Module, backend: AttentionBackend) -> None:
+    """Replace the attention modules that have an adapter, and warn of those that stay."""
+    plan = attention_plan(model)
+    replaced = {id(module): adapted(module, backend) for module in plan.taken.values()}
+    for path, module in plan.taken.items():
+        model.set_submodule(path, replaced[id(module)])
+    if plan.left and not any(p.is_meta for p in model.parameters()):
+        log.warning(
+            "%s: attention %s computes %d of %d attention layers; timm computes %s",
+            type(model).__name__, backend.name, plan.count, plan.count + len(plan.left), plan.describe_left(),
+        )  # fmt: skip
+
+
+def why_none(model: nn.Module, plan: AttentionPlan) -> str:
+    """Return why a plan takes no module."""
+    return plan.describe_left() or f"{type(model).__name__} has no attention module, so it is no transformer"
+
+
+def backend_of(attn: Any) -> AttentionBackend:
+    """Return the backend; raise UsageError for an unknown name, another type or a backend that cannot run here."""
+    if isinstance(attn, str):
+        backend: Any = attention.get(attn)
+    else:
+        backend = attn
+    if not isinstance(backend, AttentionBackend):
+        given = attn.__name__ + ", a class" if inspect.isclass(attn) else repr(attn)
+        raise UsageError(
+            f"attn must be the name of a backend or a backend, got {given}; names: {', '.join(attention.names())}",
+            code="models.attn_type",
+            attn=attn,
+            choices=attention.names(),
+        )
+    reason = backend.unavailable()
+    if reason is not None:
+        message = f"attention backend {backend.name!r} cannot run on this machine: {reason}"
+        raise UsageError(message, code="registry.unavailable", backend=backend.name, reason=reason)
+    return backend
+
+
+def _check_model(model: Any, attn: Any) -> None:
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(attn, nn.Module):
+        message = f"the arguments are swapped: call set_attention(model, {model!r})"
+    elif inspect.isclass(model) and issubclass(model, nn.Module):
+        message = f"model must be an instance, got the class {model.__name__}: build it first, {model.__name__}(...)"
+    else:
+        message = f"model must be a torch.nn.Module, got {model!r}; timm.create_model(name) builds one"
+    raise UsageError(message, code="models.model_type", model=model)
