@@ -6,15 +6,10 @@ attention backend, `set_ops` the fused ops, `load_weights` reads weights under t
 """
 
 from vitkernels.models.accelerate import accelerate
-<<<<<<< HEAD
-from vitkernels.models.any_model import answer_with_both_heads
-from vitkernels.models.backend_attention import attention_layer
-from vitkernels.models.create import create_model, input_spec, preprocessing, set_attention, timm_model
-=======
 from vitkernels.models.adapters import attention_layer, attention_plan
+from vitkernels.models.any_model import answer_with_both_heads
 from vitkernels.models.attention_swap import set_attention
 from vitkernels.models.create import create_model, input_spec, preprocessing, timm_model
->>>>>>> 7517cb4 (An adapter per timm attention class: rotary, relative bias, windows, pooling and class attention; what stays is named)
 from vitkernels.models.meta_trace import ModelFacts, inspect_model
 from vitkernels.models.model_ops import MODEL_OPS, describe_ops, set_ops
 from vitkernels.models.presets import PRESETS

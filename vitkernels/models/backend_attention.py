@@ -75,12 +75,15 @@ class BackendAttention(nn.Module):
         scale: float | None = None,
         is_causal: bool = False,
         segment_ids: Tensor | None = None,
+        rope: Tensor | None = None,
+        rope_half: bool = False,
     ) -> Tensor:
         """Return softmax(scale * q kᵀ + attn_mask) v with the heads joined: (B, N, E).
 
         v may have another width than q and k: the narrower are padded with zeros, which changes no score.
 
         attn_mask: a bias if it is floating point, otherwise a boolean mask that is True at positions to keep.
+        rope, rope_half: see AttentionBackend; only for values as wide as keys.
         """
         width, value_width = q_BHND.shape[-1], v_BHMD.shape[-1]
         if value_width > width:
@@ -93,6 +96,8 @@ class BackendAttention(nn.Module):
             v_BHMD,
             **self.keywords(attn_mask, is_causal=is_causal),
             segment_ids=segment_ids,
+            rope=rope,
+            rope_half=rope_half,
             scale=width**-0.5 if scale is None else scale,
         )
         return out_BHND[..., :value_width].transpose(1, 2).flatten(2)

@@ -4,6 +4,7 @@ Shape suffixes: B batch, N tokens, C channels, H heads, D head dim, E = H * D.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -11,7 +12,6 @@ from timm.models.mvitv2 import cal_rel_pos_type, reshape_post_pool, reshape_pre_
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitkernels.models.adapters.rotary import rotate
 from vitkernels.models.backend_attention import BackendAttention, split_heads
 
 
@@ -68,7 +68,7 @@ class FeatureMapPooling(BackendAttention):
         tokens = x_BCHW.flatten(2).transpose(1, 2)
         first = tokens.mean(1, keepdim=True) if self.cls_token is None else self.cls_token.expand(len(tokens), -1, -1)
         q, k, v = self.heads(torch.cat((first, tokens), dim=1), size)
-        out_BNE = self.drop(self.attention(q, k, v, scale=self.scale))
+        out_BNE = self.drop(self.attention(q, k, v, scale=self.scale, **self.rotation(size)))
         out_BNE = out_BNE if pre_logits else self.proj(out_BNE)
         return self._pool(out_BNE, height, width)
 
@@ -84,16 +84,21 @@ class FeatureMapPooling(BackendAttention):
             return [split_heads(layer(x_BNC), self.num_heads) for layer in (self.q, self.k, self.v)]
         return [split_heads(x, self.num_heads) for x in self.qkv(x_BNC).chunk(3, dim=-1)]
 
+    def rotation(self, size: Sequence[int]) -> dict[str, Any]:
+        """Return the keywords of `attention` for a rotary embedding of the map."""
+        return {}
+
 
 class RotaryFeatureMapPooling(FeatureMapPooling):
     """timm.layers.RotAttentionPool2d: FeatureMapPooling with rotary embeddings."""
 
     def heads(self, x_BNC: Tensor, size: Sequence[int]) -> list[Tensor]:
-        q, k, v = self.projected(x_BNC)
+        return self.projected(x_BNC)
+
+    def rotation(self, size: Sequence[int]) -> dict[str, Any]:
         rope = self.pos_embed.get_embed(tuple(size))
         rope = torch.cat(rope, dim=-1) if isinstance(rope, tuple) else rope
-        half = getattr(self, "rotate_half", False)
-        return [*(rotate(x, rope, 1, half).to(v.dtype) for x in (q, k)), v]
+        return {"rope": rope, "rope_half": getattr(self, "rotate_half", False)}
 
 
 class SubsampledAttention(BackendAttention):

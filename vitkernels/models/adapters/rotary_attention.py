@@ -10,7 +10,6 @@ from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitkernels.models.adapters.rotary import rotate
 from vitkernels.models.adapters.self_attention import HeadAttention
 from vitkernels.models.backend_attention import BackendAttention, joined_bias, split_heads
 
@@ -89,15 +88,14 @@ class SamAttention(BackendAttention):
         qkv_BN3HD = self.qkv(x_BHWC.flatten(1, 2)).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
         q, k = self.q_norm(q), self.k_norm(k)
-        bias = None
+        bias = rope = None
         if self.use_rel_pos:
             size = (height, width)
             bias = get_decomposed_rel_pos_bias(q.flatten(0, 1), self.rel_pos_h, self.rel_pos_w, size, size)
             bias = bias.unflatten(0, (B, self.num_heads))
         elif self.rope is not None:
             rope = self.rope.get_embed()
-            q, k = rotate(q, rope, 0, False), rotate(k, rope, 0, False)
-        out = self.attention(q.to(v.dtype), k.to(v.dtype), v, bias, scale=self.scale)
+        out = self.attention(q.to(v.dtype), k.to(v.dtype), v, bias, scale=self.scale, rope=rope)
         return self.project(out).unflatten(1, (height, width))
 
 

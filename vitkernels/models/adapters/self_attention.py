@@ -3,10 +3,11 @@
 Shape suffixes: B batch, N tokens, C channels, H heads, D head dim, E = H * D, F = 3 * E, 3 = q, k, v.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
-from vitkernels.models.adapters.rotary import rotate
 from vitkernels.models.backend_attention import BackendAttention, split_heads
 
 
@@ -78,8 +79,8 @@ class HeadAttention(BackendAttention):
     ) -> Tensor:
         """Return the result of `attend`, without its gate, from the projection's output: (B, N, 3 * E) -> (B, N, E)."""
         qkv_BN3HD = qkv_BNF.unflatten(-1, (3, self.num_heads, self.head_dim))
-        if rope is None and not self.normalizes_keys:
-            keywords = self.keywords(attn_mask, is_causal=is_causal)
+        if not self.normalizes_keys:
+            keywords = self.keywords(attn_mask, is_causal=is_causal) | self.rotation(rope)
             return self.norm(self.backend.qkvpacked(qkv_BN3HD, **keywords, scale=self.scale))
         q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
         return self.attend_heads(q_BHND, k_BHND, v_BHND, attn_mask, is_causal, rope)
@@ -93,17 +94,18 @@ class HeadAttention(BackendAttention):
         is_causal: bool,
         rope: Tensor | None,
     ) -> Tensor:
-        """Normalize and rotate q and k, attend, and normalize the result: (B, N, E)."""
-        q_BHND, k_BHND = self.q_norm(q_BHND), self.k_norm(k_BHND)
-        if rope is not None:
-            half = getattr(self, "rotate_half", False)
-            q_BHND, k_BHND = (rotate(x, rope, self.num_prefix_tokens, half) for x in (q_BHND, k_BHND))
-        # Under autocast, norms and rotations return float32; backends expect one dtype.
-        q_BHND, k_BHND = q_BHND.to(v_BHND.dtype), k_BHND.to(v_BHND.dtype)
+        """Normalize q and k, attend, and normalize the result: (B, N, E)."""
+        # Under autocast, norms return float32; backends expect one dtype.
+        q_BHND, k_BHND = self.q_norm(q_BHND).to(v_BHND.dtype), self.k_norm(k_BHND).to(v_BHND.dtype)
         groups = q_BHND.shape[1] // k_BHND.shape[1]
-        if groups > 1:  # grouped queries; after the rotation, which so runs once per key head
+        if groups > 1:
             k_BHND, v_BHND = (x.repeat_interleave(groups, dim=1) for x in (k_BHND, v_BHND))
-        return self.norm(self.attention(q_BHND, k_BHND, v_BHND, attn_mask, scale=self.scale, is_causal=is_causal))
+        keywords = {"scale": self.scale, "is_causal": is_causal, **self.rotation(rope)}
+        return self.norm(self.attention(q_BHND, k_BHND, v_BHND, attn_mask, **keywords))
+
+    def rotation(self, rope: Tensor | None) -> dict[str, Any]:
+        """Return the backend's keywords for a rotary embedding, which covers the tokens after class and registers."""
+        return {} if rope is None else {"rope": rope, "rope_half": getattr(self, "rotate_half", False)}
 
     @property
     def normalizes_keys(self) -> bool:
