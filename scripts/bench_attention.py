@@ -1,4 +1,5 @@
-"""Time attention on this GPU as a model calls it: our backends against SDPA's kernels and flex_attention.
+"""Time attention on this GPU as a model calls it: our backends against SDPA's kernels, flex_attention and
+FlashAttention-4 (the extra `peers`; without it, its row says so).
 
     python scripts/bench_attention.py                        # triton_flash at the shapes of ViTs
     python scripts/bench_attention.py --backends triton_flash --shapes 64,12,145,64 33,6,901,72

@@ -86,4 +86,4 @@ def test_write_pages__failed_measurements_keep_their_row(tmp_path):
     with (tmp_path / "attention.jsonl").open("a") as file:
         file.write(json.dumps({key: row[key] for key in ("gpu", "torch", "triton", "date")} | failed) + "\n")
     tables.write_pages(tmp_path, tmp_path / "pages")
-    assert "| sdpa cudnn | – | – | – | – | – | – | No / kernel |" in (tmp_path / "pages/attention.md").read_text()
+    assert "| sdpa cudnn | – | – | – | – | – | – | – | No / kernel |" in (tmp_path / "pages/attention.md").read_text()

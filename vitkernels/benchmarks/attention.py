@@ -1,10 +1,11 @@
-"""Time attention backends against SDPA's kernels and flex_attention as a model calls them: packed qkv to (B, N, H * D).
+"""Time attention backends against SDPA, flex_attention and FlashAttention-4, from packed qkv to (B, N, H * D).
 
 Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D, 3 = q, k, v.
 """
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -23,21 +24,29 @@ SHAPES = (
     (128, 16, 257, 64),
     (64, 16, 256, 80),
     (64, 16, 257, 88),
+    (96, 6, 313, 96),
     (64, 16, 577, 64),
+    (48, 12, 601, 56),
+    (40, 16, 777, 64),
     (32, 16, 1025, 64),
+    (16, 12, 2304, 64),
     (8, 16, 4096, 64),
+    (8, 16, 4096, 128),
 )
+FA4 = "flash-attention-4"
+
 
 Attend = Callable[[Tensor], Tensor]  # qkv_BN3HD -> out_BNE
 
 
 def contenders(backends: tuple[str, ...]) -> dict[str, Attend]:
-    """Return the contenders by name: SDPA's kernels, flex_attention, and the named backends."""
+    """Return the contenders by name: SDPA's kernels, flex_attention, FlashAttention-4, and the named backends."""
     return {
         "sdpa flash": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
         "sdpa cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
         "sdpa efficient": functools.partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
         "flex compiled": functools.partial(_unpacked, _flex()),
+        FA4: _packed_flash4,
         **{name: attention.get(name).qkvpacked for name in backends},
     }
 
@@ -50,6 +59,18 @@ def _unpacked(attend, qkv_BN3HD: Tensor) -> Tensor:
 def _sdpa(backend: SDPBackend, qkv_BN3HD: Tensor) -> Tensor:
     with sdpa_kernel(backend):
         return _unpacked(F.scaled_dot_product_attention, qkv_BN3HD)
+
+
+def _packed_flash4(qkv_BN3HD: Tensor) -> Tensor:
+    return _flash4(*qkv_BN3HD.unbind(2)).flatten(2)
+
+
+def _flash4(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
+    """Run FlashAttention-4 (the extra `peers`); raise ImportError if it is not installed."""
+    from flash_attn.cute import flash_attn_func
+
+    out = flash_attn_func(q_BNHD, k_BNHD, v_BNHD)
+    return out[0] if isinstance(out, tuple) else out
 
 
 @functools.cache
@@ -80,19 +101,21 @@ def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing
 
 
 def kernel_times(name: str, shape: tuple[int, int, int, int]) -> tuple[Timing, Timing]:
-    """Return the times of the forward and backward kernels alone; SDPA's get contiguous (B, H, N, D)."""
-    B, H, N, D = shape
+    """Return the times of the forward and backward kernels alone; peers get contiguous tensors in their own layout."""
     if name == "triton_flash":
         return _triton_flash_kernels(shape)
-    backend = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}[name]
-    q, k, v = (torch.randn(B, H, N, D, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    with sdpa_kernel(backend):
-        out = F.scaled_dot_product_attention(q, k, v)
+    B, H, N, D = shape
+    backend = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION, FA4: None}[name]
+    layout = (B, H, N, D) if backend else (B, N, H, D)
+    q, k, v = (torch.randn(layout, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    attend = F.scaled_dot_product_attention if backend else _flash4
+    with sdpa_kernel(backend) if backend else nullcontext():
+        out = attend(q, k, v)
         do = torch.randn_like(out)
 
         def forward():
             with torch.no_grad():
-                F.scaled_dot_product_attention(q, k, v)
+                attend(q, k, v)
 
         def backward():
             torch.autograd.grad(out, (q, k, v), do, retain_graph=True)
@@ -134,7 +157,7 @@ def measure_shape(shape: tuple[int, int, int, int], backends: tuple[str, ...], f
             if not name.startswith("flex"):
                 forward, both = module_times(attend, shape, Timing.on_device)
                 row |= {"device_forward_ms": asdict(forward), "device_both_ms": asdict(both)}
-            if name in ("triton_flash", "sdpa cudnn", "sdpa flash"):
+            if name in ("triton_flash", "sdpa cudnn", "sdpa flash", FA4):
                 forward, backward = kernel_times(name, shape)
                 row |= {"kernel_forward_ms": asdict(forward), "kernel_backward_ms": asdict(backward)}
         except Exception as error:  # a peer without a kernel for this shape

@@ -7,13 +7,15 @@ _OURS = ("triton_flash", "pallas_flash")
 _KEYS = ("forward_ms", "both_ms", "device_forward_ms", "device_both_ms", "kernel_forward_ms", "kernel_backward_ms")
 _HEADINGS = (
     "forward, called", "forward + backward, called", "forward, device", "forward + backward, device",
-    "forward kernel", "backward kernel",
+    "backward, device", "forward kernel", "backward kernel",
 )  # fmt: skip
 _SUMMARY = (47, 48, 49, 50, 51, 52, 53, 54, 57, 59, 60, 56, 58, 55)  # numbers of measurements, in order
 _INTRODUCTION = (
     "Each measurement compares backends at one shape (B, H, N, D) in bfloat16, from packed qkv to (B, N, H · D), so"
     " a peer's time includes the layout copies that a module needs around it. Times are medians in ms with the 20th"
-    ' and 80th percentile. "device" is the time on the GPU, from replays of a CUDA graph; "called" is a call from '
+    ' and 80th percentile. "device" is the time on the GPU, from replays of a CUDA graph, '
+    "for the backward pass the difference of both passes and forward. "
+    '"called" is a call from '
     "Python on a cold L2 cache, including host time if the host is slower; the last two columns time the kernels "
     "alone, on contiguous tensors. Here `pallas_flash` runs its Mosaic-GPU kernels (Hopper). To measure: `python "
     "scripts/bench_attention.py --backends pallas_flash triton_flash`."
@@ -74,12 +76,19 @@ def measurement_table(measurement: list[dict], ours: tuple[str, ...] = _OURS) ->
     for row in measurement:
         speedups = best if _is_ours(row["contender"], ours) else {}
         times = [_cell(row.get(key), speedups.get(key)) for key in _KEYS]
+        times.insert(4, _backward(row))
         error = " ".join(row.get("error", "").split()).replace("|", "/")
         cells.append((row["contender"], *times, error))
     failed = any(row.get("error") for row in measurement)
     if not failed:
         cells = [row[:-1] for row in cells]
     return markdown.table(("contender", *_HEADINGS, *(["error"] if failed else [])), cells)
+
+
+def _backward(row: dict) -> str:
+    """Return the device time of the backward pass: of both passes, less that of the forward pass."""
+    times = [row[key]["median"] for key in ("device_both_ms", "device_forward_ms") if key in row]
+    return f"{times[0] - times[1]:.3f}" if len(times) == 2 else markdown.spread(None)
 
 
 def _cell(timing: dict | None, best: float | None) -> str:
