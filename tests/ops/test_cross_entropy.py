@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backend_devices import each_backend_and_device
 from expecting import error
 from refused import skip_if_refused
 from torch.nn import functional as F
@@ -11,14 +12,12 @@ pytest.importorskip("triton")
 from vitkernels.ops import cross_entropy
 from vitkernels.ops.cross_entropy import BACKENDS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Relative to the gradient's norm: float32 sums of up to 21843 terms; for others the rounding of the gradient itself.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-14}
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory"),
-    pytest.mark.parametrize("backend", BACKENDS.names()),
-    pytest.mark.parametrize("device", DEVICES),
+    each_backend_and_device(BACKENDS),
 ]
 
 

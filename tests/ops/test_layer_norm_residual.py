@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
+from backend_devices import each_backend_and_device
 from expecting import error
 
 from vitkernels.ops import layer_norm_residual
 from vitkernels.ops.layer_norm_residual import BACKENDS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NAMES = ("branch_bias_C", "layer_scale_C")
 
 
@@ -58,8 +58,7 @@ def relative_error(got, want):
 TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS.names())
+@each_backend_and_device(BACKENDS)
 @pytest.mark.parametrize("shape", [(2, 5, 96), (3, 768), (1, 3, 2, 200), (2, 1, 24), (2, 7, 1024)], ids=str)
 @pytest.mark.parametrize("extras", [(), NAMES, ("sample_scale_B",), (*NAMES, "sample_scale_B")], ids=len)
 @pytest.mark.parametrize(
@@ -67,15 +66,14 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],
     ids=str,
 )
-def test_layer_norm_residual__matches_float64(device, name, shape, extras, x_dtype, branch_dtype):
-    check(device, name, shape, extras, x_dtype, branch_dtype)
+def test_layer_norm_residual__matches_float64(device, backend, shape, extras, x_dtype, branch_dtype):
+    check(device, backend, shape, extras, x_dtype, branch_dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", BACKENDS.names())
+@each_backend_and_device(BACKENDS)
 @pytest.mark.parametrize("shape, eps", [((2, 5, 96), 1e-2), ((6, 67, 24), 1e-6)], ids=["eps", "many rows"])
-def test_layer_norm_residual__matches_float64_for_another_eps_and_many_rows(device, name, shape, eps):
-    check(device, name, shape, (*NAMES, "sample_scale_B"), torch.float32, torch.float32, eps=eps)
+def test_layer_norm_residual__matches_float64_for_another_eps_and_many_rows(device, backend, shape, eps):
+    check(device, backend, shape, (*NAMES, "sample_scale_B"), torch.float32, torch.float32, eps=eps)
 
 
 def check(device, name, shape, extras, x_dtype, branch_dtype, **settings):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from backend_devices import each_backend_and_device
 from expecting import error
 from refused import skip_if_refused
 from torch.nn import functional as F
@@ -11,14 +12,12 @@ pytest.importorskip("triton")
 from vitkernels.ops import patch_embed
 from vitkernels.ops.patch_embed import BACKENDS
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # Relative: float32 sums of a few hundred terms; for 16 bits the rounding of inputs and results, which partly cancels.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3, torch.float64: 1e-14}
 
 pytestmark = [
     pytest.mark.usefixtures("poisoned_memory", "cudnn_in_float32"),
-    pytest.mark.parametrize("backend", BACKENDS.names()),
-    pytest.mark.parametrize("device", DEVICES),
+    each_backend_and_device(BACKENDS),
 ]
 
 

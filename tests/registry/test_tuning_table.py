@@ -225,4 +225,4 @@ def test_tune__writes_the_table(tmp_path, capsys):
         "patch_embed",
     }
     assert all("reference" in measured["ms"] for measured in rows)
-    assert len(rows) == 7 and f"written: {table}" in capsys.readouterr().out
+    assert len(rows) == 7 and f"written to {table}" in capsys.readouterr().out

@@ -8,6 +8,7 @@ to hold the TPU: it lowers kernels for it (`hlo_module`) and torch_xla compiles 
 import os
 import pkgutil
 import sys
+from platform import machine
 
 import torch
 
@@ -117,6 +118,16 @@ def _interpreted_param(value):
     if isinstance(value, tuple) and any(isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr) for x in value):
         return tuple(map(_interpreted_param, value))  # the branches of a cond
     return value
+
+
+def jit_on_cpu(function):
+    """Return `jax.jit(function)` for the CPU, with bfloat16 products that run and agree on every x86 processor.
+
+    For processors with bfloat16 instructions, XLA keeps bfloat16 dots that its runtime cannot execute ("Unsupported
+    element type for DotThunk::Execute: BF16 x BF16 = F32"). For others it multiplies in float32, which is exact.
+    """
+    options = {"xla_cpu_max_isa": "AVX512"} if machine() == "x86_64" else None
+    return jax.jit(function, compiler_options=options)
 
 
 def hlo_module(function, shapes, platform: str) -> bytes:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.bridge import lazy_target
-from vitkernels.bridge.jax_compat import hlo_module, initialize_backends, interpreted, keep_jax_off_tpu
+from vitkernels.bridge.jax_compat import hlo_module, initialize_backends, interpreted, jit_on_cpu, keep_jax_off_tpu
 from vitkernels.errors import UsageError
 
 # XLA maps a compiled CPU program into memory some 40 times, and Linux allows a process 65530 maps. Programs that ran
@@ -155,7 +155,7 @@ class Trace:
 
     def _run_cpu(self, tensors):
         cpu = jax.local_devices(backend="cpu")[0]
-        run = self._once("cpu", lambda: jax.jit(jex_core.jaxpr_as_fun(self._for_platform("cpu"))))
+        run = self._once("cpu", lambda: jit_on_cpu(jex_core.jaxpr_as_fun(self._for_platform("cpu"))))
         _keep_recent(self)
         aligned = [t if t.data_ptr() % _CPU_ALIGNMENT == 0 else t.clone() for t in tensors]
         with jax.default_device(cpu):  # for functions without inputs
