@@ -311,7 +311,7 @@ def test_index__opens_more_than_a_million_images_in_two_seconds(tmp_path):
     names = [f"n01440764/n01440764_{n:05d}" for n in range(1000)]
     write_index(tmp_path / "i", shards, [ShardSamples(numbers, numbers, numbers, names)] * 1300)
     begin = time.perf_counter()
-    index = cached_index(tmp_path / "i", shards, Fields(), None)
+    index = cached_index(tmp_path / "i", "/", shards, None)
     assert len(index) == 1_300_000 and index.name(1_299_999) == names[-1]
     assert time.perf_counter() - begin < 2
 

@@ -20,7 +20,9 @@ from vitkernels.data.folder import scan_splits, split_by_name
 from vitkernels.data.shard_files.check import Findings, check_folder, check_shards
 from vitkernels.data.shard_files.contract import Fields
 from vitkernels.data.shard_files.listing import has_shards, list_shards
-from vitkernels.data.shard_files.read import read_class_names
+from vitkernels.data.shard_files.open import PATTERNS
+from vitkernels.data.shard_files.parquet import class_names as parquet_class_names
+from vitkernels.data.shard_files.read import CLASS_NAMES, is_parquet, read_class_names
 from vitkernels.data.shard_files.write import write_shards
 from vitkernels.files import is_disk_error
 
@@ -42,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
     shard.set_defaults(run=_shard)
     check = commands.add_parser("check", help="read every byte of a data set, and name what must be repaired")
     check.add_argument("root", type=Path, metavar="ROOT", help="folder of shards, or an image folder")
-    check.add_argument("--train-shards", default="*train*", help="names of the training shards")
-    check.add_argument("--val-shards", default="*val*", help="names of the evaluation shards")
+    check.add_argument("--train-shards", default=PATTERNS["train"], help="names of the training shards")
+    check.add_argument("--val-shards", default=PATTERNS["val"], help="names of the evaluation shards")
     check.add_argument("--image", help="as data.image")
     check.add_argument("--label", help="as data.label")
     check.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0 is this one alone")
@@ -90,7 +92,9 @@ def _check(options: argparse.Namespace) -> int:
     patterns = {"train": options.train_shards, "val": options.val_shards}
     files = list_shards(str(options.root), patterns)
     fields = Fields(options.image, options.label)
-    names = read_class_names(options.root, files["val"][0], fields)
+    names = read_class_names(options.root / CLASS_NAMES)
+    if names is None and is_parquet(files["val"][0]):
+        names = parquet_class_names(files["val"][0].location, fields)
     fields = Fields(options.image, options.label, None if names is None else tuple(names))
     found = {split: check_shards(own, options.root, fields, options.workers) for split, own in files.items()}
     return _report(found, {split: len(own) for split, own in files.items()}, names)

@@ -20,6 +20,7 @@ _SETTING_OF_CODE = {
     "data.batch_size": "data.batch_size",
     "data.in_chans": "model.in_chans",
     "data.mixup": "data.mixup",
+    "data.cache_gb": "data.cache_gb",
     "data.num_classes": "data.num_classes",
     "data.root": "data.root",
     "data.shard_fields": "data.label",

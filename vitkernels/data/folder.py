@@ -14,6 +14,7 @@ import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 
 from vitkernels.data.class_files import list_classes
+from vitkernels.data.image_source import evenly_spaced
 from vitkernels.errors import UsageError
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ class Folder:
         """Return the bytes of a file, or its first `limit` bytes."""
         with open(self.describe(index), "rb") as file:
             return file.read(-1 if limit is None else limit)
+
+    def spread(self, count: int) -> list[int]:
+        """Return up to `count` evenly spaced images."""
+        return evenly_spaced(len(self.targets), count).tolist()
 
     def order(self, draw: np.random.Generator) -> np.ndarray:
         """Return a permutation of the images."""

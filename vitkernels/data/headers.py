@@ -6,7 +6,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-import numpy as np
 from PIL import Image
 
 from vitkernels.data.image_source import ImageSource, SourceError
@@ -27,8 +26,8 @@ def check_headers(
     if small_images not in SMALL_IMAGES:
         raise unknown_name("small_images", str(small_images), SMALL_IMAGES)
     total = len(source.targets)
-    count = total if check_images is None else min(check_images, total)
-    ids = np.linspace(0, total - 1, count).round().astype(int).tolist()
+    ids = source.spread(total if check_images is None else check_images)
+    count = len(ids)
     with warnings.catch_warnings(), ThreadPoolExecutor(THREADS) as threads:
         warnings.simplefilter("ignore")  # they recur, and are logged, when the image itself is read
         sizes = list(threads.map(partial(_header, source), ids))

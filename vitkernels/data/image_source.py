@@ -8,6 +8,11 @@ from typing import Any, Protocol
 import numpy as np
 
 
+def evenly_spaced(total: int, count: int) -> np.ndarray:
+    """Return min(total, count) of the numbers below `total`."""
+    return np.linspace(0, total - 1, min(total, count)).round().astype(int)
+
+
 class SourceError(RuntimeError):
     """The place where the images are failed, not one image: training ends, and its checkpoint can be resumed.
 
@@ -36,6 +41,9 @@ class ImageSource(Protocol):
 
         SourceError ends training; after other errors the image counts as unreadable.
         """
+
+    def spread(self, count: int) -> list[int]:
+        """Return up to `count` images from all over the split, of those that can be read soon."""
 
     def describe(self, index: int) -> str:
         """Return the name of an image, such as its path."""

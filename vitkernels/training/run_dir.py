@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 _NOT_IDENTITY = ("resume", "sweep", "checkpoints", "parallel", "logger", "evaluation")
 _NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir in conf/config.yaml
 # Settings that make no difference to a complete run.
-_WITHOUT_EFFECT = ("trainer.log_every", "trainer.profile", "data.num_workers")
+_WITHOUT_EFFECT = (
+    "trainer.log_every", "trainer.profile", "data.num_workers", "data.cache", "data.cache_gb", "data.patience",
+)  # fmt: skip
 # Settings that may change when a run is resumed.
 _MAY_CHANGE = (
     *_WITHOUT_EFFECT, "trainer.max_epochs", "trainer.max_steps", "trainer.eval_every", "trainer.warmup_steps",

@@ -7,10 +7,11 @@ import fcntl
 import hashlib
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from safetensors.torch import load_file
 
-from vitkernels.data.shard_files.contract import Fields, ShardFile, ShardSamples
+from vitkernels.data.shard_files.contract import ShardFile, ShardSamples
+from vitkernels.data.shard_files.fetch import Patience, fetch_if_there
 from vitkernels.errors import UsageError
 from vitkernels.files import write_atomically
 
@@ -28,7 +30,8 @@ FORMAT = "vitkernels.shards.1"
 THREADS = 8  # that index shards at a time: reading waits for the disk
 _LOG_EVERY = 20.0  # seconds
 
-Indexer = Callable[[ShardFile, Fields], ShardSamples]
+# Returns the samples of a shard, and its description with a checksum if it was fetched.
+Indexer = Callable[[ShardFile], tuple[ShardFile, ShardSamples]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Index:
     """
 
     path: Path
+    root: str
     digest: str
     shards: list[ShardFile]
     starts: np.ndarray
@@ -50,7 +54,7 @@ class Index:
     _names: np.ndarray
 
     def __reduce__(self) -> tuple:
-        return _reopen, (self.path, self.digest)
+        return _reopen, (self.path, self.root, self.digest)
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -71,8 +75,11 @@ class Index:
         return ShardSamples(self.offsets[rows], self.lengths[rows], self.targets[rows], names)
 
 
-def open_index(path: Path) -> Index | None:
-    """Return the index in a file, or None if there is none, or one of another version of this package."""
+def open_index(path: Path, root: str) -> Index | None:
+    """Return the index in a file, or None if there is none, or one of another version of this package.
+
+    root: where the shards are if the index does not say it, because it was published with them.
+    """
     try:
         with safe_open(path, "np") as file:
             metadata = file.metadata() or {}
@@ -82,8 +89,11 @@ def open_index(path: Path) -> Index | None:
     except (FileNotFoundError, SafetensorError):
         return None
     shards = [ShardFile(**shard) for shard in json.loads(metadata["shards"])]
+    shards = [
+        shard if shard.location else replace(shard, location=f"{root.rstrip('/')}/{shard.name}") for shard in shards
+    ]
     names = columns.pop("name_ends"), columns.pop("names")
-    return Index(path, metadata["digest"], shards, **columns, _name_ends=names[0], _names=names[1])
+    return Index(path, root, metadata["digest"], shards, **columns, _name_ends=names[0], _names=names[1])
 
 
 def write_index(path: Path, shards: Sequence[ShardFile], samples: Sequence[ShardSamples]) -> None:
@@ -106,7 +116,7 @@ def write_index(path: Path, shards: Sequence[ShardFile], samples: Sequence[Shard
     write_atomically(path, lambda file: file.write(content))
 
 
-def cached_index(path: Path, files: list[ShardFile], fields: Fields, indexer: Indexer) -> Index:
+def cached_index(path: Path, root: str, files: list[ShardFile], indexer: Indexer) -> Index:
     """Return the index of these shards, from its file as far as they are unchanged.
 
     Shards that are new or changed are indexed, and named if they changed. Of several processes that need the same
@@ -115,15 +125,34 @@ def cached_index(path: Path, files: list[ShardFile], fields: Fields, indexer: In
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        index = open_index(path)
+        index = open_index(path, root)
         if index is None or index.shards != files:
-            _update(path, index, files, fields, indexer)
-            index = open_index(path)
+            _update(path, index, files, indexer)
+            index = open_index(path, root)
     assert index is not None
     return index
 
 
-def _update(path: Path, old: Index | None, files: list[ShardFile], fields: Fields, indexer: Indexer) -> None:
+def published(path: Path, url: str, root: str, patience: Patience) -> Index | None:
+    """Return the index that is stored at a URL next to its shards, or None if there is none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept, new = path.with_suffix(".safetensors"), path.with_suffix(".new")
+    with open(path.with_suffix(".lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not fetch_if_there(url, new, patience):
+            return None
+        index, before = open_index(new, root), open_index(kept, root)
+        if index is None:
+            log.warning("%s is not an index that this version of the package can read: ignored", url)
+            return None
+        if before is None or before.digest != index.digest:  # processes that started earlier may open the old one
+            os.replace(new, kept)
+        else:
+            new.unlink()
+        return open_index(kept, root)
+
+
+def _update(path: Path, old: Index | None, files: list[ShardFile], indexer: Indexer) -> None:
     known: dict[str, int] = {} if old is None else {shard.name: number for number, shard in enumerate(old.shards)}
     begin = last = time.monotonic()
     todo = []
@@ -133,10 +162,10 @@ def _update(path: Path, old: Index | None, files: list[ShardFile], fields: Field
             todo.append(file)
             if before is not None:
                 log.warning("%s changed since it was indexed (%s)", file.location, _change(before, file))
-    samples: dict[str, ShardSamples] = {}
+    samples: dict[str, tuple[ShardFile, ShardSamples]] = {}
     with ThreadPoolExecutor(THREADS) as threads:
         try:
-            for file, found in zip(todo, threads.map(lambda file: indexer(file, fields), todo), strict=True):
+            for file, found in zip(todo, threads.map(indexer, todo), strict=True):
                 samples[file.name] = found
                 if time.monotonic() - last > _LOG_EVERY:
                     last = time.monotonic()
@@ -144,15 +173,15 @@ def _update(path: Path, old: Index | None, files: list[ShardFile], fields: Field
         except BaseException:
             threads.shutdown(cancel_futures=True)
             raise
-    kept = [samples[f.name] if f.name in samples else _of(old, known[f.name]) for f in files]
-    write_index(path, files, kept)
-    images = sum(len(shard.names) for shard in samples.values())
+    pairs = [samples[file.name] if file.name in samples else _of(old, known[file.name]) for file in files]
+    write_index(path, *zip(*pairs, strict=True))
+    images = sum(len(shard.names) for _, shard in samples.values())
     log.info("indexed %d images in %d shards in %.1f s: %s", images, len(todo), time.monotonic() - begin, path)
 
 
-def _of(old: Index | None, number: int) -> ShardSamples:
+def _of(old: Index | None, number: int) -> tuple[ShardFile, ShardSamples]:
     assert old is not None
-    return old.of_shard(number)
+    return old.shards[number], old.of_shard(number)
 
 
 def _change(before: ShardFile, now: ShardFile) -> str:
@@ -161,9 +190,9 @@ def _change(before: ShardFile, now: ShardFile) -> str:
     return f"version {before.version} then, {now.version} now" if before.version != now.version else "moved"
 
 
-def _reopen(path: Path, digest: str) -> Index:
+def _reopen(path: Path, root: str, digest: str) -> Index:
     """Open the index that another process pickled."""
-    index = open_index(path)
+    index = open_index(path, root)
     if index is None or index.digest != digest:
         raise UsageError(
             f"the index {path} was written again while it was in use: start the run again, with resume=auto",

@@ -3,26 +3,33 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
 
 from vitkernels.data.shard_files.contract import ShardFile
+from vitkernels.data.shard_files.fetch import DEFAULT, Patience, ended, filesystem, is_url, patiently
 from vitkernels.errors import UsageError
 
 SUFFIXES = (".tar", ".parquet")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
+# What filesystems call the property that changes with a file: S3, Google Cloud Storage, Hugging Face, HTTP, others.
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "last_modified", "mtime")
+_REQUESTS = 16  # at a time
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _LAYOUT = "such as ROOT/train-00000.tar and ROOT/val-00000.tar, or .parquet"
 
 
-def list_shards(root: str | None, patterns: dict[str, str]) -> dict[str, list[ShardFile]]:
+def list_shards(root: str | None, patterns: dict[str, str], patience: Patience = DEFAULT) -> dict[str, list[ShardFile]]:
     """Return the shards of each split, sorted by name.
 
     patterns: split -> a pattern of names relative to the root, such as "*train*", with ranges {00..31} of numbers.
-    UsageError for a root that does not exist, a split without shards, and a shard in two splits.
+    patience: with a root that is a URL.
+    UsageError for a root that does not exist, a split without shards, and a shard in two splits. SourceError for a URL
+    that cannot be listed.
     """
-    files = list(_local_files(root))
+    files = remote_files(str(root), patterns, patience) if is_url(root) else list(_local_files(root))
     compressed = [file.name for file in files if file.name.lower().endswith(_COMPRESSED)]
     shards = [file for file in files if file.name.lower().endswith(SUFFIXES)]
     found = {split: _matching(shards, split, pattern, str(root)) for split, pattern in patterns.items()}
@@ -88,6 +95,30 @@ def has_shards(root: Path) -> bool:
 def published_index(split: str) -> str:
     """Return the name of the index that is stored next to the shards, for those who read them from elsewhere."""
     return f"{split}-index.safetensors"
+
+
+def remote_files(url: str, patterns: dict[str, str], patience: Patience) -> list[ShardFile]:
+    """Return the files below a URL, sorted by name. Patterns that name each file need no listing."""
+    fs, base = filesystem(url)
+    base = base.rstrip("/")
+    if any("*" in pattern or "?" in pattern for pattern in patterns.values()):
+        found = patiently(f"listing {url}", lambda: fs.find(base, detail=True), patience)
+        infos = {name.removeprefix(f"{base}/"): info for name, info in found.items()}
+    else:
+        infos = {name: {} for pattern in patterns.values() for name in expand_ranges(pattern)}
+    infos = {name: info for name, info in infos.items() if name.lower().endswith((*SUFFIXES, *_COMPRESSED))}
+
+    def described(name: str) -> ShardFile:
+        info = infos[name]
+        if info.get("size") is None:  # HTTP lists names alone
+            info = patiently(f"asking for the size of {url}/{name}", lambda: fs.info(f"{base}/{name}"), patience)
+        if info.get("size") is None:
+            raise ended(f"{url.rstrip('/')}/{name}", "the server does not tell its size")
+        version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+        return ShardFile(name, f"{url.rstrip('/')}/{name}", int(info["size"]), version)
+
+    with ThreadPoolExecutor(_REQUESTS) as threads:
+        return list(threads.map(described, sorted(infos)))
 
 
 def _local_files(root: str | None) -> Iterable[ShardFile]:

@@ -27,3 +27,10 @@ def windowed_order(draw: np.random.Generator, starts: np.ndarray, window: int | 
     for begin in range(0, count, window):
         draw.shuffle(order[begin : begin + window])
     return order
+
+
+def shard_sequence(order: np.ndarray, starts: np.ndarray) -> list[int]:
+    """Return the shards of an order's images, each where it is first read."""
+    shards = np.searchsorted(starts, order, side="right") - 1
+    numbers, first = np.unique(shards, return_index=True)
+    return numbers[np.argsort(first)].tolist()

@@ -13,15 +13,14 @@ CLASS_NAMES = "class_names.json"  # in the root: a list of names
 
 def index_shard(file: ShardFile, fields: Fields) -> ShardSamples:
     """Return the samples of a shard; UsageError if it cannot be read."""
-    reader = parquet.index_parquet if _is_parquet(file) else index_tar
+    reader = parquet.index_parquet if is_parquet(file) else index_tar
     return reader(file.location, fields)
 
 
-def read_class_names(root: Path, shard: ShardFile, fields: Fields) -> list[str] | None:
-    """Return the names in root/class_names.json, else those that a Parquet shard states, else None."""
-    path = root / CLASS_NAMES
+def read_class_names(path: Path) -> list[str] | None:
+    """Return the names in a JSON file, or None if it does not exist. UsageError if it is no list of names."""
     if not path.exists():
-        return parquet.class_names(shard.location, fields) if _is_parquet(shard) else None
+        return None
     try:
         names = json.loads(path.read_text())
     except ValueError:
@@ -31,5 +30,6 @@ def read_class_names(root: Path, shard: ShardFile, fields: Fields) -> list[str] 
     return names
 
 
-def _is_parquet(file: ShardFile) -> bool:
+def is_parquet(file: ShardFile) -> bool:
+    """Return whether a shard is a Parquet file, by its name."""
     return file.location.lower().endswith(".parquet")

@@ -2,27 +2,25 @@
 
 import os
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 
-from vitkernels.data.image_source import SourceError
-from vitkernels.data.shard_files.contract import ShardFile
+from vitkernels.data.image_source import evenly_spaced
 from vitkernels.data.shard_files.index import Index
-from vitkernels.data.shard_files.order import windowed_order
-
-OPEN_FILES = 64  # in each process
+from vitkernels.data.shard_files.order import shard_sequence, windowed_order
+from vitkernels.data.shard_files.store import Store, changed
 
 
 @dataclass(frozen=True)
 class ShardSource:
     """The images of an index's shards.
 
-    window: number of images that are shuffled together; None shuffles all.
+    store: opens the shards. window: number of images that are shuffled together; None shuffles all.
     """
 
     name: str
     index: Index
+    store: Store
     window: int | None = None
 
     @property
@@ -36,51 +34,28 @@ class ShardSource:
     def read(self, index: int, limit: int | None = None) -> bytes:
         """Return the bytes of an image, or its first `limit` bytes, by one read.
 
-        SourceError "data.shard_changed" if the shard was rewritten since it was indexed.
+        SourceError if the shard is not the one that was indexed, or cannot be fetched.
         """
-        shard = self.index.shards[self.index.shard_of(index)]
+        number = self.index.shard_of(index)
         length = int(self.index.lengths[index])
         wanted = length if limit is None else min(limit, length)
-        data = os.pread(_open(shard).descriptor, wanted, int(self.index.offsets[index]))
+        file = self.store.open(number, ahead=limit is None)
+        data = os.pread(file.descriptor, wanted, int(self.index.offsets[index]))
         if len(data) < wanted:
-            raise _changed(shard, f"{self.index.name(index)} continues after its last byte")
+            raise changed(self.index.shards[number], f"{self.index.name(index)} continues after its last byte")
         return data
+
+    def spread(self, count: int) -> list[int]:
+        """Return up to `count` evenly spaced images of the shards that are at hand."""
+        shards = self.store.at_hand()
+        if shards is None:
+            return evenly_spaced(len(self.index), count).tolist()
+        starts = self.index.starts
+        images = np.concatenate([np.arange(starts[shard], starts[shard + 1]) for shard in shards])
+        return images[evenly_spaced(len(images), count)].tolist()
 
     def order(self, draw: np.random.Generator) -> np.ndarray:
         """Return the order of an epoch."""
-        return windowed_order(draw, self.index.starts, self.window)
-
-
-class _OpenFile:
-    """A descriptor that is closed with its last reference: other threads may read while the cache drops it."""
-
-    def __init__(self, path: str):
-        self.descriptor = os.open(path, os.O_RDONLY)
-
-    def __del__(self) -> None:
-        if "descriptor" in self.__dict__:
-            os.close(self.descriptor)
-
-
-@lru_cache(OPEN_FILES)
-def _open(shard: ShardFile) -> _OpenFile:
-    try:
-        file = _OpenFile(shard.location)
-    except FileNotFoundError as error:
-        raise _changed(shard, "it is gone") from error
-    stat = os.fstat(file.descriptor)
-    if stat.st_size != shard.size:
-        raise _changed(shard, f"{shard.size} bytes then, {stat.st_size} now")
-    if shard.version and str(stat.st_mtime_ns) != shard.version:
-        raise _changed(shard, f"modified at {shard.version} ns then, {stat.st_mtime_ns} ns now")
-    return file
-
-
-def _changed(shard: ShardFile, how: str) -> SourceError:
-    return SourceError(
-        f"{shard.location} changed since it was indexed ({how}). Restore it, or start again to index it anew; a run "
-        "that resumes on other images is not exact",
-        code="data.shard_changed",
-        path=shard.location,
-        how=how,
-    )
+        order = windowed_order(draw, self.index.starts, self.window)
+        self.store.expect(shard_sequence(order, self.index.starts))
+        return order

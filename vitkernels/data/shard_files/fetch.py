@@ -1,0 +1,205 @@
+"""Fetch whole files from an fsspec URL, with retries, and with an end if the network does not come back."""
+
+import hashlib
+import logging
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from vitkernels.data.image_source import SourceError
+from vitkernels.errors import UsageError
+from vitkernels.files import is_disk_error
+
+log = logging.getLogger(__name__)
+
+WRONG_CONTENTS = 3  # times that a file may arrive with other bytes than stated
+_LONGEST_WAIT = 30.0  # seconds between two attempts
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long to wait for a network, in seconds.
+
+    total: from the first failure of a file to the end. stall: without a byte, after which an attempt is given up.
+    first_wait: between the first two attempts; later waits double, up to 30 s.
+    """
+
+    total: float = 600.0
+    stall: float = 60.0
+    first_wait: float = 1.0
+
+
+DEFAULT = Patience()
+
+
+def is_url(root: object) -> bool:
+    """Return whether a root is a URL rather than a path."""
+    return isinstance(root, str) and "://" in root
+
+
+def filesystem(url: str) -> tuple[Any, str]:
+    """Return the fsspec filesystem of a URL, and the path in it. UsageError without its packages."""
+    try:
+        import fsspec
+    except ImportError as error:
+        message = f"{url}: URLs need fsspec, which is not installed: pip install 'vitkernels[shards]'"
+        raise UsageError(message, code="data.package", package="fsspec") from error
+    options: dict[str, Any] = {}
+    if url.startswith(("http://", "https://")):
+        try:
+            import aiohttp
+        except ImportError as error:
+            message = f"{url}: HTTP needs aiohttp, which is not installed: pip install aiohttp"
+            raise UsageError(message, code="data.package", package="aiohttp") from error
+        # aiohttp's default ends any transfer after 5 minutes; Patience.stall ends those that make no progress.
+        options["client_kwargs"] = {"timeout": aiohttp.ClientTimeout(total=None, sock_connect=30)}
+    try:
+        return fsspec.core.url_to_fs(url, **options)
+    except ImportError as error:  # of s3fs, gcsfs and the like
+        raise UsageError(f"{url}: {error}", code="data.package", package=str(error.name)) from error
+    except ValueError as error:
+        raise UsageError(
+            f"root={url}: {error}. Expected a path or a URL such as gs://, s3://, hf:// or https://",
+            code="data.root",
+            root=url,
+        ) from error
+
+
+def fetch(url: str, path: Path, patience: Patience, *, size: int | None = None, sha256: str = "") -> str:
+    """Copy a file to `path`, which appears once it is complete and verified; return its sha256.
+
+    An attempt fails if the connection does, if no byte comes for patience.stall seconds, or if the file has another
+    size or checksum than stated.
+
+    Raises:
+        UsageError: of `filesystem`.
+        SourceError: data.fetch if the file does not exist or attempts fail for patience.total seconds;
+            data.shard_changed if it arrives three times with other contents than stated; data.cache_full.
+    """
+    fs, remote = filesystem(url)
+    failed: float | None = None
+    wait, wrong = patience.first_wait, 0
+    while True:
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # not that of an attempt that was given up
+        try:
+            _attempt(partial(fs.get_file, remote, str(temporary)), temporary, patience.stall)
+            found = _verified(temporary, size, sha256)
+            os.replace(temporary, path)
+            return found
+        except _FINAL as error:
+            raise ended(url, f"{type(error).__name__}: {error}") from error
+        except Exception as error:  # every filesystem has errors of its own
+            if is_disk_error(error):
+                raise SourceError(
+                    f"no room for {url} in {path.parent} ({error}): free some space, or lower cache_gb",
+                    code="data.cache_full",
+                    folder=str(path.parent),
+                ) from error
+            wrong += isinstance(error, _WrongContent)
+            if wrong == WRONG_CONTENTS:
+                raise SourceError(
+                    f"{url} is not the file that was indexed: {error}, {wrong} times. Restore it, or write the index "
+                    "again",
+                    code="data.shard_changed",
+                    path=url,
+                    how=str(error),
+                ) from error
+            now = time.monotonic()
+            failed = failed or now
+            if now + wait - failed > patience.total:
+                raise ended(url, f"{_told(error)}; no attempt succeeded in {now - failed:.0f} s") from error
+            log.warning("could not fetch %s (%s); trying again in %.3g s", url, _told(error), wait)
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+class _WrongContent(Exception):
+    """The file that arrived is not the one that was stated."""
+
+
+def _attempt(transfer: Callable[[], Any], path: Path, stall: float) -> None:
+    """Copy a file to `path` once. TimeoutError if no byte comes for `stall` seconds."""
+    outcome: list[BaseException | None] = []
+
+    def run() -> None:
+        try:
+            transfer()
+            outcome.append(None)
+        except BaseException as error:
+            outcome.append(error)
+
+    # A thread of its own, since few filesystems can be told to stop waiting. One that is given up writes to a file
+    # that is gone, and ends with the process at the latest.
+    thread = threading.Thread(target=run, daemon=True, name=f"fetch {path.name}")
+    thread.start()
+    seen, since = -1, time.monotonic()
+    while thread.is_alive():
+        thread.join(min(0.2, stall / 4))
+        there = path.stat().st_size if path.exists() else -1
+        if there != seen:
+            seen, since = there, time.monotonic()
+        elif time.monotonic() - since > stall and thread.is_alive():
+            raise TimeoutError(f"no byte for {stall:g} s, after {max(0, seen)} bytes")
+    if outcome[0] is not None:
+        raise outcome[0]
+
+
+def _verified(path: Path, size: int | None, sha256: str) -> str:
+    """Return the sha256 of a file; _WrongContent if it is not as stated."""
+    with open(path, "rb") as file:
+        got = os.fstat(file.fileno()).st_size
+        if size is not None and got != size:
+            raise _WrongContent(f"{got} bytes instead of {size}")
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 and found != sha256:
+        raise _WrongContent(f"sha256 {found} instead of {sha256}")
+    return found
+
+
+def fetch_if_there(url: str, path: Path, patience: Patience) -> bool:
+    """Fetch a file; return False if there is none. SourceError as `fetch`."""
+    try:
+        fetch(url, path, patience)
+    except SourceError as error:
+        if isinstance(error.__cause__, FileNotFoundError | PermissionError):  # a bucket may hide what does not exist
+            return False
+        raise
+    return True
+
+
+def patiently(what: str, action: Callable[[], Any], patience: Patience) -> Any:
+    """Return action(), such as a listing, tried again until patience ends. SourceError "data.fetch" then."""
+    begin, wait = time.monotonic(), patience.first_wait
+    while True:
+        try:
+            return action()
+        except UsageError:
+            raise
+        except Exception as error:  # every filesystem has errors of its own; HTTP's calls all of them "not found"
+            if time.monotonic() + wait - begin > patience.total:
+                raise ended(what, _told(error)) from error
+            log.warning("%s failed (%s); trying again in %.3g s", what, _told(error), wait)
+            time.sleep(wait)
+            wait = min(2 * wait, _LONGEST_WAIT)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def ended(url: str, reason: str) -> SourceError:
+    return SourceError(
+        f"could not fetch {url}: {reason}. Once it can be read again, the same command with resume=auto continues",
+        code="data.fetch",
+        url=url,
+        reason=reason,
+    )

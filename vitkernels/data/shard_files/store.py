@@ -1,0 +1,229 @@
+"""Shards as open local files: where they are, or in a bounded cache of those that are fetched.
+
+Every process that reads has a store of its own; they share the cache's folder, and take turns by locks of files in it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+from vitkernels.data.image_source import SourceError
+from vitkernels.data.shard_files.contract import ShardFile
+from vitkernels.data.shard_files.fetch import Patience, fetch
+from vitkernels.data.shard_files.index import Index
+
+OPEN_FILES = 64  # in each process
+_ABANDONED = 3600 * 10**9  # ns after which a partial file is that of a process that died
+
+
+class OpenFile:
+    """A descriptor that is closed with its last reference: other threads may read while a cache drops it."""
+
+    def __init__(self, path: str | Path):
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def sha256(self) -> str:
+        """Return the checksum of the content."""
+        with open(self.descriptor, "rb", closefd=False) as file:
+            file.seek(0)
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    def __del__(self) -> None:
+        if "descriptor" in self.__dict__:
+            os.close(self.descriptor)
+
+
+class Store(Protocol):
+    """Opens shards by their number; picklable, and safe to use from several threads."""
+
+    def open(self, number: int, ahead: bool = True) -> OpenFile:
+        """Return the open file of a shard. SourceError if it is not the file that was indexed, or cannot be had.
+
+        ahead: whether the shards after it will be needed, too.
+        """
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Prepare for an epoch that reads the shards in this order."""
+
+    def at_hand(self) -> list[int] | None:
+        """Return the shards that can be opened at once; None if all can."""
+
+
+class LocalStore:
+    """Shards in local files."""
+
+    def __init__(self, index: Index):
+        self.index = index
+
+    def open(self, number: int, ahead: bool = True) -> OpenFile:
+        return _open_local(self.index.shards[number])
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        pass
+
+    def at_hand(self) -> None:
+        return None
+
+
+@lru_cache(OPEN_FILES)
+def _open_local(shard: ShardFile) -> OpenFile:
+    try:
+        file = OpenFile(shard.location)
+    except FileNotFoundError as error:
+        raise changed(shard, "it is gone") from error
+    stat = os.fstat(file.descriptor)
+    if stat.st_size != shard.size:
+        raise changed(shard, f"{shard.size} bytes then, {stat.st_size} now")
+    if shard.version and str(stat.st_mtime_ns) != shard.version:
+        raise changed(shard, f"modified at {shard.version} ns then, {stat.st_mtime_ns} ns now")
+    return file
+
+
+class ShardCache:
+    """A folder of fetched shards, of at most `limit` bytes: the least recently opened ones make room."""
+
+    def __init__(self, folder: Path, limit: int, patience: Patience):
+        self.folder, self.limit, self.patience = folder, limit, patience
+
+    def path(self, shard: ShardFile) -> Path:
+        """Return where a shard is once it is fetched; another version of it is elsewhere."""
+        key = hashlib.sha256(repr((shard.location, shard.size, shard.version)).encode()).hexdigest()[:24]
+        return self.folder / f"{key}-{shard.location.rpartition('/')[2]}"
+
+    def fetched(self, shard: ShardFile, ahead: bool = False) -> OpenFile | None:
+        """Return the open file of a shard, fetched if needed. Of the processes that need a shard, one fetches it.
+
+        ahead: try once, and return None while another process does; SourceError as `fetch`.
+        """
+        path = self.path(shard)
+        with contextlib.suppress(FileNotFoundError):
+            return self._opened(path)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        patience = replace(self.patience, total=0.0) if ahead else self.patience
+        with _locked(path.with_name(f"{path.name}.lock"), wait=not ahead) as mine:
+            if not mine:
+                return None
+            with contextlib.suppress(FileNotFoundError):  # another process has fetched it meanwhile
+                return self._opened(path)
+            self._make_room(shard.size)
+            fetch(shard.location, path, patience, size=shard.size, sha256=shard.sha256)
+            return self._opened(path)
+
+    def has(self, shard: ShardFile) -> bool:
+        """Return whether a shard is in the cache."""
+        return self.path(shard).exists()
+
+    def _opened(self, path: Path) -> OpenFile:
+        file = OpenFile(path)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)  # its place in the order of eviction
+        return file
+
+    def _make_room(self, size: int) -> None:
+        """Remove the least recently opened shards until `size` bytes more fit; processes that read them go on."""
+        with _locked(self.folder / ".eviction.lock", wait=True):
+            entries = []
+            for path in self.folder.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    stat = path.stat()
+                    entries.append((stat.st_mtime_ns, stat.st_size, path))
+            total = sum(bytes_ for _, bytes_, _ in entries) + size
+            for when, bytes_, path in sorted(entries, key=lambda entry: entry[0]):
+                if total <= self.limit:
+                    return
+                age = time.time_ns() - when
+                if path.suffix not in (".lock", ".tmp") or (path.suffix == ".tmp" and age > _ABANDONED):
+                    path.unlink(missing_ok=True)
+                    total -= bytes_
+
+
+class FetchedStore:
+    """Shards of a URL, through a cache; the next ones are fetched while earlier ones are read.
+
+    ahead: number of shards to fetch ahead.
+    """
+
+    def __init__(self, index: Index, cache: ShardCache, ahead: int):
+        self.index, self.cache, self.ahead = index, cache, ahead
+        self._sequence = list(range(len(index.shards)))  # an evaluation's
+        self._place = {number: number for number in self._sequence}
+        self._furthest = 0
+        self._open = lru_cache(OPEN_FILES)(self._open_one)
+        self._news = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple:  # a new process has no open files and no thread
+        return FetchedStore, (self.index, self.cache, self.ahead)
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        with self._news:
+            self._sequence = list(numbers)
+            self._place = {number: place for place, number in enumerate(numbers)}
+            self._furthest = 0
+
+    def open(self, number: int, ahead: bool = True) -> OpenFile:
+        if ahead:
+            self._note(number)
+        return self._open(number)
+
+    def _note(self, number: int) -> None:
+        """Let the thread that fetches ahead know that a shard is read."""
+        with self._news:
+            self._furthest = max(self._furthest, self._place.get(number, 0))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._fetch_ahead, daemon=True, name="fetch shards ahead")
+                self._thread.start()
+            self._news.notify()
+
+    def at_hand(self) -> list[int]:
+        return [number for number, shard in enumerate(self.index.shards) if self.cache.has(shard)] or [0]
+
+    def _open_one(self, number: int) -> OpenFile:
+        found = self.cache.fetched(self.index.shards[number])
+        assert found is not None, "fetched waits, unless it is ahead"
+        return found
+
+    def _fetch_ahead(self) -> None:
+        """Fetch the shards after the furthest one that was read, until the process ends."""
+        done: tuple[int, list[int]] | None = None
+        while True:
+            with self._news:
+                while done == (self._furthest, self._sequence):
+                    self._news.wait()
+                furthest, sequence = done = self._furthest, self._sequence
+            for number in sequence[furthest + 1 : furthest + 1 + self.ahead]:
+                if self._furthest != furthest:
+                    break  # some are needed sooner now
+                with contextlib.suppress(SourceError):  # the reader that needs the shard tries again, and reports it
+                    self.cache.fetched(self.index.shards[number], ahead=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[bool]:
+    """Hold a lock among processes and threads; yield False if another has it and `wait` is False."""
+    with open(path, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def changed(shard: ShardFile, how: str) -> SourceError:
+    """Return the error for a shard that is not the one that was indexed."""
+    return SourceError(
+        f"{shard.location} changed since it was indexed ({how}). Restore it, or start again to index it anew; a run "
+        "that resumes on other images is not exact",
+        code="data.shard_changed",
+        path=shard.location,
+        how=how,
+    )
