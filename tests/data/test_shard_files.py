@@ -17,7 +17,7 @@ from vitkernels.data import Shard, SourceError, imagefolder
 from vitkernels.data.shard_files.contract import Fields
 from vitkernels.data.shard_files.index import cached_index
 from vitkernels.data.shard_files.listing import expand_ranges
-from vitkernels.data.shard_files.order import windowed_order
+from vitkernels.data.shard_files.order import shard_sequence, windowed_order
 from vitkernels.data.shard_files.parquet import index_parquet
 from vitkernels.data.shard_files.tar import index_tar
 
@@ -325,6 +325,10 @@ def test_windowed_order__is_a_permutation_that_depends_on_the_draw_alone():
         orders = [windowed_order(np.random.default_rng(seed), starts, window) for seed in (0, 0, 1)]
         assert sorted(orders[0]) == list(range(30))
         assert orders[0].tolist() == orders[1].tolist() != orders[2].tolist()
+
+
+def test_shard_sequence__is_the_order_of_first_reads():
+    assert shard_sequence(np.array([4, 0, 5, 1, 2, 3]), np.array([0, 2, 4, 6])) == [2, 0, 1]
 
 
 def test_windowed_order__reads_few_shards_at_a_time():

@@ -31,6 +31,8 @@ def windowed_order(draw: np.random.Generator, starts: np.ndarray, window: int | 
 
 def shard_sequence(order: np.ndarray, starts: np.ndarray) -> list[int]:
     """Return the shards of an order's images, each where it is first read."""
-    shards = np.searchsorted(starts, order, side="right") - 1
-    numbers, first = np.unique(shards, return_index=True)
-    return numbers[np.argsort(first)].tolist()
+    count = len(starts) - 1
+    shards = np.repeat(np.arange(count), np.diff(starts))[order]
+    first = np.empty(count, dtype=np.int64)
+    first[shards[::-1]] = np.arange(len(order))[::-1]  # of several places, the last one written, which is the first
+    return np.argsort(first).tolist()

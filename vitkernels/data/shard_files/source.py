@@ -7,7 +7,7 @@ import numpy as np
 
 from vitkernels.data.image_source import evenly_spaced
 from vitkernels.data.shard_files.index import Index
-from vitkernels.data.shard_files.order import shard_sequence, windowed_order
+from vitkernels.data.shard_files.order import windowed_order
 from vitkernels.data.shard_files.store import Store, changed
 
 
@@ -57,5 +57,5 @@ class ShardSource:
     def order(self, draw: np.random.Generator) -> np.ndarray:
         """Return the order of an epoch."""
         order = windowed_order(draw, self.index.starts, self.window)
-        self.store.expect(shard_sequence(order, self.index.starts))
+        self.store.expect(order)
         return order

@@ -9,16 +9,19 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.shard_files.contract import ShardFile
 from vitkernels.data.shard_files.fetch import Patience, fetch
 from vitkernels.data.shard_files.index import Index
+from vitkernels.data.shard_files.order import shard_sequence
 
 OPEN_FILES = 64  # in each process
 _ABANDONED = 3600 * 10**9  # ns after which a partial file is that of a process that died
@@ -50,8 +53,8 @@ class Store(Protocol):
         ahead: whether the shards after it will be needed, too.
         """
 
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Prepare for an epoch that reads the shards in this order."""
+    def expect(self, order: np.ndarray) -> None:
+        """Prepare for an epoch that reads the images in this order, int64 (N,)."""
 
     def at_hand(self) -> list[int] | None:
         """Return the shards that can be opened at once; None if all can."""
@@ -66,7 +69,7 @@ class LocalStore:
     def open(self, number: int, ahead: bool = True) -> OpenFile:
         return _open_local(self.index.shards[number])
 
-    def expect(self, numbers: Sequence[int]) -> None:
+    def expect(self, order: np.ndarray) -> None:
         pass
 
     def at_hand(self) -> None:
@@ -163,9 +166,10 @@ class FetchedStore:
     def __reduce__(self) -> tuple:  # a new process has no open files and no thread
         return FetchedStore, (self.index, self.cache, self.ahead)
 
-    def expect(self, numbers: Sequence[int]) -> None:
+    def expect(self, order: np.ndarray) -> None:
+        numbers = shard_sequence(order, self.index.starts)
         with self._news:
-            self._sequence = list(numbers)
+            self._sequence = numbers
             self._place = {number: place for place, number in enumerate(numbers)}
             self._furthest = 0
 
