@@ -20,7 +20,7 @@ def parameters(config) -> dict[str, inspect.Parameter]:
 
 
 def test_conf_data__has_one_file_per_data_set():
-    assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder", "shards"]
+    assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder", "shapes", "shards"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -54,8 +54,9 @@ def test_conf_data__builds(make_root, tmp_path):
     folder = {"root": str(make_root()), "batch_size": 4, "num_workers": 0, "mixup": mixup}
     tars = folder | {"root": str(write_tars(tmp_path / "shards")), "cache": str(tmp_path / "cache")}
     sets = {"digits": {"mixup": mixup}, "fake": {"batch_size": 4}, "imagefolder": folder, "shards": tars}
+    sets["shapes"] = {"batch_size": 4}
     for name, overrides in sets.items():
         data = build(name, **overrides)
         images, targets = next(finished_epoch(data.train, 0))
         assert images.shape == (data.train.batch_size, 3, 24, 24)
-        assert targets.ndim == (1 if name == "fake" else 2)
+        assert targets.ndim == (1 if name in ("fake", "shapes") else 2)
