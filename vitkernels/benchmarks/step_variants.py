@@ -56,14 +56,15 @@ class StepBenchmark:
     def _peer_models(self, runtime: Runtime) -> dict[str, Callable[[], nn.Module]]:
         def timm_model(fused: bool) -> nn.Module:
             model = models.timm_model(self.model, num_classes=self.classes)
-            blocks: Any = model.blocks
-            for block in blocks:
-                block.attn.fused_attn = fused
+            modules: list[Any] = [module for module in model.modules() if hasattr(module, "fused_attn")]
+            for module in modules:
+                module.fused_attn = fused
             return model.to(runtime.device)
 
         return {
             "eager native": lambda: timm_model(fused=False),
             "eager sdpa": lambda: timm_model(fused=True),
+            "compiled native": lambda: runtime.compile(timm_model(fused=False)),
             "compiled sdpa": lambda: runtime.compile(timm_model(fused=True)),
             "compiled reduce-overhead": lambda: runtime.compile(timm_model(fused=True), "reduce-overhead"),
             "compiled max-autotune": lambda: runtime.compile(timm_model(fused=True), "max-autotune"),

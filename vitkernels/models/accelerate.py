@@ -4,6 +4,9 @@ import logging
 from collections.abc import Mapping
 
 import torch
+from timm.models.beit import Beit
+from timm.models.eva import Eva
+from timm.models.swin_transformer import SwinTransformer
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -11,10 +14,12 @@ from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
 from vitkernels.models.adapters import attention_plan
 from vitkernels.models.attention_swap import checked, swap
-from vitkernels.models.fused_modules import FusedBlock, FusedLinear, FusedPatchConv
+from vitkernels.models.fused_modules import FusedLinear, FusedPatchConv, ResidualFusion
 from vitkernels.models.model_ops import MODEL_OPS, set_ops
 
 log = logging.getLogger("vitkernels")
+
+_FUSABLE = (VisionTransformer, Eva, Beit, SwinTransformer)
 
 
 def accelerate(
@@ -48,7 +53,7 @@ def accelerate(
             raise UsageError(message, code="models.ops_choice", ops=ops)
         ops = dict.fromkeys(MODEL_OPS, ops)
     backend = checked(model, attn)
-    vits = [module for module in model.modules() if isinstance(module, VisionTransformer)]
+    vits = [module for module in model.modules() if isinstance(module, _FUSABLE)]
     for vit in vits:
         set_ops(vit, ops, device=device)
     swap(model, backend)
@@ -60,8 +65,8 @@ def _describe(model: nn.Module, attn: str, vits: int) -> str:
     """Return what was swapped and in how many attention layers, as one line."""
     plan = attention_plan(model)
     layers = f"{plan.count} of {plan.count + len(plan.left)} layers" if plan.left else f"{plan.count} layers"
-    kinds = {"blocks": FusedBlock, "projections": FusedLinear, "patch embeddings": FusedPatchConv}
+    kinds = {"blocks": ResidualFusion, "projections": FusedLinear, "patch embeddings": FusedPatchConv}
     counts = {name: sum(isinstance(m, kind) for m in model.modules()) for name, kind in kinds.items()}
     fused = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
-    fused = fused if vits else "none, because no module is a timm VisionTransformer"
+    fused = fused if vits else "none, because no module is a timm VisionTransformer, Eva, Beit or SwinTransformer"
     return f"accelerated {type(model).__name__}: attention {attn} in {layers}; fused ops: {fused}"

@@ -30,6 +30,7 @@ class BackendAttention(nn.Module):
 
     backend: AttentionBackend
     original: type[nn.Module]
+    keys_reach_scores = False  # whether the keys of a packed projection reach the scores without a norm or a rotation
     if TYPE_CHECKING:  # attributes of the replaced modules
 
         def __getattr__(self, name: str) -> Any: ...

@@ -11,16 +11,19 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from timm.layers import Attention, DropPath, LayerScale, Mlp
+from timm.layers import DropPath, GluMlp, LayerScale, Mlp, SwiGLU
 from timm.layers.activations import GELU, GELUTanh
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitkernels.models.adapters import SelfAttention
+from vitkernels.models.fused_linear import FusedLinear, joined_linear
 from vitkernels.module_swap import SwappedModule
-from vitkernels.ops import layer_norm_residual, linear, mlp, norm_linear, norm_mlp, patch_embed
+from vitkernels.ops import layer_norm_residual, mlp, norm_linear, norm_mlp, patch_embed
 from vitkernels.registry.op import place_of
+
+# Gated MLPs (Shazeer 2020, arXiv 2002.05202) -> their linear layers.
+GATED_MLPS = {SwiGLU: ("fc1_g", "fc1_x", "fc2"), GluMlp: ("fc1", "fc2")}
 
 
 class Branch(NamedTuple):
@@ -42,31 +45,104 @@ class Branch(NamedTuple):
         if self.layer_scale_C is not None:
             value = value * self.layer_scale_C
         if self.sample_scale_B is not None:
-            value = value * self.sample_scale_B[:, None, None]
+            value = value * self.sample_scale_B.view(-1, *[1] * (value.ndim - 1))
         return x_BNC + value
 
 
-class FusedLinear(SwappedModule, nn.Linear):
-    """nn.Linear over the op `linear`, whose backend computes the gradients.
+class ResidualFusion:
+    """What a fused block needs: additions joined with norms, an MLP whose last bias is added with the branch.
 
-    backend: the backend of the op.
-    is_qkv: the output is attention's packed q, k and v, and k reaches the scores unchanged.
+    ops: op name -> backend. layer_norm_residual is required; without mlp, the MLP runs as timm's modules.
+    keep_activation: option of the op mlp.
     """
 
-    backend: str
-    is_qkv: bool
-    weights_in_float32 = True  # weight gradients are float32 even under autocast
+    if TYPE_CHECKING:  # not at run time: annotations of a fused block are its settings
+        ops: Mapping[str, str]
+        keep_activation: bool
+        training: bool
+        attn: Any
+        norm1: Any
+        norm2: Any
+        mlp: Any
+        drop_path1: Any
+        drop_path2: Any
 
-    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
-        return linear(x, self.weight, self.bias if add_bias else None, is_qkv=self.is_qkv, backend=self.backend)
+    @property
+    def weights_in_float32(self) -> bool:
+        """Whether weight gradients are float32 under autocast, as those of the op mlp are."""
+        return self.ops.get("mlp", "eager") != "eager"
+
+    def _add_and_norm(self, x_BNC: Tensor, branch: Branch | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
+        """Return x + branch and its LayerNorm."""
+        value, extras = _operands(branch)
+        backend = self.ops["layer_norm_residual"]
+        return layer_norm_residual(x_BNC, value, norm.weight, norm.bias, norm.eps, **extras, backend=backend)
+
+    def _project(
+        self, x_BNE: Tensor, last: nn.Linear, drop: nn.Dropout, scale_C: Tensor | None, drop_path: nn.Module
+    ) -> Branch:
+        """Apply the sublayer's last linear layer. Its bias is added by layer_norm_residual, whose backward pass
+        computes the bias gradient at no extra cost."""
+        if self.training and drop.p > 0:  # dropout follows the bias
+            return plain_branch(drop(last(x_BNE)), None, scale_C, drop_path)
+        if type(last) is FusedLinear:
+            return plain_branch(last(x_BNE, add_bias=False), last.bias, scale_C, drop_path)
+        if type(last) is nn.Linear:
+            return plain_branch(F.linear(x_BNE, last.weight), last.bias, scale_C, drop_path)
+        return plain_branch(last(x_BNE), None, scale_C, drop_path)  # quantized
+
+    def _fuses_mlp(self) -> bool:
+        """Return whether the op mlp computes the MLP."""
+        m = self.mlp
+        if self.ops.get("mlp", "eager") == "eager" or type(m) is not Mlp:  # gated, or an EightBitMlp: opaque
+            return False
+        plain = type(m.fc1) is type(m.fc2) is nn.Linear  # false if they were quantized after set_ops
+        return plain and not (self.training and m.drop1.p > 0)
+
+    def _mlp(self, x_BNC: Tensor) -> Branch:
+        m = self.mlp
+        if self._fuses_mlp():
+            return self._mlp_branch(mlp(
+                x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None,
+                gelu_kind(m.act),  # type: ignore[arg-type]  # set_ops refuses other activations
+                keep_activation=self.keep_activation, backend=self.ops["mlp"],
+            ))  # fmt: skip
+        if type(m) in GATED_MLPS:
+            return self._gated_mlp(x_BNC)
+        if type(m) is not Mlp:
+            return plain_branch(m(x_BNC), None, layer_scale(self, 2), self.drop_path2)
+        hidden = m.norm(m.drop1(m.act(m.fc1(x_BNC))))
+        return self._project(hidden, m.fc2, m.drop2, layer_scale(self, 2), self.drop_path2)  # type: ignore[arg-type]  # Linear
+
+    def _mlp_branch(self, value_BNC: Tensor) -> Branch:
+        """Return the branch of an MLP whose last bias is not yet added."""
+        m = self.mlp
+        last_bias = m.fc2.bias
+        if self.training and m.drop2.p > 0:
+            value_BNC, last_bias = m.drop2(value_BNC if last_bias is None else value_BNC + last_bias), None
+        return plain_branch(value_BNC, last_bias, layer_scale(self, 2), self.drop_path2)
+
+    def _gated_mlp(self, x_BNC: Tensor) -> Branch:
+        """Run a gated MLP with one input product, and its norm, if any, as a fused LayerNorm."""
+        m = self.mlp
+        if type(m) is SwiGLU:
+            gate, value = joined_linear(x_BNC, m.fc1_g, m.fc1_x).chunk(2, dim=-1)
+        else:
+            gate, value = m.fc1(x_BNC).chunk(2, dim=-1)
+            gate, value = (value, gate) if m.gate_last else (gate, value)
+        hidden = m.drop1(m.act(gate) * value)
+        if isinstance(m.norm, nn.LayerNorm):
+            _, hidden = self._add_and_norm(hidden, None, m.norm)
+        else:
+            hidden = m.norm(hidden)
+        return self._project(hidden, m.fc2, m.drop2, layer_scale(self, 2), self.drop_path2)
 
 
-class FusedBlock(SwappedModule, Block):
+class FusedBlock(SwappedModule, Block, ResidualFusion):
     """timm's Block with fused residual additions; it can return its last branch instead of adding it.
 
-    ops: op name -> backend. layer_norm_residual is required; without mlp, the MLP runs as timm's modules. On a TPU one
-        kernel computes a LayerNorm and the product that follows it, if its op is selected too.
-    keep_activation: option of the op mlp.
+    On a TPU one kernel computes a LayerNorm and the product that follows it, if its op is selected too. For the
+    settings see ResidualFusion.
     """
 
     ops: Mapping[str, str]
@@ -76,11 +152,6 @@ class FusedBlock(SwappedModule, Block):
         norm1: Any
         norm2: Any
         mlp: Any
-
-    @property
-    def weights_in_float32(self) -> bool:
-        """Whether weight gradients are float32 under autocast, as those of the op mlp are."""
-        return self.ops.get("mlp", "eager") != "eager"
 
     def forward(  # type: ignore[override]  # FusedBlocks calls it with a branch
         self,
@@ -100,7 +171,7 @@ class FusedBlock(SwappedModule, Block):
         else:
             x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm1)
             attended_BNC = self.attn.attend(normed_BNC, attn_mask, is_causal)
-        branch = self._project(attended_BNC, self.attn.proj, self.attn.proj_drop, self.ls1, self.drop_path1)
+        branch = self._project(attended_BNC, self.attn.proj, self.attn.proj_drop, layer_scale(self, 1), self.drop_path1)
         if self._joins("mlp", x_BNC) and self._fuses_mlp():
             x_BNC, branch = self._add_norm_and_mlp(x_BNC, branch)
         else:
@@ -111,12 +182,6 @@ class FusedBlock(SwappedModule, Block):
         # FSDP frees a block's parameters when the block returns, so the next block gets copies.
         bias_C, layer_scale_C = (None if p is None else p.clone() for p in (branch.bias_C, branch.layer_scale_C))
         return x_BNC, branch._replace(bias_C=bias_C, layer_scale_C=layer_scale_C)
-
-    def _add_and_norm(self, x_BNC: Tensor, branch: Branch | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-        """Return x + branch and its LayerNorm."""
-        value, extras = _operands(branch)
-        backend = self.ops["layer_norm_residual"]
-        return layer_norm_residual(x_BNC, value, norm.weight, norm.bias, norm.eps, **extras, backend=backend)
 
     def _joins(self, op: str, x_BNC: Tensor) -> bool:
         """Return whether a kernel computes the LayerNorm together with this op's first product."""
@@ -140,52 +205,10 @@ class FusedBlock(SwappedModule, Block):
         norm, m = self.norm2, self.mlp
         x_BNC, value_BNC = norm_mlp(
             x_BNC, value, norm.weight, norm.bias, m.fc1.weight, m.fc1.bias, m.fc2.weight,
-            _gelu_kind(m.act), norm.eps,  # type: ignore[arg-type]  # set_ops refuses other activations
+            gelu_kind(m.act), norm.eps,  # type: ignore[arg-type]  # set_ops refuses other activations
             **extras, keep_activation=self.keep_activation, backend=self.ops["mlp"],
         )  # fmt: skip
         return x_BNC, self._mlp_branch(value_BNC)
-
-    def _project(
-        self, x_BNE: Tensor, last: nn.Linear, drop: nn.Dropout, scale: nn.Module, drop_path: nn.Module
-    ) -> Branch:
-        """Apply the sublayer's last linear layer. Its bias is added by layer_norm_residual, whose backward pass
-        computes the bias gradient at no extra cost."""
-        if self.training and drop.p > 0:  # dropout follows the bias
-            return _branch(drop(last(x_BNE)), None, scale, drop_path)
-        if type(last) is FusedLinear:
-            return _branch(last(x_BNE, add_bias=False), last.bias, scale, drop_path)
-        if type(last) is nn.Linear:
-            return _branch(F.linear(x_BNE, last.weight), last.bias, scale, drop_path)
-        return _branch(last(x_BNE), None, scale, drop_path)  # quantized
-
-    def _fuses_mlp(self) -> bool:
-        """Return whether the op mlp computes the MLP."""
-        m = self.mlp
-        if self.ops.get("mlp", "eager") == "eager" or type(m) is not Mlp:  # gated, or an EightBitMlp: opaque
-            return False
-        plain = type(m.fc1) is type(m.fc2) is nn.Linear  # false if they were quantized after set_ops
-        return plain and not (self.training and m.drop1.p > 0)
-
-    def _mlp(self, x_BNC: Tensor) -> Branch:
-        m = self.mlp
-        if self._fuses_mlp():
-            return self._mlp_branch(mlp(
-                x_BNC, m.fc1.weight, m.fc1.bias, m.fc2.weight, None,
-                _gelu_kind(m.act),  # type: ignore[arg-type]  # set_ops refuses other activations
-                keep_activation=self.keep_activation, backend=self.ops["mlp"],
-            ))  # fmt: skip
-        if type(m) is not Mlp:
-            return _branch(m(x_BNC), None, self.ls2, self.drop_path2)
-        hidden = m.norm(m.drop1(m.act(m.fc1(x_BNC))))
-        return self._project(hidden, m.fc2, m.drop2, self.ls2, self.drop_path2)  # type: ignore[arg-type]  # Linear
-
-    def _mlp_branch(self, value_BNC: Tensor) -> Branch:
-        """Return the branch of an MLP whose last bias is not yet added."""
-        m = self.mlp
-        last_bias = m.fc2.bias
-        if self.training and m.drop2.p > 0:
-            value_BNC, last_bias = m.drop2(value_BNC if last_bias is None else value_BNC + last_bias), None
-        return _branch(value_BNC, last_bias, self.ls2, self.drop_path2)
 
 
 class FusedBlocks(nn.Sequential):
@@ -226,9 +249,16 @@ def _operands(branch: Branch | None) -> tuple[Tensor | None, dict[str, Tensor | 
     }
 
 
-def _branch(value_BNC: Tensor, bias_C: Tensor | None, scale: nn.Module, drop_path: nn.Module) -> Branch:
-    layer_scale_C = scale.gamma if isinstance(scale, LayerScale) else None
+def plain_branch(
+    value_BNC: Tensor, bias_C: Tensor | None, layer_scale_C: Tensor | None, drop_path: nn.Module
+) -> Branch:
     return Branch(value_BNC, bias_C, layer_scale_C, _sample_scale(drop_path, value_BNC))
+
+
+def layer_scale(block: Any, sublayer: int) -> Tensor | None:
+    """Return the factors of sublayer 1 (attention) or 2 (MLP): a LayerScale, or a parameter of EVA's and BEiT's."""
+    module = getattr(block, f"ls{sublayer}", None)
+    return module.gamma if isinstance(module, LayerScale) else getattr(block, f"gamma_{sublayer}", None)
 
 
 def _sample_scale(drop_path: nn.Module, x_BNC: Tensor) -> Tensor | None:
@@ -240,65 +270,8 @@ def _sample_scale(drop_path: nn.Module, x_BNC: Tensor) -> Tensor | None:
     return drawn_B.div_(keep) if drop_path.scale_by_keep and keep > 0.0 else drawn_B
 
 
-def _gelu_kind(act: nn.Module) -> str | None:
+def gelu_kind(act: nn.Module) -> str | None:
     """Return F.gelu's `approximate` for a GELU module; None for any other activation."""
     if type(act) is nn.GELU:
         return act.approximate
     return {GELU: "none", GELUTanh: "tanh"}.get(type(act))
-
-
-# --- checks of the architecture: each returns why an op does not fit, or None -----------------------------------------
-
-
-def block_unsupported(block: nn.Module) -> str | None:
-    """Return why the block's residual additions cannot be fused with its norms; None if they can."""
-    if type(block) not in (Block, FusedBlock):
-        return f"its blocks are {type(block).__name__}, expected timm's pre-norm Block"
-    if not (isinstance(block.attn, SelfAttention) or type(block.attn) is Attention):
-        return f"its attention is {type(block.attn).__name__}, expected timm's Attention"
-    for norm in (block.norm1, block.norm2):
-        if not isinstance(norm, nn.LayerNorm) or norm.weight is None or norm.bias is None:
-            return f"its norm is {type(norm).__name__}, expected LayerNorm with weight and bias"
-    for scale in (block.ls1, block.ls2):
-        if not isinstance(scale, LayerScale | nn.Identity):
-            return f"its branch scale is {type(scale).__name__}, expected LayerScale"
-    return None
-
-
-def projections_unsupported(block: nn.Module) -> str | None:
-    """Return why attention's projections cannot run as the op `linear`; None if they can."""
-    attn = getattr(block, "attn", None)
-    for name in ("qkv", "proj"):
-        layer = getattr(attn, name, None)
-        if type(layer) not in (nn.Linear, FusedLinear):
-            return f"{type(block).__name__}.attn.{name} is {type(layer).__name__}, expected Linear"
-    return None
-
-
-def mlp_unsupported(block: nn.Module) -> str | None:
-    """Return why the block's MLP cannot run as the op `mlp`; None if it can."""
-    m = block.mlp
-    if type(m) is not Mlp:
-        return f"its MLP is {type(m).__name__}, expected timm's Mlp"
-    for layer in (m.fc1, m.fc2):
-        if type(layer) is not nn.Linear:
-            return f"its MLP has a {type(layer).__name__} layer, expected Linear"
-    if _gelu_kind(m.act) is None:
-        return f"its MLP's activation is {type(m.act).__name__}, expected GELU"
-    if not isinstance(m.norm, nn.Identity):
-        return f"its MLP contains a norm, {type(m.norm).__name__}"
-    return None
-
-
-def patch_embed_unsupported(model: nn.Module) -> str | None:
-    """Return why the model's patch embedding cannot run as the op `patch_embed`; None if it can."""
-    embed = getattr(model, "patch_embed", None)
-    conv = getattr(embed, "proj", None)
-    if not isinstance(conv, nn.Conv2d):
-        return f"its patch embedding is {type(conv).__name__}, expected a Conv2d"
-    if conv.kernel_size != conv.stride or any(conv.padding) or conv.groups != 1 or conv.dilation != (1, 1):
-        return f"its patch embedding is {conv}, whose patches overlap or leave gaps"
-    pixels: tuple[int, ...] = getattr(embed, "img_size", None) or ()  # None if the model accepts any size
-    if any(size % patch for size, patch in zip(pixels, conv.stride, strict=False)):
-        return f"its image size {pixels[0]} x {pixels[1]} is not a multiple of the patch size {conv.stride[0]}"
-    return None

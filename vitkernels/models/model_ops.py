@@ -10,22 +10,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import Attention
+from timm.models.vision_transformer import Block
 from torch import nn
 
 from vitkernels import attention, ops
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.models.adapters import SelfAttention, adapted
-from vitkernels.models.fused_modules import (
-    FusedBlock,
-    FusedBlocks,
-    FusedLinear,
-    FusedPatchConv,
+from vitkernels.models.adapters import adapted
+from vitkernels.models.backend_attention import BackendAttention
+from vitkernels.models.fused_families import FUSED_FAMILIES
+from vitkernels.models.fused_linear import FusedLinear
+from vitkernels.models.fused_modules import GATED_MLPS, FusedBlock, FusedBlocks, FusedPatchConv
+from vitkernels.models.fusion_checks import (
     block_unsupported,
+    fusable_blocks,
     mlp_unsupported,
     patch_embed_unsupported,
+    projections,
     projections_unsupported,
 )
+from vitkernels.module_swap import original_class
 from vitkernels.registry.op import op_of, place_of
 
 log = logging.getLogger("vitkernels")
@@ -65,49 +68,58 @@ def _every_block(*checks: Callable[[nn.Module], str | None]) -> Callable[[nn.Mod
     """Return a check of a model that returns the first reason of `checks` over its blocks."""
 
     def unsupported(model: nn.Module) -> str | None:
-        if not isinstance(getattr(model, "blocks", None), nn.Sequential):
-            return "it has no sequence of blocks, model.blocks"
-        blocks: Any = model.blocks
-        reasons = (check(block) for check in checks for block in blocks)
+        blocks = fusable_blocks(model)
+        if not blocks:
+            return (
+                "it has no blocks that can be fused: timm's pre-norm Block in model.blocks, or EVA's, BEiT's or Swin's"
+            )
+        reasons = (check(block) for check in checks for block in blocks.values())
         return next((reason for reason in reasons if reason is not None), None)
 
     return unsupported
 
 
 def _apply_layer_norm_residual(model: Any, selection: OpSelection) -> None:
-    """Replace the blocks by FusedBlocks, which also compute the op mlp."""
+    """Replace the blocks by fused ones, which also compute the op mlp."""
+    blocks = fusable_blocks(model)
     if "layer_norm_residual" in selection.backends:
-        _give_attention_a_backend(model)
         settings = {"ops": dict(selection.backends), "keep_activation": selection.keep_activation}
-        model.blocks = FusedBlocks(*(FusedBlock.from_module(block, **settings) for block in model.blocks))
-        model.blocks.residual_dtype = selection.residual_dtype
+        for block in blocks.values():
+            _give_attention_a_backend(block)
+        if all(original_class(block) is Block for block in blocks.values()):
+            model.blocks = FusedBlocks(*(FusedBlock.from_module(block, **settings) for block in blocks.values()))
+            model.blocks.residual_dtype = selection.residual_dtype
+            return
+        settings["residual_dtype"] = selection.residual_dtype
+        for path, block in blocks.items():
+            model.set_submodule(path, FUSED_FAMILIES[original_class(block)].from_module(block, **settings))
     elif isinstance(getattr(model, "blocks", None), FusedBlocks):  # from an earlier call
         model.blocks = nn.Sequential(*(block.to_original() for block in model.blocks))
+    else:
+        for path, block in blocks.items():
+            if type(block) in FUSED_FAMILIES.values():
+                model.set_submodule(path, block.to_original())
 
 
-def _give_attention_a_backend(model: Any) -> None:
-    """Replace timm's own Attention by the equivalent backend: FusedBlock needs its result before the projection."""
-    for block in model.blocks:
-        if type(block.attn) is Attention:
-            backend = attention.get("sdpa" if block.attn.fused_attn else "native")
-            block.attn = adapted(block.attn, backend)
+def _give_attention_a_backend(block: Any) -> None:
+    """Replace timm's own attention by the equivalent backend: fused blocks need its result before the projection."""
+    if not isinstance(block.attn, BackendAttention):
+        block.attn = adapted(block.attn, attention.get("sdpa" if block.attn.fused_attn else "native"))
 
 
 def _apply_linear(model: nn.Module, selection: OpSelection) -> None:
-    """Replace attention's projections."""
+    """Replace attention's projections, and the linear layers of a gated MLP, which the op mlp does not take."""
     backend = selection.backends.get("linear")
-    for attn in (getattr(block, "attn", None) for block in getattr(model, "blocks", ())):
-        for name in ("qkv", "proj"):
-            layer: Any = getattr(attn, name, None)
-            if backend is not None:
-                is_qkv = name == "qkv" and _keys_reach_scores_unchanged(attn)
-                setattr(attn, name, FusedLinear.from_module(layer, backend=backend, is_qkv=is_qkv))
+    for block in fusable_blocks(model).values():
+        attn, mlp = getattr(block, "attn", None), getattr(block, "mlp", None)
+        layers: list[tuple[Any, str, Any]] = [(attn, name, layer) for name, layer in projections(attn).items()]
+        layers += [(mlp, name, getattr(mlp, name)) for name in GATED_MLPS.get(type(mlp), ())]
+        for parent, name, layer in layers:
+            if backend is not None and type(layer) in (nn.Linear, FusedLinear):
+                is_qkv = name == "qkv" and getattr(attn, "keys_reach_scores", False)
+                setattr(parent, name, FusedLinear.from_module(layer, backend=backend, is_qkv=is_qkv))
             elif type(layer) is FusedLinear:  # from an earlier call
-                setattr(attn, name, layer.to_original())
-
-
-def _keys_reach_scores_unchanged(attn: object) -> bool:
-    return isinstance(attn, SelfAttention) and not attn.normalizes_keys
+                setattr(parent, name, layer.to_original())
 
 
 def _apply_patch_embed(model: Any, selection: OpSelection) -> None:

@@ -18,6 +18,8 @@ _LARGEST_LOGIT_SCALE = math.log(100)  # of Swin V2's cosine attention
 class BiasedAttention(BackendAttention):
     """Self-attention of a packed projection with a bias (1, H, N, N)."""
 
+    keys_reach_scores = True
+
     def attend_with_bias(self, qkv_BNF: Tensor, bias_1HNN: Tensor | None, segment_ids: Tensor | None = None) -> Tensor:
         qkv_BN3HD = qkv_BNF.unflatten(-1, (3, self.num_heads, -1))
         return self.backend.qkvpacked(qkv_BN3HD, **self.keywords(bias_1HNN), segment_ids=segment_ids, scale=self.scale)
@@ -27,10 +29,14 @@ class BeitAttention(BiasedAttention):
     """BEiT's attention: its own table of biases, a table that all blocks share, or both."""
 
     def forward(self, x_BNC: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        return self.project(self.attend(x_BNC, shared_rel_pos_bias))
+
+    def attend(self, x_BNC: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
+        """Return attention's result before the output projection: (B, N, C) -> (B, N, E)."""
         bias = None if self.relative_position_bias_table is None else self._get_rel_pos_bias()
         if shared_rel_pos_bias is not None:
             bias = shared_rel_pos_bias if bias is None else bias + shared_rel_pos_bias
-        return self.project(self.attend_with_bias(biased_qkv(self, x_BNC), bias))
+        return self.attend_with_bias(biased_qkv(self, x_BNC), bias)
 
 
 class RelPosAttention(BiasedAttention):

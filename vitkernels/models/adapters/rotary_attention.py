@@ -3,15 +3,12 @@
 Shape suffixes: B batch, N tokens, C channels, H heads, D head dim, G key heads.
 """
 
-from typing import Any
-
-import torch
 from timm.models.vision_transformer_sam import get_decomposed_rel_pos_bias
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from vitkernels.models.adapters.self_attention import HeadAttention
 from vitkernels.models.backend_attention import BackendAttention, joined_bias, split_heads
+from vitkernels.models.fused_linear import FusedLinear, joined_linear, linear_with
 
 try:
     from timm.models.gemma4_vit import apply_multidimensional_rope
@@ -37,7 +34,7 @@ class RotaryAttention(HeadAttention):
     def packed_qkv(self, x_BNC: Tensor) -> Tensor:
         if self.qkv is not None:
             return self.qkv(x_BNC)
-        return _joined_linear(x_BNC, self.q_proj, self.k_proj, self.v_proj)
+        return joined_linear(x_BNC, self.q_proj, self.k_proj, self.v_proj)
 
     def attend_packed(
         self, qkv_BNF: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None
@@ -60,23 +57,10 @@ class EvaAttention(RotaryAttention):
 def biased_qkv(module: BackendAttention, x_BNC: Tensor) -> Tensor:
     """Return a packed projection whose biases are q_bias and v_bias: (B, N, 3 * E)."""
     bias = joined_bias(module)
-    if type(module.qkv) is nn.Linear and not module.qkv_bias_separate:
-        return F.linear(x_BNC, module.qkv.weight, bias)
+    if type(module.qkv) in (nn.Linear, FusedLinear) and not module.qkv_bias_separate:
+        return linear_with(module.qkv, x_BNC, module.qkv.weight, bias)
     qkv_BNF = module.qkv(x_BNC)
     return qkv_BNF if bias is None else qkv_BNF + bias
-
-
-def _joined_linear(x_BNC: Tensor, *layers: Any) -> Tensor:
-    """Return the layers' outputs along the last axis, from one product if they are plain linear layers."""
-    if not all(type(layer) is nn.Linear for layer in layers):  # quantized, adapted
-        return torch.cat([layer(x_BNC) for layer in layers], dim=-1)
-    bias = None
-    if any(layer.bias is not None for layer in layers):
-        zeros = (layer.weight.new_zeros(layer.out_features) for layer in layers)
-        bias = torch.cat(
-            [zero if layer.bias is None else layer.bias for layer, zero in zip(layers, zeros, strict=True)]
-        )
-    return F.linear(x_BNC, torch.cat([layer.weight for layer in layers]), bias)
 
 
 class SamAttention(BackendAttention):

@@ -124,6 +124,10 @@ class SelfAttention(HeadAttention):
     def forward(self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         return self.project(self.attend(x_BNC, attn_mask, is_causal))
 
+    @property
+    def keys_reach_scores(self) -> bool:  # type: ignore[override]
+        return not self.normalizes_keys
+
 
 class DifferentialAttention(BackendAttention):
     """timm.layers.DiffAttention: the difference of two softmaxes, as two calls over the same values."""

@@ -1,0 +1,46 @@
+"""Linear layers over the op `linear`, and several linear layers of one input as one product."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from vitkernels.module_swap import SwappedModule
+from vitkernels.ops import linear
+
+
+class FusedLinear(SwappedModule, nn.Linear):
+    """nn.Linear over the op `linear`, whose backend computes the gradients.
+
+    backend: the backend of the op.
+    is_qkv: the output is attention's packed q, k and v, and k reaches the scores unchanged.
+    """
+
+    backend: str
+    is_qkv: bool
+    weights_in_float32 = True  # weight gradients are float32 even under autocast
+
+    def forward(self, x: Tensor, add_bias: bool = True) -> Tensor:
+        return self.with_parameters(x, self.weight, self.bias if add_bias else None)
+
+    def with_parameters(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x weightᵀ + bias with this layer's backend."""
+        return linear(x, weight, bias, is_qkv=self.is_qkv, backend=self.backend)
+
+
+def linear_with(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return x weightᵀ + bias, computed as `layer`, a plain or fused linear layer, computes its product."""
+    return layer.with_parameters(x, weight, bias) if type(layer) is FusedLinear else F.linear(x, weight, bias)
+
+
+def joined_linear(x: Tensor, *layers: Any) -> Tensor:
+    """Return the layers' outputs along the last axis: one product if all are plain or all fused (no hooks)."""
+    kinds = {type(layer) for layer in layers}
+    if kinds not in ({nn.Linear}, {FusedLinear}):  # quantized, adapted
+        return torch.cat([layer(x) for layer in layers], dim=-1)
+    bias = None
+    if any(layer.bias is not None for layer in layers):
+        biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
+        bias = torch.cat(biases)
+    return linear_with(layers[0], x, torch.cat([layer.weight for layer in layers]), bias)
