@@ -25,10 +25,10 @@ def fusable_blocks(model: nn.Module) -> dict[str, Any]:
 
 def block_unsupported(block: Any) -> str | None:
     """Return why the block's residual additions cannot be fused with its norms; None if they can."""
-    kind, attn = original_class(block), block.attn
+    kind = original_class(block)
     if kind is not Block and kind not in FUSED_FAMILIES:
         return f"its blocks are {kind.__name__}, expected timm's pre-norm Block, or EVA's, BEiT's or Swin's"
-    expected = HeadAttention if kind is Block else BackendAttention
+    attn, expected = block.attn, HeadAttention if kind is Block else BackendAttention
     if not isinstance(attn, expected) and (type(attn) is not Attention if kind is Block else refusal(attn)):
         return f"its attention is {type(attn).__name__}, expected timm's Attention"
     for norm in (block.norm1, block.norm2):
