@@ -61,6 +61,7 @@ ADDED: dict[str, object] = {
     "state.json: model_arguments": "dict",  # they identify the run, in addition to the model's name
     **{f"state.json: model_arguments.{name}": "int" for name in ("embed_dim", "num_heads", "depth", "in_chans")},
     "config.json: data.decode": "pillow",
+    "config.json: speed": "auto",
     "eval.json: ece": "float",
     "eval.json: evaluation": "str",
     "job.json: [].circumstances.evaluation.name": "str",
@@ -69,6 +70,7 @@ ADDED: dict[str, object] = {
     **{f"files: {name}": "file" for name in ("confusion.csv", "confusion.png", "mistakes.png", "per_class.csv")},
     **{f"job.json: [].circumstances.distill.{name}": "NoneType" for name in ("teacher", "checkpoint")},
     "job.json: [].circumstances.distill.kind": "str",
+    "job.json: [].circumstances.speed": "str",
     **{f"job.json: [].circumstances.distill.{name}": "float" for name in ("weight", "temperature")},
     **{f"job.json: [].circumstances.logger.{name}": "str" for name in ("name", "project")},
     "files: best.safetensors": "file",

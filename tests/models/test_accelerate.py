@@ -91,9 +91,8 @@ def test_accelerate__finds_the_vit_inside_another_module():
 def test_accelerate__logs_what_it_swapped_and_why_not_more(caplog):
     with caplog.at_level(logging.INFO, "vitkernels"):
         accelerate(small("vit_base_patch16_siglip_224"), "sdpa", device="cpu")
-    *reasons, line = caplog.messages
-    assert len(reasons) == len(MODEL_OPS)
-    assert all("no kernel for cpu" in reason for reason in reasons)
+    reason, line = caplog.messages
+    assert "no kernel for cpu" in reason and all(name in reason for name in MODEL_OPS)
     assert "attention sdpa in 3 layers; fused ops: none" in line
 
 

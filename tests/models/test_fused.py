@@ -162,7 +162,7 @@ def test_unsupported_architecture__named_raises_and_auto_falls_back(caplog):
         models.set_ops(model, {"layer_norm_residual": "triton"})
     assert "RmsNorm" in caught.value.fields["reasons"]["layer_norm_residual"]
     with caplog.at_level("INFO", "vitkernels"):
-        models.set_ops(model, {"layer_norm_residual": "auto"})
+        models.set_ops(model, {"layer_norm_residual": "auto"}, device="cuda")
     assert not isinstance(model.blocks, FusedBlocks) and "falling back" in caplog.text
 
 
@@ -266,6 +266,9 @@ def test_describe_ops__message():
     assert models.describe_ops(eager) == "eager"
     assert models.describe_ops(eager | {"layer_norm_residual": "mine"}) == "eager except layer_norm_residual=mine"
     assert models.describe_ops(ALL) == "triton except mlp=passes"
+    auto = dict.fromkeys(models.MODEL_OPS, "auto")
+    assert models.describe_ops(auto | {"mlp": "passes"}, "cpu") == "eager except mlp=passes"
+    assert models.describe_ops(auto, "cuda") == models.describe_ops(auto) == "auto"
 
 
 def tiny():

@@ -85,7 +85,7 @@ def test_run_folder__is_complete_and_evaluates_and_is_not_overwritten(settings, 
     summary = json.loads((tmp_path / "summary.json").read_text())
     expected = {
         "attn": "native",
-        "ops": "eager",
+        "ops": "auto",
         "runtime": "cpu",
         "steps": 12,
         "seed": 0,

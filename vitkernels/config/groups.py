@@ -111,17 +111,21 @@ class AttentionSettings:
     options: dict[str, Any] = setting(dict, "Options of the backend, such as tiles.", collects_rest=True)
 
 
+# The settings of OpsSettings that name backends.
+OPS = ("name", "layer_norm_residual", "linear", "mlp", "patch_embed", "cross_entropy", "adamw")
+
+
 @dataclass(frozen=True)
 class OpsSettings:
     """Backends of LayerNorm, linear layers, MLP, patch embedding, loss and optimizer update."""
 
-    name: Literal["eager", "fused", "auto"] = setting("eager", "Name of the preset.")
-    layer_norm_residual: str = setting("eager", "Backend of residual add, LayerScale, drop path and LayerNorm.")
-    linear: str = setting("eager", "Backend of attention's projections.")
-    mlp: str = setting("eager", "Backend of the MLP: linear, GELU, linear.")
-    patch_embed: str = setting("eager", "Backend of the patch embedding.")
-    cross_entropy: str = setting("eager", "Backend of the loss, with label smoothing and mixed targets.")
-    adamw: Literal["eager", "auto", "triton"] = setting("eager", "Backend of the AdamW update.")
+    name: Literal["eager", "fused", "auto"] = setting("auto", "Name of the preset.")
+    layer_norm_residual: str = setting("auto", "Backend of residual add, LayerScale, drop path and LayerNorm.")
+    linear: str = setting("auto", "Backend of attention's projections.")
+    mlp: str = setting("auto", "Backend of the MLP: linear, GELU, linear.")
+    patch_embed: str = setting("auto", "Backend of the patch embedding.")
+    cross_entropy: str = setting("auto", "Backend of the loss, with label smoothing and mixed targets.")
+    adamw: Literal["eager", "auto", "triton"] = setting("auto", "Backend of the AdamW update.")
     residual_precision: Literal["fp32", "bf16"] | None = setting(
         None, "Precision of the residual stream; bf16 halves its traffic and rounds it, null is timm's."
     )

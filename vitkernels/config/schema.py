@@ -47,7 +47,14 @@ class Config:
         None, "auto continues this run from its newest complete checkpoint; PATH continues that run or checkpoint."
     )
     compile: Compile = setting(
-        "auto", "torch.compile: auto is on for cuda; or its mode, e.g. reduce-overhead (CUDA graphs)."
+        "auto",
+        "torch.compile: auto is on for cuda, with CUDA graphs where they work; or its mode, e.g. reduce-overhead "
+        "(CUDA graphs).",
+    )
+    speed: Literal["auto", "max"] = setting(
+        "auto",
+        "auto computes what timm computes; max also rounds the residual stream to bf16 and keeps MLP activations in "
+        "memory.",
     )
     trainer: TrainerSettings = field(default_factory=TrainerSettings)
     ema: EmaSettings = field(default_factory=EmaSettings)

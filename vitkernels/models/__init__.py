@@ -11,7 +11,7 @@ from vitkernels.models.any_model import answer_with_both_heads
 from vitkernels.models.attention_swap import set_attention
 from vitkernels.models.create import create_model, input_spec, preprocessing, timm_model
 from vitkernels.models.meta_trace import ModelFacts, inspect_model
-from vitkernels.models.model_ops import MODEL_OPS, describe_ops, set_ops
+from vitkernels.models.model_ops import MODEL_OPS, describe_ops, fused_by, set_ops
 from vitkernels.models.presets import PRESETS
 from vitkernels.models.weights import adapt_state_dict, load_weights, read_state_dict
 
@@ -26,6 +26,7 @@ __all__ = [
     "attention_plan",
     "create_model",
     "describe_ops",
+    "fused_by",
     "input_spec",
     "inspect_model",
     "load_weights",

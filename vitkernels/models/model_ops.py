@@ -187,25 +187,46 @@ def set_ops(
     return model
 
 
-def describe_ops(backends: Mapping[str, str]) -> str:
-    """Return the argument of `set_ops` as text for a log, such as "eager except layer_norm_residual=triton"."""
+def describe_ops(backends: Mapping[str, str], device: torch.device | str | None = None) -> str:
+    """Return the argument of `set_ops` as text for a log, such as "eager except layer_norm_residual=triton".
+
+    device: where the model runs; an op that is "auto" and has no kernel there is "eager" in the text.
+    """
+    if device is not None:
+        without = {name for name in backends if not _has_kernel(name, torch.device(device))}
+        backends = {
+            name: "eager" if backend == "auto" and name in without else backend for name, backend in backends.items()
+        }
     usual = Counter(backends.values()).most_common(1)[0][0]
     others = [f"{name}={backend}" for name, backend in backends.items() if backend != usual]
     return usual + (f" except {', '.join(others)}" if others else "")
 
 
-def _select(model: nn.Module, backends: Mapping[str, str], device: torch.device | str | None = None) -> dict[str, str]:
+def fused_by(model: nn.Module, backends: Mapping[str, str], device: torch.device | str) -> set[str]:
+    """Return the ops that `set_ops` would fuse, without a log. Raises what `set_ops` raises for ops that do not fit."""
+    return set(_select(model, backends, device, quiet=True))
+
+
+def _select(
+    model: nn.Module, backends: Mapping[str, str], device: torch.device | str | None = None, quiet: bool = False
+) -> dict[str, str]:
     """Return the entries of `backends` to fuse: not "eager", and for "auto" only if a kernel exists and fits."""
     device = next(model.parameters()).device if device is None else torch.device(device)
-    selected = {name: b for name, b in backends.items() if b != "eager" and (b != "auto" or _has_kernel(name, device))}
+    selected = {name: backend for name, backend in backends.items() if backend != "eager"}
+    dropped = {
+        name: f"no kernel for {device.type}"
+        for name, backend in selected.items()
+        if backend == "auto" and not _has_kernel(name, device)
+    }
+    selected = {name: backend for name, backend in selected.items() if name not in dropped}
     reasons = {name: reason for name in selected if (reason := MODEL_OPS[name].unsupported(model)) is not None}
     named = [f"{name}={selected[name]!r} ({reason})" for name, reason in reasons.items() if selected[name] != "auto"]
     if named:
         kind = type(model).__name__
         message = f'{kind} does not support {", ".join(named)}; set these ops to "eager" or "auto"'
         raise UsageError(message, code="models.op_unsupported", model=kind, reasons=reasons)
-    for name, reason in reasons.items():
-        _log_fallback(name, reason)
+    dropped |= reasons
+    for name in reasons:
         del selected[name]
     for name in list(selected):
         required = MODEL_OPS[name].requires
@@ -214,21 +235,17 @@ def _select(model: nn.Module, backends: Mapping[str, str], device: torch.device 
         if selected[name] != "auto":
             message = f"{name}={selected[name]!r} requires {required}, which is eager here; name a backend for both"
             raise UsageError(message, code="models.op_requires", op=name, requires=required)
-        _log_fallback(name, f"it requires {required}, which is eager here")
+        dropped[name] = f"it requires {required}, which is eager here"
         del selected[name]
+    for reason in {} if quiet else dict.fromkeys(dropped.values()):
+        names = [name for name, why in dropped.items() if why == reason]
+        log.info("%s: falling back to timm: %s", ", ".join(names), reason)
     return selected
 
 
 def _has_kernel(name: str, device: torch.device) -> bool:
-    """Return whether "auto" has a backend for this device; without one, log the fallback."""
-    if op_of(MODEL_OPS[name].op).auto.get(place_of(device.type)):
-        return True
-    _log_fallback(name, f"no kernel for {device.type}")
-    return False
-
-
-def _log_fallback(name: str, reason: str) -> None:
-    log.info("%s: falling back to timm: %s", name, reason)
+    """Return whether "auto" has a backend for this device."""
+    return bool(op_of(MODEL_OPS[name].op).auto.get(place_of(device.type)))
 
 
 def _check_options(backends: Mapping[str, str], selection: OpSelection) -> None:

@@ -98,7 +98,9 @@ def with_kernel(optimizer: torch.optim.Optimizer, kernel: str) -> torch.optim.Op
                 code="optim.kernel",
                 kernel=kernel,
             ) from reason
-        log.info("optimizer kernel: falling back to torch: %s", reason)
+        # Without a GPU there is no kernel to fall back from.
+        level = logging.DEBUG if getattr(reason, "code", None) == "optim.kernel.device" else logging.INFO
+        log.log(level, "optimizer kernel: falling back to torch: %s", reason)
         return optimizer
 
 

@@ -62,6 +62,10 @@ class Parallel:
         """
         return self.runtime.compile(model, mode) if compiled else model
 
+    def no_cuda_graphs(self) -> str | None:
+        """Return why compiled models should not record CUDA graphs; None if they may."""
+        return None
+
     def accumulating(self, net: nn.Module, last: bool) -> contextlib.AbstractContextManager:
         """Surround forward and backward of one micro-batch; only the last one all-reduces gradients."""
         return contextlib.nullcontext()

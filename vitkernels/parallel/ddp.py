@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from vitkernels.errors import UsageError
 from vitkernels.parallel import copy_engine, host_all_reduce, host_memory
 from vitkernels.parallel.compile_options import compile_options
+from vitkernels.parallel.gradient_sends import can_send_between_cuda_graphs
 from vitkernels.parallel.host_memory import SharedHostRows
 from vitkernels.parallel.torchrun import TorchrunProcesses, torchrun_rank_and_world
 from vitkernels.runtime import Runtime
@@ -91,6 +92,11 @@ class Ddp(TorchrunProcesses):
         when = "during" if self.overlap_copies else "after"
         how = f", copy engines, gradients sent {when} backward" if self.send == "copy" else ""  # auto: `wrap` logs it
         return f"{self.name}, {self.world} processes{how}"
+
+    def no_cuda_graphs(self) -> str | None:
+        if self.send == "copy" and self.overlap_copies and not can_send_between_cuda_graphs():
+            return "send='copy' during backward needs torch 2.11 to send between them"
+        return None
 
     def wrap(self, model: nn.Module, compiled: bool = False, mode: str | None = None) -> nn.Module:
         is_trained = any(p.requires_grad for p in model.parameters())

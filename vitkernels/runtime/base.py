@@ -47,6 +47,7 @@ class Runtime:
     precisions: tuple[str, ...] = ("fp32", "bf16")
     default_precision = "fp32"
     compiles_by_default = False
+    has_cuda_graphs = False
     pins_memory = False  # whether the loader should put batches in page-locked memory
     per_step_clock = True  # whether `stamp` can time single steps without waiting for the device
 

@@ -20,6 +20,7 @@ class CudaRuntime(Runtime):
     precisions = ("fp32", "bf16", "fp16")
     default_precision = "bf16"
     compiles_by_default = True
+    has_cuda_graphs = True
     pins_memory = True
 
     def _device(self) -> torch.device:

@@ -107,7 +107,7 @@ def warn_if_host_bound(step: int, window: Window) -> bool:
         return False
     log.warning(
         "host-bound: in %d of %d steps up to step %d the GPU waited for the host to launch kernels, so step times say "
-        "little about kernels; use compile=reduce-overhead (CUDA graphs) or a larger data.batch_size",
+        "little about kernels; use compile=auto (CUDA graphs) or a larger data.batch_size",
         *(sum(late), len(late), step),
     )
     return True

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
+from vitkernels.config.groups import OPS
 from vitkernels.config.saved import read_settings
 from vitkernels.errors import UsageError
 from vitkernels.files import is_disk_error, read_json, write_json
@@ -32,6 +33,8 @@ _NAMED_BY_TIME = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d")  # hydra.run.dir 
 _WITHOUT_EFFECT = (
     "trainer.log_every", "trainer.profile", "data.num_workers", "data.cache", "data.cache_gb", "data.patience",
 )  # fmt: skip
+# In runs of versions without the setting `speed`, ops=eager was the default. All backends compute the same.
+_CHANGED_DEFAULTS = ("speed", *(f"ops.{name}" for name in OPS))
 # Settings that may change when a run is resumed.
 _MAY_CHANGE = (
     *_WITHOUT_EFFECT, "trainer.max_epochs", "trainer.max_steps", "trainer.eval_every", "trainer.warmup_steps",
@@ -71,6 +74,8 @@ def circumstances(settings: dict) -> dict:
 
 def differences(before: dict, now: dict, may_change: tuple[str, ...] = (), prefix: str = "") -> list[str]:
     """Return the settings that differ and may not, one sentence each."""
+    if not prefix and "mode" in before and "speed" not in before:
+        may_change += _CHANGED_DEFAULTS
     found = []
     for key in sorted({*before, *now}):
         a, b, name = before.get(key), now.get(key), f"{prefix}{key}"

@@ -25,6 +25,7 @@ from vitkernels.config import COMPILE_MODES, Config
 from vitkernels.data import Data, Shard
 from vitkernels.errors import UsageError
 from vitkernels.parallel import Parallel
+from vitkernels.parallel.compile_options import compile_options, uses_cuda_graphs
 from vitkernels.quant import Scheme, quantize_, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
 from vitkernels.training import source
@@ -65,9 +66,36 @@ class Optimization:
 
 
 def compile_mode(cfg: Config, parallel: Parallel) -> tuple[bool, str | None]:
-    """Return whether the model is compiled, and torch.compile's mode."""
-    compiled = parallel.runtime.compiles_by_default if cfg.compile == "auto" else bool(cfg.compile)
-    return compiled, cfg.compile if cfg.compile in COMPILE_MODES else None
+    """Return whether the model is compiled, and torch.compile's mode.
+
+    Batches have one shape, so with compile=auto CUDA graphs are recorded wherever `_no_cuda_graphs` has no objection.
+    """
+    if cfg.compile != "auto":
+        return bool(cfg.compile), cfg.compile if cfg.compile in COMPILE_MODES else None
+    if not parallel.runtime.compiles_by_default:
+        return False, None
+    return True, "reduce-overhead" if _no_cuda_graphs(cfg, parallel) is None else None
+
+
+def _no_cuda_graphs(cfg: Config, parallel: Parallel) -> str | None:
+    """Return why compile=auto records no CUDA graphs; None if it does."""
+    if not parallel.runtime.has_cuda_graphs:
+        return f"{parallel.runtime.name} has none"
+    if cfg.mode == "eval":
+        return "an evaluation repeats too few steps"
+    return parallel.no_cuda_graphs()
+
+
+def _describe_compilation(cfg: Config, parallel: Parallel) -> str:
+    """Return what is compiled and how, as text for a log; "" if nothing is."""
+    compiled, mode = compile_mode(cfg, parallel)
+    if not compiled:
+        return ""
+    if cfg.compile != "auto":
+        return ", torch.compile" + (f" ({mode})" if mode else "")
+    if mode:
+        return f", torch.compile with CUDA graphs (auto: {mode})"
+    return f", torch.compile without CUDA graphs (auto: {_no_cuda_graphs(cfg, parallel)})"
 
 
 def log_runtime(cfg: Config, parallel: Parallel) -> None:
@@ -75,8 +103,7 @@ def log_runtime(cfg: Config, parallel: Parallel) -> None:
     settings = cfg.to_dict()
     settings["data"].pop("root", None)  # may differ between hosts
     parallel.expect_same("the settings", settings, "start train.py with the same command on every host")
-    compiled, mode = compile_mode(cfg, parallel)
-    how = ", torch.compile" + (f" ({mode})" if mode else "") if compiled else ""
+    how = _describe_compilation(cfg, parallel)
     log.info("runtime: %s, %s%s", parallel.runtime.describe(), parallel.describe(), how)
 
 
@@ -139,11 +166,11 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
         random_seed(cfg.seed, parallel.stream)  # ranks have equal weights and draw different drop paths
     quantized = _quantize(cfg, model)
     ops = {op: getattr(cfg.ops, op) for op in models.MODEL_OPS}
-    residual = None if cfg.ops.residual_precision is None else PRECISIONS[cfg.ops.residual_precision]
+    options = _op_options(cfg, parallel, model, ops)
     for module in filter(None, (model, quantized, ema and ema.module)):
-        models.set_ops(module, ops, residual, cfg.ops.keep_activation)
+        models.set_ops(module, ops, *options)
     in_8_bits = "" if cfg.quant.name == "none" else f", quant {cfg.quant.name}"
-    size, ops_text = f"{facts.parameters / 1e6:.1f} M parameters", models.describe_ops(ops)
+    size, ops_text = f"{facts.parameters / 1e6:.1f} M parameters", models.describe_ops(ops, runtime.device)
     log.info("model: %s, %s, attention %s, ops %s%s", cfg.model.name, size, attn, ops_text, in_8_bits)
 
     def wrap(module: nn.Module) -> nn.Module:
@@ -159,6 +186,29 @@ def build_model(cfg: Config, parallel: Parallel, data: Data, trained_on: Trained
         quantized=quantized,
         quantized_net=None if quantized is None else wrap(quantized),
     )
+
+
+def _op_options(
+    cfg: Config, parallel: Parallel, model: nn.Module, ops: dict[str, str]
+) -> tuple[torch.dtype | None, bool]:
+    """Return the residual stream's dtype (None for timm's) and whether MLP activations are kept.
+
+    speed=max adds what the device and the model support, and the log says what.
+    """
+    runtime = parallel.runtime
+    residual, keep = cfg.ops.residual_precision, cfg.ops.keep_activation
+    if cfg.speed == "max":
+        fused = models.fused_by(model, ops, runtime.device)
+        added = []
+        if residual is None and runtime.precision == "bf16" and "layer_norm_residual" in fused:
+            residual = "bf16"
+            added.append("the residual stream is rounded to bf16")
+        if not keep and "mlp" in fused:
+            keep = True
+            added.append("MLP activations stay in memory for the backward pass")
+        nothing = f"adds nothing here (device {runtime.device.type}, {runtime.precision}, fused ops: {len(fused)})"
+        log.info("speed=max: %s", "; ".join(added) or nothing)
+    return None if residual is None else PRECISIONS[residual], keep
 
 
 def model_arguments(cfg: Config) -> dict:
@@ -293,6 +343,7 @@ def build_trainer(
         ema=parts.ema,
         ema_net=parts.ema_net,
         clip_grad=cfg.trainer.clip_grad,
+        cuda_graphs=uses_cuda_graphs(compile_options(*compile_mode(cfg, parallel))),
         untimed_steps=cfg.trainer.warmup_steps,
         flops_per_image=parts.facts.train_flops_per_image,
     )

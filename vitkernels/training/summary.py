@@ -52,9 +52,8 @@ def log_window(
             "time/mfu": used,
             "memory/peak_mib": None if memory is None else memory / 2**20,
         }
-        speed = f"  {ms:.1f} ms/step  {images_per_s:.0f} images/s"
-        brief += speed
-        text += speed + _split_text(split)
+        brief += f"  {ms:.1f} ms/step  {images_per_s:.0f} images/s"
+        text += f"  {ms:.1f} ms/step{_split_text(split)}  {images_per_s:.0f} images/s"
         text += "" if used is None else f"  MFU {100 * used:.1f} %"
     logger.scalars(last.step, scalars)
     logger.window(last.step, text, brief)
@@ -64,7 +63,7 @@ def _split_text(split: dict[str, float | None]) -> str:
     """Return what a step's time was spent on, as part of a log line."""
     names = {"input_wait_ms": "input", "host_late_ms": "host", "device_busy_ms": "device", "rest_ms": "rest"}
     known = [f"{names[name]} {ms:.1f}" for name, ms in split.items() if ms is not None]
-    return f" = {' + '.join(known)} ms" if len(known) == len(names) else f"  input wait {split['input_wait_ms']:.1f} ms"
+    return f" = {' + '.join(known)}" if len(known) == len(names) else f" ({', '.join(known)} ms)"
 
 
 def log_evaluation(result: dict, num_classes: int) -> None:

@@ -63,6 +63,7 @@ class Trainer:
         distillation: the loss with a teacher, in place of loss_fn; None has no teacher.
         ema, ema_net: the averaged weights and the wrapped module to call, or None.
         clip_grad: largest gradient norm; None does not clip.
+        cuda_graphs: whether `net` replays CUDA graphs, whose next replay overwrites gradients that are not copied.
         untimed_steps: first steps of the process that are not timed.
         flops_per_image: model FLOPs of one image, forward and backward.
     """
@@ -83,6 +84,7 @@ class Trainer:
         ema: ModelEmaV3 | None = None,
         ema_net: nn.Module | None = None,
         clip_grad: float | None = None,
+        cuda_graphs: bool = False,
         untimed_steps: int = 0,
         flops_per_image: float = 0.0,
     ):
@@ -90,7 +92,7 @@ class Trainer:
         self.model, self.net, self.ema, self.ema_net = model, net, ema, ema_net
         self.optimizer, self.scheduler, self.scaler = optimizer, scheduler, scaler
         self.loss_fn, self.distillation = loss_fn, distillation
-        self.clip_grad, self.untimed_steps = clip_grad, untimed_steps
+        self.clip_grad, self.untimed_steps, self.cuda_graphs = clip_grad, untimed_steps, cuda_graphs
         self.flops_per_step = flops_per_image * plan.images_per_step / parallel.devices  # on each device
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.parameters_without_gradient: list[str] | None = None  # known after the first step
@@ -192,6 +194,8 @@ class Trainer:
                 self.timer.forward_done()
                 scaler.scale(loss / accum).backward()
             losses.append(loss.detach())
+            if self.cuda_graphs and number == 0 and accum > 1:
+                self._copy_gradients()
         if self.parameters_without_gradient is None:
             self.parameters_without_gradient = parameters_without_gradient(self.model)
         scaler.unscale_(optimizer)
@@ -207,6 +211,12 @@ class Trainer:
         self.metrics.add(self.state.step, sum(losses[1:], losses[0]) / accum, grad_norm, lr)
         parallel.runtime.end_step(images, targets)
         self.timer.step_done()
+
+    def _copy_gradients(self) -> None:
+        """Move the gradients out of the CUDA graphs' memory, so that those of later batches are added to them."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.clone()
 
     def _boundary(self, due: Due) -> None:
         """Wait for the device, then read, check, log, save and evaluate."""
