@@ -244,7 +244,9 @@ def bias_gradient(inputs: FlashInputs, bias_shape: tuple[int, ...], lse_BHN, do,
     B, H, N, _ = inputs.q.shape
     M = inputs.k.shape[2]
     bias_B, bias_H, bias_N, bias_M = (1,) * (4 - len(bias_shape)) + tuple(bias_shape)
-    tiles = TileConfig(16, 16) if inputs.q.dtype == torch.float32 and inputs.q.is_cuda else TileConfig(64, 64)
+    tiles = TileConfig(16, 16) if _is_f32(inputs) else TileConfig(64, 64)
+    if inputs.rope is not None and not _is_f32(inputs):  # sines and cosines take shared memory, twice that of rows
+        tiles = TileConfig(32, 32, 4, 1)
     do = readable(do)
     dbias_BHNM = lse_BHN.new_empty(bias_B, bias_H, N, M)
     if dbias_BHNM.numel():
@@ -280,7 +282,7 @@ def forward_tiles(inputs: FlashInputs) -> TileConfig:
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(32, 32, 4, 1)
-    if inputs.general:
+    if inputs.general or inputs.rope is not None:
         return TileConfig(64, 32, 4, 2)
     if width > 64 and length % 64 == 0:
         return TileConfig(64, 64, 4, 2)
@@ -300,7 +302,7 @@ def dq_tiles(inputs: FlashInputs) -> TileConfig:
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(32, 16, 4, 1)
-    if inputs.general:
+    if inputs.general or inputs.rope is not None:
         return TileConfig(64, 32, 4, 2)
     if width > 64 and length % 64 == 0:
         return TileConfig(64, 32, 4, 2)
@@ -316,7 +318,7 @@ def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(16, 32, 4, 1)
-    if inputs.general:
+    if inputs.general or inputs.rope is not None:
         return TileConfig(32, 64, 4, 2)
     if width > 64 and length % 64 == 0:
         return TileConfig(32, 64, 4, 3)
