@@ -24,6 +24,7 @@ CALLS = {
         {"logits_BC": normal(8, 10), "targets": integers(10, 8)},
         {"logits_BC": normal(8, 10), "targets": normal(8, 10).softmax(1)},
     ],
+    "eight_bit_linear": [{"x": normal(8, 64), "weight_NK": normal(128, 64) / 8, "bias_N": normal(128)}],
     "generalized_box_iou": [{"preds_BN4": boxes(3, 5), "targets_BN4": boxes(3, 5)}],
     "int8_matmul": [{"x_MK": integers(9, 16, 32, dtype=torch.int8), "w_KN": integers(9, 32, 16, dtype=torch.int8)}],
     "layer_norm_residual": [

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from vitkernels.ops.cross_entropy.pallas_tpu_kernel import loss_and_gradient
+from vitkernels.ops.eight_bit_linear.pallas_tpu_kernel import weight_gradient
 from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_backward, norm_forward
 from vitkernels.ops.linear_gelu import pallas_tpu_kernel as kernel
 from vitkernels.tpu_estimate import compiler
@@ -46,6 +47,36 @@ def test_norm_products_tpu__compile(chip, B, N, C, F, dtype):
     compiler.compile_jax(backward, shapes(GRADIENT, B, N, C, F, dtype), chip=chip)
     wide = [jax.ShapeDtypeStruct(shape, dtype) for shape in ((B, N, C), (1, C, F), (B, N, F))]
     compiler.compile_jax(partial(kernel.gelu_backward, tanh=False, kept=False), wide, chip=chip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v5p", "v6e"])
+@pytest.mark.parametrize("B, N, C, F", [(4, 256, 768, 3072), (2, 197, 1024, 3072), (2, 197, 384, 1536), (3, 5, 32, 48)])
+def test_eight_bit_products_tpu__compile(chip, B, N, C, F):
+    eight = ("weight_scale",)
+    found = {
+        "weight": jax.ShapeDtypeStruct((1, C, F), jnp.int8), "weight_scale": jax.ShapeDtypeStruct((1, 1, F), f32),
+    }  # fmt: skip
+
+    def arrays(names):
+        return [found.get(name, x) for name, x in zip(names, shapes(names, B, N, C, F, bf16), strict=True)]
+
+    names = (*NORM, *eight)
+    compiler.compile_jax(
+        partial(norm_forward, given=names, eps=1e-6, out="bfloat16", gelu="none"), arrays(names), chip=chip
+    )
+    product = ("x", "weight", *eight)
+    compiler.compile_jax(partial(norm_forward, given=product, eps=0.0, out="bfloat16"), arrays(product), chip=chip)
+    found["weight"] = jax.ShapeDtypeStruct((1, F, C), jnp.int8)
+    found["weight_scale"] = jax.ShapeDtypeStruct((1, 1, C), f32)
+    names = (*GRADIENT, *eight)
+    compiler.compile_jax(
+        partial(norm_backward, given=names, eps=1e-6, branch_dtype="bfloat16"), arrays(names), chip=chip
+    )
+    rows = [jax.ShapeDtypeStruct((B, N, width), bf16) for width in (C, F)]
+    weight = [jax.ShapeDtypeStruct((1, C, F), jnp.int8), rows[1], jax.ShapeDtypeStruct((1, 1, F), f32)]
+    compiler.compile_jax(partial(kernel.gelu_backward, tanh=False, kept=False), [rows[0], *weight], chip=chip)
+    compiler.compile_jax(weight_gradient, rows, chip=chip)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,7 @@ def pallas_op(
     vjp: Callable | None = None,
     name: str = "",
     shard_batch: bool = False,
+    shard_sums: bool = False,
 ) -> Callable:
     """Register a JAX function, a Pallas kernel or plain JAX, as a torch op.
 
@@ -118,6 +119,8 @@ def pallas_op(
         shard_batch: declares that the function treats each entry of dimension 0 independently. Under torch_xla's SPMD
             with a global mesh, forward and backward then run on each device's shard of the batch (pallas_spmd.py). XLA
             cannot partition a kernel and would otherwise gather the full batch on every device.
+        shard_sums: declares that the function sums over dimension 0 and returns outputs with a leading 1. Under SPMD
+            it then runs on each device's shard, and the outputs have one entry per device, which the caller adds.
 
     Returns:
         `op(*tensors, **static)`. Tensors must be on one device ("cpu", "cuda" or "xla"), contiguous on CPU and CUDA,
@@ -127,7 +130,7 @@ def pallas_op(
     Source: PyTorch/XLA, "Custom kernels via Pallas"; replaces its make_kernel_from_pallas.
     """
     keep_jax_off_tpu()
-    kernel = _Kernel(_op_name(name or _function_name(jax_fn)), jax_fn, shard_batch)
+    kernel = _Kernel(_op_name(name or _function_name(jax_fn)), jax_fn, shard_batch, shard_sums)
     _differentiate(kernel, vjp)
 
     # Dynamo keeps this call in its graph; AOTAutograd traces into it, to the registered op and its fake implementation.
@@ -159,8 +162,9 @@ def _number(value):
 class _Kernel:
     """Register a JAX function as `torch.ops.vitkernels.<name>(Tensor[] tensors, str call, Device device)`."""
 
-    def __init__(self, name: str, function: Callable, shard_batch: bool):
+    def __init__(self, name: str, function: Callable, shard_batch: bool, shard_sums: bool = False):
         self.name = name
+        self.shard_sums = shard_sums
         self.shard_batch = shard_batch
         self._function = function
         self.traces: dict[tuple, devices.Trace] = {}
@@ -190,8 +194,8 @@ class _Kernel:
         def run(tensors):
             return self.trace(read, tensors).run([t.detach() for t in tensors], device)
 
-        if self.shard_batch and device.type == "xla" and not read.vmaps:
-            return pallas_spmd.run_per_shard(run, tensors, self.trace(read, tensors).outputs)
+        if (self.shard_batch or self.shard_sums) and device.type == "xla" and not read.vmaps:
+            return pallas_spmd.run_per_shard(run, tensors, self.trace(read, tensors).outputs, sums=self.shard_sums)
         return run(tensors)
 
     def _fake(self, tensors, call, device):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 
-def run_per_shard(run: Callable, tensors: list[Tensor], outputs: list) -> list[Tensor]:
+def run_per_shard(run: Callable, tensors: list[Tensor], outputs: list, sums: bool = False) -> list[Tensor]:
     """Run `run(tensors)` with dimension 0 sharded over the global mesh's first axis, as in data-parallel training.
 
     Tensors with another leading size (a bias shared by the batch) are replicated. The call is not sharded if SPMD is
@@ -14,6 +14,7 @@ def run_per_shard(run: Callable, tensors: list[Tensor], outputs: list) -> list[T
 
     Args:
         outputs: the (shape, dtype) of each output of the unsharded call.
+        sums: the outputs are sums over the batch, with a leading 1. A sharded call returns one entry per shard.
     """
     from torch_xla import runtime
 
@@ -25,14 +26,20 @@ def run_per_shard(run: Callable, tensors: list[Tensor], outputs: list) -> list[T
     if mesh is None:
         return run(tensors)
     shards, batch = mesh.mesh_shape[0], tensors[0].shape[0]
-    if shards == 1 or batch % shards or batch == 1 or any(shape[:1] != (batch,) for shape, _ in outputs):
+    leading = 1 if sums else batch
+    if shards == 1 or batch % shards or batch == 1 or any(shape[:1] != (leading,) for shape, _ in outputs):
         return run(tensors)
+    if sums:
+        outputs = [((shards, *shape[1:]), dtype) for shape, dtype in outputs]
 
     def spec(shape):
         return (0 if shape and shape[0] == batch else None, *[None] * (len(shape) - 1))
 
+    def sharded(shape):
+        return (0, *[None] * (len(shape) - 1))
+
     local = [spmd.enable_manual_sharding(t, spec(t.shape), mesh=mesh).global_tensor for t in tensors]
     return [
-        spmd.disable_manual_sharding(out, spec(shape), shape, mesh=mesh).global_tensor
+        spmd.disable_manual_sharding(out, sharded(shape), shape, mesh=mesh).global_tensor
         for out, (shape, _) in zip(run(local), outputs, strict=True)
     ]

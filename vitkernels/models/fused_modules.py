@@ -85,7 +85,7 @@ class ResidualFusion:
         computes the bias gradient at no extra cost."""
         if self.training and drop.p > 0:  # dropout follows the bias
             return plain_branch(drop(last(x_BNE)), None, scale_C, drop_path)
-        if type(last) is FusedLinear:
+        if type(last) is FusedLinear or _eight_bit(last) is not None:
             return plain_branch(last(x_BNE, add_bias=False), last.bias, scale_C, drop_path)
         if type(last) is nn.Linear:
             return plain_branch(F.linear(x_BNE, last.weight), last.bias, scale_C, drop_path)
@@ -118,7 +118,7 @@ class ResidualFusion:
         """Return the branch of an MLP whose last bias is not yet added."""
         m = self.mlp
         last_bias = m.fc2.bias
-        if self.training and m.drop2.p > 0:
+        if self.training and hasattr(m, "drop2") and m.drop2.p > 0:
             value_BNC, last_bias = m.drop2(value_BNC if last_bias is None else value_BNC + last_bias), None
         return plain_branch(value_BNC, last_bias, layer_scale(self, 2), self.drop_path2)
 
@@ -141,8 +141,8 @@ class ResidualFusion:
 class FusedBlock(SwappedModule, Block, ResidualFusion):
     """timm's Block with fused residual additions; it can return its last branch instead of adding it.
 
-    On a TPU one kernel computes a LayerNorm and the product that follows it, if its op is selected too. For the
-    settings see ResidualFusion.
+    On a TPU one kernel computes a LayerNorm and the product that follows it, if its op is selected too or it is in
+    8 bits. For the settings see ResidualFusion.
     """
 
     ops: Mapping[str, str]
@@ -165,14 +165,14 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
 
         Returns the residual stream (B, N, C); with return_branch, the stream and the MLP's branch, not yet added.
         """
-        if self._joins("linear", x_BNC) and type(self.attn.qkv) is FusedLinear and not self.attn.has_gate:
+        if self._joins("linear", getattr(self.attn, "qkv", None), x_BNC) and not self.attn.has_gate:
             x_BNC, qkv_BNF = self._add_norm_and_qkv(x_BNC, branch)
             attended_BNC = self.attn.attend_packed(qkv_BNF, attn_mask, is_causal)
         else:
             x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm1)
             attended_BNC = self.attn.attend(normed_BNC, attn_mask, is_causal)
         branch = self._project(attended_BNC, self.attn.proj, self.attn.proj_drop, layer_scale(self, 1), self.drop_path1)
-        if self._joins("mlp", x_BNC) and self._fuses_mlp():
+        if self._joins("mlp", self.mlp, x_BNC):
             x_BNC, branch = self._add_norm_and_mlp(x_BNC, branch)
         else:
             x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm2)
@@ -183,9 +183,13 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
         bias_C, layer_scale_C = (None if p is None else p.clone() for p in (branch.bias_C, branch.layer_scale_C))
         return x_BNC, branch._replace(bias_C=bias_C, layer_scale_C=layer_scale_C)
 
-    def _joins(self, op: str, x_BNC: Tensor) -> bool:
-        """Return whether a kernel computes the LayerNorm together with this op's first product."""
-        backends = {self.ops["layer_norm_residual"], self.ops.get(op, "eager")}
+    def _joins(self, op: str, layer: nn.Module | None, x_BNC: Tensor) -> bool:
+        """Return whether a kernel computes the LayerNorm together with the first product of `layer`."""
+        backends = {self.ops["layer_norm_residual"]}
+        if _eight_bit(layer) is None:
+            if not (self._fuses_mlp() if op == "mlp" else type(layer) is FusedLinear):
+                return False
+            backends.add(self.ops.get(op, "eager"))
         if not backends <= {"auto", "pallas_tpu"}:
             return False
         return backends == {"pallas_tpu"} or place_of(x_BNC.device.type) == "tpu"
@@ -194,19 +198,23 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
         """Return x + branch and attention's projection of its LayerNorm."""
         value, extras = _operands(branch)
         norm, qkv = self.norm1, self.attn.qkv
+        eight_bit = _eight_bit(qkv)
+        backend = self.ops["linear" if eight_bit is None else "layer_norm_residual"]
         return norm_linear(
             x_BNC, value, norm.weight, norm.bias, qkv.weight, qkv.bias, norm.eps,
-            **extras, is_qkv=qkv.is_qkv, backend=self.ops["linear"],
+            **extras, is_qkv=eight_bit is None and qkv.is_qkv, eight_bit=eight_bit, backend=backend,
         )  # fmt: skip
 
     def _add_norm_and_mlp(self, x_BNC: Tensor, branch: Branch) -> tuple[Tensor, Branch]:
         """Return x + branch and the MLP of its LayerNorm."""
         value, extras = _operands(branch)
         norm, m = self.norm2, self.mlp
+        eight_bit = _eight_bit(m)
+        backend = self.ops["mlp" if eight_bit is None else "layer_norm_residual"]
         x_BNC, value_BNC = norm_mlp(
             x_BNC, value, norm.weight, norm.bias, m.fc1.weight, m.fc1.bias, m.fc2.weight,
             gelu_kind(m.act), norm.eps,  # type: ignore[arg-type]  # set_ops refuses other activations
-            **extras, keep_activation=self.keep_activation, backend=self.ops["mlp"],
+            **extras, keep_activation=self.keep_activation, eight_bit=eight_bit, backend=backend,
         )  # fmt: skip
         return x_BNC, self._mlp_branch(value_BNC)
 
@@ -268,6 +276,11 @@ def _sample_scale(drop_path: nn.Module, x_BNC: Tensor) -> Tensor | None:
     keep = 1.0 - drop_path.drop_prob
     drawn_B = torch.empty(x_BNC.shape[0], device=x_BNC.device).bernoulli_(keep)
     return drawn_B.div_(keep) if drop_path.scale_by_keep and keep > 0.0 else drawn_B
+
+
+def _eight_bit(layer: nn.Module | None) -> torch.dtype | None:
+    """Return the dtype of the products of a layer that trains in 8 bits (vitkernels.quant); None for other layers."""
+    return getattr(layer, "eight_bit", None)
 
 
 def gelu_kind(act: nn.Module) -> str | None:

@@ -9,6 +9,7 @@ imported at their first use; this package imports only torch.
 
 # Import eagerly: an op folder has the name of its function, so importing the folder later would replace the function.
 from vitkernels.ops.cross_entropy import cross_entropy
+from vitkernels.ops.eight_bit_linear import eight_bit_linear
 from vitkernels.ops.generalized_box_iou import GeneralizedBoxIoULoss, generalized_box_iou, generalized_box_iou_loss
 from vitkernels.ops.int8_matmul import int8_matmul
 from vitkernels.ops.layer_norm_residual import layer_norm_residual
@@ -24,6 +25,7 @@ from vitkernels.ops.quantized_matmul import quantized_matmul
 __all__ = [
     "GeneralizedBoxIoULoss",
     "cross_entropy",
+    "eight_bit_linear",
     "generalized_box_iou",
     "generalized_box_iou_loss",
     "int8_matmul",

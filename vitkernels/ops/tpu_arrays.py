@@ -6,12 +6,18 @@ Kernels take activations as (B, N, C), so that torch_xla's SPMD can give each de
 Shape suffixes: B images, N tokens, C channels, K input features, F output features.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
 import jax.numpy as jnp
 import torch
 from jax import lax
 from torch import Tensor
 
 from vitkernels.bridge import pallas_op
+from vitkernels.ops.eight_bit_linear.pallas_tpu_kernel import round_weight
+from vitkernels.ops.eight_bit_linear.pallas_tpu_kernel import weight_gradient as eight_bit_gradient
+from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_forward
 from vitkernels.ops.linear.pallas_tpu_kernel import rows_product
 from vitkernels.ops.refusals import unless_dtypes, unless_tpu_device
 
@@ -19,11 +25,20 @@ DTYPES = (torch.float32, torch.bfloat16)
 _LARGEST_WEIGHT = 24 * 2**20  # bytes: kernels keep a weight in VMEM, in two buffers
 
 
-def unsupported(name: str, x: Tensor, dtypes, *weights: Tensor, dtype: torch.dtype | None = None) -> str | None:
+def unsupported(
+    name: str,
+    x: Tensor,
+    dtypes,
+    *weights: Tensor,
+    dtype: torch.dtype | None = None,
+    eight_bit: torch.dtype | None = None,
+) -> str | None:
     """Return why the kernels cannot take these tensors: the device of x, dtypes, or weights too large in `dtype`."""
     reason = unless_tpu_device(name, x) or unless_dtypes(dtypes, DTYPES)
     if reason is not None:
         return reason
+    if eight_bit not in (None, torch.int8):
+        return f"its 8-bit products are in int8, not {eight_bit}. Use backend='reference'"
     for weight in weights:
         size = weight.numel() * (dtype or x.dtype).itemsize
         if size > _LARGEST_WEIGHT:
@@ -44,11 +59,53 @@ def shared(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach().contiguous().view((1,) * (3 - x.ndim) + x.shape)
 
 
-def run(op, arrays: dict[str, Tensor | None], **static) -> tuple[Tensor, ...]:
+def run(op, arrays: Mapping[str, Tensor | None], **static) -> tuple[Tensor, ...]:
     """Call a kernel with the arrays that are not None and their names."""
     given = {name: x for name, x in arrays.items() if x is not None}
     found = op(*given.values(), given=tuple(given), **static)
     return found if isinstance(found, tuple) else (found,)
+
+
+class Factor(NamedTuple):
+    """A linear layer's weight (F, K) as the kernels multiply by it: rounded to the product's dtype, or to int8.
+
+    forward, backward: the kernels' arrays "weight" and, in 8 bits, "weight_scale", for the layer and for the gradient
+        of its input. In 8 bits these differ in the axis of the scales; one of them can be empty.
+    """
+
+    forward: dict[str, Tensor]
+    backward: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, weight_FK: Tensor, dtype: torch.dtype, eight_bit: bool) -> "Factor":
+        if not eight_bit:
+            rounded = {"weight": weight_FK.detach().to(dtype).contiguous()[None]}
+            return cls(rounded, rounded)
+        names = "weight", "weight_scale"
+        found = [_round_weight_op(weight_FK.detach().contiguous(), transposed=t) for t in (True, False)]
+        return cls(*[dict(zip(names, arrays, strict=True)) for arrays in found])
+
+    @classmethod
+    def from_kept(cls, kept: Sequence[Tensor | None]) -> "Factor":
+        """Return the factor for the backward pass of what `kept` returned."""
+        names = "weight", "weight_scale"
+        return cls({}, {name: x for name, x in zip(names, kept, strict=True) if x is not None})
+
+    def kept(self) -> tuple[Tensor, Tensor | None]:
+        """Return the tensors to save for the backward pass."""
+        return self.backward["weight"], self.backward.get("weight_scale")
+
+    def multiply(self, x_BNK: Tensor, bias_F: Tensor | None = None) -> Tensor:
+        """Return x weightᵀ + bias in x's dtype, (B, N, F)."""
+        if "weight_scale" in self.forward:
+            return _eight_bit_product(x_BNK, {**self.forward, "bias": shared(bias_F)})
+        return linear(x_BNK, self.forward["weight"][0], bias_F)
+
+    def multiply_gradient(self, dy_BNF: Tensor) -> Tensor:
+        """Return dy weight in dy's dtype, (B, N, K)."""
+        if "weight_scale" in self.backward:
+            return _eight_bit_product(dy_BNF, self.backward)
+        return input_gradient(dy_BNF, self.backward["weight"][0])
 
 
 # --- products: without reshapes, which would copy arrays whose N is not a multiple of 8 -------------------------------
@@ -79,6 +136,9 @@ def _column_sums(x_BNF):
 _product_op = pallas_op(_product, name="tpu_product")
 _rows_product_op = pallas_op(rows_product, name="rows_product_tpu", shard_batch=True)
 _weight_gradient_op = pallas_op(_weight_gradient, name="tpu_weight_gradient")
+_eight_bit_product_op = pallas_op(norm_forward, name="eight_bit_product_tpu", shard_batch=True)
+_eight_bit_gradient_op = pallas_op(eight_bit_gradient, name="eight_bit_weight_gradient_tpu", shard_sums=True)
+_round_weight_op = pallas_op(round_weight, name="round_weight_tpu")
 _column_sums_op = pallas_op(_column_sums, name="tpu_column_sums")
 
 
@@ -101,8 +161,18 @@ def _multiply(x_BNK: Tensor, weight: Tensor, axis: int) -> Tensor:
     return _product_op(x_BNK.contiguous(), weight.contiguous(), axis=axis)
 
 
-def weight_gradient(dy_BNF: Tensor, x_BNK: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return dyᵀ x in `dtype`, (F, K), summed over all tokens in float32 and rounded once."""
+def _eight_bit_product(x_BNK: Tensor, arrays: Mapping[str, Tensor | None]) -> Tensor:
+    return run(_eight_bit_product_op, {"x": x_BNK.contiguous(), **arrays}, eps=0.0, out=dtype_name(x_BNK.dtype))[0]
+
+
+def weight_gradient(dy_BNF: Tensor, x_BNK: Tensor, dtype: torch.dtype, eight_bit: bool = False) -> Tensor:
+    """Return dyᵀ x in `dtype`, (F, K), summed over all tokens in float32 and rounded once.
+
+    eight_bit: round both operands to int8, with a scale per column of 1024 rows.
+    """
+    if eight_bit:
+        gradient = _eight_bit_gradient_op(dy_BNF.contiguous(), x_BNK.contiguous()).sum(0)
+        return (gradient.T if dy_BNF.shape[2] > x_BNK.shape[2] else gradient).to(dtype)
     return _weight_gradient_op(dy_BNF.contiguous(), x_BNK.contiguous(), dtype=dtype_name(dtype))
 
 

@@ -8,6 +8,7 @@ Shape suffixes: B images, N tokens, C channels, F features of a product.
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +16,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from vitkernels.ops.eight_bit_format import MIN_MAGNITUDE
+
 f32 = jnp.float32
 VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
 _BUDGET = 72 * 2**20  # of blocks, two buffers each; the rest is for the compiler's spills
 _ROWS = 512  # of a block: more hide no more latency and lengthen the compilation
 COLUMNS = 256  # of a product that are computed at a time
 PIECE = 256  # rows of a product that are computed at a time
+_CHUNK = 32  # rows that are prepared between two products
+LEVELS = 127.0  # of int8 on each side of zero
+_INTEGERS = 1.5 * 2**23  # added to a small float32, rounds it: the low byte is then the integer, in two's complement
 
 
 @dataclass(frozen=True)
@@ -33,13 +39,15 @@ class RowBlocks:
     rows: int
 
     @classmethod
-    def of(cls, batch: int, tokens: int, row_bytes: int, resident_bytes: int = 0) -> "RowBlocks":
-        """Return blocks of about 512 rows, fewer if they would not fit into VMEM.
+    def of(
+        cls, batch: int, tokens: int, row_bytes: int, resident_bytes: int = 0, most: int | None = None
+    ) -> "RowBlocks":
+        """Return blocks of about `most` rows, by default 512, and fewer if they would not fit into VMEM.
 
         row_bytes: of a token in all arrays; resident_bytes: of what every grid step uses, such as a weight.
         """
         fitting = max(16, (_BUDGET - 2 * resident_bytes) // (2 * row_bytes))
-        most = min(_ROWS, fitting // 16 * 16)
+        most = min(most or _ROWS, fitting // 16 * 16)
         if tokens > most:
             count = pl.cdiv(tokens, most)
             return cls(batch, tokens, 1, _round_up(pl.cdiv(tokens, count), 16))
@@ -72,9 +80,10 @@ class RowBlocks:
         row = lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, 1), 0)
         return row < self.tokens - pl.program_id(1) * self.rows - rows.start
 
-    def params(self):
-        """Return the compiler's parameters: images in any order, an image's blocks of rows one after the other."""
-        return pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT)
+    def params(self, parallel: bool = True):
+        """Return the compiler's parameters: images in any order if `parallel`, an image's blocks of rows in theirs."""
+        images: Literal["parallel", "arbitrary"] = "parallel" if parallel else "arbitrary"
+        return pltpu.CompilerParams(dimension_semantics=(images, "arbitrary"), vmem_limit_bytes=VMEM_LIMIT)
 
 
 def _round_up(x: int, to: int) -> int:
@@ -86,6 +95,13 @@ def shared(array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda i, j: (0,) * array.ndim)
 
 
+def row_chunks(piece: tuple[int, slice]) -> list[tuple[int, slice]]:
+    """Split the rows of a piece into those that are prepared between two products."""
+    image, rows = piece
+    starts = range(rows.start, rows.stop, _CHUNK)
+    return [(image, slice(start, min(start + _CHUNK, rows.stop))) for start in starts]
+
+
 def column_cuts(width: int, most: int = COLUMNS) -> list[slice]:
     """Split `width` columns into slices of `most`."""
     return [slice(start, min(start + most, width)) for start in range(0, width, most)]
@@ -94,10 +110,31 @@ def column_cuts(width: int, most: int = COLUMNS) -> list[slice]:
 def product(a, b, b_axis: int):
     """Return a b in float32, contracting the columns of a with axis `b_axis` of b.
 
-    By default the MXU would round float32 factors to bfloat16.
+    By default the MXU would round float32 factors to bfloat16. Sums of int8 are exact before they become float32.
     """
+    dims = (((1,), (b_axis,)), ((), ()))
+    if a.dtype == jnp.int8:
+        return lax.dot_general(a, b, dims, preferred_element_type=jnp.int32).astype(f32)
     precision = lax.Precision.HIGHEST if a.dtype == f32 else None
-    return lax.dot_general(a, b, (((1,), (b_axis,)), ((), ())), precision=precision, preferred_element_type=f32)
+    return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=f32)
+
+
+def quantize(x, axis: int, top=None):
+    """Return float32 x as int8 and the scale along `axis`, of size 1 there: x is about q · scale.
+
+    top: the largest magnitude along the axis, if it is known.
+    """
+    if top is None:
+        top = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    top = jnp.maximum(top, MIN_MAGNITUDE)
+    shifted = x * (LEVELS / top) + _INTEGERS
+    return lax.bitcast_convert_type(shifted, jnp.int32).astype(jnp.int8), top * (1 / LEVELS)
+
+
+def eight_bit_scratch(blocks: RowBlocks, width: int) -> list:
+    """Return scratch memory for a block of int8 rows and for their scales."""
+    shapes = ((width, jnp.int8), (1, f32))
+    return [pltpu.VMEM((blocks.images, blocks.rows, columns), dtype) for columns, dtype in shapes]
 
 
 def clear_sums(ref) -> None:
@@ -157,7 +194,7 @@ def gelu_and_slope(x, tanh: bool, exact: bool = True):
     return x * cdf, cdf + x * bell / math.sqrt(2 * math.pi)
 
 
-def call(kernel, blocks: RowBlocks, inputs, in_specs, outputs, name: str, scratch=()):
+def call(kernel, blocks: RowBlocks, inputs, in_specs, outputs, name: str, scratch=(), parallel: bool = True):
     """Run a kernel over the blocks. outputs: [(spec, shape, dtype), ...]; scratch: arrays in VMEM."""
     return pl.pallas_call(
         kernel,
@@ -166,6 +203,6 @@ def call(kernel, blocks: RowBlocks, inputs, in_specs, outputs, name: str, scratc
         out_specs=[spec for spec, _, _ in outputs],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
         scratch_shapes=list(scratch),
-        compiler_params=blocks.params(),
+        compiler_params=blocks.params(parallel),
         name=name,
     )(*inputs)

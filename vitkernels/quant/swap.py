@@ -8,13 +8,12 @@ from torch import nn
 
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.module_swap import original_class
+from vitkernels.ops.eight_bit_format import FEATURE_MULTIPLE
 from vitkernels.quant.inference_modules import QuantizedEmbedding, QuantizedLinear
 from vitkernels.quant.schemes import Scheme
 from vitkernels.quant.training_modules import DTYPES, EightBitLinear, EightBitMlp, can_be_eight_bit_mlp
 
 Filter = Callable[[str, nn.Module], bool]
-
-_FEATURE_MULTIPLE = 16  # 8-bit tensor cores require rows of a multiple of 16 bytes
 
 
 def quantize_(
@@ -75,10 +74,10 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Filter | None = None) 
     if dtype not in DTYPES:
         raise unknown_name("8-bit dtype", dtype, DTYPES)
     layers: Mapping[str, Any] = _select(model, (nn.Linear,), filter)
-    odd = [n for n, m in layers.items() if m.in_features % _FEATURE_MULTIPLE or m.out_features % _FEATURE_MULTIPLE]
+    odd = [n for n, m in layers.items() if m.in_features % FEATURE_MULTIPLE or m.out_features % FEATURE_MULTIPLE]
     if odd:
         raise UsageError(
-            f"8-bit products require features in multiples of {_FEATURE_MULTIPLE}; exclude these layers with the "
+            f"8-bit products require features in multiples of {FEATURE_MULTIPLE}; exclude these layers with the "
             f"filter: {', '.join(odd)}",
             code="quant.features",
             layers=odd,
@@ -93,7 +92,7 @@ def train_in_8_bits(model: nn.Module, dtype: str, filter: Filter | None = None) 
     inside = {f"{name}.{child}" for name in mlps for child in ("fc1", "fc2")}
     for name, linear in layers.items():
         if name not in inside:
-            model.set_submodule(name, EightBitLinear.from_module(linear, dtype=DTYPES[dtype]))
+            model.set_submodule(name, EightBitLinear.from_module(linear, eight_bit=DTYPES[dtype]))
     return model
 
 

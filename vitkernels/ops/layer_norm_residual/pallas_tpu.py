@@ -42,10 +42,11 @@ def run(x, branch, weight, bias, eps, branch_bias, layer_scale, sample_scale, ou
 
 @dataclass(frozen=True)
 class NormSettings:
-    """eps, and the dtype of the norm and of a product with it."""
+    """eps, the dtype of the norm and of a product with it, and whether the product is in 8 bits."""
 
     eps: float
     out_dtype: torch.dtype
+    eight_bit: bool = False
 
 
 class Norm(NamedTuple):
@@ -92,7 +93,8 @@ class Norm(NamedTuple):
 
         Args:
             total: the forward pass' sum (B, N, C). dtotal: its gradient, if any.
-            incoming: {"dnormed": gradient of the norm}, or {"dy", "weight"}: gradient of the product and its weight.
+            incoming: {"dnormed": gradient of the norm}, or {"dy", "weight"}: gradient of the product and its weight,
+                with "weight_scale" in 8 bits.
             branch_dtype: dtype of the branch; None without one.
         """
         scaled = self.layer_scale_C is not None or self.sample_scale_B is not None

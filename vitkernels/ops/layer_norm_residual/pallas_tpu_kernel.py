@@ -12,6 +12,7 @@ Shape suffixes: B images, N tokens, C channels, F features of the product.
 
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -24,15 +25,17 @@ from vitkernels.ops.tpu_rows import (
     call,
     clear_sums,
     column_cuts,
+    eight_bit_scratch,
     f32,
     gelu_and_slope,
     product,
+    quantize,
     row_bytes,
+    row_chunks,
     shared,
     sum_rows,
 )
 
-_CHUNK = 32  # rows that are normalized between two products
 _TALL = 128  # rows of LayerNorm's gradient at a time: all their channels are in registers and spills
 _PER_TOKEN = ("x", "branch", "dtotal", "dnormed", "dy", "total")
 
@@ -89,6 +92,8 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
         arrays, given: arrays and their names: x (B, N, C), branch (B, N, C), gamma, beta, branch_bias, layer_scale
             (1, 1, C), sample_scale (B,), weight (1, F, C), bias (1, 1, F). Without a branch, total is x and is not
             returned; without gamma, x is multiplied as it is. With a weight, y is the product; normed stays in VMEM.
+            With weight_scale (1, 1, F), the weight is int8 (1, C, F), and the product's other factor is rounded to int8
+            with a scale per row.
         out: dtype of normed and of the product.
         gelu: "", "none" (exact) or "tanh".
         keep: saved is gelu'(y), else y.
@@ -96,14 +101,17 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
     named = dict(zip(given, arrays, strict=True))
     x = named["x"]
     B, N, C = x.shape
-    F = named["weight"].shape[1] if "weight" in named else 0
+    F = named["weight"].shape[2 if "weight_scale" in named else 1] if "weight" in named else 0
     results = [("total", C, x.dtype)] if "branch" in named else []
     results += [(name, F, out) for name in (("act", "saved") if gelu else ("y",))] if F else [("normed", C, out)]
     blocks = _blocks(named, [(width, dtype) for _, width, dtype in results])
     names = [*given, *[name for name, _, _ in results]]
     scratch = []
-    if F and "gamma" in named:
-        names.append("normed")
+    if "weight_scale" in named:
+        names += ["factor", "row_scale"]
+        scratch += eight_bit_scratch(blocks, C)
+    elif F and "gamma" in named:
+        names.append("factor")
         scratch.append(pltpu.VMEM((blocks.images, blocks.rows, C), jnp.dtype(out)))
     kernel = partial(_forward_kernel, names=tuple(names), blocks=blocks, eps=eps, gelu=gelu, keep=keep)
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
@@ -113,39 +121,50 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
 
 def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep: bool):
     r = dict(zip(names, refs, strict=True))
-    factor = r.get("normed", r["x"])
+    factor = r["factor"] if "factor" in r else r["x"]
 
-    def normalize(image: int, rows: slice):
-        total = r["x"][image, rows].astype(f32)
+    def prepare(image: int, rows: slice):
+        """Compute rows of the product's factor: x or the sum, normalized, rounded."""
+        value = r["x"][image, rows].astype(f32)
         if "branch" in r:
-            total = total + _scaled(r["branch"][image, rows].astype(f32), r, blocks, image, with_bias=True)
-            total = total.astype(r["total"].dtype)
-            r["total"][image, rows] = total
-            total = total.astype(f32)
-        normed = _statistics(total, eps)[0] * r["gamma"][0].astype(f32) + r["beta"][0].astype(f32)
-        r["normed"][image, rows] = normed.astype(r["normed"].dtype)
+            value = value + _scaled(r["branch"][image, rows].astype(f32), r, blocks, image, with_bias=True)
+            value = value.astype(r["total"].dtype)
+            r["total"][image, rows] = value
+            value = value.astype(f32)
+        if "gamma" in r:
+            value = _statistics(value, eps)[0] * r["gamma"][0].astype(f32) + r["beta"][0].astype(f32)
+        if "row_scale" in r:
+            factor[image, rows], r["row_scale"][image, rows] = quantize(value, axis=1)
+        else:
+            target: Any = r.get("normed", factor)
+            target[image, rows] = value.astype(target.dtype)
 
     pieces = blocks.pieces()
-    chunks = [_chunks(piece) if "normed" in r else [] for piece in pieces]
+    chunks = [row_chunks(piece) if factor is not r["x"] or "weight" not in r else [] for piece in pieces]
     if "weight" not in r:
         for chunk in chain.from_iterable(chunks):
-            normalize(*chunk)
+            prepare(*chunk)
         return
     for chunk in chunks[0]:
-        normalize(*chunk)
-    columns = column_cuts(r["weight"].shape[1])
+        prepare(*chunk)
+    columns = column_cuts(r["weight"].shape[2 if "row_scale" in r else 1])
 
     def multiply(item):
         (piece, cut), (image, rows) = item, pieces[item[0]]
-        y = product(factor[image, rows], r["weight"][0, columns[cut]], 1)
+        if "row_scale" in r:
+            y = product(factor[image, rows], r["weight"][0, :, columns[cut]], 0)
+        else:
+            y = product(factor[image, rows], r["weight"][0, columns[cut]], 1)
         upcoming = chunks[piece + 1] if piece + 1 < len(chunks) else []
         share = -(-len(upcoming) // len(columns))
         for chunk in upcoming[cut * share : (cut + 1) * share]:
-            normalize(*chunk)
+            prepare(*chunk)
         return y
 
     def store(item, y):
         at = (*pieces[item[0]], columns[item[1]])
+        if "row_scale" in r:
+            y = y * r["row_scale"][at[:2]] * r["weight_scale"][0, :, at[2]]
         if "bias" in r:
             y = y + r["bias"][0, :, at[2]].astype(f32)
         if not gelu:
@@ -156,12 +175,6 @@ def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep
         r["saved"][at] = (slope if keep else y).astype(r["saved"].dtype)
 
     pipelined([(p, c) for p in range(len(pieces)) for c in range(len(columns))], multiply, store)
-
-
-def _chunks(piece: tuple[int, slice]) -> list[tuple[int, slice]]:
-    image, rows = piece
-    starts = range(rows.start, rows.stop, _CHUNK)
-    return [(image, slice(start, min(start + _CHUNK, rows.stop))) for start in starts]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -175,7 +188,8 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
     Args:
         arrays, given: as in norm_forward: total (B, N, C), gamma, branch, branch_bias, layer_scale, sample_scale;
             dtotal (B, N, C), if total has a gradient; dnormed (B, N, C), or dy (B, N, F), weight (1, F, C) and beta.
-            branch is needed with a layer_scale only.
+            branch is needed with a layer_scale only. With weight_scale (1, 1, C), the weight is int8, and dy is rounded
+            to int8 with a scale per row.
         branch_dtype: dtype of dbranch; "" for none, if it equals dx.
 
     sums (B, S, C) are sums over an image's tokens: of gamma's and beta's gradient, then branch_bias' and layer_scale's,
@@ -197,9 +211,13 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
         outputs.append((blocks.sums(1, F), (B, 1, F), f32))
         outputs.append((blocks.spec(C), (B, N, C), named["dy"].dtype))
         names += ["dbias", "normed"]
+    scratch = []
+    if "weight_scale" in named:
+        names += ["factor", "row_scale"]
+        scratch = eight_bit_scratch(blocks, named["dy"].shape[2])
     kernel = partial(_backward_kernel, names=tuple(names), kept=tuple(kept), blocks=blocks, eps=eps)
     kind = "linear" if "dy" in named else "residual"
-    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_backward")
+    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_backward", scratch)
 
 
 def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps: float):
@@ -209,15 +227,10 @@ def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps
     if "dbias" in r:
         clear_sums(r["dbias"])
 
-    def incoming(piece):
-        image, rows = piece
-        if "dnormed" in r:
-            return r["dnormed"][image, rows].astype(f32)
-        return product(r["dy"][image, rows], r["weight"][0], 0)
-
     def finish(piece, dnormed):
         image, rows = piece
         inside = blocks.inside(rows)
+        dnormed = _rescaled(r, piece, dnormed)
 
         def add(name, terms):
             k = kept.index(name)
@@ -250,4 +263,19 @@ def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps
         if "branch_bias" in r:
             add("branch_bias", dbranch)
 
-    pipelined(blocks.pieces(_TALL), incoming, finish)
+    pipelined(blocks.pieces(_TALL), partial(_incoming, r), finish)
+
+
+def _incoming(r: dict, piece: tuple[int, slice]):
+    """Return the gradient of the norm of some rows; in 8 bits without its scales."""
+    if "dnormed" in r:
+        return r["dnormed"][piece].astype(f32)
+    if "row_scale" not in r:
+        return product(r["dy"][piece], r["weight"][0], 0)
+    for chunk in row_chunks(piece):
+        r["factor"][chunk], r["row_scale"][chunk] = quantize(r["dy"][chunk].astype(f32), axis=1)
+    return product(r["factor"][piece], r["weight"][0], 0)
+
+
+def _rescaled(r: dict, piece: tuple[int, slice], dnormed):
+    return dnormed * r["row_scale"][piece] * r["weight_scale"][0] if "row_scale" in r else dnormed

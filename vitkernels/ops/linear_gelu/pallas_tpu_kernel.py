@@ -6,12 +6,25 @@ Shape suffixes: B images, N tokens, K input features, F hidden features, O outpu
 """
 
 from functools import partial
+from itertools import chain
 
 import jax.numpy as jnp
 
 from vitkernels.bridge.pallas_schedule import pipelined
 from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_forward
-from vitkernels.ops.tpu_rows import RowBlocks, call, column_cuts, f32, gelu_and_slope, product, row_bytes, shared
+from vitkernels.ops.tpu_rows import (
+    RowBlocks,
+    call,
+    column_cuts,
+    eight_bit_scratch,
+    f32,
+    gelu_and_slope,
+    product,
+    quantize,
+    row_bytes,
+    row_chunks,
+    shared,
+)
 
 _LARGEST_WEIGHT = 16 * 2**20  # bytes, of which VMEM holds two
 
@@ -25,34 +38,47 @@ def linear_gelu_of_images(*arrays, given: tuple[str, ...], tanh: bool, keep: boo
     return norm_forward(*arrays, given=given, eps=0.0, out=out, gelu="tanh" if tanh else "none", keep=keep)
 
 
-def gelu_backward(dy, weight, saved, *, tanh: bool, kept: bool):
+def gelu_backward(dy, weight, saved, *scale, tanh: bool, kept: bool):
     """Differentiate y = gelu(pre) weightᵀ: return dpre and, unless kept, gelu(pre).
 
     Args:
         dy: (B, N, O). weight: (1, O, F). saved: (B, N, F), gelu'(pre) if kept, else pre.
+        scale: (1, 1, F) if the weight is int8; dy is then rounded to int8 with a scale per row.
     """
-    B, N, _ = dy.shape
+    B, N, O = dy.shape
     F, dtype = weight.shape[2], dy.dtype
     width = row_bytes((dy.shape[2], dtype), *[(F, dtype)] * (2 if kept else 3))
     blocks = RowBlocks.of(B, N, width, weight.shape[1] * row_bytes((F, dtype)))
     outputs = [(blocks.spec(F), (B, N, F), dtype)] * (1 if kept else 2)
-    in_specs = [blocks.spec(dy.shape[2]), shared(weight), blocks.spec(F)]
-    kernel = partial(_gelu_backward_kernel, blocks=blocks, tanh=tanh)
-    return call(kernel, blocks, (dy, weight, saved), in_specs, outputs, "linear_into_gelu_backward")
+    in_specs = [blocks.spec(O), shared(weight), blocks.spec(F), *map(shared, scale)]
+    names = ["dy", "weight", "saved", *["scale"] * len(scale), "dpre", *["act"] * (not kept)]
+    scratch = eight_bit_scratch(blocks, O) if scale else []
+    names += ["factor", "row_scale"][: len(scratch)]
+    kernel = partial(_gelu_backward_kernel, names=names, blocks=blocks, tanh=tanh)
+    return call(kernel, blocks, (dy, weight, saved, *scale), in_specs, outputs, "linear_into_gelu_backward", scratch)
 
 
-def _gelu_backward_kernel(dy_ref, weight_ref, saved_ref, dpre_ref, *act_ref, blocks: RowBlocks, tanh: bool):
+def _gelu_backward_kernel(*refs, names, blocks: RowBlocks, tanh: bool):
+    r = dict(zip(names, refs, strict=True))
+    weight_ref, saved_ref, dpre_ref, act_ref = r["weight"], r["saved"], r["dpre"], r.get("act")
+    if "scale" in r:
+        for chunk in chain.from_iterable(map(row_chunks, blocks.pieces())):
+            r["factor"][chunk], r["row_scale"][chunk] = quantize(r["dy"][chunk].astype(f32), axis=1)
+    factor = r.get("factor", r["dy"])
+
     def multiply(item):
         (image, rows), cut = item
-        return product(dy_ref[image, rows], weight_ref[0, :, cut], 0)
+        return product(factor[image, rows], weight_ref[0, :, cut], 0)
 
     def store(item, dact):
         (image, rows), cut = item
         at = (image, rows, cut)
+        if "scale" in r:
+            dact = dact * r["row_scale"][image, rows] * r["scale"][0, :, cut]
         slope = saved_ref[at].astype(f32)
-        if act_ref:
+        if act_ref is not None:
             act, slope = gelu_and_slope(slope, tanh, exact=dpre_ref.dtype == f32)
-            act_ref[0][at] = act.astype(dpre_ref.dtype)
+            act_ref[at] = act.astype(dpre_ref.dtype)
         dpre_ref[at] = (dact * slope).astype(dpre_ref.dtype)
 
     pipelined([(piece, cut) for cut in column_cuts(weight_ref.shape[2]) for piece in blocks.pieces()], multiply, store)

@@ -10,7 +10,7 @@ from vitkernels.ops import tpu_arrays
 from vitkernels.ops.linear_gelu.pallas_tpu import forward as linear_gelu
 from vitkernels.ops.linear_gelu.pallas_tpu import gelu_backward
 from vitkernels.ops.mlp import reference
-from vitkernels.ops.tpu_arrays import shared
+from vitkernels.ops.tpu_arrays import Factor
 
 
 def unsupported(x: Tensor, weight1, bias1, weight2, bias2, tanh: bool, keep: bool) -> str | None:
@@ -27,17 +27,19 @@ class HiddenGradients:
     """The gradients of y = gelu(pre) weight2ᵀ + bias2, up to the pre-activation.
 
     Args:
-        dy: (B, N, O). rounded2: (O, F). act, saved: gelu(pre) and gelu'(pre), or None and pre.
+        dy: (B, N, O). factor2: of weight2 (O, F). act, saved: gelu(pre) and gelu'(pre), or None and pre.
     """
 
-    def __init__(self, dy: Tensor, rounded2: Tensor, act: Tensor | None, saved: Tensor, tanh: bool):
-        found: Any = gelu_backward(dy, shared(rounded2), saved, tanh=tanh, kept=act is not None)
+    def __init__(self, dy: Tensor, factor2: Factor, act: Tensor | None, saved: Tensor, tanh: bool):
+        weight, *scale = factor2.backward.values()
+        self._eight_bit = bool(scale)
+        found: Any = gelu_backward(dy, weight, saved, *scale, tanh=tanh, kept=act is not None)
         self.dpre: Tensor = found if isinstance(found, Tensor) else found[0]
         self._act: Tensor = found[1] if act is None else act
         self._dy = dy
 
     def weight2(self, dtype: torch.dtype) -> Tensor:
-        return tpu_arrays.weight_gradient(self._dy, self._act, dtype)
+        return tpu_arrays.weight_gradient(self._dy, self._act, dtype, self._eight_bit)
 
     def bias2(self, dtype: torch.dtype) -> Tensor:
         return tpu_arrays.column_sums(self._dy).to(dtype)
@@ -46,22 +48,22 @@ class HiddenGradients:
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight1, bias1, weight2, bias2, tanh: bool, keep: bool):
-        rounded1, rounded2 = weight1.to(x.dtype), weight2.to(x.dtype)
+        rounded1, factor2 = weight1.to(x.dtype), Factor.of(weight2, x.dtype, False)
         rows = tpu_arrays.tokens(x) if x.ndim > 1 else x[None, None]
         act, saved = linear_gelu(rows, rounded1, bias1, tanh, keep)
-        ctx.save_for_backward(rows, rounded1, rounded2, act if keep else None, saved)
+        ctx.save_for_backward(rows, rounded1, *factor2.kept(), act if keep else None, saved)
         ctx.dtypes = [None if p is None else p.dtype for p in (weight1, bias1, weight2, bias2)]
-        ctx.tanh, ctx.shape = tanh, x.shape
-        return tpu_arrays.linear(act, rounded2, bias2).view(*x.shape[:-1], len(weight2))
+        ctx.tanh, ctx.shape, ctx.features = tanh, x.shape, len(weight2)
+        return factor2.multiply(act, bias2).view(*x.shape[:-1], len(weight2))
 
     @staticmethod
     @differentiable_once("mlp by pallas_tpu")
     def backward(ctx, dy):
-        rows, rounded1, rounded2, act, saved = ctx.saved_tensors
+        rows, rounded1, *kept2, act, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         dtype1, bias_dtype1, dtype2, bias_dtype2 = ctx.dtypes
-        dy = dy.reshape(*rows.shape[:-1], len(rounded2)).contiguous()
-        hidden = HiddenGradients(dy, rounded2, act, saved, ctx.tanh)
+        dy = dy.reshape(*rows.shape[:-1], ctx.features).contiguous()
+        hidden = HiddenGradients(dy, Factor.from_kept(kept2), act, saved, ctx.tanh)
         return (
             tpu_arrays.input_gradient(hidden.dpre, rounded1).view(ctx.shape) if needs[0] else None,
             tpu_arrays.weight_gradient(hidden.dpre, rows, dtype1) if needs[1] else None,

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from vitkernels.autocast import dtype_of
+from vitkernels.errors import UsageError
+from vitkernels.ops.eight_bit_linear import check_eight_bit
 from vitkernels.ops.layer_norm_residual import check_norm
 from vitkernels.ops.linear import check_linear
 from vitkernels.ops.linear_gelu import check_gelu
@@ -31,6 +33,7 @@ def norm_mlp(
     layer_scale_C: Tensor | None = None,
     sample_scale_B: Tensor | None = None,
     keep_activation: bool = False,
+    eight_bit: torch.dtype | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Return sum = x + sample_scale · layer_scale · (branch + branch_bias) and the MLP of LayerNorm(sum).
@@ -41,6 +44,8 @@ def norm_mlp(
         x, branch, norm_weight_C, norm_bias_C, eps, branch_bias_C, layer_scale_C, sample_scale_B: as in
             `layer_norm_residual`.
         weight1_FC, bias1_F, weight2_OF, approximate, keep_activation: as in `mlp`.
+        eight_bit: torch.int8 or torch.float8_e4m3fn for products in 8 bits, as in `eight_bit_linear`, with the exact
+            GELU and without keep_activation.
         backend: "auto" or a name from BACKENDS.names(). The reference is layer_norm_residual, then mlp.
 
     Returns:
@@ -53,7 +58,14 @@ def norm_mlp(
     check_gelu(approximate)
     check_linear(x, weight1_FC, bias1_F, "1", mixed=True)
     check_linear(x, weight2_OF, None, "2", features=len(weight1_FC), mixed=True)
+    if eight_bit is not None:
+        check_eight_bit(eight_bit, weight1_FC, weight2_OF)
+        if approximate != "none" or keep_activation:
+            raise UsageError(
+                "8-bit products need approximate='none' and keep_activation=False",
+                code="ops.norm_mlp.eight_bit", approximate=approximate, keep_activation=keep_activation,
+            )  # fmt: skip
     norm = x, branch, norm_weight_C, norm_bias_C, branch_bias_C, layer_scale_C, sample_scale_B
     keep = keep_activation and torch.is_grad_enabled()
-    args = norm, weight1_FC, bias1_F, weight2_OF, eps, approximate == "tanh", keep, dtype_of(x)
+    args = norm, weight1_FC, bias1_F, weight2_OF, eps, approximate == "tanh", keep, dtype_of(x), eight_bit
     return BACKENDS.pick(backend, x.device, *args).run(*args)

@@ -1,0 +1,113 @@
+"""The gradient of a weight in 8 bits for TPU, and weights in 8 bits for the kernels of the other products.
+
+Its sum is over tokens, so scales per token do not factor out. A grid step takes the rows of a few images, rounds each
+column of both operands to int8 with the scale of these rows, multiplies, and adds the scaled product to float32 sums
+that stay in VMEM. So each operand is read once, and no pass over all tokens precedes the product.
+
+Shape suffixes: B images, N tokens, F output features, K input features, C columns of the narrower operand, W of the
+wider.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from vitkernels.bridge.pallas_schedule import pipelined
+from vitkernels.ops.tpu_rows import COLUMNS, RowBlocks, call, column_cuts, f32, quantize, row_bytes
+
+_ROWS = 1024  # of a block: each adds the product's sums to those in VMEM once
+_CHUNK = 64  # rows that are read at a time, and that registers hold
+_TILE = 32  # rows of an int8 register
+_DEPTH = 128  # rows that the MXU multiplies at a time
+
+
+def weight_gradient(dy_BNF, x_BNK):
+    """Return dyᵀ x in float32, as (1, F, K), or as its transpose (1, K, F) if K < F.
+
+    The leading 1 is for the sums of one shard of the images. Only the narrower operand is transposed.
+    """
+    narrow, wide = (dy_BNF, x_BNK) if dy_BNF.shape[2] <= x_BNK.shape[2] else (x_BNK, dy_BNF)
+    B, N, C = narrow.shape
+    W = wide.shape[2]
+    blocks = RowBlocks.of(B, N, row_bytes((C, narrow.dtype), (W, wide.dtype)), C * W * 2, most=_ROWS)
+    padded = -(-blocks.rows // _TILE) * _TILE
+    depth = -(-blocks.images * padded // _DEPTH) * _DEPTH
+    scratch = [pltpu.VMEM(shape, jnp.int8) for shape in ((depth, C), (C, depth), (depth, W))]
+    sums = pl.BlockSpec((1, C, W), lambda i, j: (0, 0, 0))
+    return call(
+        partial(_kernel, blocks=blocks, padded=padded),
+        blocks, (narrow, wide), [blocks.spec(C), blocks.spec(W)], [(sums, (1, C, W), f32)],
+        "eight_bit_weight_gradient", scratch, parallel=False,
+    )[0]  # fmt: skip
+
+
+def _kernel(narrow_ref, wide_ref, sums_ref, narrow_q, transposed_q, wide_q, *, blocks: RowBlocks, padded: int):
+    @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
+    def _():
+        sums_ref[...] = jnp.zeros_like(sums_ref)
+        narrow_q[...] = jnp.zeros_like(narrow_q)  # the rows between images, which no product may read otherwise
+        wide_q[...] = jnp.zeros_like(wide_q)
+
+    read = partial(_round_columns, blocks=blocks, padded=padded)
+    narrow_scales = []
+    for cut in column_cuts(narrow_ref.shape[2]):
+        narrow_scales.append(read(narrow_ref, narrow_q, cut).T)
+        transposed_q[cut] = narrow_q[:, cut].T
+    narrow_scale = jnp.concatenate(narrow_scales, 0)
+
+    # The next columns are rounded, and the last product is added, while the MXU multiplies the current columns.
+    cuts = column_cuts(wide_ref.shape[2])
+    scales = [read(wide_ref, wide_q, cuts[0])]
+
+    def multiply(n: int):
+        dims = (((1,), (0,)), ((), ()))
+        product = lax.dot_general(transposed_q[...], wide_q[:, cuts[n]], dims, preferred_element_type=jnp.int32)
+        if n + 1 < len(cuts):
+            scales.append(read(wide_ref, wide_q, cuts[n + 1]))
+        return product
+
+    def add(n: int, product):
+        sums_ref[0, :, cuts[n]] += product.astype(f32) * scales[n] * narrow_scale
+
+    pipelined(range(len(cuts)), multiply, add)
+
+
+def _round_columns(ref, out_ref, cut: slice, *, blocks: RowBlocks, padded: int):
+    """Write columns of a block as int8, each image from a multiple of `padded` rows on; return their scale (1, C)."""
+    chunks = [
+        (image, slice(start, min(start + _CHUNK, blocks.rows)))
+        for image in range(blocks.images)
+        for start in range(0, blocks.rows, _CHUNK)
+    ]
+
+    def value(image, rows):
+        x, inside = ref[image, rows, cut].astype(f32), blocks.inside(rows)
+        return x if inside is None else jnp.where(inside, x, 0.0)
+
+    largest: dict[int, jnp.ndarray] = {}  # of the chunks with this number of rows, element by element
+    for image, rows in chunks:
+        x, size = jnp.abs(value(image, rows)), rows.stop - rows.start
+        largest[size] = jnp.maximum(largest[size], x) if size in largest else x
+    tops = [jnp.max(x, axis=0, keepdims=True) for x in largest.values()]
+    top = tops[0] if len(tops) == 1 else jnp.maximum(*tops)
+    for image, rows in chunks:
+        at = slice(image * padded + rows.start, image * padded + rows.stop)
+        out_ref[at, cut], scale = quantize(value(image, rows), axis=0, top=top)
+    return scale
+
+
+def round_weight(weight_FK, *, transposed: bool):
+    """Return a weight in int8 and its scales for a product that contracts its rows.
+
+    Args:
+        transposed: return the weight as (1, K, F), with scales (1, 1, F), for the forward product; otherwise as
+            (1, F, K), with scales (1, 1, K), for the gradient of its input.
+    """
+    q, scale = quantize(weight_FK.astype(f32).T if transposed else weight_FK.astype(f32), axis=0)
+    return q[None], scale[None]
+
+
+assert COLUMNS % _DEPTH == 0  # slices of the transposed operand begin at a register
