@@ -31,7 +31,7 @@ INTERPRETED = ("triton_flash", "pallas_flash")
 # One keyword of a call per feature.
 FEATURES = {
     "bias": {"bias_shape": (2, 3, 197, 197)},
-    "mask": {"has_mask": True},
+    "mask": {"has_mask": True, "mask_shape": (2, 3, 197, 197)},
     "segment_ids": {"has_segment_ids": True},
     "is_causal": {"is_causal": True},
     "dropout": {"dropout_p": 0.1},

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vitkernels import attention
 from vitkernels.attention import Problem
-from vitkernels.testing.attention_reference import TOLERANCE
+from vitkernels.testing.attention_reference import TOLERANCE, reference
 
 
 def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
@@ -130,14 +130,59 @@ def test_short_backward__interpreted(shift):
 
 
 @needs_new_jax
-@pytest.mark.parametrize("N, D", [(197, 64), (256, 40), (577, 88), (4096, 128), (1024, 40)])
-def test_kernels__lower_without_a_gpu(N, D):
+@pytest.mark.parametrize(
+    "H, N, M, D, is_causal, scale, warpgroups, buffers, blocks",
+    [
+        (2, 100, 100, 32, False, 0.1, 2, 2, 3),
+        (1, 70, 130, 40, False, 0.1, 2, 1, 1),
+        (1, 150, 150, 32, True, -0.2, 1, 2, 2),
+    ],
+)
+def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blocks):
+    """Segments, masked keys, and queries without keys, whose results are zeros."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.backward import Backward
+    from vitkernels.attention.pallas_flash.hopper.forward import Forward
+    from vitkernels.attention.pallas_flash.hopper.operators import token_ids, with_spans
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+
+    B = 2
+    q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
+    mask = torch.ones(B, 1, 1, M, dtype=torch.bool)
+    mask[0, ..., 40:80], mask[1, ..., 3:7] = False, False  # with segments, queries 40 to 79 have no key
+    segment_ids = torch.arange(N).expand(B, -1) // 40 if N == M else None
+    ids = token_ids((B, H, N, D), M, mask, segment_ids)
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact = reference(*leaves, mask=mask, segment_ids=segment_ids, is_causal=is_causal, scale=scale)
+    wanted = exact, *torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
+
+    schedule = Schedule(64, 2, warpgroups, buffers)
+    problem = (B, H, N, M, D, "bfloat16", scale, is_causal, H, (0, 0, 0), schedule, True, blocks, True)
+    q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
+    by_queries, by_keys = ([jnp.asarray(x.numpy()) for x in with_spans(*ids, by_keys=by)] for by in (False, True))
+    out, lse = Forward(*problem)(q, k, v, *by_queries)
+    backward = Backward(*problem)
+    dq, delta = backward.dq(q, k, v, out, do, lse, *by_queries)
+    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *by_keys)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=True):
+        x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
+        assert error(x, y) < TOLERANCE[torch.bfloat16], name
+        assert name in ("dq", "dk") or not x[y == 0].any()  # rows without keys, keys that no query sees: exact zeros
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    "N, D, has_ids",
+    [(197, 64, False), (256, 40, False), (577, 88, False), (4096, 128, False), (1024, 40, False), (197, 64, True)],
+)
+def test_kernels__lower_without_a_gpu(N, D, has_ids):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.attention.pallas_flash.hopper.operators import AttentionKernels, fits_short_backward
 
-    call = AttentionKernels(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"))
+    call = AttentionKernels(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"), has_ids)
     kernels = [call.forward, call.dq, call.dkdv]
-    if fits_short_backward(N, N, D, False):
+    if fits_short_backward(N, N, D, has_ids):
         kernels.append(call.short_backward)
     for kernel in kernels:
         assert kernel.module.startswith(b"ML")  # MLIR bytecode
@@ -162,8 +207,10 @@ def test_unsupported__message(monkeypatch):
     half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
     reason = lambda **changes: module.BACKEND.unsupported(dataclasses.replace(half, **changes))  # noqa: E731
     assert reason() is None
-    assert "do not support bias or segment_ids" in reason(bias_shape=(50, 50), has_segment_ids=True)
-    assert "do not support mask" in reason(has_mask=True)
+    assert "do not support bias" in reason(bias_shape=(50, 50))
+    assert reason(has_segment_ids=True) is None
+    assert all(reason(has_mask=True, mask_shape=shape) is None for shape in ((50,), (1, 50), (1, 1, 1, 50)))
+    assert "not (50, 50)" in reason(has_mask=True, mask_shape=(50, 50))
     assert "float32" in reason(dtype=torch.float32)
     assert "not 136" in reason(head_dim=136)
     assert "dropout" in reason(dropout_p=0.1)

@@ -31,6 +31,7 @@ class Problem:
     is_causal: bool = False
     dropout_p: float = 0.0
     has_rope: bool = False
+    mask_shape: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class Problem:
             is_causal=is_causal,
             dropout_p=dropout_p,
             has_rope=rope is not None,
+            mask_shape=None if mask is None else tuple(mask.shape),
         )
 
 

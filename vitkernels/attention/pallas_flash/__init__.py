@@ -42,12 +42,17 @@ def _unsupported_on_hopper(problem: Problem) -> str | None:
         return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
         return f"its kernels for NVIDIA support head dims 32 to 128 in steps of 8, not {problem.head_dim}"
-    has_bias = problem.bias_shape is not None
-    extras = {"bias": has_bias, "mask": problem.has_mask, "segment_ids": problem.has_segment_ids}
-    given = [name for name, x in extras.items() if x]
-    if given:
-        return f"its kernels for NVIDIA do not support {' or '.join(given)}; use triton_flash or sdpa"
+    if problem.bias_shape is not None:
+        return "its kernels for NVIDIA do not support bias; use triton_flash or sdpa"
+    if problem.has_mask and not _masks_keys(problem.mask_shape):
+        shape = problem.mask_shape
+        return f"its kernels for NVIDIA support masks of keys, (batch or 1, 1, 1, keys), not {shape}; use triton_flash"
     return None
+
+
+def _masks_keys(mask_shape: tuple[int, ...] | None) -> bool:
+    """Return whether a mask is the same for all queries and heads of an image."""
+    return mask_shape is not None and all(size == 1 for size in mask_shape[-3:-1])
 
 
 def _unsupported_on_tpu(problem: Problem) -> str | None:
@@ -82,14 +87,17 @@ class PallasFlash(AttentionBackend):
 
     def run(self, q_BHND, k_BHMD, v_BHMD, **keywords):
         if q_BHND.device.type == "cuda":
-            return operators.attend(q_BHND, k_BHMD, v_BHMD, keywords["is_causal"], keywords["scale"])[0]
+            ids = operators.token_ids(q_BHND.shape, k_BHMD.shape[2], keywords["mask"], keywords["segment_ids"])
+            return operators.attend(q_BHND, k_BHMD, v_BHMD, *ids, keywords["is_causal"], keywords["scale"])[0]
         B, H, N, D = q_BHND.shape
         arrays = [x.transpose(1, 2).reshape(B, -1, H * D) for x in (q_BHND, k_BHMD, v_BHMD)]
         return _attend(arrays, H, **keywords).reshape(B, N, H, D).transpose(1, 2)
 
     def run_qkvpacked(self, qkv_BN3HD, **keywords):
         if qkv_BN3HD.device.type == "cuda":
-            return operators.attend_packed(qkv_BN3HD, keywords["is_causal"], keywords["scale"])[0]
+            B, N, _, H, D = qkv_BN3HD.shape
+            ids = operators.token_ids((B, H, N, D), N, keywords["mask"], keywords["segment_ids"])
+            return operators.attend_packed(qkv_BN3HD, *ids, keywords["is_causal"], keywords["scale"])[0]
         B, N, _, H, D = qkv_BN3HD.shape
         return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
 

@@ -29,8 +29,8 @@ class Backward(RingKernel):
 
     # --- dq -----------------------------------------------------------------------------------------------------------
 
-    def dq(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN):
-        """Return dq in an array like q's, and delta = rowsum(dO O), (B, H, padded N) like lse."""
+    def dq(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *ids):
+        """Return dq in an array like q's, and delta = rowsum(dO O), (B, H, padded N) like lse. ids: see Forward."""
         scratch = {
             "q_smem": self.own_tiles(),
             "do_smem": self.own_tiles(),
@@ -39,17 +39,22 @@ class Backward(RingKernel):
             "k_smem": self.ring(),
             "v_smem": self.ring(),
             "q_arrived": self.own_arrived(self.copies),
-            "do_arrived": self.own_arrived(2 * self.copies + 1),
+            "do_arrived": self.own_arrived(2 * self.copies + 1 + self.has_ids),
             "own_consumed": self.own_consumed(),
-            "arrived": self.arrived(2 * self.copies),
+            "arrived": self.arrived(2 * self.copies + self.has_ids),
             "consumed": self.consumed(),
         }
+        if self.has_ids:
+            scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
         kernel = self.kernel(
             self._dq_body, self.queries, (self.rows(self.queries, self.all_heads), self.vector()), scratch
         )
-        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *ids)
 
-    def _dq_body(self, q_ref, k_ref, v_ref, out_ref, do_ref, lse_ref, dq_ref, delta_ref, **scratch):
+    def _dq_body(self, q_ref, k_ref, v_ref, out_ref, do_ref, lse_ref, *refs, **scratch):
+        *ids, dq_ref, delta_ref = refs
+        spans_ref = ids[2] if ids else None
+
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
@@ -61,17 +66,21 @@ class Backward(RingKernel):
             load(out_ref, item.head, "out_smem", do_arrived)
             lse = lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)]
             plgpu.copy_gmem_to_smem(lse, scratch["lse_smem"].at[owner], do_arrived)
+            if ids:
+                self._load_own_ids(ids[0], item, first, owner, do_arrived, scratch)
             load(q_ref, self.heads_of(item)[0], "q_smem", q_arrived)
 
-        def load_tile(item, step, slot):
+        def load_tile(item, tile, slot):
             _, k_head, v_head = self.heads_of(item)
-            first, arrived = step * self.schedule.tile, scratch["arrived"].at[slot]
+            first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
                 tiles.load_rows(ref, item.batch, first, head, scratch[name], slot, arrived, self.interpret)
+            if ids:
+                self._load_ids(ids[1], item, first, slot, arrived, scratch)
 
         self.divide_roles(
             self.queries,
-            lambda _: pl.cdiv(self.keys, self.schedule.tile),
+            lambda item: self.span_of(item, self.keys, spans_ref),
             OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
@@ -82,42 +91,64 @@ class Backward(RingKernel):
         q, do, out = (at(scratch[name], owner) for name in ("q_smem", "do_smem", "out_smem"))
         plgpu.barrier_wait(scratch["do_arrived"].at[owner])
         lse = plgpu.load(scratch["lse_smem"].at[owner], layout=BY_ROW)
+        ids = self._own_ids_of(owner, scratch)
         delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
         delta_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = delta
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
 
         def step_of(step, dq, keys):
-            return self._add_to_dq(item, step, keys, dq, first, q, do, lse, delta, scratch)
+            return self._add_to_dq(item, step, keys, dq, first, q, do, lse, delta, ids, scratch)
 
-        dq = self.over_tiles(self.keys, step_of, self.zeros(), after_first_tile)
+        dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile, self.has_ids)
         for part, x in zip(q, dq, strict=True):
             part[...] = (x * self.scale).astype(part.dtype)
         plgpu.commit_smem()
         q_head, *_ = self.heads_of(item)
         tiles.store_rows(scratch["q_smem"], owner, dq_ref, item.batch, first, q_head, self.interpret)
 
-    def _add_to_dq(self, item, step, keys, dq, first_query, q, do, lse, delta, scratch):
+    def _add_to_dq(self, item, step, keys, dq, first_query, q, do, lse, delta, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(keys)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
         scores, dp = tiles.products((q, tiles.first_rows(k, columns)), (do, tiles.first_rows(v, columns)))
         weights = jnp.exp2(scores * (self.scale * LOG2E) - along_rows(lse, scores.shape))
         if self.is_causal or keys < columns:
-            key = tiles.position(scores.shape, 1) + step * self.schedule.tile
+            key = tiles.position(scores.shape, 1) + (item.first + step) * self.schedule.tile
             keep = key < self.keys
             if self.is_causal:
                 keep = keep & (key <= tiles.position(scores.shape, 0) + first_query)
             weights = jnp.where(keep, weights, 0.0)
+        weights = self._of_same_id(weights, ids, slot, scratch)
         ds = tiles.widened((weights * (dp - along_rows(delta, dp.shape))).astype(self.dtype))
         k = tiles.first_rows(k, ds.shape[1])
         dq = tiles.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dq
 
+    # --- ids of own and of streamed rows ------------------------------------------------------------------------------
+
+    def _load_own_ids(self, ids_ref, item, first, owner, arrived, scratch) -> None:
+        rows = ids_ref.at[item.batch, pl.ds(first, ROWS)]
+        plgpu.copy_gmem_to_smem(rows, scratch["own_ids_smem"].at[owner], arrived)
+
+    def _load_ids(self, ids_ref, item, first, slot, arrived, scratch) -> None:
+        smem = scratch["ids_smem"].at[slot]
+        plgpu.copy_gmem_to_smem(ids_ref.at[item.batch, pl.ds(first, smem.shape[0])], smem, arrived)
+
+    def _own_ids_of(self, owner, scratch):
+        return plgpu.load(scratch["own_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
+
+    def _of_same_id(self, weights, own_ids, slot, scratch):
+        """Return the weights, (own, streamed), with zeros where the ids differ."""
+        if own_ids is None:
+            return weights
+        of_columns = plgpu.load(scratch["ids_smem"].at[slot, pl.ds(0, weights.shape[1])], layout=BY_COLUMN)
+        return jnp.where(tiles.same_id(own_ids, of_columns), weights, 0.0)
+
     # --- dk, dv -------------------------------------------------------------------------------------------------------
 
-    def dkdv(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN):
-        """Return dk and dv in arrays like k's and v's."""
+    def dkdv(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, *ids):
+        """Return dk and dv in arrays like k's and v's. ids: see Forward; the spans are those of queries by keys."""
         vectors = plgpu.SMEM((self.schedule.stages, self.schedule.tile), jnp.float32)
         scratch = {
             "k_smem": self.own_tiles(),
@@ -126,35 +157,44 @@ class Backward(RingKernel):
             "do_smem": self.ring(),
             "lse_smem": vectors,
             "delta_smem": vectors,
-            "own_arrived": self.own_arrived(2 * self.copies),
+            "own_arrived": self.own_arrived(2 * self.copies + self.has_ids),
             "own_consumed": self.own_consumed(),
-            "arrived": self.arrived(2 * self.copies + 2),
+            "arrived": self.arrived(2 * self.copies + 2 + self.has_ids),
             "consumed": self.consumed(),
         }
+        if self.has_ids:
+            scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
         keys = self.rows(self.keys, self.all_heads)
         kernel = self.kernel(self._dkdv_body, self.keys, (keys, keys), scratch)
-        return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, *ids)
 
-    def _dkdv_body(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref, **scratch):
+    def _dkdv_body(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *refs, **scratch):
+        *ids, dk_ref, dv_ref = refs
+        spans_ref = ids[2] if ids else None
+
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             arrived = scratch["own_arrived"].at[owner]
             _, k_head, v_head = self.heads_of(item)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
                 tiles.load_rows(ref, item.batch, first, head, scratch[name], owner, arrived, self.interpret)
+            if ids:
+                self._load_own_ids(ids[1], item, first, owner, arrived, scratch)
 
-        def load_tile(item, step, slot):
+        def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
-            first, arrived = step * self.schedule.tile, scratch["arrived"].at[slot]
+            first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, item.head, "do_smem")):
                 tiles.load_rows(ref, item.batch, first, head, scratch[name], slot, arrived, self.interpret)
             for ref, name in ((lse_ref, "lse_smem"), (delta_ref, "delta_smem")):
                 rows = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
                 plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)
+            if ids:
+                self._load_ids(ids[0], item, first, slot, arrived, scratch)
 
         self.divide_roles(
             self.keys,
-            lambda _: pl.cdiv(self.queries, self.schedule.tile),
+            lambda item: self.span_of(item, self.queries, spans_ref),
             OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
@@ -164,11 +204,13 @@ class Backward(RingKernel):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         k, v = at(scratch["k_smem"], owner), at(scratch["v_smem"], owner)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
+        ids = self._own_ids_of(owner, scratch)
 
         def step_of(step, carry, queries):
-            return self._add_to_dkdv(item, step, queries, carry, first, k, v, scratch)
+            return self._add_to_dkdv(item, step, queries, carry, first, k, v, ids, scratch)
 
-        dk, dv = self.over_tiles(self.queries, step_of, (self.zeros(), self.zeros()), after_first_tile)
+        zeros = self.zeros(), self.zeros()
+        dk, dv = self.over_tiles(item, self.queries, step_of, zeros, after_first_tile, self.has_ids)
         for part, x in zip(k, dk, strict=True):
             part[...] = (x * self.scale).astype(part.dtype)
         for part, x in zip(v, dv, strict=True):
@@ -178,7 +220,7 @@ class Backward(RingKernel):
         tiles.store_rows(scratch["k_smem"], owner, dk_ref, item.batch, first, k_head, self.interpret)
         tiles.store_rows(scratch["v_smem"], owner, dv_ref, item.batch, first, v_head, self.interpret)
 
-    def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, scratch):
+    def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
@@ -191,8 +233,9 @@ class Backward(RingKernel):
         )
         weights = jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape))
         if self.is_causal:
-            query = tiles.position(scores.shape, 1) + step * self.schedule.tile
+            query = tiles.position(scores.shape, 1) + (item.first + step) * self.schedule.tile
             weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)
+        weights = self._of_same_id(weights, ids, slot, scratch)
         ds = tiles.widened((weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype))
         weights = tiles.widened(weights.astype(self.dtype))
         q, do = tiles.first_rows(q, ds.shape[1]), tiles.first_rows(do, ds.shape[1])

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream
-from vitkernels.attention.pallas_flash.hopper.tiles import BY_ROW, LOG2E, ROWS, along_rows, at, filled
+from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, LOG2E, ROWS, along_rows, at, filled
 
 LOWEST = -1e30  # below every score, but finite, so that a tile without keys for a query gives no NaN
 
@@ -20,76 +20,93 @@ LOWEST = -1e30  # below every score, but finite, so that a tile without keys for
 class Forward(RingKernel):
     """The forward kernel: call it with JAX arrays, or compile it with vitkernels.bridge.mosaic_gpu.Kernel."""
 
-    def __call__(self, q_BNHD, k_BMHD, v_BMHD):
-        """Return out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N)."""
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD, *ids):
+        """Return out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N); +inf for a query without keys.
+
+        ids: with has_ids, those of queries (B, padded N) and of keys (B, padded M), and the spans of keys that queries
+            need; see span_of.
+        """
         scratch = {
             "q_smem": self.own_tiles(),
             "k_smem": self.ring(),
             "v_smem": self.ring(),
-            "q_arrived": self.own_arrived(self.copies),
+            "q_arrived": self.own_arrived(self.copies + self.has_ids),
             "q_consumed": self.own_consumed(),
-            "k_arrived": self.arrived(self.copies),
+            "k_arrived": self.arrived(self.copies + self.has_ids),
             "v_arrived": self.arrived(self.copies),
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
         }
+        if self.has_ids:
+            scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
         kernel = self.kernel(self._body, self.queries, (self.rows(self.queries, self.heads), self.vector()), scratch)
-        return kernel(q_BNHD, k_BMHD, v_BMHD)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, *ids)
 
     @property
     def steps(self) -> int:
         return pl.cdiv(self.keys, self.schedule.tile)
 
-    def _body(self, q_ref, k_ref, v_ref, out_ref, lse_ref, **scratch):
+    def _body(self, q_ref, k_ref, v_ref, *refs, **scratch):
+        *ids, out_ref, lse_ref = refs
+        spans_ref = ids[2] if ids else None
+
         def load_queries(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             q_smem, arrived = scratch["q_smem"], scratch["q_arrived"].at[owner]
+            if ids:
+                rows = ids[0].at[item.batch, pl.ds(first, ROWS)]
+                plgpu.copy_gmem_to_smem(rows, scratch["q_ids_smem"].at[owner], arrived)
             tiles.load_rows(q_ref, item.batch, first, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
 
         def stream(ref, which, name):
             smem, arrived, consumed = (scratch[f"{name}_{kind}"] for kind in ("smem", "arrived", "consumed"))
 
-            def load(item, step, slot):
-                head, first = self.heads_of(item)[which], step * self.schedule.tile
+            def load(item, tile, slot):
+                head, first = self.heads_of(item)[which], tile * self.schedule.tile
+                if ids and name == "k":
+                    rows = ids[1].at[item.batch, pl.ds(first, self.schedule.tile)]
+                    plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
                 tiles.load_rows(ref, item.batch, first, head, smem, slot, arrived.at[slot], self.interpret)
 
             return Stream(load, arrived, consumed)
 
         self.divide_roles(
             self.queries,
-            self._steps_of,
+            lambda item: self._span_of(item, spans_ref),
             OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
 
-    def _steps_of(self, item):
-        """Return the number of key tiles that the item's queries attend to."""
+    def _span_of(self, item, spans_ref):
+        """Return the first of the key tiles that the item's queries attend to, and their number."""
+        first, steps = self.span_of(item, self.keys, spans_ref)
         if not self.is_causal:
-            return self.steps
-        queries = ROWS * self.schedule.warpgroups
-        seen = (item.tile + 1) * queries
-        return lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), self.steps)
+            return first, steps
+        seen = (item.tile + 1) * ROWS * self.schedule.warpgroups
+        end = lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), first + steps)
+        return first, lax.max(end - first, 0)
 
     def _attend(self, item, warpgroup, after_first_tile, out_ref, lse_ref, scratch):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         q_smem = at(scratch["q_smem"], owner)
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
-        out, lse = self.finalize(*self._over_keys(item, q_smem, first, after_first_tile, scratch))
+        ids = plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
+        out, lse = self.finalize(*self._over_keys(item, q_smem, first, ids, after_first_tile, scratch))
         for part, x in zip(q_smem, out, strict=True):
             part[...] = x.astype(part.dtype)
         lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
         plgpu.commit_smem()
         tiles.store_rows(scratch["q_smem"], owner, out_ref, item.batch, first, item.head, self.interpret)
 
-    def _over_keys(self, item, q_smem, first_query, after_first_tile, scratch):
+    def _over_keys(self, item, q_smem, first_query, ids, after_first_tile, scratch):
         def step_of(step, carry, keys):
-            return self._step(item, q_smem, first_query, step, keys, carry, scratch)
+            return self._step(item, q_smem, first_query, ids, step, keys, carry, scratch)
 
-        steps = self._steps_of(item) if self.is_causal else None
-        return self.over_tiles(self.keys, step_of, self.initial_carry(), after_first_tile, steps)
+        all_full = self.is_causal or self.has_ids
+        return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, all_full)
 
-    def _step(self, item, q_smem, first_query, step, keys, carry, scratch):
+    def _step(self, item, q_smem, first_query, ids, step, keys, carry, scratch):
         """Fold the first `keys` keys of a tile into the running output, maximum and sum."""
         s, slot = self.schedule, self.slot(item, step)
         # 72 of 128 columns took longer than all 128 (577 tokens: 0.300 ms instead of 0.296).
@@ -102,8 +119,14 @@ class Forward(RingKernel):
             return acc_ref[...]
 
         scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, columns), jnp.float32))
+        keep = None
+        if ids is not None:
+            of_keys = plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
+            keep = tiles.same_id(ids, of_keys)
         plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
-        weights, out, highest, total = self.softmax_step(scores, first_query, step * s.tile, keys, carry)
+        weights, out, highest, total = self.softmax_step(
+            scores, first_query, (item.first + step) * s.tile, keys, carry, keep
+        )
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
         out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
@@ -115,14 +138,19 @@ class Forward(RingKernel):
     def initial_carry(self) -> tuple:
         return self.zeros(), filled((ROWS,), LOWEST, BY_ROW), filled((ROWS,), 0, BY_ROW)
 
-    def softmax_step(self, scores, first_query, first_key, keys, carry) -> tuple:
-        """Return the rounded weights of `keys` keys from first_key on, and the rescaled output, maximum and sum."""
+    def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None) -> tuple:
+        """Return the rounded weights of `keys` keys from first_key on, and the rescaled output, maximum and sum.
+
+        keep: where a query attends to a key; None: everywhere.
+        """
         out, highest, total = carry
         scale = self.scale * LOG2E
         if scale <= 0:
             scores, scale = scores * scale, 1.0
         if self.is_causal or keys < scores.shape[1]:
             scores = self._masked(scores, first_query, first_key)
+        if keep is not None:
+            scores = jnp.where(keep, scores, -jnp.inf)
         new_highest = jnp.maximum(highest, scores.max(axis=1) * scale)
         shrink = jnp.exp2(highest - new_highest)
         weights = jnp.exp2(scores * scale - along_rows(new_highest, scores.shape))
@@ -132,8 +160,14 @@ class Forward(RingKernel):
 
     def finalize(self, out, highest, total) -> tuple:
         """Return the output, and the log-sum-exp in log2 units."""
-        inverse = 1 / total
-        return tuple(x * along_rows(inverse, x.shape) for x in out), highest + jnp.log(total) * LOG2E
+        if self.has_ids:  # a query without keys: out is 0, and every weight of the backward pass
+            has_key = total > 0
+            inverse = jnp.where(has_key, 1 / total, 0.0)
+            lse = jnp.where(has_key, highest + jnp.log(total) * LOG2E, jnp.inf)
+        else:
+            inverse = 1 / total
+            lse = highest + jnp.log(total) * LOG2E
+        return tuple(x * along_rows(inverse, x.shape) for x in out), lse
 
     def _masked(self, scores, first_query, first_key):
         key = tiles.position(scores.shape, 1) + first_key

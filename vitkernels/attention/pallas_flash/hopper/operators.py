@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from vitkernels.attention.pallas_flash.hopper.backward import Backward
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.schedule import (
     MULTIPROCESSORS,
+    ROWS,
     Schedule,
     dkdv_schedule,
     dq_schedule,
@@ -44,6 +46,7 @@ class AttentionKernels:
     scale: float
     packed: bool  # q, k and v, and their gradients, share one array of 3 H heads
     device: torch.device
+    has_ids: bool = False  # ids of queries and keys follow each kernel's inputs
 
     def _build(self, kind: type, schedule: Schedule | None) -> Any:
         return kind(
@@ -59,16 +62,22 @@ class AttentionKernels:
             first_heads=(0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0),
             schedule=schedule,
             multiprocessors=_multiprocessors(self.device),
+            has_ids=self.has_ids,
         )
+
+    @property
+    def _is_masked(self) -> bool:
+        """Return whether weights are masked one by one, which takes registers."""
+        return self.is_causal or self.has_ids
 
     @cached_property
     def forward(self) -> Kernel:
-        """Return the forward kernel, called as (q, k, v, out, lse)."""
-        if fits_short_forward(self.queries, self.keys, self.head_dim, self.is_causal):
+        """Return the forward kernel, called as (q, k, v, *ids, out, lse)."""
+        if fits_short_forward(self.queries, self.keys, self.head_dim, self._is_masked):
             kernel = self._build(ShortForward, None)
         else:
             kernel = self._build(Forward, forward_schedule(self.queries, self.keys, self.head_dim))
-        return Kernel(kernel, _inputs(kernel))
+        return Kernel(kernel, (*_inputs(kernel), *_ids(kernel, kernel.queries)))
 
     @cached_property
     def short_backward(self) -> Kernel:
@@ -79,30 +88,30 @@ class AttentionKernels:
 
     @cached_property
     def dq(self) -> Kernel:
-        """Return the dq kernel, called as (q, k, v, out, do, lse, dq, delta)."""
-        kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
+        """Return the dq kernel, called as (q, k, v, out, do, lse, *ids, dq, delta)."""
+        kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self._is_masked))
         do = kernel.rows(self.queries, self.heads)
-        return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector()))
+        return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector(), *_ids(kernel, kernel.queries)))
 
     @cached_property
     def dkdv(self) -> Kernel:
-        """Return the dkdv kernel, called as (q, k, v, do, lse, delta, dk, dv)."""
-        kernel = self._build(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self.is_causal))
+        """Return the dkdv kernel, called as (q, k, v, do, lse, delta, *ids, dk, dv)."""
+        kernel = self._build(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self._is_masked))
         do = kernel.rows(self.queries, self.heads)
-        return Kernel(kernel.dkdv, (*_inputs(kernel), do, kernel.vector(), kernel.vector()))
+        return Kernel(kernel.dkdv, (*_inputs(kernel), do, kernel.vector(), kernel.vector(), *_ids(kernel, kernel.keys)))
 
     def vector(self) -> Tensor:
         """Return an uninitialized (B, H, padded N), for log-sum-exp or delta."""
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
 
-    def run_backward(self, q, k, v, out, lse, do, dq, dk, dv) -> None:
+    def run_backward(self, q, k, v, out, lse, do, q_ids, k_ids, dq, dk, dv) -> None:
         """Fill dq, dk and dv."""
-        if fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
+        if fits_short_backward(self.queries, self.keys, self.head_dim, self._is_masked):
             self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
             return
         delta = self.vector()
-        self.dq(q, k, v, out, do, lse, dq, delta)
-        self.dkdv(q, k, v, do, lse, delta, dk, dv)
+        self.dq(q, k, v, out, do, lse, *with_spans(q_ids, k_ids), dq, delta)
+        self.dkdv(q, k, v, do, lse, delta, *with_spans(q_ids, k_ids, by_keys=True), dk, dv)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -118,6 +127,69 @@ def _inputs(kernel: HopperKernel) -> tuple:
     return tuple(kernel.rows(n, kernel.all_heads) for n in (kernel.queries, kernel.keys, kernel.keys))
 
 
+def _ids(kernel: HopperKernel, own: int) -> tuple:
+    ids = kernel.id_vector(kernel.queries), kernel.id_vector(kernel.keys), kernel.span_vector(own)
+    return ids if kernel.has_ids else ()
+
+
+# --- masks and segments as ids ----------------------------------------------------------------------------------------
+
+_LEAST = torch.iinfo(torch.int32).min
+MASKED, PADDING = _LEAST, _LEAST + 1  # the ids of keys that no query attends to, and of rows after the last query
+
+
+def token_ids(
+    shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_ids: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the ids of queries (B, padded N) and keys (B, padded M) that say which keys a query attends to.
+
+    Args:
+        shape: of q, (B, H, N, D).
+        keys: the number of keys, M.
+        mask: boolean, (B or 1, 1, 1, M or 1) or with leading ones left out; True keeps.
+        segment_ids: (B, N), for as many keys as queries.
+    """
+    if mask is None and segment_ids is None:
+        return None, None
+    B, _, N, _ = shape
+    device = mask.device if mask is not None else segment_ids.device  # type: ignore[union-attr]  # one is given
+    if segment_ids is None:
+        of_queries, of_keys = torch.zeros(2, B, max(N, keys), dtype=torch.int32, device=device).unbind(0)
+    else:
+        of_queries = of_keys = segment_ids.to(torch.int32)
+    of_queries, of_keys = of_queries[:, :N], of_keys[:, :keys]
+    if mask is not None:
+        keep = mask[(None,) * (4 - mask.ndim)][:, 0, 0]
+        of_keys = torch.where(keep, of_keys, MASKED)
+    of_queries, of_keys = (
+        F.pad(x, (0, padded(x.shape[1]) - x.shape[1]), value=value).contiguous()
+        for x, value in ((of_queries, PADDING), (of_keys, MASKED))
+    )
+    return of_queries, of_keys
+
+
+def with_spans(q_ids: Tensor | None, k_ids: Tensor | None, by_keys: bool = False) -> tuple[Tensor, ...]:
+    """Return the ids, and for each 64 queries the span of keys that they need, or with by_keys that of queries by keys.
+
+    Spans are in units of 64 rows; see RingKernel.span_of. They are found from the least and greatest ids, so they are
+    tight if segments are contiguous and ordered, as packing makes them. Without ids, return nothing.
+    """
+    if q_ids is None or k_ids is None:
+        return ()
+    (own_low, own_high), (low, high) = map(_extremes, (k_ids, q_ids) if by_keys else (q_ids, k_ids))
+    meets = (own_low[:, :, None] <= high[:, None]) & (low[:, None] <= own_high[:, :, None])
+    at = torch.arange(low.shape[1], dtype=torch.int32, device=low.device)
+    first, end = torch.where(meets, at, low.shape[1]).amin(-1), torch.where(meets, at + 1, 0).amax(-1)
+    return q_ids, k_ids, torch.stack([first, end], 1)
+
+
+def _extremes(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and greatest id of each 64 rows; rows that nothing attends to or from do not count."""
+    ids = ids.unflatten(1, (-1, ROWS))
+    counts = ids > PADDING
+    return torch.where(counts, ids, -_LEAST - 1).amin(-1), torch.where(counts, ids, _LEAST).amax(-1)
+
+
 # --- separate q, k, v -------------------------------------------------------------------------------------------------
 
 
@@ -125,23 +197,31 @@ def _rows_of(*tensors_BHND: Tensor) -> list[Tensor]:
     return [aligned(x.transpose(1, 2)) for x in tensors_BHND]
 
 
-def _kernels_separate(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> AttentionKernels:
+def _kernels_separate(q: Tensor, k: Tensor, is_causal: bool, scale: float, has_ids: bool) -> AttentionKernels:
     B, H, N, D = q.shape
-    return kernels_for(B, H, N, k.shape[2], D, q.dtype, is_causal, scale, False, q.device)
+    return kernels_for(B, H, N, k.shape[2], D, q.dtype, is_causal, scale, False, q.device, has_ids)
 
 
-@operator("pallas_flash_hopper(Tensor q, Tensor k, Tensor v, bool is_causal, float scale) -> (Tensor, Tensor)")
-def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units for the backward pass."""
-    kernels = _kernels_separate(q, k, is_causal, scale)
+@operator(
+    "pallas_flash_hopper(Tensor q, Tensor k, Tensor v, Tensor? q_ids, Tensor? k_ids, bool is_causal, float scale)"
+    " -> (Tensor, Tensor)"
+)
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units for the backward pass.
+
+    q_ids, k_ids: see `token_ids`.
+    """
+    kernels = _kernels_separate(q, k, is_causal, scale, q_ids is not None)
     q, k, v = _rows_of(q, k, v)
     out, lse = torch.empty_like(q), kernels.vector()
-    kernels.forward(q, k, v, out, lse)
+    kernels.forward(q, k, v, *with_spans(q_ids, k_ids), out, lse)
     return out.transpose(1, 2), lse
 
 
 @attend.register_fake
-def _(q, k, v, is_causal, scale):
+def _(q, k, v, q_ids, k_ids, is_causal, scale):
     B, H, N, _ = q.shape
     return _rows_like(q), q.new_empty(B, H, padded(N), dtype=torch.float32)
 
@@ -153,21 +233,30 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 
 @operator(
     "pallas_flash_hopper_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+    "Tensor? q_ids, Tensor? k_ids, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
 )
 def attend_backward(
-    do: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+    do: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk and dv."""
-    kernels = _kernels_separate(q, k, is_causal, scale)
+    kernels = _kernels_separate(q, k, is_causal, scale, q_ids is not None)
     do, out, q, k, v = _rows_of(do, out, q, k, v)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    kernels.run_backward(q, k, v, out, lse, do, dq, dk, dv)
+    kernels.run_backward(q, k, v, out, lse, do, q_ids, k_ids, dq, dk, dv)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @attend_backward.register_fake
-def _(do, out, lse, q, k, v, is_causal, scale):
+def _(do, out, lse, q, k, v, q_ids, k_ids, is_causal, scale):
     return _rows_like(q), _rows_like(k), _rows_like(v)
 
 
@@ -180,8 +269,8 @@ def _save(ctx, inputs, output):
 @differentiable_once("pallas_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
-        return (None,) * 5
-    return *attend_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+        return (None,) * 7
+    return *attend_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 4
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
@@ -190,57 +279,71 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # --- packed qkv -------------------------------------------------------------------------------------------------------
 
 
-def _kernels_packed(qkv: Tensor, is_causal: bool, scale: float) -> AttentionKernels:
+def _kernels_packed(qkv: Tensor, is_causal: bool, scale: float, has_ids: bool) -> AttentionKernels:
     B, N, _, H, D = qkv.shape
-    return kernels_for(B, H, N, N, D, qkv.dtype, is_causal, scale, True, qkv.device)
+    return kernels_for(B, H, N, N, D, qkv.dtype, is_causal, scale, True, qkv.device, has_ids)
 
 
-@operator("pallas_flash_hopper_packed(Tensor qkv, bool is_causal, float scale) -> (Tensor, Tensor)")
-def attend_packed(qkv: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+@operator(
+    "pallas_flash_hopper_packed(Tensor qkv, Tensor? q_ids, Tensor? k_ids, bool is_causal, float scale)"
+    " -> (Tensor, Tensor)"
+)
+def attend_packed(
+    qkv: Tensor, q_ids: Tensor | None, k_ids: Tensor | None, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
     B, N, _, H, D = qkv.shape
-    kernels = _kernels_packed(qkv, is_causal, scale)
+    kernels = _kernels_packed(qkv, is_causal, scale, q_ids is not None)
     qkv = aligned(qkv)
     out, lse = qkv.new_empty(B, N, H * D), kernels.vector()
-    kernels.forward(qkv, qkv, qkv, out, lse)
+    kernels.forward(qkv, qkv, qkv, *with_spans(q_ids, k_ids), out, lse)
     return out, lse
 
 
 @attend_packed.register_fake
-def _(qkv, is_causal, scale):
+def _(qkv, q_ids, k_ids, is_causal, scale):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, padded(N), dtype=torch.float32)
 
 
 @operator(
-    "pallas_flash_hopper_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, bool is_causal, float scale)"
-    " -> Tensor"
+    "pallas_flash_hopper_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, Tensor? q_ids, Tensor? k_ids, "
+    "bool is_causal, float scale) -> Tensor"
 )
-def attend_packed_backward(do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, is_causal: bool, scale: float) -> Tensor:
+def attend_packed_backward(
+    do: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    qkv: Tensor,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
     """Return dqkv (B, N, 3, H, D); the kernels write dq, dk and dv into one array."""
-    kernels = _kernels_packed(qkv, is_causal, scale)
+    kernels = _kernels_packed(qkv, is_causal, scale, q_ids is not None)
     qkv, do = aligned(qkv), aligned(do)
     dqkv = torch.empty_like(qkv)
-    kernels.run_backward(qkv, qkv, qkv, out, lse, do, dqkv, dqkv, dqkv)
+    kernels.run_backward(qkv, qkv, qkv, out, lse, do, q_ids, k_ids, dqkv, dqkv, dqkv)
     return dqkv
 
 
 @attend_packed_backward.register_fake
-def _(do, out, lse, qkv, is_causal, scale):
+def _(do, out, lse, qkv, q_ids, k_ids, is_causal, scale):
     return qkv.new_empty(qkv.shape)
 
 
 def _save_packed(ctx, inputs, output):
-    qkv, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(*output, qkv)
+    *tensors, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*output, *tensors)
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("pallas_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
-        return (None,) * 3
-    return attend_packed_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), None, None
+        return (None,) * 5
+    return attend_packed_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 4
 
 
 attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packed)

@@ -5,6 +5,7 @@ past them. A loader warpgroup requests both ahead of use: the tiles through a ri
 items, own rows into separate buffers, so that the next item's rows have arrived when the current item ends.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,12 +26,14 @@ class WorkItem(NamedTuple):
     tile: Any
     number: Any  # of items that this block processed before
     streamed: Any  # tiles streamed for those
+    first: Any = 0  # of the tiles that stream past this item
+    steps: Any = 0  # number of those tiles
 
 
 class Stream(NamedTuple):
     """A stream of tiles through the ring."""
 
-    load: Callable  # (item, step, slot): request a tile
+    load: Callable  # (item, tile, slot): request a tile
     arrived: Any  # barriers, one per slot
     consumed: Any  # barriers that the compute warpgroups arrive at to release a slot
 
@@ -58,6 +61,12 @@ class RingKernel(tiles.HopperKernel):
     def ring(self) -> tuple:
         """Return scratch for the streamed tiles."""
         return tiles.tile(self.schedule.tile, self.head_dim, jnp.dtype(self.dtype), self.schedule.stages)
+
+    def own_ids(self) -> plgpu.SMEM:
+        return plgpu.SMEM((self.owners, ROWS), jnp.int32)
+
+    def ring_of_ids(self) -> plgpu.SMEM:
+        return plgpu.SMEM((self.schedule.stages, self.schedule.tile), jnp.int32)
 
     def arrived(self, arrivals: int) -> plgpu.Barrier:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.schedule.stages)
@@ -103,13 +112,28 @@ class RingKernel(tiles.HopperKernel):
         """Return the ring slot of a streamed tile."""
         return lax.rem(item.streamed + step, self.schedule.stages)
 
-    def over_tiles(self, tokens: int, step_of, carry, after_first_tile, steps=None):
+    def span_of(self, item: WorkItem, tokens: int, spans_ref=None) -> tuple:
+        """Return the first of the tiles that stream past an item, and their number.
+
+        spans_ref: for each 64 own rows, the first and the end of the streamed rows that any of them needs, in units of
+            64 rows: (B, 2, own rows / 64); None: all are needed.
+        """
+        tiles = pl.cdiv(tokens, self.schedule.tile)
+        if spans_ref is None:
+            return 0, tiles
+        chunks = [item.tile * self.schedule.warpgroups + i for i in range(self.schedule.warpgroups)]
+        first = functools.reduce(lax.min, [spans_ref[item.batch, 0, chunk] for chunk in chunks])
+        end = functools.reduce(lax.max, [spans_ref[item.batch, 1, chunk] for chunk in chunks])
+        per_tile = self.schedule.tile // ROWS
+        first = lax.div(first, per_tile)
+        return first, lax.max(lax.min(lax.div(end + per_tile - 1, per_tile), tiles) - first, 0)
+
+    def over_tiles(self, item: WorkItem, tokens: int, step_of, carry, after_first_tile, all_full: bool):
         """Fold step_of(step, carry, tokens) over the streamed tiles; return the final carry.
 
-        The last tile gets only its valid tokens, unless `steps` gives the number of tiles: then all count as full.
-        after_first_tile() is called after the first step.
+        The last tile gets only its valid tokens, unless all_full. after_first_tile() is called after the first step.
         """
-        full, last = (steps, 0) if steps is not None else divmod(tokens, self.schedule.tile)
+        full, last = (item.steps, 0) if all_full else divmod(tokens, self.schedule.tile)
 
         def body(step, carry):
             carry = step_of(step, carry, self.schedule.tile)
@@ -117,18 +141,20 @@ class RingKernel(tiles.HopperKernel):
             return carry
 
         carry = lax.fori_loop(0, full, body, carry)
-        if steps is None and not full:
+        if self.has_ids:
+            pl.when(full == 0)(after_first_tile)
+        elif not all_full and not full:
             after_first_tile()
         return step_of(jnp.int32(full), carry, last) if last else carry
 
     # --- warp specialization ------------------------------------------------------------------------------------------
 
-    def divide_roles(self, rows: int, steps_of, own: OwnRows, streams: list[Stream], compute) -> None:
+    def divide_roles(self, rows: int, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
         """Run compute(item, warpgroup, after_first_tile) on the compute warpgroups while the loader requests rows.
 
         Args:
             rows: own rows per head.
-            steps_of: steps_of(item) returns the number of streamed tiles.
+            span_of: span_of(item) returns the first of the streamed tiles and their number.
             compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
                 releases the previous item's buffer.
         """
@@ -149,13 +175,11 @@ class RingKernel(tiles.HopperKernel):
 
                 has_rows = self.first_row(item, warpgroup) < rows
                 pl.when(has_rows)(lambda: compute(item, warpgroup, after_first_tile))
-                pl.when(~has_rows)(
-                    lambda: self._pass_through(item, warpgroup, after_first_tile, steps_of(item), own, streams)
-                )
+                pl.when(~has_rows)(lambda: self._pass_through(item, warpgroup, after_first_tile, own, streams))
                 if self.schedule.buffers == 1:
                     give_back(item.number)
 
-            items, _ = self._for_each_item(rows, steps_of, process)
+            items, _ = self._for_each_item(rows, span_of, process)
             if self.schedule.buffers > 1:
                 give_back(items - 1)
             plgpu.wait_smem_to_gmem(0)
@@ -163,9 +187,9 @@ class RingKernel(tiles.HopperKernel):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            self._request(rows, steps_of, own, streams)
+            self._request(rows, span_of, own, streams)
 
-    def _for_each_item(self, rows: int, steps_of, process) -> tuple:
+    def _for_each_item(self, rows: int, span_of, process) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
@@ -180,28 +204,27 @@ class RingKernel(tiles.HopperKernel):
         def body(number, streamed):
             head, tile = lax.div(index(number), tiles), lax.rem(index(number), tiles)
             item = WorkItem(lax.div(head, self.heads), lax.rem(head, self.heads), tile, number, streamed)
-            process(item)
-            return streamed + steps_of(item)
+            first, steps = span_of(item)
+            process(item._replace(first=first, steps=steps))
+            return streamed + steps
 
         count = share + (index(jnp.int32(share)) < items).astype(jnp.int32)
         return count, lax.fori_loop(0, count, body, jnp.int32(0))
 
-    def _pass_through(
-        self, item: WorkItem, warpgroup, after_first_tile, steps, own: OwnRows, streams: list[Stream]
-    ) -> None:
+    def _pass_through(self, item: WorkItem, warpgroup, after_first_tile, own: OwnRows, streams: list[Stream]) -> None:
         """Consume an item's barriers on a warpgroup without rows."""
         after_first_tile()
         for arrived in own.arrived:
             plgpu.barrier_wait(arrived.at[self.owner(item.number, warpgroup)])
 
-        @pl.loop(0, steps)
+        @pl.loop(0, item.steps)
         def _(step):
             slot = self.slot(item, step)
             for stream in streams:
                 plgpu.barrier_wait(stream.arrived.at[slot])
                 plgpu.barrier_arrive(stream.consumed.at[slot])
 
-    def _request(self, rows: int, steps_of, own: OwnRows, streams: list[Stream]) -> None:
+    def _request(self, rows: int, span_of, own: OwnRows, streams: list[Stream]) -> None:
         """Run the loader: request own rows and streamed tiles as buffers and slots become free."""
         s = self.schedule
 
@@ -218,13 +241,13 @@ class RingKernel(tiles.HopperKernel):
                 wait_for_buffer(item.number, warpgroup)
                 own.load(item, warpgroup)
 
-            @pl.loop(0, steps_of(item))
+            @pl.loop(0, item.steps)
             def _(step):
                 for stream in streams:
                     wait_for_slot(stream, item.streamed + step)
-                    stream.load(item, step, self.slot(item, step))
+                    stream.load(item, item.first + step, self.slot(item, step))
 
-        items, streamed = self._for_each_item(rows, steps_of, process)
+        items, streamed = self._for_each_item(rows, span_of, process)
         # Every phase of a barrier must be waited for.
         for i in range(s.stages):
             for stream in streams:

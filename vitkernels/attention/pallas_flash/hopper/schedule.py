@@ -50,30 +50,30 @@ def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
     return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
 
 
-def dq_schedule(queries: int, keys: int, head_dim: int, is_causal: bool) -> Schedule:
+def dq_schedule(queries: int, keys: int, head_dim: int, is_masked: bool) -> Schedule:
     columns = sum(widths(head_dim))
     if columns <= 64:
-        return _narrow_backward(queries, keys, is_causal)
+        return _narrow_backward(queries, keys, is_masked)
     if columns > 96:
         return Schedule(64, 2, min(3, _tiles(queries)), buffers=1)
     warpgroups = min(2, _tiles(queries)) if _idle(queries, 2) < 1 / 4 else min(3, _tiles(queries))
     return _fitting(warpgroups, head_dim, kept=3)
 
 
-def dkdv_schedule(queries: int, keys: int, head_dim: int, is_causal: bool) -> Schedule:
+def dkdv_schedule(queries: int, keys: int, head_dim: int, is_masked: bool) -> Schedule:
     if sum(widths(head_dim)) <= 64:
-        return _narrow_backward(keys, queries, is_causal)
+        return _narrow_backward(keys, queries, is_masked)
     return _fitting(min(2, _tiles(keys)), head_dim, kept=2)
 
 
-def _narrow_backward(own: int, streamed: int, is_causal: bool) -> Schedule:
+def _narrow_backward(own: int, streamed: int, is_masked: bool) -> Schedule:
     """Choose three warpgroups, or two if fewer of them idle.
 
-    Two warpgroups take larger tiles, except under a causal mask, where larger tiles would exceed their registers.
+    Two warpgroups take larger tiles, except under a mask, where larger tiles would exceed their registers.
     """
     if _tiles(own) >= 3 and _idle(own, 2) >= _idle(own, 3):
         return Schedule(64, 4, 3)
-    large = streamed > ROWS and not is_causal
+    large = streamed > ROWS and not is_masked
     return Schedule(128 if large else 64, 2 if large else 4, min(2, _tiles(own)))
 
 
@@ -103,14 +103,14 @@ def _idle(rows: int, warpgroups: int) -> float:
 # --- the kernels for short sequences ----------------------------------------------------------------------------------
 
 
-def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
+def fits_short_backward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
     """Return whether one kernel can compute dq, dk and dv: an entire head fits in shared memory, in rows of 128 bytes.
 
-    A causal mask would exceed its registers.
+    A mask would exceed its registers.
     """
-    return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_causal
+    return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_masked
 
 
-def fits_short_forward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
+def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
     """Return whether the per-head forward kernel applies: two entire heads fit in shared memory and fill a block."""
-    return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_causal)
+    return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_masked)

@@ -46,6 +46,7 @@ class HopperKernel:
     schedule: Schedule | None  # None: the kernel has only one
     interpret: bool = False
     multiprocessors: int = MULTIPROCESSORS
+    has_ids: bool = False  # the kernels also take ids of queries and keys; a query attends to the keys with its id
 
     @property
     def padded_queries(self) -> int:
@@ -66,6 +67,12 @@ class HopperKernel:
 
     def vector(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.padded_queries), jnp.float32)
+
+    def id_vector(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, padded(tokens)), jnp.int32)
+
+    def span_vector(self, tokens: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.batch, 2, padded(tokens) // ROWS), jnp.int32)
 
     def launch(self, body, grid: dict[str, int], warpgroups: int, out_type: tuple, scratch: dict):
         return plgpu.kernel(
@@ -100,7 +107,7 @@ class PerHeadKernel(HopperKernel):
 
 
 def padded(tokens: int) -> int:
-    """Round up to 64 rows per warpgroup in every schedule, because stores of vectors are not bounds-checked."""
+    """Round up to 64 rows per warpgroup in every schedule: copies of vectors are not bounds-checked."""
     return max(pl.cdiv(tokens, rows) * rows for rows in (192, 256))
 
 
@@ -197,6 +204,12 @@ def along_rows(x: jax.Array, shape) -> jax.Array:
 
 def along_columns(x: jax.Array, shape) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [1])
+
+
+def same_id(of_row: jax.Array, of_column: jax.Array) -> jax.Array:
+    """Return where a row's id equals a column's."""
+    shape = (of_row.shape[0], of_column.shape[0])
+    return along_rows(of_row, shape) == along_columns(of_column, shape)
 
 
 def row_sums(x_part, y_part) -> jax.Array:
