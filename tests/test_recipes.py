@@ -34,7 +34,7 @@ def images(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe__trains_three_steps(recipe, images, settings, tmp_path, losses):
-    side = 56 if recipe == "dinov2_finetune" else 64
+    side = 56 if recipe in ("dinov2_finetune", "eva02_finetune") else 64
     small = [f"model.img_size={side}", "model.pretrained=false", "++model.kwargs.depth=2"]
     short = ["trainer.max_epochs=1", "trainer.max_steps=3", "trainer.accum_steps=2", "trainer.log_every=1"]
     if "teacher:" in (CONF / f"{recipe}.yaml").read_text():
@@ -60,6 +60,7 @@ def test_recipe__header_names_source_accuracy_cost_and_whether_it_was_run(recipe
 
 # Figures that the sources state, against what the settings work out to on ImageNet-1k (1,281,167 images).
 STEPS = {"vit_s16": 1024, "deit3_base": 2048, "deit3_base_224": 512, "dinov2_finetune": 512, "siglip_finetune": 2048}
+STEPS |= {"eva02_finetune": 1024, "deit_small_distilled": 1024}
 
 
 @pytest.mark.parametrize(("recipe", "images_per_step"), [*STEPS.items(), ("augreg_finetune", 512)])
