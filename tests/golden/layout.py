@@ -117,6 +117,7 @@ def tags(folder: Path) -> dict[str, str]:
     board = EventAccumulator(str(folder))
     board.Reload()
     found = dict.fromkeys(board.Tags()["scalars"], "scalar")
+    found |= dict.fromkeys(board.Tags()["images"], "image")
     for tag in board.Tags()["tensors"]:
         found[tag] = board.SummaryMetadata(tag).plugin_data.plugin_name
     for tag, content in board.PluginTagToContent("hparams").items():

@@ -31,6 +31,8 @@ FILE_PREPROCESSING = {
     },
 }
 
+FINDINGS = ("confusion.csv", "confusion.png", "mistakes.png", "per_class.csv", "predictions.png")
+
 # "section: key" -> type or value, as layout.py has it, such as "summary.json: watts": "float".
 ADDED: dict[str, object] = {
     "files: command.json": "file",  # the command that started the run
@@ -67,7 +69,8 @@ ADDED: dict[str, object] = {
     "job.json: [].circumstances.evaluation.name": "str",
     "job.json: [].circumstances.evaluation.neighbors": "int",
     "job.json: [].circumstances.evaluation.temperature": "float",
-    **{f"files: {name}": "file" for name in ("confusion.csv", "confusion.png", "mistakes.png", "per_class.csv")},
+    **{f"files: {job}{name}": "file" for job in ("", *JOBS) for name in FINDINGS},
+    **{f"TensorBoard: evaluation/{name}": "image" for name in ("confusion", "mistakes", "predictions")},
     **{f"job.json: [].circumstances.distill.{name}": "NoneType" for name in ("teacher", "checkpoint")},
     "job.json: [].circumstances.distill.kind": "str",
     "job.json: [].circumstances.speed": "str",

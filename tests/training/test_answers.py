@@ -13,6 +13,7 @@ from vitkernels.training.answers import (
     confusion_matrix,
     expected_calibration_error,
     per_class_accuracy,
+    spread_sample,
     worst_mistakes,
 )
 
@@ -53,6 +54,11 @@ def test_worst_mistakes__wrong_answers_by_confidence():
     assert worst_mistakes(given, 2).tolist() == [2, 3]
 
 
+def test_spread_sample__shows_first_and_last_images():
+    given = answers([0] * 9, [0] * 9, [0.5] * 9)
+    assert spread_sample(given, 3).tolist() == [0, 4, 8] and spread_sample(given, 99).tolist() == list(range(9))
+
+
 def test_evaluation__writes_tables_that_agree_with_its_accuracy(settings, tmp_path, caplog):
     small = ["runtime=cpu", "+model.kwargs.embed_dim=32", "+model.kwargs.num_heads=1", "+model.kwargs.depth=1"]
     train.run(settings(*small, "trainer.max_steps=2", "trainer.warmup_steps=1"), tmp_path / "run")
@@ -69,9 +75,11 @@ def test_evaluation__writes_tables_that_agree_with_its_accuracy(settings, tmp_pa
         matrix = np.array([[int(cell) for cell in row[1:]] for row in list(csv.reader(file))[1:]])
     assert matrix.sum() == 360 and np.trace(matrix) == pytest.approx(right)
     assert 0 < report["ece"] < 100
-    for name in ("confusion.png", "mistakes.png"):
-        with Image.open(tmp_path / "eval" / name) as picture:
-            assert picture.width > 300
+    for name in ("confusion.png", "mistakes.png", "predictions.png"):
+        for folder in ("eval", "run"):  # training draws them after its last evaluation
+            with Image.open(tmp_path / folder / name) as picture:
+                assert picture.width > 300
+    assert (tmp_path / "run/per_class.csv").read_text() == (tmp_path / "eval/per_class.csv").read_text()
     assert "top-5" in caplog.text and "calibration error" in caplog.text
 
 

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from expecting import error
+from PIL import Image
 
 from vitkernels.training.loggers import remote
 from vitkernels.training.metrics import StepRecord, add_times
@@ -12,13 +13,15 @@ from vitkernels.training.metrics import StepRecord, add_times
 SETTINGS = {"optim": {"lr": 0.1, "kwargs": {}}, "seed": 3}
 
 
-def log_run(logger) -> None:
+def log_run(logger, folder) -> None:
     records = [StepRecord(step, 2.0 - step / 10, 1.0, 0.1) for step in (1, 2, 3)]
     add_times(records, [30.0, 31.0])
     logger.steps(records)
     logger.scalars(3, {"train/loss": 1.8, "time/mfu": None})
     logger.window(3, "", "")
     logger.evaluation(3, {"val_top1": 50.0})
+    Image.new("RGB", (4, 4)).save(folder / "mistakes.png")
+    logger.picture(3, "evaluation/mistakes", folder / "mistakes.png")
     logger.hparams({}, {"val_top1": 50.0, "loss": 1.7})
     logger.close()
     logger.close()
@@ -39,7 +42,7 @@ def test_mlflow__file_store_holds_points_settings_and_results(tmp_path, monkeypa
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # so that it is unset again
     monkeypatch.chdir(tmp_path)
     for _ in range(2):  # the second one resumes the first
-        log_run(remote.create("mlflow", tmp_path, "vits", SETTINGS))
+        log_run(remote.create("mlflow", tmp_path, "vits", SETTINGS), tmp_path)
     client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
     (run,) = client.search_runs([client.get_experiment_by_name("vits").experiment_id])
     assert run.data.params == {"optim.lr": "0.1", "optim.kwargs": "{}", "seed": "3"}
@@ -47,6 +50,7 @@ def test_mlflow__file_store_holds_points_settings_and_results(tmp_path, monkeypa
     points = client.get_metric_history(run.info.run_id, "loss")
     assert sorted({(point.step, point.value) for point in points}) == [(1, 1.9), (2, 1.8), (3, 1.7)]
     assert run.info.status == "FINISHED"
+    assert [file.path for file in client.list_artifacts(run.info.run_id, "evaluation")] == ["evaluation/mistakes.png"]
 
 
 @pytest.mark.slow
@@ -55,12 +59,13 @@ def test_wandb__offline_run_is_written_into_the_folder(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    log_run(remote.create("wandb", tmp_path, "vits", SETTINGS))
+    log_run(remote.create("wandb", tmp_path, "vits", SETTINGS), tmp_path)
     (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     end = time.monotonic() + 60
     while b"step_ms" not in file.read_bytes() and time.monotonic() < end:  # wandb's own process writes it
         time.sleep(0.1)
     content = file.read_bytes()
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/images/evaluation/mistakes*.png"))
     assert b"step_ms" in content and b"val_top1" in content and b"vits" in content
     assert (tmp_path / "wandb_run_id").read_text().strip() in file.name
 
@@ -78,10 +83,10 @@ def test_create__unknown_name(tmp_path):
         remote.create("tensorboards", tmp_path, "vits", SETTINGS)
 
 
-def test_remote_logger__failing_service_is_logged_once(caplog):
+def test_remote_logger__failing_service_is_logged_once(tmp_path, caplog):
     class Broken(remote.RemoteLogger):
         def send(self, step, values):
             raise ConnectionError("no route")
 
-    log_run(Broken("mine"))
+    log_run(Broken("mine"), tmp_path)
     assert caplog.text.count("mine: no route; training continues") == 1

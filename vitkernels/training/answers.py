@@ -78,3 +78,9 @@ def worst_mistakes(answers: Answers, most: int) -> np.ndarray:
     """Return the rows of wrong answers, the most confident first."""
     wrong = np.flatnonzero(~answers.right)
     return wrong[np.argsort(-answers.confidence[wrong], kind="stable")][:most]
+
+
+def spread_sample(answers: Answers, most: int) -> np.ndarray:
+    """Return rows at equal distances, which for images in the order of their classes shows all classes."""
+    count = min(most, len(answers.ids))
+    return np.linspace(0, len(answers.ids) - 1, count).round().astype(int)

@@ -13,25 +13,35 @@ from PIL import Image
 from vitkernels.data import Data
 from vitkernels.files import write_atomically
 from vitkernels.inference.contact_sheet import contact_sheet
-from vitkernels.training.answers import UNNUMBERED, Answers, confusion_matrix, per_class_accuracy, worst_mistakes
+from vitkernels.training.answers import (
+    UNNUMBERED,
+    Answers,
+    confusion_matrix,
+    per_class_accuracy,
+    spread_sample,
+    worst_mistakes,
+)
 
 log = logging.getLogger("vitkernels")
 
 MOST_CLASSES = 5000  # a confusion matrix of 200 MB
-MISTAKES = 40  # on one picture
+DRAWN = 40  # images on one picture
 LISTED = 20  # classes and confusions in the log
 
 
-def write_findings(answers: Answers, data: Data, folder: Path) -> None:
-    """Write per_class.csv, confusion.csv, confusion.png and mistakes.png to the folder, and log the main figures."""
+def write_findings(answers: Answers, data: Data, folder: Path) -> dict[str, Path]:
+    """Write what an evaluation found to the folder, and return its pictures by name.
+
+    Files: per_class.csv, confusion.csv, confusion.png, and, from data sets that load single images, predictions.png and
+    mistakes.png.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    names = data.class_names or [str(number) for number in range(data.num_classes)]
+    names = _names(data)
+    pictures = _draw_images(answers, data, names, folder)
     if len(names) > MOST_CLASSES:
-        log.info("no per-class files: the confusion matrix of %d classes would be larger than the data", len(names))
-        return
+        return pictures
     matrix = confusion_matrix(answers, data.num_classes)
-    accuracy = per_class_accuracy(matrix)
-    counts = matrix.sum(1).tolist()
+    counts, accuracy = matrix.sum(1).tolist(), per_class_accuracy(matrix)
     rows = [[name, count, share] for name, count, share in zip(names, counts, accuracy, strict=True)]
     _write_csv(folder / "per_class.csv", [["class", "images", "top1"], *rows])
     _write_csv(
@@ -39,10 +49,26 @@ def write_findings(answers: Answers, data: Data, folder: Path) -> None:
         [["true \\ predicted", *names], *([n, *r] for n, r in zip(names, matrix.tolist(), strict=True))],
     )
     _draw_confusions(matrix, names, folder / "confusion.png")
-    _log_classes(names, counts, accuracy)
-    _log_confusions(names, matrix)
-    _draw_mistakes(answers, data, names, folder / "mistakes.png")
-    log.info("per_class.csv, confusion.csv and confusion.png are in %s", folder)
+    return {"confusion": folder / "confusion.png", **pictures}
+
+
+def log_findings(answers: Answers, data: Data) -> None:
+    """Log the accuracy of each class, or of the worst ones, and the most frequent confusions."""
+    names = _names(data)
+    if len(names) <= MOST_CLASSES:
+        matrix = confusion_matrix(answers, data.num_classes)
+        _log_classes(names, matrix.sum(1).tolist(), per_class_accuracy(matrix))
+        _log_confusions(names, matrix)
+    else:
+        log.info("no per-class files: the confusion matrix of %d classes would be larger than the data", len(names))
+    if getattr(data.val, "load", None) is None:
+        log.info("no pictures of images: %s has no method load(ids) for single images", type(data.val).__name__)
+    if answers.right.all():
+        log.info("every image was classified correctly")
+
+
+def _names(data: Data) -> list[str]:
+    return data.class_names or [str(number) for number in range(data.num_classes)]
 
 
 def _write_csv(path: Path, rows: list) -> None:
@@ -95,25 +121,32 @@ def _draw_confusions(matrix: np.ndarray, names: list[str], path: Path) -> None:
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=100))
 
 
-def _draw_mistakes(answers: Answers, data: Data, names: list[str], path: Path) -> None:
-    """Draw the wrong answers of the highest confidence."""
-    path.unlink(missing_ok=True)  # of an earlier evaluation
-    rows = worst_mistakes(answers, MISTAKES)
+def _draw_images(answers: Answers, data: Data, names: list[str], folder: Path) -> dict[str, Path]:
+    """Draw a sample of the images with their answers, and the wrong answers of the highest confidence."""
+    rows = {"predictions": spread_sample(answers, DRAWN), "mistakes": worst_mistakes(answers, DRAWN)}
+    for name in rows:
+        (folder / f"{name}.png").unlink(missing_ok=True)  # of an earlier evaluation
     load: Callable[[list[int]], torch.Tensor] | None = getattr(data.val, "load", None)
-    if not len(rows):
-        log.info("every image was classified correctly")
-        return
-    ids = answers.ids[rows].tolist()
-    if load is None or UNNUMBERED in ids:
-        log.info("no mistakes.png: %s has no method load(ids) for single images", type(data.val).__name__)
-        return
+    if load is None or UNNUMBERED in answers.ids:
+        return {}
+    drawn = {}
+    for name, chosen in rows.items():
+        if len(chosen):
+            drawn[name] = folder / f"{name}.png"
+            _draw_sheet(answers, chosen, data, names, drawn[name])
+    return drawn
+
+
+def _draw_sheet(answers: Answers, rows: np.ndarray, data: Data, names: list[str], path: Path) -> None:
+    ids, loader = answers.ids[rows].tolist(), data.val
+    images: torch.Tensor = loader.load(ids)  # type: ignore[attr-defined]  # the caller has checked
     tiles = []
-    for row, image, file in zip(rows, load(ids), data.val.describe(ids), strict=True):
+    for row, image, file in zip(rows, images, loader.describe(ids), strict=True):
         predicted, true = names[answers.predicted[row]], names[answers.targets[row]]
-        lines = f"{predicted}  {100 * answers.confidence[row]:.1f} %", f"true: {true}", Path(file).name
+        verdict = "right" if answers.right[row] else f"true: {true}"
+        lines = f"{predicted}  {100 * answers.confidence[row]:.1f} %", verdict, Path(file).name
         tiles.append((_picture(image, data), lines))
     contact_sheet(tiles, path)
-    log.info("%s: %d of %d wrong answers, the most confident first", path, len(rows), int((~answers.right).sum()))
 
 
 def _picture(image: torch.Tensor, data: Data) -> Image.Image:

@@ -15,7 +15,7 @@ from vitkernels.quant import size_in_bytes
 from vitkernels.training import features, setup
 from vitkernels.training.answers import Answers, BatchAnswers, collect, expected_calibration_error
 from vitkernels.training.evaluate import evaluate
-from vitkernels.training.evaluation_files import write_findings
+from vitkernels.training.evaluation_files import log_findings, write_findings
 from vitkernels.training.run_dir import identity
 from vitkernels.training.summary import log_evaluation
 
@@ -50,7 +50,9 @@ def evaluate_checkpoint(cfg: Config, parallel: Parallel, folder: Path) -> dict:
     }
     parallel.on_main(write_json, folder / "eval.json", report)
     log_evaluation(result, data.num_classes)
+    parallel.on_main(log_findings, answers, data)
     parallel.on_main(write_findings, answers, data, folder)
+    log.info("per-class figures and pictures are in %s", folder)
     return report
 
 

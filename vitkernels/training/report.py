@@ -1,5 +1,6 @@
 """Write a run's page: curves, results, the split of step time, settings, and how to repeat it, in one HTML file."""
 
+import base64
 import html
 import json
 import math
@@ -16,10 +17,17 @@ from vitkernels.training.step_timer import PARTS
 
 _WIDTH, _HEIGHT, _MARGIN = 460, 220, 60
 _MOST_POINTS = 600  # of a curve; more are averaged
+# Of the last evaluation, by the names of their files.
+PICTURES = {
+    "predictions": "Predictions on a sample of the evaluation images",
+    "mistakes": "The most confident mistakes",
+    "confusion": "Confusion matrix",
+}
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;
 text-align:left;vertical-align:top}pre{background:#f5f5f5;padding:.8em;overflow:auto}svg{margin-right:1em}
-.bar{display:flex;height:1.6em;max-width:700px}.bar div{color:#fff;overflow:hidden;padding:0 .4em;white-space:nowrap}"""
+.bar{display:flex;height:1.6em;max-width:700px}.bar div{color:#fff;overflow:hidden;padding:0 .4em;white-space:nowrap}
+img{max-width:100%}h3{font-size:1em}"""
 
 
 def write_report(folder: Path, out: Path | None = None) -> Path:
@@ -59,6 +67,7 @@ def page(folder: Path, steps: Sequence[dict], evaluations: Sequence[dict], summa
         *_curves(steps, evaluations),
         *_results(summary),
         *_time_split(summary),
+        *_examples(folder),
         *_repeat(folder, summary),
         "<h2>Settings</h2>",
         f"<pre>{html.escape(yaml.safe_dump(read_settings(folder), sort_keys=False))}</pre>",
@@ -161,13 +170,25 @@ def _time_split(summary: dict[str, Any]) -> list[str]:
     names = {"input_wait_ms": "input", "host_late_ms": "host", "device_busy_ms": "device", "rest_ms": "rest"}
     colors = {"input_wait_ms": "#ff7f0e", "host_late_ms": "#d62728", "device_busy_ms": "#1f77b4", "rest_ms": "#7f7f7f"}
     bar = "".join(
-        f'<div style="background:{colors[name]};width:{100 * ms / mean:.1f}%">{names[name]} {ms:.2f} ms</div>'
+        f'<div style="background:{colors[name]};width:{100 * ms / mean:.1f}%">'
+        f"{f'{names[name]} {ms:.2f} ms' if ms > 0.2 * mean else ''}</div>"
         for name, ms in parts.items()
     )
     late = summary.get("host_bound")
     text = "" if late is None else f" The device waited for kernel launches in {100 * late:.0f} % of the steps."
     shares = ", ".join(f"{names[name]} {ms:.2f} ms ({100 * ms / mean:.1f} %)" for name, ms in parts.items())
     return ["<h2>Time of a step</h2>", f"<div class=bar>{bar}</div>", f"<p>Mean {mean:.2f} ms: {shares}.{text}</p>"]
+
+
+def _examples(folder: Path) -> list[str]:
+    """Return the pictures of the last evaluation, in the page itself."""
+    parts = []
+    for name, title in PICTURES.items():
+        path = folder / f"{name}.png"
+        if path.exists():
+            content = base64.b64encode(path.read_bytes()).decode()
+            parts.append(f"<h3>{title}</h3><img src='data:image/png;base64,{content}' alt='{title}'>")
+    return ["<h2>Examples</h2>", *parts] if parts else []
 
 
 def _repeat(folder: Path, summary: dict[str, Any]) -> list[str]:

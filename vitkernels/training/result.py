@@ -13,6 +13,7 @@ from vitkernels.inference import open_trained, timm_folder
 from vitkernels.inference.timm_folder import write_timm_folder
 from vitkernels.provenance import git_commit, versions
 from vitkernels.training.disk_space import report_unwritten
+from vitkernels.training.evaluation_files import write_findings
 from vitkernels.training.setup import ModelParts, compile_mode
 from vitkernels.training.summary import log_summary, mfu
 from vitkernels.training.trainer import Trainer
@@ -29,6 +30,8 @@ def finish(cfg: Config, trainer: Trainer, parts: ModelParts, folder: Path) -> di
     parameters |= {"seed": cfg.seed, "epochs": summary["epochs"]}
     results = {"step_ms": summary["step_time_ms"]["median"], "loss": summary["train_loss"]}
     trainer.logger.hparams(parameters, results | {"val_top1": summary["val_top1"]})
+    if trainer.answers is not None:
+        trainer.parallel.on_main(_write_findings, trainer, folder)
     trainer.parallel.on_main(write_json, folder / "summary.json", summary)
     trainer.parallel.on_main(export_folder, folder, summary["best"] is not None)
     log_summary(summary, folder, trainer.data.num_classes)
@@ -73,6 +76,16 @@ def export_folder(run: Path, evaluated: bool) -> None:
     except OSError as error:
         path = run / timm_folder.NAME
         log.error("could not write %s: %s; `vitkernels export %s --format timm` writes it again", path, error, run)
+
+
+def _write_findings(trainer: Trainer, folder: Path) -> None:
+    """Write and log per-class figures and pictures of the last evaluation; a full disk only leaves them out."""
+    assert trainer.answers is not None
+    try:
+        for name, path in write_findings(trainer.answers, trainer.data, folder).items():
+            trainer.logger.picture(trainer.state.step, f"evaluation/{name}", path)
+    except OSError as error:
+        log.error("could not write the pictures of the evaluation: %s; `vitkernels eval %s` makes them", error, folder)
 
 
 def _best(trainer: Trainer) -> dict | None:

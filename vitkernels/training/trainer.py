@@ -22,6 +22,7 @@ from vitkernels.data.device_transforms import finish
 from vitkernels.models import load_weights
 from vitkernels.parallel import Parallel
 from vitkernels.runtime.machine import MachineWatch
+from vitkernels.training.answers import Answers, BatchAnswers, collect
 from vitkernels.training.best_weights import BestWeights, is_better
 from vitkernels.training.distillation import Distillation
 from vitkernels.training.evaluate import evaluate
@@ -107,6 +108,7 @@ class Trainer:
         self.best_weights: BestWeights | None = None
         self.identity: dict = {}
         self.notes: dict = {}
+        self.answers: Answers | None = None  # of the evaluation after the last step, by the EMA if there is one
         self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
         self.begin = time.monotonic()
         self._host_bound = self._input_bound = False  # whether the log says so
@@ -245,10 +247,15 @@ class Trainer:
     def evaluate(self, saved: Path | None = None) -> None:
         """Evaluate the model and its EMA, log the figures, and keep `saved` if its weights are the best so far."""
         step, state = self.state.step, self.state
-        result = evaluate(self.net, self.data.val, self.parallel)
+        # A data set without class names, such as random images, has no mistakes worth a look.
+        is_last = step == self.plan.total_steps and self.data.class_names is not None
+        batches: list[BatchAnswers] | None = [] if is_last else None
+        of_model = batches if self.ema_net is None else None
+        result = evaluate(self.net, self.data.val, self.parallel, answers=of_model)
         if self.ema_net is not None:
-            average = evaluate(self.ema_net, self.data.val, self.parallel, "EMA eval")
+            average = evaluate(self.ema_net, self.data.val, self.parallel, "EMA eval", batches)
             result |= {f"ema_{k}": v for k, v in average.items() if k != "images"}
+        self.answers = None if batches is None else collect(batches, self.data.val, self.parallel)
         state.last_eval, state.eval_pending = result, False
         self.logger.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
         self.logger.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})

@@ -32,6 +32,9 @@ class MetricLogger(Protocol):
     def hparams(self, parameters: dict, results: dict) -> None:
         """Record the run's settings and results when it is complete."""
 
+    def picture(self, step: int, title: str, path: Path) -> None:
+        """Record a PNG file, such as the confusion matrix of the last evaluation."""
+
     def flush(self) -> None:
         """Write everything received so far to disk: a checkpoint must not be ahead of the log."""
 
@@ -53,6 +56,8 @@ class NullLogger:
     def text(self, title: str, markdown: str) -> None: ...
 
     def hparams(self, parameters: dict, results: dict) -> None: ...
+
+    def picture(self, step: int, title: str, path: Path) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -88,6 +93,10 @@ class LoggerGroup(NullLogger):
     def hparams(self, parameters: dict, results: dict) -> None:
         for logger in self.loggers:
             logger.hparams(parameters, results)
+
+    def picture(self, step: int, title: str, path: Path) -> None:
+        for logger in self.loggers:
+            logger.picture(step, title, path)
 
     def flush(self) -> None:
         for logger in self.loggers:

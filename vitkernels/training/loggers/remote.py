@@ -91,6 +91,12 @@ class WandbLogger(RemoteLogger):
         with self._tolerant():
             self._run.summary.update({f"result/{name}": value for name, value in results.items()})
 
+    def picture(self, step: int, title: str, path: Path) -> None:
+        import wandb
+
+        with self._tolerant():
+            self._run.log({"step": step, title: wandb.Image(str(path))})
+
     def close(self) -> None:
         if not self._closed:
             self._closed = True
@@ -141,6 +147,10 @@ class MlflowLogger(RemoteLogger):
         with self._tolerant():
             self.send(0, {f"result/{name}": value for name, value in results.items() if value is not None})
             self._complete = True
+
+    def picture(self, step: int, title: str, path: Path) -> None:
+        with self._tolerant():
+            self._client.log_artifact(self._run, str(path), title.rpartition("/")[0])
 
     def close(self) -> None:
         if not self._closed:

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 
@@ -75,6 +77,10 @@ class TensorBoardLogger(NullLogger):
                 writer.add_scalar(name, value)
 
         self._write(put)
+
+    def picture(self, step: int, title: str, path: Path) -> None:
+        pixels = np.asarray(Image.open(path).convert("RGB"))
+        self._write(lambda writer: writer.add_image(title, pixels, step, dataformats="HWC"))
 
     def flush(self) -> None:
         self._write(SummaryWriter.flush)
