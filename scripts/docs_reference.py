@@ -21,6 +21,7 @@ from vitkernels import attention, ops  # noqa: E402
 from vitkernels.attention import Problem  # noqa: E402
 from vitkernels.config import Config  # noqa: E402
 from vitkernels.config.setting import Setting, expected, groups_of, in_yaml, settings_of  # noqa: E402
+from vitkernels.models.adapters import ADAPTERS, REFUSED  # noqa: E402
 from vitkernels.registry.op import PLACES, op_of  # noqa: E402
 
 DEVICES = {"cpu": "CPU", "cuda": "NVIDIA GPU", "xla": "TPU"}
@@ -83,6 +84,7 @@ def write_pages(folder: Path) -> list[Path]:
         "configuration.md": configuration_page(),
         "attention_backends.md": attention_page(),
         "op_backends.md": ops_page(),
+        "timm_attention.md": timm_attention_page(),
         "error_codes.md": error_codes_page(),
         **{f"api_{name}.md": text for name, text in api_pages().items()},
     }
@@ -232,6 +234,22 @@ def attention_page() -> str:
         "## Order of `auto`",
         "`auto` uses the first backend of this list that supports the call:",
         table(("device", "order"), _auto_orders()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def timm_attention_page() -> str:
+    """Return the page that lists the attention classes with an adapter, and those without, with the reason."""
+    taken = sorted((f"`{name}`", _first_paragraph(adapter.__doc__)) for name, adapter in ADAPTERS.items())
+    refused = sorted((f"`{name}`", reason) for name, reason in REFUSED.items())
+    parts = [
+        "# Attention classes",
+        "`create_model`, `set_attention` and `accelerate` replace modules of these classes. Parameters and state-dict "
+        "keys stay. `attention_plan(model)` returns which modules of a model they take, and why the others stay.",
+        table(("class", "how a backend computes it"), taken),
+        "## Left to timm",
+        table(("class", "reason"), refused),
+        "Modules of other classes with Attention or Attn in their name are left too, and named.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from vitkernels.attention.sdpa_names import bias_and_mask, repeated_heads
 from vitkernels.autocast import cast, dtype_of
 from vitkernels.bridge.operator import BoundedCache, runs_eagerly
 from vitkernels.errors import UsageError
@@ -47,8 +48,14 @@ class Problem:
         dropout_p: float = 0.0,
         rope: Tensor | None = None,
         rope_half: bool = False,
+        attn_mask: Tensor | None = None,
+        enable_gqa: bool = False,
     ) -> "Problem":
         """Return the problem of a call with these arguments; raise UsageError if they are inconsistent."""
+        if attn_mask is not None:
+            bias, mask = bias_and_mask(attn_mask, bias, mask)
+        if enable_gqa:
+            k_BHMD, v_BHMD = repeated_heads(q_BHND, k_BHMD, v_BHMD)
         _check(q_BHND, k_BHMD, v_BHMD, bias, mask, segment_ids, is_causal, dropout_p, rope)
         B, H, N, D = q_BHND.shape
         return cls(
@@ -198,6 +205,9 @@ class AttentionBackend:
             D cosines, floating, broadcastable to (B, H, tokens, 2 * D). With fewer rows than tokens, the first tokens
             (class and register tokens) are not rotated. q and k are rotated in float32 and rounded to their dtype.
         rope_half: whether column i rotates with column i + D / 2; by default columns 2 i and 2 i + 1 rotate together.
+        attn_mask: SDPA's name of bias (floating) and mask (boolean).
+        enable_gqa: as in SDPA, k and v have fewer heads, each shared by consecutive heads of q. They are repeated. Not
+            for `qkvpacked`.
     They can be combined freely. The output and gradients of a query without keys are zero. Under torch.autocast, q, k
     and v are cast to its dtype, as in SDPA.
 
@@ -259,6 +269,8 @@ class AttentionBackend:
         dropout_p: float = 0.0,
         rope: Tensor | None = None,
         rope_half: bool = False,
+        attn_mask: Tensor | None = None,
+        enable_gqa: bool = False,
     ) -> Tensor:
         """Map q (B, H, N, D), k and v (B, H, M, D) to (B, H, N, D) in q's dtype, or in autocast's if enabled."""
         try:
@@ -266,6 +278,11 @@ class AttentionBackend:
         except AttributeError:
             _check_tensors(q=q_BHND, k=k_BHMD, v=v_BHMD)
             raise
+        if attn_mask is not None:
+            bias, mask = bias_and_mask(attn_mask, bias, mask)
+        if enable_gqa:
+            k_BHMD, v_BHMD = repeated_heads(q_BHND, k_BHMD, v_BHMD)
+            tensors = q_BHND, k_BHMD, v_BHMD
         number = None if scale is None else _number(scale)
         runner = self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p, rope)
         if is_causal:
@@ -299,6 +316,7 @@ class AttentionBackend:
         dropout_p: float = 0.0,
         rope: Tensor | None = None,
         rope_half: bool = False,
+        attn_mask: Tensor | None = None,
     ) -> Tensor:
         """Map the projection's packed qkv (B, N, 3, H, D) to (B, N, H * D), ready for the output projection."""
         if not isinstance(qkv_BN3HD, Tensor) or qkv_BN3HD.ndim != 5 or qkv_BN3HD.shape[2] != 3:
@@ -307,6 +325,8 @@ class AttentionBackend:
             message = f"qkv must be (batch, tokens, 3, heads, head dim), got {shape}"
             raise UsageError(message, code="attention.shape", qkv=shape)
         (qkv_BN3HD,) = tensors = cast(qkv_BN3HD)
+        if attn_mask is not None:
+            bias, mask = bias_and_mask(attn_mask, bias, mask)
         number = None if scale is None else _number(scale)
         runner = self._dispatch(tensors, bias, mask, segment_ids, is_causal, dropout_p, rope)
         keywords = {

@@ -13,6 +13,7 @@ from vitkernels.models.create import create_model, input_spec, preprocessing, ti
 from vitkernels.models.meta_trace import ModelFacts, inspect_model
 from vitkernels.models.model_ops import MODEL_OPS, describe_ops, fused_by, set_ops
 from vitkernels.models.presets import PRESETS
+from vitkernels.models.transformers_attention import transformers_attention
 from vitkernels.models.weights import adapt_state_dict, load_weights, read_state_dict
 
 __all__ = [
@@ -35,4 +36,5 @@ __all__ = [
     "set_attention",
     "set_ops",
     "timm_model",
+    "transformers_attention",
 ]

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
 from vitkernels.module_swap import instance_sharing_state
+from vitkernels.registry.op import say_once
 
 _CLASS_SETTINGS = ("backend", "original")  # attributes of the class, never of an instance
 
@@ -52,7 +53,8 @@ class BackendAttention(nn.Module):
     def __prepare_scriptable__(self) -> nn.Module:
         """Return the module that torch.jit.script compiles instead: timm's own, with the same arithmetic.
 
-        Raises UsageError "models.torchscript" for a backend with kernels of its own, which TorchScript cannot call.
+        torch.jit.script leaves it in the model, which a log line says. Raises UsageError "models.torchscript" for a
+        backend with kernels of its own, which TorchScript cannot call.
         """
         name = self.backend.name
         if name not in ("auto", "native", "sdpa"):
@@ -64,6 +66,7 @@ class BackendAttention(nn.Module):
         scriptable: Any = instance_sharing_state(self.original, self)
         if hasattr(scriptable, "fused_attn"):
             scriptable.fused_attn = name != "native"
+        say_once("torch.jit.script puts timm's own attention into the model; call set_attention again to train it")
         return scriptable
 
     def attention(

@@ -1,0 +1,53 @@
+"""attn_mask= and enable_gqa=, as SDPA names them."""
+
+import pytest
+import torch
+from expecting import error
+from torch.nn import functional as F
+
+from vitkernels import attention
+
+NATIVE = attention.get("native")
+
+
+def heads(count: int, tokens: int = 7) -> torch.Tensor:
+    return torch.randn(2, count, tokens, 16, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("mask", [torch.randn(7, 7, dtype=torch.float64), torch.ones(7, 7, dtype=torch.bool).tril()])
+def test_attn_mask__is_bias_or_mask(mask):
+    q, k, v = heads(4), heads(4), heads(4)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    torch.testing.assert_close(NATIVE(q, k, v, attn_mask=mask), want)
+    packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], dim=2)
+    torch.testing.assert_close(NATIVE.qkvpacked(packed, attn_mask=mask), want.transpose(1, 2).flatten(2))
+    problem = attention.Problem.of(q, k, v, attn_mask=mask)
+    assert problem.has_mask == (mask.dtype == torch.bool) and (problem.bias_shape is None) == problem.has_mask
+
+
+def test_attn_mask__beside_its_other_name_is_refused():
+    q, k, v = heads(4), heads(4), heads(4)
+    bias = torch.zeros(7, 7, dtype=torch.float64)
+    for other in ({"bias": bias}, {"mask": bias == 0}):
+        with error("attention.attn_mask", other=next(iter(other))):
+            NATIVE(q, k, v, attn_mask=bias, **other)
+
+
+def test_attn_mask__of_integers_is_refused():
+    q, k, v = heads(4), heads(4), heads(4)
+    with error("attention.dtype", name="mask"):
+        NATIVE(q, k, v, attn_mask=torch.ones(7, 7, dtype=torch.int32))
+
+
+def test_enable_gqa__shares_key_heads_as_sdpa_does():
+    q, k, v = heads(6), heads(2, tokens=5), heads(2, tokens=5)
+    want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(NATIVE(q, k, v, enable_gqa=True), want)
+    assert NATIVE.unsupported(q, k, v, enable_gqa=True) is None
+
+
+def test_enable_gqa__heads_that_do_not_divide_are_refused():
+    with error("attention.enable_gqa", heads=6, groups=4):
+        NATIVE(heads(6), heads(4), heads(4), enable_gqa=True)
+    with error("attention.shape"):  # without it, heads must be equal
+        NATIVE(heads(6), heads(2), heads(2))

@@ -1,0 +1,172 @@
+"""set_attention: refused arguments, models taken in part, shared modules, tracing, and torch's MultiheadAttention."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from expecting import error
+from timm.models._features_fx import create_feature_extractor
+from torch import nn
+
+from vitkernels import attention, models
+from vitkernels.attention.native import Native
+from vitkernels.models.backend_attention import BackendAttention
+
+
+def tiny(name: str = "vit_tiny_patch16_224", **kwargs) -> nn.Module:
+    torch.manual_seed(0)
+    return timm.create_model(name, **{"img_size": 32, "depth": 2, "num_classes": 3, **kwargs}).eval()
+
+
+@pytest.mark.parametrize("model", [None, 3, "sdpa", nn.Linear], ids=["None", "number", "swapped", "class"])
+def test_set_attention__refuses_what_is_no_model(model):
+    with error("models.model_type", model=model) as caught:
+        models.set_attention(model, tiny() if model == "sdpa" else "sdpa")
+    if model == "sdpa":
+        assert "set_attention(model, 'sdpa')" in str(caught.value)
+
+
+@pytest.mark.parametrize("attn", [None, 3, Native], ids=["None", "number", "class"])
+def test_set_attention__refuses_what_is_no_backend(attn):
+    with error("models.attn_type", attn=attn):
+        models.set_attention(tiny(), attn)
+    with error("models.attn_type", attn=attn):
+        models.create_model("vit_digits", attn)
+
+
+def test_set_attention__refuses_unknown_backends_and_leaves_the_model():
+    model = tiny()
+    with error("unknown_name", name="flash"):
+        models.set_attention(model, "flash")
+    with error("models.attention", model="Linear"):
+        models.set_attention(nn.Linear(2, 2), "sdpa")
+    assert not any(isinstance(module, BackendAttention) for module in model.modules())
+
+
+def test_set_attention__refuses_a_backend_that_cannot_run_here(monkeypatch):
+    backend = attention.get("pallas_flash")
+    monkeypatch.setattr(type(backend), "unavailable", lambda self: "jax is not installed")
+    for build in (
+        lambda: models.set_attention(tiny(), "pallas_flash"),
+        lambda: models.create_model("vit_digits", backend),
+    ):
+        with error("registry.unavailable", backend="pallas_flash", reason="jax is not installed"):
+            build()
+
+
+def test_set_attention__names_what_stays(caplog):
+    model = tiny("cait_xxs24_224")
+    models.set_attention(model, "native")
+    assert "computes 2 of 4 attention layers" in caplog.text
+    plan = models.attention_plan(model)
+    assert plan.count == 2
+    assert {kind for kind, _ in plan.left.values()} == {"timm.models.cait.TalkingHeadAttn"}
+    assert all("mixes the heads" in reason for _, reason in plan.left.values())
+    caplog.clear()
+    models.create_model("cait_xxs24_224", "native", img_size=32, depth=1)
+    assert "computes 2 of 3 attention layers" in caplog.text
+    caplog.clear()
+    models.set_attention(tiny("crossvit_9_240", img_size=48, depth=((1, 1, 0),)), "native")
+    assert not caplog.text
+
+
+def test_set_attention__names_unknown_attention_classes():
+    class MyAttention(nn.Linear):
+        pass
+
+    model = nn.Sequential(tiny(), MyAttention(3, 3))
+    (entry,) = models.attention_plan(model).left.values()
+    assert "MyAttention" in entry[0] and "no adapter" in entry[1]
+
+
+def test_set_attention__keeps_shared_modules_shared():
+    model = tiny()
+    model.blocks[1].attn = model.blocks[0].attn
+    models.set_attention(model, "native")
+    assert model.blocks[1].attn is model.blocks[0].attn and isinstance(model.blocks[0].attn, BackendAttention)
+    assert models.attention_plan(model).count == 1
+
+
+SWIN = {"img_size": 32, "embed_dim": 16, "depths": (2, 1), "num_heads": (1, 2), "window_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("swin_tiny_patch4_window7_224", SWIN), ("vit_small_patch16_dinov3", {"img_size": 32, "depth": 1})],
+)
+def test_swapped_classes__survive_copies_and_pickle(name, kwargs):
+    torch.manual_seed(0)
+    model = timm.create_model(name, num_classes=3, **kwargs).eval()
+    models.set_attention(model, "native")
+    x = torch.randn(1, 3, 32, 32)
+    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(again(x), model(x))
+        models.set_attention(again, "sdpa")  # a swapped module can be swapped again
+        torch.testing.assert_close(again(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_timm_feature_extraction__traces_a_swapped_model():
+    model, x = models.set_attention(tiny(), "native"), torch.randn(2, 3, 32, 32)
+    features = create_feature_extractor(model, {"blocks.0.attn": "attn", "head": "logits"})(x)
+    torch.testing.assert_close(features["logits"], model(x))
+    assert features["attn"].shape == (2, 5, 192)
+
+
+@pytest.mark.parametrize("backend", ["auto", "native", "sdpa"])
+def test_torchscript__runs_timms_own_attention(backend):
+    model, x = models.set_attention(tiny(), backend), torch.randn(2, 3, 32, 32)
+    scripted = torch.jit.script(model)
+    torch.testing.assert_close(scripted(x), model(x), rtol=1e-4, atol=1e-5)
+    models.set_attention(model, backend)  # torch.jit.script left timm's modules in it
+    assert isinstance(model.blocks[0].attn, BackendAttention)
+
+
+def test_torchscript__is_refused_for_kernels_of_our_own():
+    model = models.set_attention(tiny(), "triton_flash")
+    with error("models.torchscript", backend="triton_flash"):
+        torch.jit.script(model)
+
+
+MASKS = {
+    "none": {},
+    "boolean": {"attn_mask": torch.ones(6, 6, dtype=torch.bool).triu(1)},
+    "additive": {"attn_mask": torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).double()},
+    "padding": {"key_padding_mask": torch.tensor([[False] * 6, [False] * 4 + [True] * 2])},
+    "both": {
+        "attn_mask": torch.randn(6, 6, generator=torch.Generator().manual_seed(0)).double(),
+        "key_padding_mask": torch.tensor([[False] * 6, [False] * 4 + [True] * 2]),
+    },
+}
+
+
+@pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # torch's own, of masks of two dtypes
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("masks", MASKS)
+def test_multihead_attention__equals_torchs(masks, batch_first):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.MultiheadAttention(32, 4, batch_first=batch_first)).double()
+    ours = models.set_attention(copy.deepcopy(plain), "native")
+    x = torch.randn(2, 6, 32, dtype=torch.float64) if batch_first else torch.randn(6, 2, 32, dtype=torch.float64)
+    (want, _), (found, weights) = (m[0](x, x, x, need_weights=False, **MASKS[masks]) for m in (plain, ours))
+    torch.testing.assert_close(found, want)
+    assert weights is None and list(ours.state_dict()) == list(plain.state_dict())
+
+
+def test_multihead_attention__of_other_widths_and_without_a_batch_equals_torchs():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.MultiheadAttention(32, 4, kdim=24, vdim=16)).double()
+    ours = models.set_attention(copy.deepcopy(plain), "native")
+    q, k, v = (torch.randn(n, width, dtype=torch.float64) for n, width in ((5, 32), (7, 24), (7, 16)))
+    torch.testing.assert_close(ours[0](q, k, v, need_weights=False)[0], plain[0](q, k, v, need_weights=False)[0])
+
+
+def test_multihead_attention__refuses_to_return_weights():
+    model = models.set_attention(nn.Sequential(nn.MultiheadAttention(32, 4)), "native")
+    x = torch.randn(5, 32)
+    with error("models.need_weights", backend="native"):
+        model[0](x, x, x)
+    added = nn.Sequential(nn.MultiheadAttention(32, 4, add_zero_attn=True))
+    with error("models.attention"):
+        models.set_attention(added, "native")
