@@ -107,6 +107,55 @@ def test_linear_gelu__without_bias():
     np.testing.assert_allclose(vk.linear_gelu(x, w), jax.nn.gelu(x @ w.T, approximate=False), **CLOSE)
 
 
+def norm_reference(x, branch, weight, bias, branch_bias=None, layer_scale=None, sample_scale=None):
+    branch = 0.0 if branch is None else branch
+    branch = branch if branch_bias is None else branch + branch_bias
+    branch = branch if layer_scale is None else branch * layer_scale
+    total = x + (branch if sample_scale is None else branch * sample_scale[:, None, None])
+    centred = total - total.mean(-1, keepdims=True)
+    normed = centred / jnp.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6) * weight + bias
+    return total, normed
+
+
+@pytest.mark.parametrize("names", [(), ("branch_bias",), ("branch_bias", "layer_scale", "sample_scale")], ids=len)
+def test_layer_norm_residual__matches_jax(names):
+    extras = {"branch_bias": normal(4, 40), "layer_scale": normal(5, 40), "sample_scale": jnp.array([0.0, 2.0, 2.0])}
+    extras = {name: extras[name] for name in names}
+    suffixed = {"branch_bias": "branch_bias_C", "layer_scale": "layer_scale_C", "sample_scale": "sample_scale_B"}
+
+    def mine(*arrays):
+        given = {suffixed[name]: x for name, x in zip(names, arrays[4:], strict=True)}
+        return jnp.stack(vk.layer_norm_residual(*arrays[:4], **given))
+
+    def reference(*arrays):
+        return jnp.stack(norm_reference(*arrays[:4], **dict(zip(names, arrays[4:], strict=True))))
+
+    arrays = normal(0, 3, 19, 40), normal(1, 3, 19, 40), normal(2, 40), normal(3, 40), *extras.values()
+    assert_same(mine, reference, *arrays, argnums=tuple(range(4 + len(names) - ("sample_scale" in names))))
+
+
+def test_layer_norm_residual__without_a_branch_under_vmap_and_in_bfloat16():
+    x, weight, bias = normal(0, 2, 3, 19, 40), normal(2, 40), normal(3, 40)
+    total, normed = jax.vmap(lambda x: vk.layer_norm_residual(x, None, weight, bias, dtype=jnp.bfloat16))(x)
+    np.testing.assert_array_equal(total, x)
+    assert normed.dtype == jnp.bfloat16
+    expected = norm_reference(x, None, weight, bias)[1]
+    np.testing.assert_allclose(normed.astype(jnp.float32), expected, rtol=1e-2, atol=1e-2)  # 2 bits above the rounding
+
+
+def test_eight_bit_linear__is_within_two_roundings():
+    x, w, b = normal(0, 2, 3, 37, 48), normal(1, 32, 48), normal(2, 32)
+
+    def gradients(f):
+        return jax.vmap(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)), in_axes=(0, None, None))(x, w, b)
+
+    pairs = [(vk.eight_bit_linear(x[0], w, b), x[0] @ w.T + b)]
+    pairs += zip(gradients(vk.eight_bit_linear), gradients(lambda x, w, b: x @ w.T + b), strict=True)
+    for mine, theirs in pairs:
+        # 0.7 % for each of up to three factors that are rounded one after the other (tests/ops/test_eight_bit_linear)
+        assert jnp.linalg.norm(mine - theirs) < 0.02 * jnp.linalg.norm(theirs)
+
+
 def test_int8_matmul__is_exact():
     x, w = (jax.random.randint(jax.random.key(n), s, -127, 128, jnp.int8) for n, s in enumerate([(33, 70), (70, 19)]))
     expected = np.asarray(x, np.int32) @ np.asarray(w, np.int32)
@@ -122,6 +171,14 @@ def test_int8_matmul__is_exact():
         (lambda: vk.attention_qkvpacked(normal(0, 2, 5, 2, 2, 16)), "jax.attention"),
         (lambda: vk.linear_gelu(normal(0, 3, 4), normal(1, 5, 6)), "jax.linear_gelu"),
         (lambda: vk.linear_gelu(normal(0, 3, 4).astype(jnp.float16), normal(1, 5, 4)), "jax.linear_gelu"),
+        (lambda: vk.layer_norm_residual(normal(0, 2, 4), None, *[normal(1, 5)] * 2), "jax.layer_norm_residual"),
+        (
+            lambda: vk.layer_norm_residual(normal(0, 2, 4), None, *[normal(1, 4)] * 2, layer_scale_C=normal(1, 4)),
+            "jax.layer_norm_residual",
+        ),
+        (lambda: vk.layer_norm_residual(*[normal(0, 2, 4)] * 2, *[jnp.ones(4, int)] * 2), "jax.layer_norm_residual"),
+        (lambda: vk.eight_bit_linear(normal(0, 3, 4), normal(1, 5, 6)), "jax.eight_bit_linear"),
+        (lambda: vk.eight_bit_linear(jnp.ones((3, 4), int), normal(1, 5, 4)), "jax.eight_bit_linear"),
         (lambda: vk.int8_matmul(normal(0, 3, 4), normal(1, 4, 5)), "jax.int8_matmul"),
         (lambda: vk.int8_matmul(jnp.ones((3, 4), jnp.int8), jnp.ones((5, 4), jnp.int8)), "jax.int8_matmul"),
     ],
@@ -144,6 +201,12 @@ for sharded in (
     np.testing.assert_allclose(jax.jit(sharded)(q, k, v), jax.nn.dot_product_attention(q, k, v), atol=1e-5)
     mine, theirs = (jax.jit(jax.grad(loss(f)))(q, k, v) for f in (sharded, jax.nn.dot_product_attention))
     np.testing.assert_allclose(mine, theirs, atol=1e-4)
+for f in (lambda x, w, b: vk.layer_norm_residual(x, x, w[0], b)[1], vk.linear_gelu, vk.eight_bit_linear):
+    arrays = q.reshape(4, 21, 32), jax.random.normal(jax.random.key(4), (32, 32)), jnp.ones(32)
+    sharded = jax.shard_map(f, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data"), check_vma=False)
+    mine, theirs = (jax.jit(jax.grad(lambda *x: (g(*x) ** 2).sum(), (0, 1)))(*arrays) for g in (sharded, f))
+    for a, b in zip(mine, theirs):
+        assert jnp.linalg.norm(a - b) < 0.01 * jnp.linalg.norm(b)  # int8 rounds columns of a shard with its own scale
 print(len(jax.devices()), "devices")
 """
 
@@ -182,12 +245,13 @@ def test_flax_vit__trains_to_the_same_losses():
                 attended = vk.attention_qkvpacked(qkv)
             else:
                 attended = jax.nn.dot_product_attention(*jnp.moveaxis(qkv, 2, 0))
-            x = x + self.out(attended.reshape(B, N, E))
-            y = self.norms[1](x)
+            attended, norm = self.out(attended.reshape(B, N, E)), self.norms[1]
             if self.with_kernels:
+                x, y = vk.layer_norm_residual(x, attended, norm.scale[...], norm.bias[...])
                 y = vk.linear_gelu(y, self.up.kernel[...].T, self.up.bias[...])
             else:
-                y = jax.nn.gelu(self.up(y), approximate=False)
+                x = x + attended
+                y = jax.nn.gelu(self.up(norm(x)), approximate=False)
             return x + self.down(y)
 
     class Vit(nnx.Module):
