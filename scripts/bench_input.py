@@ -1,10 +1,11 @@
-"""Time the input pipeline on this machine: loaders alone next to timm's, and training on JPEG files next to data=fake.
+"""Time the input pipeline on this machine: loaders alone next to timm's, training on JPEG files next to data=fake.
 
-    python scripts/bench_input.py                                    # loaders alone
-    python scripts/bench_input.py --train model=vit_b16_256 ops=auto # and training, with these settings
+    python scripts/bench_input.py                                      # loaders alone
+    python scripts/bench_input.py --train model=vit_b16_256 speed=max  # and training and evaluation, so configured
     python scripts/bench_input.py --size 4000 3000 --images 200
 
-The JPEG files are made once in --root. Prints a table and appends its rows to results/input.jsonl.
+Training runs on fake data, and on the files plainly, with Mixup, CutMix and erasing, with RandAugment, and through
+timm's loader. The JPEG files are made once in --root. Prints a table and appends its rows to results/input.jsonl.
 """
 
 import argparse
@@ -23,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 
 from vitkernels.benchmarks import input as pipelines  # noqa: E402
 from vitkernels.provenance import git_commit, versions  # noqa: E402
+from vitkernels.training.step_timer import PARTS  # noqa: E402
 
 LOADERS = {
     "imagefolder, decode=turbo": {"decode": "turbo"},
@@ -32,6 +34,7 @@ LOADERS = {
         "color_jitter": 0.4, "re_prob": 0.25, "mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0},
     },
 }  # fmt: skip
+MIXUP = "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -43,6 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{options.images} JPEG files, {width} × {height}, {mean / 1e3:.0f} KB on average, in {root}")
     shape = (root, options.batch, options.side, options.workers)
     makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
+    makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}
     found = pipelines.rates({**makers, "timm's create_loader": partial(pipelines.timm_batches, *shape)},
                             options.seconds, options.rounds)  # fmt: skip
     if options.train:
@@ -62,15 +66,26 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def training(root: Path, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return images/s of training on fake data and on the files, in turns."""
-    common = [*options.train, f"data.batch_size={options.batch}", f"trainer.max_steps={options.steps}"]
-    files = ["data=imagefolder", f"data.root={root}", f"data.num_workers={options.workers}", "data.check_images=0"]
-    variants = {"training, data=fake": ["data=fake", f"data.num_classes={pipelines.CLASSES}"],
-                "training, data=imagefolder": files}  # fmt: skip
+    """Return images/s of training on fake data and on the files, in turns, and of evaluating the files."""
+    common = [*options.train, f"data.batch_size={options.batch}", f"data.num_workers={options.workers}"]
+    steps = f"trainer.max_steps={options.steps}"
+    files = ["data=imagefolder", f"data.root={root}", "data.check_images=0"]
+    timm = "data._target_=vitkernels.benchmarks.input.timm_data"
+    variants = {
+        "training, data=fake": ["data=fake", f"data.num_classes={pipelines.CLASSES}"],
+        "training, files": files,
+        "training, files, mixup, cutmix, erasing": [*files, "data.re_prob=0.25", MIXUP],
+        "training, files, RandAugment": [*files, "data.auto_augment=rand-m9-mstd0.5-inc1"],
+        "training, files, timm's create_loader": [*files, timm],
+    }
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(options.rounds):
         for name, data in variants.items():
-            found[name].append(pipelines.training_rate([*common, *data]))
+            summary = pipelines.training_summary([*common, steps, *data])
+            found[name].append(summary["images_per_s"])
+            parts = {part: summary[part] for part in PARTS}
+            print(f"{name}: {summary['images_per_s']:.0f} images/s, {parts}", flush=True)
+    found["evaluation of the files"] = pipelines.evaluation_rates(root, common, options.rounds)
     return found
 
 
@@ -85,7 +100,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=10, help="length of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each pipeline, in turns")
     parser.add_argument("--steps", type=int, default=60, help="training steps of one measurement")
-    parser.add_argument("--train", nargs="*", metavar="SETTING", help="also train, with these settings")
+    parser.add_argument("--train", nargs="*", metavar="SETTING", help="also train and evaluate, with these settings")
+    parser.add_argument("--loaders", nargs="*", choices=LOADERS, metavar="NAME",
+                        help=f"loaders to time alone next to timm's: {'; '.join(LOADERS)}; default: all")  # fmt: skip
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "input.jsonl")
     return parser.parse_args(arguments)
 

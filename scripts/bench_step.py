@@ -5,13 +5,15 @@
                                                                    on any machine, to try it out
 
 Prints a table relative to timm's compiled model with SDPA, and the losses of 200 steps from the same weights on the
-same images; appends the rows to results/step.jsonl. "best" is `ops=auto` with a bf16 residual stream and stored MLP
-activations; train.py runs with these settings in its own process. `--peers` and `--ours` select rows; "compiled
-max-autotune" is torch.compile's slowest compilation.
+same images; appends the rows to results/step.jsonl. "train.py" runs in its own process, with no settings but model and
+data, and once more with speed=max; "cold" has no compiled kernels on disk. "accelerate" is timm's model after
+vitkernels.models.accelerate. "best" is `ops=auto` with a bf16 residual stream and stored MLP activations, in a bare
+loop. `--peers` and `--ours` select rows; "compiled max-autotune" is torch.compile's slowest compilation.
 """
 
 import argparse
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from vitkernels import models  # noqa: E402
 from vitkernels import runtime as runtimes  # noqa: E402
 from vitkernels.benchmarks import step  # noqa: E402
-from vitkernels.benchmarks.step_variants import BASELINE, BEST, OURS, TRAIN_PY, StepBenchmark  # noqa: E402
+from vitkernels.benchmarks.step_variants import BASELINE, OURS, TRAIN_PY, StepBenchmark  # noqa: E402
 from vitkernels.errors import UsageError  # noqa: E402
 
 MODEL = "vit_b16_256"
@@ -51,10 +53,10 @@ def main() -> None:
         rows.append(row)
         step.append_results(args.results, [row], context)
     step.free(runtime)
-    if TRAIN_PY in ours:
-        settings = (f"attn={args.attn}", *(BEST if runtime.device.type == "cuda" else ()))
-        rows.append(benchmark.time_train_py(ROOT, settings))
-        step.append_results(args.results, rows[-1:], context)
+    with tempfile.TemporaryDirectory() as caches:
+        for row_name in [row for row in TRAIN_PY if row in ours]:
+            rows.append(benchmark.time_train_py(ROOT, row_name, Path(caches)))
+            step.append_results(args.results, rows[-1:], context)
     print(f"\n{name}, batch {args.batch}, {runtime.describe()}\n")
     print(step.table(rows, args.batch, BASELINE), "", step.losses_table(rows, BASELINE), sep="\n")
 

@@ -133,6 +133,7 @@ def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:
         "epochs": round(state.step / plan.steps_per_epoch, 4),
         "steps": state.step,
         "seed": cfg.seed,
+        "first_step_s": None if trainer.first_step_s is None else round(trainer.first_step_s, 2),
         "seconds": round(time.monotonic() - trainer.begin, 1),
         "versions": versions(),
         "git_commit": git_commit(),

@@ -111,6 +111,7 @@ class Trainer:
         self.answers: Answers | None = None  # of the evaluation after the last step, by the EMA if there is one
         self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
         self.begin = time.monotonic()
+        self.first_step_s: float | None = None  # from `begin` to the end of the first step on the host, which compiles
         self._host_bound = self._input_bound = False  # whether the log says so
 
     def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
@@ -212,6 +213,8 @@ class Trainer:
             parallel.update_ema(self.ema, self.model, self.state.step)
         self.metrics.add(self.state.step, sum(losses[1:], losses[0]) / accum, grad_norm, lr)
         parallel.runtime.end_step(images, targets)
+        if self.first_step_s is None:
+            self.first_step_s = time.monotonic() - self.begin
         self.timer.step_done()
 
     def _copy_gradients(self) -> None:
