@@ -127,6 +127,7 @@ def run_summary(cfg: Config, trainer: Trainer, parts: ModelParts) -> dict:
         "parameters_without_gradient": len(trainer.parameters_without_gradient or ()),
         "val_loss": state.last_eval.get("loss"),
         "val_top1": state.last_eval.get("top1"),
+        **({"val_map": state.last_eval["map"]} if "map" in state.last_eval else {}),
         "val_top5": state.last_eval.get("top5"),
         "val_ema_top1": state.last_eval.get("ema_top1"),
         "best": _best(trainer),
