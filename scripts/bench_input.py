@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not root.exists():
         mean = pipelines.make_jpegs(root, options.images, width, height)
         print(f"{options.images} JPEG files, {width} × {height}, {mean / 1e3:.0f} KB on average, in {root}")
+    if options.train:
+        pipelines.lengthen(root, options.batch * (options.steps + 1))
     shape = (root, options.batch, options.side, options.workers)
     makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
     makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}

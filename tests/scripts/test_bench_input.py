@@ -7,7 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from vitkernels.benchmarks.input import lengthen
+
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench_input.py"
+
+
+def test_lengthen__links_every_image_before_any_again(tmp_path):
+    folder = tmp_path / "train" / "c00"
+    folder.mkdir(parents=True)
+    for number in range(3):
+        (folder / f"{number}.jpg").write_text(str(number))
+    for count, names in ((2, 3), (5, 5), (5, 5), (8, 8)):
+        lengthen(tmp_path, count)
+        assert len(list(folder.iterdir())) == names
+    links = sorted(image.stat().st_nlink for image in folder.glob("?.jpg"))
+    assert links == [2, 3, 3] and (folder / "1_2.jpg").read_text() == "1"
 
 
 @pytest.mark.slow

@@ -54,6 +54,20 @@ def _write_jpeg(root: Path, width: int, height: int, number: int) -> int:
     return len(file.getvalue())
 
 
+def lengthen(root: Path, count: int) -> None:
+    """Link the images of ROOT/train again and again until there are `count`.
+
+    An epoch then has as many steps as a measurement: at the end of one, the workers' queues run empty.
+    """
+    images = sorted((root / "train").glob("*/*.jpg"))
+    originals = [image for image in images if "_" not in image.stem]
+    missing = max(0, count - len(images))
+    ahead = len(images) // len(originals)
+    links = (image.with_stem(f"{image.stem}_{copy}") for copy in itertools.count(ahead) for image in originals)
+    for link in itertools.islice((link for link in links if not link.exists()), missing):
+        link.hardlink_to(link.with_stem(link.stem.partition("_")[0]))
+
+
 def loader_batches(root: Path, batch_size: int, image_size: int, workers: int, **settings) -> Iterator:
     """Yield finished batches of imagefolder's training split, epoch after epoch, on the GPU if there is one."""
     spec = {"image_size": image_size, "in_chans": 3, "seed": 0, "batch_size": batch_size, "num_workers": workers}
