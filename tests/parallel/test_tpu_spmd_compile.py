@@ -28,7 +28,7 @@ def compiled(chips, engines, words, results, log):
 
 @pytest.mark.parametrize(("chips", "engines"), [(4, ("ddp", "fsdp")), (8, ("ddp", "fsdp")), (16, ("fsdp",))])
 def test_compiled_step__runs_kernels_on_own_images_and_sends_no_activations(chips, engines, tmp_path):
-    words = ["model=vit_digits", "+model.kwargs.depth=1", "attn=pallas_flash", f"data.batch_size={BATCH}"]
+    words = ["model=vit_digits", "+model.kwargs.depth=1", "attn=pallas_flash", "ops=eager", f"data.batch_size={BATCH}"]
     results, log = tmp_path / "results.json", tmp_path / "log"
     process = fork(compiled, chips, engines, words, results, log)
     process.join(500)
@@ -50,3 +50,19 @@ def test_compiled_step__runs_kernels_on_own_images_and_sends_no_activations(chip
     assert fsdp["collectives"].get("reduce-scatter") or (chips == 16 and QKV in fsdp["collectives"]["all-reduce"])
     shard = [QKV[0] // chips, QKV[1]]
     assert shard in fsdp["arguments"] and fsdp["results"].count(shard) == 3 and QKV not in fsdp["results"]
+
+
+@pytest.mark.slow
+def test_compiled_step_in_8_bits__each_chip_sums_the_weight_gradients_of_its_own_images(tmp_path):
+    words = ["model=vit_digits", "+model.kwargs.depth=1", "attn=pallas_flash", "ops=auto", "quant=int8"]
+    results, log = tmp_path / "results.json", tmp_path / "log"
+    process = fork(compiled, 4, ("ddp",), [*words, f"data.batch_size={BATCH}"], results, log)
+    process.join(500)
+    assert process.exitcode == 0, log.read_text()[-3000:]
+    found = json.loads(results.read_text())["ddp"]
+    images = [shape[0] for shape in found["kernels"] if shape[0] != 1]
+    assert images and set(images) == {BATCH}
+    sums = sorted(shape[1:] for shape in found["kernels"] if shape[0] == 1)
+    assert sums == sorted([QKV, [96, 96], [96, 384], [384, 96]])
+    reduced = found["collectives"]["all-reduce"]
+    assert set(found["collectives"]) == {"all-reduce"} and all(shape in reduced for shape in sums)

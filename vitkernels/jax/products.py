@@ -75,7 +75,6 @@ def _eight_bit_forward(x_BNK: jax.Array, weight_NK: jax.Array) -> jax.Array:
 def _eight_bit_vjp(primals, outputs, cotangents):
     (x, weight), (dy,) = primals, cotangents
     dweight = eight_bit_kernel.weight_gradient(dy, x)[0]
-    dweight = dweight.T if weight.shape[0] > weight.shape[1] else dweight
     return [_eight_bit_product(dy, weight, False), dweight.astype(weight.dtype)]
 
 

@@ -171,8 +171,7 @@ def weight_gradient(dy_BNF: Tensor, x_BNK: Tensor, dtype: torch.dtype, eight_bit
     eight_bit: round both operands to int8, with a scale per column of 1024 rows.
     """
     if eight_bit:
-        gradient = _eight_bit_gradient_op(dy_BNF.contiguous(), x_BNK.contiguous()).sum(0)
-        return (gradient.T if dy_BNF.shape[2] > x_BNK.shape[2] else gradient).to(dtype)
+        return _eight_bit_gradient_op(dy_BNF.contiguous(), x_BNK.contiguous()).sum(0).to(dtype)
     return _weight_gradient_op(dy_BNF.contiguous(), x_BNK.contiguous(), dtype=dtype_name(dtype))
 
 

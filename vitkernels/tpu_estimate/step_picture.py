@@ -19,6 +19,7 @@ _COLORS = {
     "copies": "#9a9a9a",
 }
 _BINS = 500
+_VISIBLE = 5e-4  # share of the step below which a part is not drawn
 _INK, _FAINT = "#222222", "#d9d9d9"
 
 
@@ -112,7 +113,8 @@ def _parts(axes: Any, rows: list[dict]) -> None:
     parts: dict[str, float] = {}
     for row in rows:
         parts[row["part"]] = parts.get(row["part"], 0.0) + row["estimate_ms"]
-    total, ordered = sum(parts.values()), sorted(parts.items(), key=lambda item: -item[1])
+    total = sum(parts.values())
+    ordered = sorted(((name, ms) for name, ms in parts.items() if ms > _VISIBLE * total), key=lambda item: -item[1])
     names = [name for name, _ in ordered]
     axes.barh(names, [ms for _, ms in ordered], color=[_color(name) for name in names], height=0.7)
     for name, ms in ordered:

@@ -5,8 +5,9 @@ from vitkernels.tpu_estimate.validate import CAVEAT
 
 TITLE = "Training step on a TPU (estimates)"
 _INTRODUCTION = (
-    f"{CAVEAT} Steps with AdamW in bf16, one chip. Models with fewer layers than their own say so: time per layer is "
-    "what the kernels change. `vitkernels tpu-estimate step SETTINGS --json FILE` estimates; the notebook on the TPU "
+    f"{CAVEAT} Steps with AdamW in bf16 on one chip; `quant=int8` computes the products of the blocks in int8. MFU is "
+    "relative to the bf16 peak. Models with fewer layers than their own say so: time per layer is what the kernels "
+    "change. `vitkernels tpu-estimate step SETTINGS --json FILE` estimates; the notebook on the TPU "
     "step has the kernels."
 )
 _PARTS = ("Pallas kernels", "matrix products", "LayerNorm", "elementwise, sums", "copies", "optimizer")
@@ -36,6 +37,7 @@ def _table(rows: list[dict]) -> str:
             f"{row['estimate_ms']:.1f}",
             f"{first / row['estimate_ms']:.2f}",
             f"{row['batch'] / row['estimate_ms'] * 1e3:.0f}",
+            f"{row['estimate_mfu']:.0%}",
             f"{row['hbm_size_bytes'] / 2**30:.2f}",
             *[_part(row["parts"].get(f"{part}_ms", 0.0)) for part in _PARTS],
             row["note"],

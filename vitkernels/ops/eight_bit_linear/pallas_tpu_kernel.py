@@ -25,26 +25,33 @@ _DEPTH = 128  # rows that the MXU multiplies at a time
 
 
 def weight_gradient(dy_BNF, x_BNK):
-    """Return dyᵀ x in float32, as (1, F, K), or as its transpose (1, K, F) if K < F.
+    """Return dyᵀ x in float32, (1, F, K): the leading 1 is for the sums of one shard of the images.
 
-    The leading 1 is for the sums of one shard of the images. Only the narrower operand is transposed.
+    Only the narrower operand is transposed for the product. If that is x, the sums are transposed once at the end, so
+    that the optimizer need not.
     """
     narrow, wide = (dy_BNF, x_BNK) if dy_BNF.shape[2] <= x_BNK.shape[2] else (x_BNK, dy_BNF)
     B, N, C = narrow.shape
     W = wide.shape[2]
-    blocks = RowBlocks.of(B, N, row_bytes((C, narrow.dtype), (W, wide.dtype)), C * W * 2, most=_ROWS)
+    blocks = RowBlocks.of(B, N, row_bytes((C, narrow.dtype), (W, wide.dtype)), C * W * 4, most=_ROWS)
     padded = -(-blocks.rows // _TILE) * _TILE
     depth = -(-blocks.images * padded // _DEPTH) * _DEPTH
     scratch = [pltpu.VMEM(shape, jnp.int8) for shape in ((depth, C), (C, depth), (depth, W))]
-    sums = pl.BlockSpec((1, C, W), lambda i, j: (0, 0, 0))
+    shape = (1, C, W)
+    if narrow is x_BNK:
+        shape = (1, W, C)
+        scratch.append(pltpu.VMEM((1, C, W), f32))
+    sums = pl.BlockSpec(shape, lambda i, j: (0, 0, 0))
     return call(
         partial(_kernel, blocks=blocks, padded=padded),
-        blocks, (narrow, wide), [blocks.spec(C), blocks.spec(W)], [(sums, (1, C, W), f32)],
+        blocks, (narrow, wide), [blocks.spec(C), blocks.spec(W)], [(sums, shape, f32)],
         "eight_bit_weight_gradient", scratch, parallel=False,
     )[0]  # fmt: skip
 
 
-def _kernel(narrow_ref, wide_ref, sums_ref, narrow_q, transposed_q, wide_q, *, blocks: RowBlocks, padded: int):
+def _kernel(narrow_ref, wide_ref, out_ref, narrow_q, transposed_q, wide_q, *scratch, blocks: RowBlocks, padded: int):
+    (sums_ref,) = scratch or (out_ref,)
+
     @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
@@ -73,6 +80,13 @@ def _kernel(narrow_ref, wide_ref, sums_ref, narrow_q, transposed_q, wide_q, *, b
         sums_ref[0, :, cuts[n]] += product.astype(f32) * scales[n] * narrow_scale
 
     pipelined(range(len(cuts)), multiply, add)
+    if not scratch:
+        return
+
+    @pl.when((pl.program_id(0) == blocks.grid[0] - 1) & (pl.program_id(1) == blocks.grid[1] - 1))
+    def _():
+        for cut in cuts:
+            out_ref[0, cut] = sums_ref[0, :, cut].T
 
 
 def _round_columns(ref, out_ref, cut: slice, *, blocks: RowBlocks, padded: int):
