@@ -5,6 +5,7 @@ The conformance suite also runs them on a Hopper GPU.
 
 import dataclasses
 import importlib
+import inspect
 import math
 
 import pytest
@@ -144,7 +145,7 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
-    from vitkernels.attention.pallas_flash.hopper.operators import token_ids, with_spans
+    from vitkernels.attention.pallas_flash.hopper.operators import by_keys, by_queries, token_ids
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
     B = 2
@@ -160,11 +161,11 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
     schedule = Schedule(64, 2, warpgroups, buffers)
     problem = (B, H, N, M, D, "bfloat16", scale, is_causal, H, (0, 0, 0), schedule, True, blocks, True)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
-    by_queries, by_keys = ([jnp.asarray(x.numpy()) for x in with_spans(*ids, by_keys=by)] for by in (False, True))
-    out, lse = Forward(*problem)(q, k, v, *by_queries)
+    of_queries, of_keys = ([jnp.asarray(x.numpy()) for x in by(ids)] for by in (by_queries, by_keys))
+    out, lse = Forward(*problem)(q, k, v, *of_queries)
     backward = Backward(*problem)
-    dq, delta = backward.dq(q, k, v, out, do, lse, *by_queries)
-    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *by_keys)
+    dq, delta = backward.dq(q, k, v, out, do, lse, *of_queries)
+    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *of_keys)
     for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[torch.bfloat16], name
@@ -186,6 +187,30 @@ def test_kernels__lower_without_a_gpu(N, D, has_ids):
         kernels.append(call.short_backward)
     for kernel in kernels:
         assert kernel.module.startswith(b"ML")  # MLIR bytecode
+
+
+@needs_new_jax
+def test_operators__trace_with_ids():
+    """Schemas name the functions' arguments, and fake outputs have the layouts' shapes."""
+    from torch._subclasses import FakeTensorMode
+
+    from vitkernels.attention.pallas_flash.hopper import operators
+
+    ops = (operators.attend, operators.attend_backward, operators.attend_packed, operators.attend_packed_backward)
+    for op in ops:
+        named = [argument.name for argument in op.traced._schema.arguments]
+        assert named == list(inspect.signature(op.function).parameters)
+    attend, backward, attend_packed, packed_backward = (op.traced for op in ops)
+    with FakeTensorMode():
+        qkv = torch.empty(2, 70, 3, 3, 64, dtype=torch.bfloat16)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        ids = operators.token_ids(q.shape, 70, torch.ones(2, 1, 1, 70, dtype=torch.bool), None)
+        out, lse = attend_packed(qkv, *ids, False, 0.1)
+        assert out.shape == (2, 70, 192) and lse.shape == (2, 3, 256)
+        assert packed_backward(out, out, lse, qkv, *ids, False, 0.1).shape == qkv.shape
+        out, lse = attend(q, k, v, *ids, False, 0.1)
+        assert out.shape == q.shape
+        assert [x.shape for x in backward(out, out, lse, q, k, v, *ids, False, 0.1)] == [q.shape] * 3
 
 
 def test_unsupported__names_the_missing_requirement():

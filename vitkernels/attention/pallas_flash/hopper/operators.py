@@ -104,14 +104,14 @@ class AttentionKernels:
         """Return an uninitialized (B, H, padded N), for log-sum-exp or delta."""
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
 
-    def run_backward(self, q, k, v, out, lse, do, q_ids, k_ids, dq, dk, dv) -> None:
-        """Fill dq, dk and dv."""
+    def run_backward(self, q, k, v, out, lse, do, ids, dq, dk, dv) -> None:
+        """Fill dq, dk and dv. ids: what `token_ids` returned."""
         if fits_short_backward(self.queries, self.keys, self.head_dim, self._is_masked):
             self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
             return
         delta = self.vector()
-        self.dq(q, k, v, out, do, lse, *with_spans(q_ids, k_ids), dq, delta)
-        self.dkdv(q, k, v, do, lse, delta, *with_spans(q_ids, k_ids, by_keys=True), dk, dv)
+        self.dq(q, k, v, out, do, lse, *by_queries(ids), dq, delta)
+        self.dkdv(q, k, v, do, lse, delta, *by_keys(ids), dk, dv)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -138,19 +138,25 @@ _LEAST = torch.iinfo(torch.int32).min
 MASKED, PADDING = _LEAST, _LEAST + 1  # the ids of keys that no query attends to, and of rows after the last query
 
 
-def token_ids(
-    shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_ids: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the ids of queries (B, padded N) and keys (B, padded M) that say which keys a query attends to.
+Ids = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def token_ids(shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_ids: Tensor | None) -> Ids:
+    """Return what says which keys a query attends to: those with its id. All are None without a mask and segments.
+
+    Computed outside the operators, so that a compiled model computes it once for all of its layers.
 
     Args:
         shape: of q, (B, H, N, D).
         keys: the number of keys, M.
         mask: boolean, (B or 1, 1, 1, M or 1) or with leading ones left out; True keeps.
         segment_ids: (B, N), for as many keys as queries.
+
+    Returns the ids of queries (B, padded N) and of keys (B, padded M), int32; for each 64 queries the span of keys that
+    they need (B, 2, padded N / 64), and for each 64 keys that of queries: see RingKernel.span_of.
     """
     if mask is None and segment_ids is None:
-        return None, None
+        return None, None, None, None
     B, _, N, _ = shape
     device = mask.device if mask is not None else segment_ids.device  # type: ignore[union-attr]  # one is given
     if segment_ids is None:
@@ -165,22 +171,30 @@ def token_ids(
         F.pad(x, (0, padded(x.shape[1]) - x.shape[1]), value=value).contiguous()
         for x, value in ((of_queries, PADDING), (of_keys, MASKED))
     )
-    return of_queries, of_keys
+    return of_queries, of_keys, _spans(of_queries, of_keys), _spans(of_keys, of_queries)
 
 
-def with_spans(q_ids: Tensor | None, k_ids: Tensor | None, by_keys: bool = False) -> tuple[Tensor, ...]:
-    """Return the ids, and for each 64 queries the span of keys that they need, or with by_keys that of queries by keys.
+def by_queries(ids: Ids) -> tuple[Tensor, ...]:
+    """Return the ids as the forward and dq kernels take them; nothing if there are none."""
+    return tuple(x for x in ids[:3] if x is not None)
 
-    Spans are in units of 64 rows; see RingKernel.span_of. They are found from the least and greatest ids, so they are
-    tight if segments are contiguous and ordered, as packing makes them. Without ids, return nothing.
+
+def by_keys(ids: Ids) -> tuple[Tensor, ...]:
+    """Return the ids as the dkdv kernel takes them; nothing if there are none."""
+    return tuple(x for x in (ids[0], ids[1], ids[3]) if x is not None)
+
+
+def _spans(own_ids: Tensor, other_ids: Tensor) -> Tensor:
+    """Return for each 64 own rows the first and the end of the others that they need, in units of 64 rows.
+
+    They are found from the least and greatest ids, so they are tight if segments are contiguous and ordered, as packing
+    makes them.
     """
-    if q_ids is None or k_ids is None:
-        return ()
-    (own_low, own_high), (low, high) = map(_extremes, (k_ids, q_ids) if by_keys else (q_ids, k_ids))
+    (own_low, own_high), (low, high) = _extremes(own_ids), _extremes(other_ids)
     meets = (own_low[:, :, None] <= high[:, None]) & (low[:, None] <= own_high[:, :, None])
     at = torch.arange(low.shape[1], dtype=torch.int32, device=low.device)
     first, end = torch.where(meets, at, low.shape[1]).amin(-1), torch.where(meets, at + 1, 0).amax(-1)
-    return q_ids, k_ids, torch.stack([first, end], 1)
+    return torch.stack([first, end], 1)
 
 
 def _extremes(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -203,11 +217,20 @@ def _kernels_separate(q: Tensor, k: Tensor, is_causal: bool, scale: float, has_i
 
 
 @operator(
-    "pallas_flash_hopper(Tensor q, Tensor k, Tensor v, Tensor? q_ids, Tensor? k_ids, bool is_causal, float scale)"
+    "pallas_flash_hopper(Tensor q, Tensor k, Tensor v, "
+    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
     " -> (Tensor, Tensor)"
 )
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, q_ids: Tensor | None, k_ids: Tensor | None, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    q_spans: Tensor | None,
+    k_spans: Tensor | None,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units for the backward pass.
 
@@ -216,12 +239,12 @@ def attend(
     kernels = _kernels_separate(q, k, is_causal, scale, q_ids is not None)
     q, k, v = _rows_of(q, k, v)
     out, lse = torch.empty_like(q), kernels.vector()
-    kernels.forward(q, k, v, *with_spans(q_ids, k_ids), out, lse)
+    kernels.forward(q, k, v, *by_queries((q_ids, k_ids, q_spans, k_spans)), out, lse)
     return out.transpose(1, 2), lse
 
 
 @attend.register_fake
-def _(q, k, v, q_ids, k_ids, is_causal, scale):
+def _(q, k, v, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
     B, H, N, _ = q.shape
     return _rows_like(q), q.new_empty(B, H, padded(N), dtype=torch.float32)
 
@@ -233,7 +256,8 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 
 @operator(
     "pallas_flash_hopper_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "Tensor? q_ids, Tensor? k_ids, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)"
+    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 def attend_backward(
     do: Tensor,
@@ -244,6 +268,8 @@ def attend_backward(
     v: Tensor,
     q_ids: Tensor | None,
     k_ids: Tensor | None,
+    q_spans: Tensor | None,
+    k_spans: Tensor | None,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,12 +277,12 @@ def attend_backward(
     kernels = _kernels_separate(q, k, is_causal, scale, q_ids is not None)
     do, out, q, k, v = _rows_of(do, out, q, k, v)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    kernels.run_backward(q, k, v, out, lse, do, q_ids, k_ids, dq, dk, dv)
+    kernels.run_backward(q, k, v, out, lse, do, (q_ids, k_ids, q_spans, k_spans), dq, dk, dv)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
 @attend_backward.register_fake
-def _(do, out, lse, q, k, v, q_ids, k_ids, is_causal, scale):
+def _(do, out, lse, q, k, v, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
     return _rows_like(q), _rows_like(k), _rows_like(v)
 
 
@@ -269,8 +295,8 @@ def _save(ctx, inputs, output):
 @differentiable_once("pallas_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
-        return (None,) * 7
-    return *attend_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 4
+        return (None,) * 9
+    return *attend_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 6
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
@@ -285,30 +311,37 @@ def _kernels_packed(qkv: Tensor, is_causal: bool, scale: float, has_ids: bool) -
 
 
 @operator(
-    "pallas_flash_hopper_packed(Tensor qkv, Tensor? q_ids, Tensor? k_ids, bool is_causal, float scale)"
+    "pallas_flash_hopper_packed(Tensor qkv, "
+    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
     " -> (Tensor, Tensor)"
 )
 def attend_packed(
-    qkv: Tensor, q_ids: Tensor | None, k_ids: Tensor | None, is_causal: bool, scale: float
+    qkv: Tensor,
+    q_ids: Tensor | None,
+    k_ids: Tensor | None,
+    q_spans: Tensor | None,
+    k_spans: Tensor | None,
+    is_causal: bool,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
     B, N, _, H, D = qkv.shape
     kernels = _kernels_packed(qkv, is_causal, scale, q_ids is not None)
     qkv = aligned(qkv)
     out, lse = qkv.new_empty(B, N, H * D), kernels.vector()
-    kernels.forward(qkv, qkv, qkv, *with_spans(q_ids, k_ids), out, lse)
+    kernels.forward(qkv, qkv, qkv, *by_queries((q_ids, k_ids, q_spans, k_spans)), out, lse)
     return out, lse
 
 
 @attend_packed.register_fake
-def _(qkv, q_ids, k_ids, is_causal, scale):
+def _(qkv, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, padded(N), dtype=torch.float32)
 
 
 @operator(
-    "pallas_flash_hopper_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, Tensor? q_ids, Tensor? k_ids, "
-    "bool is_causal, float scale) -> Tensor"
+    "pallas_flash_hopper_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
+    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale) -> Tensor"
 )
 def attend_packed_backward(
     do: Tensor,
@@ -317,6 +350,8 @@ def attend_packed_backward(
     qkv: Tensor,
     q_ids: Tensor | None,
     k_ids: Tensor | None,
+    q_spans: Tensor | None,
+    k_spans: Tensor | None,
     is_causal: bool,
     scale: float,
 ) -> Tensor:
@@ -324,12 +359,12 @@ def attend_packed_backward(
     kernels = _kernels_packed(qkv, is_causal, scale, q_ids is not None)
     qkv, do = aligned(qkv), aligned(do)
     dqkv = torch.empty_like(qkv)
-    kernels.run_backward(qkv, qkv, qkv, out, lse, do, q_ids, k_ids, dqkv, dqkv, dqkv)
+    kernels.run_backward(qkv, qkv, qkv, out, lse, do, (q_ids, k_ids, q_spans, k_spans), dqkv, dqkv, dqkv)
     return dqkv
 
 
 @attend_packed_backward.register_fake
-def _(do, out, lse, qkv, q_ids, k_ids, is_causal, scale):
+def _(do, out, lse, qkv, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
     return qkv.new_empty(qkv.shape)
 
 
@@ -342,8 +377,8 @@ def _save_packed(ctx, inputs, output):
 @differentiable_once("pallas_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
-        return (None,) * 5
-    return attend_packed_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 4
+        return (None,) * 7
+    return attend_packed_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 6
 
 
 attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packed)
