@@ -123,18 +123,24 @@ class GlobalQueryAttention(BackendAttention):
         return self.project(self.attention(q, k, v, self.rel_pos.get_bias(), scale=self.scale))
 
 
-class FeatureMapBiasAttention(BackendAttention):
-    """maxxvit's Attention2d, and that of timm.layers without a bias, over feature maps (B, C, height, width)."""
+class MaskedFeatureMapAttention(BackendAttention):
+    """timm.layers.Attention2d over feature maps (B, C, height, width)."""
 
-    def forward(self, x_BCHW: Tensor, shared: Tensor | None = None) -> Tensor:
+    def forward(self, x_BCHW: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         projected = self.qkv(x_BCHW).flatten(2)
         if self.head_first:
             q, k, v = projected.unflatten(1, (self.num_heads, -1)).chunk(3, dim=2)
         else:
             q, k, v = projected.unflatten(1, (3, self.num_heads, self.dim_head)).unbind(1)
-        bias = relative_bias(self, shared) if hasattr(self, "rel_pos") else shared  # timm.layers: a mask
-        out_BNE = self.attention(q.mT, k.mT, v.mT, bias)
+        out_BNE = self.attention(q.mT, k.mT, v.mT, attn_mask)
         return self.project(out_BNE.transpose(1, 2).unflatten(2, x_BCHW.shape[2:]))
+
+
+class FeatureMapBiasAttention(MaskedFeatureMapAttention):
+    """maxxvit's Attention2d: MaskedFeatureMapAttention whose mask is a relative bias."""
+
+    def forward(self, x_BCHW: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
+        return super().forward(x_BCHW, relative_bias(self, shared_rel_pos))
 
 
 class ChannelsLastBiasAttention(BackendAttention):

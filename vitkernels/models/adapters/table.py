@@ -31,6 +31,7 @@ from vitkernels.models.adapters.relative_bias import (
     DownsamplingAttention,
     FeatureMapBiasAttention,
     GlobalQueryAttention,
+    MaskedFeatureMapAttention,
     RelPosAttention,
     WideValueAttention,
     WindowAttention,
@@ -52,7 +53,7 @@ from vitkernels.models.backend_attention import BackendAttention
 ADAPTERS: dict[str, type[BackendAttention]] = {
     "timm.layers.attention.Attention": SelfAttention,
     "timm.layers.attention.AttentionRope": RotaryAttention,
-    "timm.layers.attention2d.Attention2d": FeatureMapBiasAttention,
+    "timm.layers.attention2d.Attention2d": MaskedFeatureMapAttention,
     "timm.layers.attention2d.MultiQueryAttention2d": MultiQueryAttention,
     "timm.layers.attention_pool.AttentionPoolLatent": LatentPooling,
     "timm.layers.attention_pool.AttentionPoolPrr": PatchPooling,
