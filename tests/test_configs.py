@@ -34,6 +34,8 @@ def test_option__composes_and_passes_the_checks(path, settings):
         overrides.append("model.name=vit_tiny_patch16_224")
     if path in ("data/imagefolder", "data/shards"):
         overrides.append("data.root=somewhere")
+    if path == "data/table":
+        overrides.append("data.table=somewhere.csv")
     cfg = settings(*overrides)
     quantizes = group == "quant" and "dtype" not in cfg.quant and option != "none"
     if quantizes or (group == "evaluation" and option != "head"):  # for trained weights

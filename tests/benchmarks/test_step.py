@@ -60,7 +60,8 @@ def small_model(pixels=16):
 def test_bare_loop__times_only_after_warm_up():
     runtime = FakeRuntime(slow=3)
     row = bare_loop("a", runtime, small_model(), **SIZES, warmup=3, steps=4)
-    assert runtime.calls == ["step"] * 3 + ["synchronize", "stamp"] + ["step", "stamp"] * 4 + ["synchronize"]
+    warm_up = ["step", "synchronize", "step", "step", "synchronize"]  # the first step is timed on its own
+    assert runtime.calls == [*warm_up, "stamp", *["step", "stamp"] * 4, "synchronize"]
     assert (row.p10, row.median, row.p90, row.n) == (10.0, 10.0, 10.0, 4)
 
 
@@ -95,9 +96,10 @@ def test_train_on_synthetic__starts_from_given_weights():
 
 def test_table__throughput_and_time_relative_to_baseline():
     rows = [StepTimes(name, ms, ms, ms, 2, 2**30, None, 1.0) for name, ms in (("timm", 50.0), ("ours", 40.0))]
+    rows[1].first_step_s = 12.34
     lines = table(rows, batch_size=100, baseline="timm").splitlines()
-    assert lines[2] == "| timm | 50.00 (50.00, 50.00) | 2000 | 1.0 | 1.000 |"
-    assert lines[3] == "| ours | 40.00 (40.00, 40.00) | 2500 | 1.0 | 0.800 |"
+    assert lines[2] == "| timm | 50.00 (50.00, 50.00) | 2000 | 1.0 | – | 1.000 |"
+    assert lines[3] == "| ours | 40.00 (40.00, 40.00) | 2500 | 1.0 | 12.3 | 0.800 |"
 
 
 def test_losses_table__baseline_at_any_position():

@@ -98,7 +98,12 @@ def explanation(override: str) -> UsageError:
         ("data.scale=[0.5", "syntax", {}, "bracket"),
         ("attn=native,sdpa", "several_values", {"setting": "attn", "value": "native,sdpa"}, "'attn=\"native,sdpa\"'"),
         ("optim.lr=interval(1e-4, 1e-2)", "several_values", {"setting": "optim.lr"}, "-m ..."),
-        ("data.root=/tmp", "setting", {"owners": ["data=imagefolder", "data=shards"]}, "data=imagefolder"),
+        (
+            "data.root=/tmp",
+            "setting",
+            {"owners": ["data=imagefolder", "data=shards", "data=table"]},
+            "data=imagefolder",
+        ),
         ("lr=0.1", "setting", {"setting": "lr"}, "Did you mean optim.lr"),
         ("optim.kwargs={betas: 3}", "setting", {"setting": "optim.kwargs"}, "+optim.kwargs.NAME="),
         ("model.kwargs.depth=2", "setting", {"setting": "model.kwargs.depth"}, "+model.kwargs.depth="),

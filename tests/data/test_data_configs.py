@@ -20,7 +20,7 @@ def parameters(config) -> dict[str, inspect.Parameter]:
 
 
 def test_conf_data__has_one_file_per_data_set():
-    assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder", "shapes", "shards"]
+    assert [path.stem for path in FILES] == ["digits", "fake", "imagefolder", "shapes", "shards", "table"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
@@ -55,6 +55,10 @@ def test_conf_data__builds(make_root, tmp_path):
     tars = folder | {"root": str(write_tars(tmp_path / "shards")), "cache": str(tmp_path / "cache")}
     sets = {"digits": {"mixup": mixup}, "fake": {"batch_size": 4}, "imagefolder": folder, "shards": tars}
     sets["shapes"] = {"batch_size": 4}
+    (tmp_path / "labels.csv").write_text("path,split,targets\n" + "".join(
+        f"{path},{path.parts[-3]},{path.parent.name}\n" for path in Path(folder["root"]).rglob("*.*")
+    ))  # fmt: skip
+    sets["table"] = folder | {"root": None, "table": str(tmp_path / "labels.csv")}
     for name, overrides in sets.items():
         data = build(name, **overrides)
         images, targets = next(finished_epoch(data.train, 0))

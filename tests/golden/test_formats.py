@@ -42,6 +42,7 @@ ADDED: dict[str, object] = {
     "summary.json: interpreted": "list",
     "summary.json: interpreted[]": "str",
     "summary.json: machine": "any",
+    "summary.json: first_step_s": "float",
     # What a step's time was spent on, in addition to waiting for input.
     **{f"summary.json: {part}": "float" for part in ("host_late_ms", "device_busy_ms", "rest_ms")},
     **{f"TensorBoard: time/{part}": "scalar" for part in ("host_late_ms", "device_busy_ms", "rest_ms")},

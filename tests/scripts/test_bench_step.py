@@ -1,13 +1,13 @@
 """scripts/bench_step.py and its variants, except for the measurements."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from expecting import error
 
+from vitkernels import runtime as runtimes
 from vitkernels.benchmarks.step_variants import StepBenchmark
 from vitkernels.runtime import create
 
@@ -36,26 +36,41 @@ def test_main__default_model_needs_a_gpu(script, monkeypatch, tmp_path):
 
 def test_available__fused_variants_need_their_kernels():
     benchmark, runtime = StepBenchmark("vit_digits", "sdpa", 1, 10, 1, 4), create("cpu")
-    assert benchmark.available(runtime, None) == ["eager", "train.py"]
+    assert benchmark.available(runtime, None) == [
+        "accelerate",
+        "eager",
+        "train.py cold",
+        "train.py",
+        "train.py speed=max",
+    ]
     with error("benchmarks.no_kernels", variants=["best", "fused"]):
         benchmark.available(runtime, ["eager", "fused", "best"])
 
 
 def test_variants__baseline_first_and_last():
     benchmark, runtime = StepBenchmark("vit_digits", "sdpa", 1, 10, 1, 4), create("cpu")
-    variants = benchmark.variants(runtime, ["eager native"], ["eager", "train.py"])
-    names = ["timm compiled sdpa", "timm eager native", "attn=sdpa eager", "timm compiled sdpa again"]
+    variants = benchmark.variants(runtime, ["eager native"], ["accelerate", "eager", "train.py"])
+    names = [
+        "timm compiled sdpa",
+        "timm eager native",
+        "timm accelerate",
+        "attn=sdpa eager",
+        "timm compiled sdpa again",
+    ]
     assert [variant.name for variant in variants] == names
-    assert [variant.compare_losses for variant in variants] == [True, False, False, True]
+    assert [variant.compare_losses for variant in variants] == [True, False, False, False, True]
 
 
-def test_time_train_py__has_no_warm_up_time(monkeypatch):
-    def trained(command, **_):
-        folder = next(word.partition("=")[2] for word in command if word.startswith("hydra.run.dir="))
-        times = {"median": 1.0, "p10": 1.0, "p90": 1.0, "mean": 1.0, "n": 4}
-        summary = {"step_time_ms": times, "peak_memory_bytes": 5, "train_loss": 2.0}
-        Path(folder, "summary.json").write_text(json.dumps(summary))
-
-    monkeypatch.setattr(subprocess, "run", trained)
-    row = StepBenchmark("m", "sdpa", 1, 2, 1, 4, "cpu").time_train_py(Path(), ("attn=sdpa",))
-    assert (row.variant, row.median, row.n, row.warmup_seconds) == ("train.py attn=sdpa", 1.0, 4, None)
+@pytest.mark.slow
+def test_main__times_timm_accelerate_and_train_py_in_one_run(script, monkeypatch, tmp_path, capsys):
+    words = "--model vit_digits --batch 4 --classes 10 --warmup 2 --steps 3 --learning-steps 0 --runtime cpu --peers"
+    monkeypatch.setattr(runtimes.base.Runtime, "compile", lambda self, model, mode=None: model)  # costs a minute
+    rows = tmp_path / "rows.jsonl"
+    ours = ["--ours", "accelerate", "train.py cold", "train.py speed=max"]
+    monkeypatch.setattr("sys.argv", ["bench_step.py", *words.split(), *ours, "--results", str(rows)])
+    script.main()
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    names = ["timm compiled sdpa", "timm accelerate", "timm compiled sdpa again", "train.py cold", "train.py speed=max"]
+    assert [row["variant"] for row in found] == names
+    assert all(row["median"] > 0 and row["first_step_s"] > 0 and row["n"] == 3 for row in found)
+    assert capsys.readouterr().out.count("\n| t") == len(found)

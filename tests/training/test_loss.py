@@ -3,9 +3,11 @@
 import pytest
 import torch
 from expecting import error
+from timm.loss import BinaryCrossEntropy
 from torch.nn import functional as F
 
-from vitkernels.training.loss import build_loss
+from vitkernels.data import IGNORE
+from vitkernels.training.loss import build_bce, build_loss
 
 BACKENDS = ["eager", "auto", "reference", "triton"]
 
@@ -48,3 +50,31 @@ def test_row_without_sample__gets_no_gradient(backend):
 def test_unknown_backend__is_refused_when_the_loss_is_built():
     with error("unknown_name", name="tritn"):
         build_loss("tritn")
+
+
+@pytest.mark.parametrize("kind", ["classes", "mixed", "labels"])
+def test_bce__is_timm_s_without_the_rows_that_hold_no_sample(kind):
+    logits = torch.randn(6, 4)
+    targets = {
+        "classes": torch.tensor([0, 3, 1, 2, 2, 0]),
+        "mixed": torch.rand(6, 4) + 0.1,
+        "labels": (torch.rand(6, 4) > 0.5).float(),
+    }[kind]
+    expected = BinaryCrossEntropy(smoothing=0.1)(logits[:4], targets[:4])
+    targets[4:] = 0 if kind == "mixed" else IGNORE
+    loss = build_bce(0.1, targets="labels" if kind == "labels" else "classes")
+    torch.testing.assert_close(loss(logits, targets), expected)
+    assert loss(logits[4:], targets[4:]) == 0
+
+
+def test_bce__threshold_is_timm_s():
+    logits, targets = torch.randn(3, 4), torch.rand(3, 4)
+    expected = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.3)(logits, targets)
+    torch.testing.assert_close(build_bce(threshold=0.3)(logits, targets), expected)
+
+
+def test_cross_entropy__of_distributions_ignores_negative_rows():
+    logits, targets = torch.randn(4, 3), torch.rand(4, 3).softmax(1)
+    zeros, negative = targets.clone(), targets.clone()
+    zeros[3], negative[3] = 0, IGNORE
+    assert torch.equal(build_loss(targets="distributions")(logits, negative), build_loss()(logits, zeros))

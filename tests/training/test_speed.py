@@ -109,6 +109,18 @@ def test_fused_by__what_set_ops_fuses():
     assert models.fused_by(model, without, "cuda") == {"linear"}, "mlp needs layer_norm_residual"
 
 
+def test_accelerate__fuses_what_a_run_without_settings_fuses():
+    def kinds(model):
+        return [type(module) for name, module in model.named_modules() if not name.endswith("attn")]
+
+    plain = models.timm_model("vit_digits", num_classes=10)
+    ours = models.create_model("vit_digits", "native", num_classes=10)
+    defaults = Config().ops
+    models.set_ops(ours, {op: getattr(defaults, op) for op in models.MODEL_OPS}, device="cuda")
+    before = kinds(plain)
+    assert kinds(models.accelerate(plain, "native", device="cuda")) == kinds(ours) != before
+
+
 def test_accumulation__copies_gradients_that_a_replay_would_overwrite(settings):
     """A net whose backward writes all gradients of a parameter to one place, as a CUDA graph's does."""
     trainer, _ = build(settings, "trainer.accum_steps=2")

@@ -8,7 +8,10 @@ from vitkernels.attention.contract import AttentionBackend, Problem, keep_mask
 
 
 class Sdpa(AttentionBackend):
-    """Run on every device. A bias is cast to q's dtype, as SDPA requires, and stays finite."""
+    """Run on every device. A bias is cast to q's dtype, as SDPA requires, and stays finite.
+
+    PyTorch's CUDA kernel is inexact in rows whose biases all are near the end of float32's range.
+    """
 
     name = "sdpa"
 

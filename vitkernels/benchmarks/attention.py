@@ -45,7 +45,7 @@ def contenders(backends: tuple[str, ...]) -> dict[str, Attend]:
         "sdpa flash": functools.partial(_sdpa, SDPBackend.FLASH_ATTENTION),
         "sdpa cudnn": functools.partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
         "sdpa efficient": functools.partial(_sdpa, SDPBackend.EFFICIENT_ATTENTION),
-        "flex compiled": functools.partial(_unpacked, _flex()),
+        "flex compiled": functools.partial(_unpacked, flex()),
         FA4: _packed_flash4,
         **{name: attention.get(name).qkvpacked for name in backends},
     }
@@ -74,7 +74,8 @@ def _flash4(q_BNHD: Tensor, k_BNHD: Tensor, v_BNHD: Tensor) -> Tensor:
 
 
 @functools.cache
-def _flex():
+def flex():
+    """Return flex_attention, compiled for each shape."""
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(flex_attention, dynamic=False)

@@ -1,4 +1,4 @@
-"""Measure the input pipeline: loaders alone, and training on image files against data=fake.
+"""Measure the input pipeline: loaders alone, training on image files against data=fake, and evaluations of a folder.
 
 Shapes: B batch, S image side.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,13 @@ from PIL import Image
 from timm.data import create_loader
 from torchvision.datasets import ImageFolder
 
+from vitkernels import parallel, runtime
 from vitkernels.benchmarks.scaling import train_in_this_process
-from vitkernels.data import imagefolder
+from vitkernels.config.compose import compose
+from vitkernels.data import Batch, Data, imagefolder
 from vitkernels.data.device_transforms import finished
+from vitkernels.training import setup
+from vitkernels.training.evaluate import evaluate
 
 CLASSES = 10
 
@@ -49,6 +54,20 @@ def _write_jpeg(root: Path, width: int, height: int, number: int) -> int:
     return len(file.getvalue())
 
 
+def lengthen(root: Path, count: int) -> None:
+    """Link the images of ROOT/train again and again until there are `count`.
+
+    An epoch then has as many steps as a measurement: at the end of one, the workers' queues run empty.
+    """
+    images = sorted((root / "train").glob("*/*.jpg"))
+    originals = [image for image in images if "_" not in image.stem]
+    missing = max(0, count - len(images))
+    ahead = len(images) // len(originals)
+    links = (image.with_stem(f"{image.stem}_{copy}") for copy in itertools.count(ahead) for image in originals)
+    for link in itertools.islice((link for link in links if not link.exists()), missing):
+        link.hardlink_to(link.with_stem(link.stem.partition("_")[0]))
+
+
 def loader_batches(root: Path, batch_size: int, image_size: int, workers: int, **settings) -> Iterator:
     """Yield finished batches of imagefolder's training split, epoch after epoch, on the GPU if there is one."""
     spec = {"image_size": image_size, "in_chans": 3, "seed": 0, "batch_size": batch_size, "num_workers": workers}
@@ -62,10 +81,10 @@ def loader_batches(root: Path, batch_size: int, image_size: int, workers: int, *
         yield from finished(loader, moved)
 
 
-def timm_batches(root: Path, batch_size: int, image_size: int, workers: int) -> Iterator:
-    """Yield batches of timm's own loader with the same augmentation; with its prefetcher if there is a GPU."""
+def timm_loader(root: Path, batch_size: int, image_size: int, workers: int) -> Any:
+    """Return timm's own loader with the same augmentation; with its prefetcher if there is a GPU."""
     on_gpu = torch.cuda.is_available()
-    loader = create_loader(
+    return create_loader(
         ImageFolder(root / "train"),
         (3, image_size, image_size),
         batch_size,
@@ -77,8 +96,44 @@ def timm_batches(root: Path, batch_size: int, image_size: int, workers: int) -> 
         persistent_workers=workers > 0,
         device=torch.device("cuda" if on_gpu else "cpu"),
     )
+
+
+def timm_batches(root: Path, batch_size: int, image_size: int, workers: int) -> Iterator:
+    """Yield batches of timm's loader, epoch after epoch."""
+    loader = timm_loader(root, batch_size, image_size, workers)
     while True:
         yield from loader
+
+
+class TimmLoader:
+    """timm's loader as a Loader of this package: the peer that the same trainer trains on."""
+
+    def __init__(self, loader: Any, batch_size: int):
+        self.loader, self.batch_size = loader, batch_size
+        self.batches_per_epoch = len(loader)
+        self.num_samples = self.batches_per_epoch * batch_size
+        self.bad_images: dict[str, str] = {}
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[Batch]:
+        return itertools.islice(iter(self.loader), start, None)
+
+    def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
+        return []
+
+    def describe(self, ids: list[int]) -> list[str]:
+        return []
+
+
+def timm_data(*, root: str, image_size: int, batch_size: int, num_workers: int, **settings: Any) -> Data:
+    """Return a data set whose training split comes from timm's loader, for data._target_."""
+    val = imagefolder.build(
+        root=root, image_size=image_size, batch_size=batch_size, num_workers=0, check_images=0, train=False,
+        **{name: settings[name] for name in ("in_chans", "seed")},
+    )  # fmt: skip
+    return Data(
+        TimmLoader(timm_loader(Path(root), batch_size, image_size, num_workers), batch_size),
+        val.val, num_classes=val.num_classes, class_names=val.class_names, preprocessing=val.preprocessing,
+    )  # fmt: skip
 
 
 def rates(pipelines: dict[str, Callable[[], Iterator]], seconds: float, rounds: int) -> dict[str, list[float]]:
@@ -102,10 +157,40 @@ def _rate(batches: Iterator, seconds: float) -> float:
     return images / (time.perf_counter() - begin)
 
 
-def training_rate(overrides: list[str]) -> float:
-    """Return images/s of training with these settings, from the median step."""
-    summary = train_in_this_process([*overrides, "trainer.eval_every=null", "checkpoints.every_epochs=null"])
-    return summary["images_per_s"]
+def training_summary(overrides: list[str]) -> dict[str, Any]:
+    """Return the summary of training with these settings; its images_per_s is that of the mean step."""
+    return train_in_this_process([*overrides, "trainer.eval_every=null", "checkpoints.every_epochs=null"])
+
+
+def evaluation_rates(root: Path, overrides: list[str], passes: int) -> list[float]:
+    """Return images/s of evaluating the model of these settings on all images below `root`, input and all, per pass.
+
+    One more pass before them compiles, starts the workers and reads the files into the page cache.
+    """
+    _link_as_evaluation(root)
+    words = [*overrides, "data=imagefolder", f"data.root={root / 'evaluation'}", "data.check_images=0"]
+    cfg = compose([*words, "trainer.eval_every=null", "checkpoints.every_epochs=null"])
+    device = runtime.create(cfg.runtime.name, cfg.runtime.precision)
+    found = []
+    with parallel.create(runtime=device, **vars(cfg.parallel)) as strategy:
+        trainer, _ = setup.trainer_from_config(cfg, strategy)
+        loader = trainer.data.val
+        for number in range(passes + 1):
+            begin = time.perf_counter()
+            evaluate(trainer.net, loader, strategy)
+            if number:
+                found.append(loader.num_samples / (time.perf_counter() - begin))
+    return found
+
+
+def _link_as_evaluation(root: Path) -> None:
+    """Make ROOT/evaluation, both of whose splits have every image of ROOT."""
+    images = [image for split in ("train", "val") for image in (root / split).glob("*/*.jpg")]
+    for target, image in itertools.product(("train", "val"), images):
+        link = root / "evaluation" / target / image.parent.name / image.name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.exists():
+            link.hardlink_to(image)
 
 
 def _moved(batch, device: str):

@@ -23,6 +23,8 @@ class StepTimes:
     """Percentiles of the times of n steps in ms, peak memory in bytes, and seconds until the first timed step.
 
     losses: those of the steps of `train_on_synthetic`, if it was run.
+    first_step_s: seconds to the end of the first step: from the start of the process for train.py, which imports,
+        builds and compiles, and without building the model for the others.
     """
 
     variant: str
@@ -34,6 +36,7 @@ class StepTimes:
     warmup_seconds: float | None
     final_loss: float
     losses: list[float] | None = None
+    first_step_s: float | None = None
 
 
 def bare_loop(
@@ -69,7 +72,10 @@ def bare_loop(
     begin = time.perf_counter()
     if runtime.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(runtime.device)
-    for _ in range(warmup):
+    step()
+    runtime.synchronize()
+    first_step_s = round(time.perf_counter() - begin, 1)
+    for _ in range(warmup - 1):
         step()
     runtime.synchronize()
     warmup_seconds = time.perf_counter() - begin
@@ -81,7 +87,10 @@ def bare_loop(
     times = [runtime.elapsed_ms(a, b) for a, b in itertools.pairwise(stamps)]
     p10, median, p90 = (round(float(t), 4) for t in np.percentile(times, [10, 50, 90]))
     memory = runtime.peak_memory_bytes()
-    return StepTimes(variant, median, p10, p90, steps, memory, round(warmup_seconds, 1), float(loss.detach()))
+    return StepTimes(
+        variant, median, p10, p90, steps, memory, round(warmup_seconds, 1), float(loss.detach()),
+        first_step_s=first_step_s,
+    )  # fmt: skip
 
 
 def _optimizer(runtime: Runtime, model: nn.Module, lr: float, adamw: str) -> torch.optim.Optimizer:
@@ -184,12 +193,16 @@ def _state_on_host(model: nn.Module) -> dict[str, Tensor]:
 def table(rows: list[StepTimes], batch_size: int, baseline: str) -> str:
     """Return the rows as Markdown; the last column is the median divided by the baseline's, so below 1 is faster."""
     base = next((row.median for row in rows if row.variant == baseline), None)
-    lines = [f"| variant | step ms (p10, p90) | images/s | peak GiB | time / {baseline} |", "|---|---|---|---|---|"]
+    headings = ("variant", "step ms (p10, p90)", "images/s", "peak GiB", "first step s", f"time / {baseline}")
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for row in rows:
         memory = "–" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.1f}"
         ratio = "–" if base is None else f"{row.median / base:.3f}"
         times = f"{row.median:.2f} ({row.p10:.2f}, {row.p90:.2f})"
-        lines.append(f"| {row.variant} | {times} | {batch_size / row.median * 1e3:.0f} | {memory} | {ratio} |")
+        first = "–" if row.first_step_s is None else f"{row.first_step_s:.1f}"
+        lines.append(
+            f"| {row.variant} | {times} | {batch_size / row.median * 1e3:.0f} | {memory} | {first} | {ratio} |"
+        )
     return "\n".join(lines)
 
 

@@ -1,9 +1,11 @@
 """The variants that scripts/bench_step.py times: timm's model, this package's, and train.py."""
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +21,12 @@ from vitkernels.errors import UsageError
 from vitkernels.runtime import Runtime
 
 BASELINE = "timm compiled sdpa"
-TRAIN_PY = "train.py"
-BEST = ("ops=auto", "ops.residual_precision=bf16", "ops.keep_activation=true")
+# train.py with no settings but model and data, with new caches and with those of the run before; and in one word more.
+TRAIN_PY = {
+    "train.py cold": (),
+    "train.py": (),
+    "train.py speed=max": ("speed=max",),
+}
 # Our variants: (ops preset, the fastest settings or not, mode of torch.compile, compare losses or not).
 _OURS = {
     "eager": ("eager", False, None, False),
@@ -28,7 +34,9 @@ _OURS = {
     "best": ("auto", True, None, True),
     "best reduce-overhead": ("auto", True, "reduce-overhead", False),
 }
-OURS = (*_OURS, TRAIN_PY)
+# timm's model after vitkernels.models.accelerate, in a loop like timm's: mode of torch.compile.
+_ACCELERATED = {"accelerate": None, "accelerate reduce-overhead": "reduce-overhead"}
+OURS = (*_ACCELERATED, *_OURS, *TRAIN_PY)
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class StepBenchmark:
         variants = [
             Variant(name, peer_models[name.removeprefix("timm ")], compare_losses=name == BASELINE) for name in names
         ]
-        variants += [self._our_variant(runtime, name) for name in ours if name != TRAIN_PY]
+        variants += [self._our_variant(runtime, name) for name in ours if name not in TRAIN_PY]
         return [*variants, Variant(f"{BASELINE} again", variants[0].build, compare_losses=True)]
 
     def _peer_models(self, runtime: Runtime) -> dict[str, Callable[[], nn.Module]]:
@@ -71,6 +79,8 @@ class StepBenchmark:
         }
 
     def _our_variant(self, runtime: Runtime, name: str) -> Variant:
+        if name in _ACCELERATED:
+            return Variant(f"timm {name}", lambda: self._accelerated(runtime, _ACCELERATED[name]))
         preset, fastest, mode, compare_losses = _OURS[name]
         ops = compose([f"ops={preset}"]).ops
 
@@ -82,9 +92,13 @@ class StepBenchmark:
 
         return Variant(f"attn={self.attn} {name}", build, ops.adamw, compare_losses)
 
+    def _accelerated(self, runtime: Runtime, mode: str | None) -> nn.Module:
+        model = models.timm_model(self.model, num_classes=self.classes).to(runtime.device)
+        return runtime.compile(models.accelerate(model, self.attn, device=runtime.device), mode)
+
     def available(self, runtime: Runtime, ours: Sequence[str] | None) -> list[str]:
         """Return the names among OURS to run; raise UsageError for fused variants on a device without their kernels."""
-        possible = OURS if runtime.device.type == "cuda" else ("eager", TRAIN_PY)
+        possible = OURS if runtime.device.type == "cuda" else ("accelerate", "eager", *TRAIN_PY)
         if ours is None:
             return list(possible)
         if missing := sorted(set(ours) - set(possible)):
@@ -95,21 +109,31 @@ class StepBenchmark:
             )
         return list(ours)
 
-    def time_train_py(self, root: Path, settings: Sequence[str]) -> StepTimes:
-        """Return the step times that train.py reports with these settings, on fake data of the same shape."""
+    def time_train_py(self, root: Path, name: str, caches: Path) -> StepTimes:
+        """Return the step times that a row of TRAIN_PY reports, on fake data of the same shape.
+
+        caches: folder for compiled kernels; "train.py cold" must come first.
+        """
         with tempfile.TemporaryDirectory() as folder:
             overrides = [
-                f"model.name={self.model}", f"data.batch_size={self.batch}", f"data.num_classes={self.classes}",
-                f"trainer.max_steps={self.warmup + self.steps}", f"trainer.warmup_steps={self.warmup}",
-                f"runtime={self.runtime_name}", *settings, "data=fake", "optim=adamw", "schedule=constant",
-                "trainer.clip_grad=null", "trainer.eval_every=null", "checkpoints.every_epochs=null",
-                f"hydra.run.dir={folder}",
+                f"model.name={self.model}", "data=fake", f"data.batch_size={self.batch}",
+                f"data.num_classes={self.classes}", f"trainer.max_steps={self.warmup + self.steps}",
+                f"trainer.warmup_steps={self.warmup}", "trainer.eval_every=null", "checkpoints.every_epochs=null",
+                f"runtime={self.runtime_name}", f"attn={self.attn}", *TRAIN_PY[name], f"hydra.run.dir={folder}",
             ]  # fmt: skip
-            subprocess.run([sys.executable, str(root / "train.py"), *overrides], check=True, cwd=root)
+            environment = {
+                "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+                "TRITON_CACHE_DIR": str(caches / "triton"),
+            }
+            begin = time.monotonic()
+            subprocess.run(
+                [sys.executable, str(root / "train.py"), *overrides], check=True, cwd=root,
+                env={**os.environ, **environment},
+            )  # fmt: skip
+            seconds = time.monotonic() - begin
             summary = json.loads((Path(folder) / "summary.json").read_text())
-        times = summary["step_time_ms"]
+        times, first = summary["step_time_ms"], summary["first_step_s"]
         return StepTimes(
-            f"{TRAIN_PY} {' '.join(settings)}",
-            times["median"], times["p10"], times["p90"], times["n"],
-            summary["peak_memory_bytes"], None, summary["train_loss"],
+            name, times["median"], times["p10"], times["p90"], times["n"], summary["peak_memory_bytes"], None,
+            summary["train_loss"], first_step_s=round(seconds - summary["seconds"] + first, 1),
         )  # fmt: skip

@@ -23,6 +23,7 @@ _SETTING_OF_CODE = {
     "data.cache_gb": "data.cache_gb",
     "data.num_classes": "data.num_classes",
     "data.root": "data.root",
+    "data.table": "data.table",
     "data.shard_fields": "data.label",
     "data.shard_label": "data.label",
     "data.small_images": "data.small_images",

@@ -86,7 +86,7 @@ def check_data(data: DataSettings) -> None:
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(
             f"data._target_={data.target} is not an importable function ({error}). data=digits, data=fake, "
-            "data=imagefolder and data=shards select the built-in ones; your own is MODULE.FUNCTION",
+            "data=imagefolder, data=shards and data=table select the built-in ones; your own is MODULE.FUNCTION",
             code="config.target",
             setting="data._target_",
             value=data.target,
@@ -97,7 +97,7 @@ def check_data(data: DataSettings) -> None:
     if missing:
         raise UsageError(
             f"data._target_={data.target} does not build a data set: it has no parameter {', '.join(missing)}. "
-            "vitkernels.data describes such a function; data=digits, fake, imagefolder and shards are built in",
+            "vitkernels.data describes such a function; data=digits, fake, imagefolder, shards and table are built in",
             code="config.target",
             setting="data._target_",
             value=data.target,

@@ -27,6 +27,12 @@ class TrainerSettings:
         least=1,
     )
     clip_grad: float | None = setting(1.0, "Maximum gradient norm; null disables clipping.", least=0)
+    loss: Literal["auto", "cross_entropy", "bce"] = setting(
+        "auto", "Cross-entropy, or binary cross-entropy of each class (bce); auto is bce for data with several labels."
+    )
+    bce_threshold: float | None = setting(
+        None, "Targets above it count as 1 and others as 0, for loss=bce; null leaves them.", least=0, greatest=1
+    )
     label_smoothing: float = setting(
         0.0, "Share of the target probability that is spread over all classes.", least=0, greatest=1
     )

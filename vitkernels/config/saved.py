@@ -30,6 +30,8 @@ def read_settings(folder: Path) -> dict:
         settings["data"]["_target_"] = f"vitkernels.{target}"
     if "schedule" in settings:
         settings["schedule"].setdefault("warmup_cap", 0.1)
+    if "trainer" in settings:
+        settings["trainer"] = {"loss": "auto", "bce_threshold": None} | settings["trainer"]
     if "crop_pct" in settings.get("data", {}):
         settings["data"].setdefault("crop_mode", "center")
     return settings

@@ -5,11 +5,12 @@ Shapes: B batch size, C channels, S image side, K classes.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
 
+PRESENT = 0.5  # of targets float32 (B, K), those above it are labels that an image has
 IGNORE = -100  # the target of a row that holds no sample: F.cross_entropy's ignore_index
 
 Batch = tuple[torch.Tensor, torch.Tensor]
@@ -23,8 +24,9 @@ class Loader(Protocol):
 
     A batch is (images, targets) with exactly batch_size rows, or a RawBatch, which the loader's method
     `finish(raw) -> Batch` completes after the copy to the device. images: float32 (B, C, S, S), normalized. targets:
-    int64 (B,), or float32 (B, K) if the training set mixes images. A row without a sample (padding of the last
-    evaluation batch, an unreadable image) has an image of zeros and the target -100, or zeros if targets are soft.
+    int64 (B,), or float32 (B, K) if the training set mixes images or has such targets. A row without a sample (padding
+    of the last evaluation batch, an unreadable image) has an image of zeros and the target -100, or zeros if targets
+    are mixed class numbers.
 
     Training: an order drawn from (seed, epoch); each image at most once per epoch, and images that fill no batch are
     dropped. Evaluation: all images in order, exactly once. For exact resume each batch must be a function of (seed,
@@ -54,6 +56,8 @@ class Data:
     class_names: in the order of the targets, if known. They are saved with the weights.
     preprocessing: the preprocessing of evaluation images if it is configurable, with the keys of
         vitkernels.models.preprocessing.
+    targets: what training targets are: class numbers, "distributions" over classes, or "labels": float32 (B, K), of
+        any number of classes per image, in the evaluation set, too. A row without a sample then has -100 throughout.
     file_preprocessing: the same for image files of other sources, if the data set itself reads none.
     open_plain_train: returns the training images as an evaluation has them: all, in order, not augmented; None if the
         data set has no such loader or no training images were requested.
@@ -65,6 +69,7 @@ class Data:
     class_names: list[str] | None = None
     preprocessing: dict | None = None
     file_preprocessing: dict | None = None
+    targets: Literal["classes", "distributions", "labels"] = "classes"
     open_plain_train: Callable[[], Loader] | None = None
 
 

@@ -38,11 +38,11 @@ class DeviceTransforms:
 
         Keys of `raw`, all optional but the first two:
             pixels: uint8 or normalized float32 (B, C, S, S).
-            targets: int64 (B,), negative for a row without a sample, or float32 (B, K), with zeros for such a row.
+            targets: int64 (B,) or float32 (B, K), negative for a row without a sample, or zeros if they are mixed.
             flip: bool (B,), mirror the row.
             jitter: float32 (B, 3), factors of brightness, contrast and saturation; jitter_order: int64 (B, 3 or 4).
             erase: int64 (B, N, 4), boxes (top, bottom, left, right); erase_colors: (B, N, 3); erase_seed: int64 (B,).
-            missing: bool (B,), rows without a sample; needed next to soft targets.
+            missing: bool (B,), rows without a sample; needed if their targets are zeros.
             own_share, other_share: float32 (B,), Mixup's factors of a row and of its mirror row B-1-i.
             cutmix: int64 (B, 4), the box that comes from the mirror row; empty for none.
         """
@@ -52,7 +52,7 @@ class DeviceTransforms:
             images = torch.cat([self._images(dict(zip(rows, row, strict=True))) for row in _single_rows(rows)])
         else:
             images = self._images(rows)
-        missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else None
+        missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else targets[:, 0] < 0
         if "own_share" in raw:
             images = mix(images, missing, raw["own_share"], raw["other_share"], raw["cutmix"])
         if missing is not None and (missing.device.type != "cpu" or missing.any()):

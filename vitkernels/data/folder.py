@@ -29,7 +29,7 @@ class Folder:
     path: Path
     classes: list[str]
     images: np.ndarray  # bytes (N,), relative to path: one block of memory, cheap to pickle for workers
-    targets: np.ndarray  # int64 (N,)
+    targets: np.ndarray  # int64 (N,), or float32 (N, K) of a table
 
     @property
     def name(self) -> str:

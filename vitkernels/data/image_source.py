@@ -34,7 +34,7 @@ class ImageSource(Protocol):
 
     @property
     def targets(self) -> np.ndarray:
-        """The classes, int64 (N,)."""
+        """The classes, int64 (N,), or a number from 0 to 1 for each image and class, float32 (N, K)."""
 
     def read(self, index: int, limit: int | None = None) -> bytes:
         """Return the bytes of an encoded image, or its first `limit` bytes. Safe to call from several threads.

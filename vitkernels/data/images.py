@@ -88,7 +88,9 @@ class ImageSamples:
         size = self._blank.pixels.shape[-1]
         pixels = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
         draws = {name: torch.stack([draw] * len(ids)) for name, draw in self._blank.draws.items()}
-        targets = torch.full((len(ids),), IGNORE)
+        known = self.source.targets
+        dtype = torch.int64 if known.ndim == 1 else torch.float32
+        targets = torch.full((len(ids), *known.shape[1:]), IGNORE, dtype=dtype)
         problems = []
         for row, index in enumerate(ids):
             image, found = self[epoch, index]
@@ -98,7 +100,7 @@ class ImageSamples:
             pixels[row] = image.pixels
             for name, draw in image.draws.items():
                 draws[name][row] = draw
-            targets[row] = int(self.source.targets[index])
+            targets[row] = torch.as_tensor(known[index])
         return {"pixels": pixels, **draws}, targets, problems
 
     def order(self, draw: np.random.Generator) -> np.ndarray:
@@ -182,12 +184,14 @@ class ImageSettings:
                 source, spec.image_size, check_images=self.check_images, small_images=self.small_images, log=log
             )
         loaders = {split: loader(split, training=split == "train") for split in sources}
+        dense = {split for split, source in sources.items() if source.targets.ndim == 2}
         return Data(
             loaders.get("train"),
             loaders["val"],
             num_classes,
             class_names=class_names,
             preprocessing=prepared_eval,
+            targets="labels" if "val" in dense else "distributions" if dense else "classes",
             open_plain_train=(lambda: loader("train", training=False)) if "train" in sources else None,
         )
 

@@ -84,10 +84,12 @@ class Mixing:
         """Return soft targets float32 (B, K) and the draws that vitkernels.data.device_transforms.mix applies.
 
         targets: int64 (B,), negative without a sample. Such a row gets a soft target of zeros, and its partner stays
-        unmixed.
+        unmixed. Or float32 (B, K), negative without a sample, which such a row keeps.
         """
         from timm.data.mixup import mixup_target
 
+        if targets.dim() == 2:
+            return self._draw_dense(targets, image_size, epoch, batch)
         missing = targets < 0
         # The partner temporarily fills the missing row, so it is mixed with itself; clamp: both may be missing.
         targets = torch.where(missing, targets.flip(0), targets).clamp(min=0)
@@ -98,6 +100,19 @@ class Mixing:
         soft_targets = mixup_target(targets, self.mixup.num_classes, target_share)
         soft_targets[missing] = 0
         return soft_targets, {"own_share": own, "other_share": other, "cutmix": boxes, "missing": missing}
+
+    def _draw_dense(
+        self, targets: torch.Tensor, image_size: int, epoch: int, batch: int
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Do the same for targets float32 (B, K)."""
+        missing = targets[:, 0] < 0
+        self.mixup.mixup_enabled = self.off_epoch is None or epoch < self.off_epoch
+        with seeded_globals(self.seed, Stream.MIX, epoch, batch):
+            shares = self._shares_per_batch if self.one_per_batch else self._shares_per_row
+            own, other, boxes, share = shares(len(targets), image_size)
+        partner = torch.where(missing.flip(0)[:, None], targets, targets.flip(0))
+        mixed = torch.where(missing[:, None], targets, targets * share + partner * (1 - share))
+        return mixed, {"own_share": own, "other_share": other, "cutmix": boxes, "missing": missing}
 
     def _shares_per_batch(self, rows: int, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         """Return own_share, other_share and boxes of each row, and the share of the targets: one mixture for all."""

@@ -16,9 +16,13 @@ Weights = dict[str, dict[str, Tensor]]  # state dicts by the name of their file
 
 
 def is_better(found: dict, best: dict) -> bool:
-    """Return whether an evaluation beats the best one: a higher top-1 accuracy, or the same at a lower loss."""
-    if found["top1"] != best["top1"]:
-        return found["top1"] > best["top1"]
+    """Return whether an evaluation beats the best one: a higher top-1 accuracy, or the same at a lower loss.
+
+    With several labels for an image, the mean average precision takes the place of the accuracy.
+    """
+    figure = "map" if "map" in found else "top1"
+    if found[figure] != best.get(figure, -1.0):
+        return found[figure] > best.get(figure, -1.0)
     return best.get("loss") is not None and found["loss"] < best["loss"]  # older checkpoints keep no loss
 
 

@@ -7,9 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitkernels.data import Loader
+from vitkernels.data.contract import PRESENT
 from vitkernels.data.device_transforms import finished
 from vitkernels.parallel import Parallel
 from vitkernels.training.answers import BatchAnswers
+from vitkernels.training.average_precision import mean_average_precision
 
 
 @torch.no_grad()
@@ -21,6 +23,10 @@ def evaluate(
     answers: list[BatchAnswers] | None = None,
 ) -> dict:
     """Return {"top1", "top5" in percent, "loss", "images", "images_per_s"} of a model over the images of all ranks.
+
+    With several labels for an image (targets float32), "top1" and "top5" count images whose most likely class, or one
+    of the five most likely, is among its labels; "map" is the mean average precision, and the loss is binary
+    cross-entropy.
 
     The model runs in evaluation mode; its mode is restored. Rows with a negative target are padding and are ignored.
     images_per_s is the model's throughput without input wait. It excludes the first batch, which may compile, and is
@@ -35,16 +41,25 @@ def evaluate(
     model.eval()
     counts: dict[str, list[torch.Tensor]] = {"images": [], "top1": [], "top5": [], "loss": []}
     stamps: list[tuple[Any, Any]] = []
+    rows: list[tuple[torch.Tensor, torch.Tensor]] = []  # of data with several labels
     for images, targets in finished(loader, parallel.feed(loader.epoch(0))):
         begin = runtime.stamp()
         with runtime.autocast():
             logits = model(images).float()
         top5 = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
-        hits = top5 == targets[:, None]
-        counts["images"].append((targets >= 0).sum())
+        if targets.dim() == 2:
+            present = targets[:, 0] >= 0
+            hits = present[:, None] & (targets.gather(1, top5) > PRESENT)
+            each = F.binary_cross_entropy_with_logits(logits, targets.clamp(min=0), reduction="none").mean(1)
+            loss = (each * present).sum()
+            rows.append((logits.clone(), targets))  # a CUDA graph overwrites its output
+        else:
+            present, hits = targets >= 0, top5 == targets[:, None]
+            loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        counts["images"].append(present.sum())
         counts["top1"].append(hits[:, :1].sum())
-        counts["top5"].append(hits.sum())
-        counts["loss"].append(F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum"))
+        counts["top5"].append(hits.any(1).sum())
+        counts["loss"].append(loss)
         if answers is not None:
             confidence, predicted = logits.softmax(-1).max(-1)
             answers.append((targets, predicted, confidence))
@@ -60,7 +75,8 @@ def evaluate(
     own = {name: sum(values) for name, values in read.items()}
     totals = parallel.total({**own, "timed": sum(read["images"][1:])})
     count = totals["images"]
-    return {
+    precision = {"map": mean_average_precision(rows, parallel)} if rows else {}
+    return precision | {
         "top1": 100 * totals["top1"] / count,
         "top5": 100 * totals["top5"] / count,
         "loss": totals["loss"] / count,

@@ -8,6 +8,7 @@ from timm.utils import random_seed
 
 from vitkernels.config import Config
 from vitkernels.data import Data
+from vitkernels.errors import UsageError
 from vitkernels.files import write_json
 from vitkernels.parallel import Parallel
 from vitkernels.provenance import git_commit
@@ -32,11 +33,21 @@ def evaluate_checkpoint(cfg: Config, parallel: Parallel, folder: Path) -> dict:
     trained_on = setup.read_source(cfg, parallel)
     data = setup.build_data(cfg, parallel, trained_on)
     parts = setup.build_model(cfg, parallel, data, trained_on)
+    answers: Answers | None = None
     if cfg.evaluation.name == "head":
         result, answers = _by_head(parts, data, parallel)
-    else:
+    elif data.targets == "classes":
         result, answers = _by_features(cfg, parts, data, parallel)
-    result["ece"] = expected_calibration_error(answers)
+    else:
+        raise UsageError(
+            f"evaluation={cfg.evaluation.name} needs one class per image, but the data has {data.targets}: use "
+            "evaluation=head",
+            code="config.conflict",
+            setting="evaluation.name",
+            value=cfg.evaluation.name,
+        )
+    if answers is not None:
+        result["ece"] = expected_calibration_error(answers)
     report = {
         "checkpoint": cfg.checkpoint,
         "model": cfg.model.name,
@@ -50,14 +61,17 @@ def evaluate_checkpoint(cfg: Config, parallel: Parallel, folder: Path) -> dict:
     }
     parallel.on_main(write_json, folder / "eval.json", report)
     log_evaluation(result, data.num_classes)
-    parallel.on_main(log_findings, answers, data)
-    parallel.on_main(write_findings, answers, data, folder)
-    log.info("per-class figures and pictures are in %s", folder)
+    if answers is not None:
+        parallel.on_main(log_findings, answers, data)
+        parallel.on_main(write_findings, answers, data, folder)
+        log.info("per-class figures and pictures are in %s", folder)
     return report
 
 
-def _by_head(parts: setup.ModelParts, data: Data, parallel: Parallel) -> tuple[dict, Answers]:
-    """Evaluate the classifier head, of the original weights and of the quantized ones."""
+def _by_head(parts: setup.ModelParts, data: Data, parallel: Parallel) -> tuple[dict, Answers | None]:
+    """Evaluate the classifier head, of the original weights and of the quantized ones; no answers if images have
+    several labels.
+    """
     parallel.runtime.synchronize()  # keep pending quantization work out of the timing
     batches: list[BatchAnswers] = []
     result = evaluate(parts.net, data.val, parallel, answers=batches) | {"bytes": size_in_bytes(parts.model)}
@@ -66,7 +80,7 @@ def _by_head(parts: setup.ModelParts, data: Data, parallel: Parallel) -> tuple[d
         batches = []
         result = evaluate(parts.quantized_net, data.val, parallel, "quantized eval", batches) | before
         result["bytes"] = size_in_bytes(parts.quantized)
-    return result, collect(batches, data.val, parallel)
+    return result, None if data.targets == "labels" else collect(batches, data.val, parallel)
 
 
 def _by_features(cfg: Config, parts: setup.ModelParts, data: Data, parallel: Parallel) -> tuple[dict, Answers]:

@@ -132,7 +132,9 @@ def read_results(folder: Path) -> dict:
     summary, evaluated = read_json(folder / "summary.json"), read_json(folder / "eval.json")
     if summary is not None or evaluated is None:
         return summary or {}
-    return {f"val_{name}" if name in ("top1", "top5", "loss") else name: value for name, value in evaluated.items()}
+    return {
+        f"val_{name}" if name in ("top1", "top5", "loss", "map") else name: value for name, value in evaluated.items()
+    }
 
 
 def record_failure(folder: Path, reason: str) -> None:

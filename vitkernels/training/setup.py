@@ -30,7 +30,7 @@ from vitkernels.quant import Scheme, quantize_, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
 from vitkernels.training import source
 from vitkernels.training.distillation import Distillation, build_teacher
-from vitkernels.training.loss import Loss, build_loss
+from vitkernels.training.loss import Loss, build_bce, build_loss
 from vitkernels.training.plan import StepPlan
 from vitkernels.training.trainer import Trainer
 
@@ -328,7 +328,7 @@ def build_trainer(
     cfg: Config, parallel: Parallel, data: Data, parts: ModelParts, plan: StepPlan, optimization: Optimization
 ) -> Trainer:
     """Return the trainer, at step 0, without a run folder and ready for `train_step`."""
-    loss_fn = build_loss(cfg.ops.cross_entropy, cfg.trainer.label_smoothing)
+    loss_fn = _loss(cfg, data)
     return Trainer(
         parallel,
         plan,
@@ -347,6 +347,37 @@ def build_trainer(
         untimed_steps=cfg.trainer.warmup_steps,
         flops_per_image=parts.facts.train_flops_per_image,
     )
+
+
+def _loss(cfg: Config, data: Data) -> Loss:
+    """Return the loss that the settings and the kind of targets ask for. UsageError if they contradict each other."""
+    t = cfg.trainer
+    kind = ("bce" if data.targets == "labels" else "cross_entropy") if t.loss == "auto" else t.loss
+    if kind == "cross_entropy" and data.targets == "labels":
+        raise UsageError(
+            "trainer.loss=cross_entropy expects one class per image, but the data has several labels: use "
+            "trainer.loss=bce",
+            code="config.conflict",
+            setting="trainer.loss",
+            value=t.loss,
+        )
+    if kind == "cross_entropy" and t.bce_threshold is not None:
+        raise UsageError(
+            f"trainer.bce_threshold={t.bce_threshold} belongs to trainer.loss=bce: set both, or neither",
+            code="config.conflict",
+            setting="trainer.bce_threshold",
+            value=t.bce_threshold,
+        )
+    if data.targets == "labels" and cfg.distill.teacher is not None:
+        raise UsageError(
+            "distill.teacher expects one class per image, but the data has several labels: set distill.teacher=null",
+            code="config.conflict",
+            setting="distill.teacher",
+            value=cfg.distill.teacher,
+        )
+    if kind == "bce":
+        return build_bce(t.label_smoothing, t.bce_threshold, data.targets)
+    return build_loss(cfg.ops.cross_entropy, t.label_smoothing, data.targets)
 
 
 def _build_distillation(cfg: Config, parallel: Parallel, data: Data, loss_fn: Loss) -> Distillation | None:

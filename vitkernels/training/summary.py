@@ -75,7 +75,9 @@ def log_evaluation(result: dict, num_classes: int) -> None:
     top5 = f"  top-5 {result['top5']:.2f} %" if num_classes > 5 else ""
     loss = f"  loss {result['loss']:.4f}" if "loss" in result else ""
     ece = f"  calibration error {result['ece']:.2f} %" if "ece" in result else ""
-    log.info("top-1 %.2f %%%s%s%s  on %d images%s", result["top1"], top5, loss, ece, result["images"], speed)
+    precision = f"mAP {result['map']:.2f} %  " if "map" in result else ""
+    figures = f"{precision}top-1 {result['top1']:.2f} %{top5}{loss}{ece}"
+    log.info("%s  on %d images%s", figures, result["images"], speed)
     if "top1_before" not in result:
         return
     speed = "" if speed == "" else f", {result['images_per_s_before']:.1f} -> {result['images_per_s']:.1f} images/s"
@@ -104,7 +106,9 @@ def log_summary(summary: dict, folder: Path, num_classes: int) -> None:
     if summary["val_top1"] is not None:
         of_ema = "" if summary["val_ema_top1"] is None else f"; EMA top-1 {summary['val_ema_top1']:.2f} %"
         top5 = f"  top-5 {summary['val_top5']:.2f} %" if num_classes > 5 else ""
-        log.info("val top-1 %.2f %%%s  loss %.4f%s", summary["val_top1"], top5, summary["val_loss"], of_ema)
+        precision = f"mAP {summary['val_map']:.2f} %  " if "val_map" in summary else ""
+        figures = f"{precision}top-1 {summary['val_top1']:.2f} %{top5}"
+        log.info("val %s  loss %.4f%s", figures, summary["val_loss"], of_ema)
     if (best := summary["best"]) is not None:
         more = f"  loss {best['loss']:.4f}  epoch {best['epoch']:g}" if "loss" in best else ""  # older runs lack them
         log.info("best top-1 %.2f %%%s  step %d: %s", best["top1"], more, best["step"], folder / best["weights"])

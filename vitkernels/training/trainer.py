@@ -111,6 +111,7 @@ class Trainer:
         self.answers: Answers | None = None  # of the evaluation after the last step, by the EMA if there is one
         self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
         self.begin = time.monotonic()
+        self.first_step_s: float | None = None  # from `begin` to the end of the first step on the host, which compiles
         self._host_bound = self._input_bound = False  # whether the log says so
 
     def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
@@ -212,6 +213,8 @@ class Trainer:
             parallel.update_ema(self.ema, self.model, self.state.step)
         self.metrics.add(self.state.step, sum(losses[1:], losses[0]) / accum, grad_norm, lr)
         parallel.runtime.end_step(images, targets)
+        if self.first_step_s is None:
+            self.first_step_s = time.monotonic() - self.begin
         self.timer.step_done()
 
     def _copy_gradients(self) -> None:
@@ -248,7 +251,8 @@ class Trainer:
         """Evaluate the model and its EMA, log the figures, and keep `saved` if its weights are the best so far."""
         step, state = self.state.step, self.state
         # A data set without class names, such as random images, has no mistakes worth a look.
-        is_last = step == self.plan.total_steps and self.data.class_names is not None
+        is_told = self.data.class_names is not None and self.data.targets != "labels"
+        is_last = step == self.plan.total_steps and is_told
         batches: list[BatchAnswers] | None = [] if is_last else None
         of_model = batches if self.ema_net is None else None
         result = evaluate(self.net, self.data.val, self.parallel, answers=of_model)
@@ -259,12 +263,14 @@ class Trainer:
         state.last_eval, state.eval_pending = result, False
         self.logger.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
         self.logger.scalars(step, {f"val/{k}": v for k, v in result.items() if k != "images"})
-        found = {name: result.get(f"ema_{name}", result[name]) for name in ("top1", "loss")}
+        figures = ("map", "top1", "loss") if "map" in result else ("top1", "loss")
+        found = {name: result.get(f"ema_{name}", result[name]) for name in figures}
         found |= {"step": step, "epoch": round(step / self.plan.steps_per_epoch, 4)}
         if is_better(found, state.best) and self._keep_as_best(found, saved):
             state.best = found
         of_ema = f"  EMA {result['ema_top1']:.2f} %" if "ema_top1" in result else ""
-        log.info("step %d  val top-1 %.2f %%%s  loss %.4f", step, result["top1"], of_ema, result["loss"])
+        precision = f"mAP {result['map']:.2f} %  " if "map" in result else ""
+        log.info("step %d  val %stop-1 %.2f %%%s  loss %.4f", step, precision, result["top1"], of_ema, result["loss"])
 
     def _keep_as_best(self, best: dict, saved: Path | None) -> bool:
         """Keep the weights as the best so far; return False, on all processes, if they could not be written."""

@@ -21,7 +21,10 @@ _PASSES = ("forward", "dq", "dkdv")
 
 
 class TritonFlash(AttentionBackend):
-    """Head dims 32 to 128 in steps of 8, any lengths, bias and its gradient, masks, segments, causality and rope."""
+    """Head dims 32 to 128 in steps of 8, any lengths, bias and its gradient, masks, segments, causality and rope.
+
+    float32 calls multiply in native float32, not TF32, on CUDA cores.
+    """
 
     name = "triton_flash"
     rotates = True

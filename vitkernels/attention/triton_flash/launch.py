@@ -284,8 +284,12 @@ def forward_tiles(inputs: FlashInputs) -> TileConfig:
         return TileConfig(32, 32, 4, 1)
     if inputs.general or inputs.rope is not None:
         return TileConfig(64, 32, 4, 2)
+    if width > 96 and length > 512:
+        return TileConfig(128, 64, 8, 3)
     if width > 64 and length % 64 == 0:
         return TileConfig(64, 64, 4, 2)
+    if width == 96 and not _fits_128(length):
+        return TileConfig(64, 32, 4, 3)
     if width > 80:
         return TileConfig(128, 64, 8, 3)
     if width > 64:
@@ -304,6 +308,8 @@ def dq_tiles(inputs: FlashInputs) -> TileConfig:
         return TileConfig(32, 16, 4, 1)
     if inputs.general or inputs.rope is not None:
         return TileConfig(64, 32, 4, 2)
+    if width > 96 and length > 512:
+        return TileConfig(128, 32, 8, 3)
     if width > 64 and length % 64 == 0:
         return TileConfig(64, 32, 4, 2)
     if width > 80:
@@ -320,7 +326,11 @@ def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
         return TileConfig(16, 32, 4, 1)
     if inputs.general or inputs.rope is not None:
         return TileConfig(32, 64, 4, 2)
+    if width > 96 and length > 512:
+        return TileConfig(64, 64, 4, 2)
     if width > 64 and length % 64 == 0:
+        return TileConfig(32, 64, 4, 3)
+    if width == 96 and not _fits_128(length):
         return TileConfig(32, 64, 4, 3)
     if width > 80:
         return TileConfig(64, 64, 4, 3)
