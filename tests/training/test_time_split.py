@@ -271,7 +271,9 @@ def test_split_on_a_gpu__delays_are_attributed_to_their_cause(part):
     if part == "starved":
         with competitors(max(os.sched_getaffinity(0)), 2):
             after = timed()
-        assert after["host_late_ms"] > before["host_late_ms"] + 30 and after["input_wait_ms"] < 1
+        assert after["host_late_ms"] > before["host_late_ms"] + 30
+        # A process that waits for a core also returns late from its wait for input.
+        assert after["input_wait_ms"] < after["host_late_ms"] / 5
         return
     # The GPU has up to one step queued when a delay begins, so much of it is hidden.
     after = timed(wait=0.2) if part == "input_wait_ms" else timed(late=0.2)

@@ -84,8 +84,14 @@ def rotations(rope: Tensor, tokens: int, rope_half: bool) -> Tensor:
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
-    """Return ‖x - exact‖ / ‖exact‖; the absolute error if ‖exact‖ < 1, because dq and dk of a single token are 0."""
-    return ((x.double() - exact).norm() / exact.norm().clamp_min(1.0)).item()
+    """Return ‖x - exact‖ / ‖exact‖, or the root mean square of the error if `exact` is 0.
+
+    dq and dk of a single token are 0: differences of equal terms near 1, each with its rounding.
+    """
+    size = exact.norm()
+    if size <= 1e-12 * exact.numel() ** 0.5:  # 0 up to float64's rounding
+        size = size.new_tensor(exact.numel() ** 0.5)
+    return ((x.double() - exact).norm() / size.clamp_min(1.0)).item()
 
 
 def draw(device, B, H, N, D, dtype=torch.float32, M=None) -> list[Tensor]:
