@@ -7,6 +7,7 @@ import pickle
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from expecting import error
@@ -111,6 +112,17 @@ def test_index_parquet__points_to_each_image(tmp_path, options):
     found = index_parquet(str(path), Fields())
     assert stored(path, found) == [encoded(n) for n in numbers]
     assert found.targets.tolist() == [n % 3 for n in numbers]
+
+
+def test_index_parquet__refuses_compressed_images_until_they_are_written_again(tmp_path):
+    images = [letter * 500 for letter in (b"a", b"b", b"c")]  # page headers repeat the least and the greatest
+    table = pa.table({"image": images, "label": [0, 1, 2]})
+    path, new = str(tmp_path / "0.parquet"), str(tmp_path / "1.parquet")
+    pq.write_table(table, path, compression="zstd")
+    with error("data.shard_compressed", path=path, column="image"):
+        index_parquet(path, Fields())
+    pq.write_table(pq.read_table(path), new, compression="none")
+    assert stored(new, index_parquet(new, Fields())) == images
 
 
 def test_index_parquet__refuses_what_it_cannot_use(tmp_path):

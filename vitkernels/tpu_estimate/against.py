@@ -10,7 +10,7 @@ from vitkernels.tpu_estimate.chips import CHIPS, Chip
 
 # What the step computes, by group of config.json; the rest (data set, schedule, files) plays no part in its time.
 _GROUPS: dict[str, tuple[str, ...]] = {
-    "trainer": ("accum_steps", "clip_grad", "label_smoothing"),
+    "trainer": ("accum_steps", "clip_grad", "label_smoothing", "loss", "bce_threshold"),
     "ema": ("decay",),
     "model": ("name", "img_size", "in_chans", "drop_path_rate"),
     "data": ("batch_size",),

@@ -126,7 +126,8 @@ def _fields(path: str, message: str, found: list[str]) -> UsageError:
 
 def _compressed(path: str, leaf: str) -> UsageError:
     return UsageError(
-        f"{path} stores column {leaf!r} with compression, so that its images are not in the file as they are",
+        f"{path} stores column {leaf!r} with compression, so that no image can be read alone. Write the file again "
+        "without: pyarrow.parquet.write_table(pyarrow.parquet.read_table(PATH), NEW, compression='none')",
         code="data.shard_compressed",
         path=path,
         column=leaf,
