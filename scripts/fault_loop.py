@@ -1,7 +1,8 @@
 """Kill training runs in many ways, resume them, and compare losses and weights bit for bit with an undisturbed run.
 
     python scripts/fault_loop.py --kills 40 --seed 1
-    python scripts/fault_loop.py --kills 40 --seed 1 --ranks 2
+    python scripts/fault_loop.py --kills 40 --seed 1 --ranks 2 --parallel fsdp
+    python scripts/fault_loop.py --kills 40 --seed 1 --data shards
 
 Kinds of faults: main (SIGKILL of a process at a random moment), rank (the same with several), worker (SIGKILL of a data
 worker), file (SIGKILL before a random operation on a file in the run's folder), disk (no file may grow from a random
@@ -10,6 +11,7 @@ another data set. Exit status 1 if a run differs.
 """
 
 import argparse
+import io
 import json
 import multiprocessing
 import os
@@ -18,6 +20,7 @@ import resource
 import runpy
 import signal
 import sys
+import tarfile
 import tempfile
 import threading
 import time
@@ -33,7 +36,14 @@ WORDS = (
     "model.drop_path_rate=0.1 ema.decay=0.9 trainer.log_every=2 trainer.warmup_steps=0 checkpoints.every_steps=4 "
     f"trainer.eval_every=1 data.batch_size=32 trainer.accum_steps=2 trainer.max_steps={STEPS} resume=auto"
 ).split()
-PRELOADED = ["train", "vitkernels.data.digits", "vitkernels.parallel.ddp", "sklearn.datasets", "fault_loop"]
+PRELOADED = [
+    "train",
+    "vitkernels.data.digits",
+    "vitkernels.parallel.ddp",
+    "vitkernels.parallel.fsdp",
+    "sklearn.datasets",
+    "fault_loop",
+]
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.truncate")  # audit events
 
 
@@ -125,6 +135,7 @@ class Run:
     def __init__(self, folder: Path, ranks: int, words: list[str], fault: Fault | None):
         self.folder, self.fault, self.begin = folder, fault, time.monotonic()
         workers = ["data.num_workers=1"] if fault is not None and fault.kind == "worker" else []
+        words = [word for word in words if not (workers and word.startswith("data.num_workers="))]
         words = [*WORDS, *words, *workers, f"hydra.run.dir={folder}"]
         self.logs = [folder.with_name(f"{folder.name}.rank{rank}.log") for rank in range(ranks)]
         environments: list[dict[str, str]] = [{}]
@@ -183,6 +194,31 @@ class Run:
         return "named" if f"rank {self.fault.rank} (process {victim.pid} " in self.output() else "not named"
 
 
+def write_shards(folder: Path) -> list[str]:
+    """Write tar files of small noisy images in WebDataset's layout; return the settings that train on them."""
+    import numpy as np
+    from PIL import Image
+
+    folder.mkdir()
+    draw, number = np.random.default_rng(0), 0
+    for name, images in (("train-0", 96), ("train-1", 96), ("val-0", 32)):
+        with tarfile.open(folder / f"{name}.tar", "w") as tar:
+            for _ in range(images):
+                picture, number = io.BytesIO(), number + 1
+                Image.fromarray(draw.integers(0, 256, (20, 20, 3), dtype=np.uint8)).save(picture, "png")
+                for ending, content in (("png", picture.getvalue()), ("cls", str(number % 2).encode())):
+                    member = tarfile.TarInfo(f"{number:06d}.{ending}")
+                    member.size = len(content)
+                    tar.addfile(member, io.BytesIO(content))
+    return [
+        "data=shards",
+        f"data.root={folder}",
+        f"data.cache={folder / 'index'}",
+        "model.in_chans=3",
+        "data.num_workers=0",
+    ]
+
+
 def logged_steps(folder: Path) -> int:
     """Return the last step in metrics.jsonl."""
     path = folder / "metrics.jsonl"
@@ -205,13 +241,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=40, help="number of faults (default 40)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the faults (default 0)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes; more than one train with ddp (default 1)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes (default 1)")
+    parser.add_argument("--parallel", choices=("ddp", "fsdp"), default="ddp", help="how several processes train")
+    parser.add_argument("--data", choices=("digits", "shards"), default="digits", help="shards: tar files of noise")
     parser.add_argument("words", nargs="*", help="further settings of train.py, after --")
     options = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH", "")])
     forkserver.set_forkserver_preload(PRELOADED)
-    words = [*options.words, *(["parallel=ddp"] if options.ranks > 1 else [])]
+    words = [*options.words, *([f"parallel={options.parallel}"] if options.ranks > 1 else [])]
     with tempfile.TemporaryDirectory(prefix="fault_loop_") as scratch:
+        if options.data == "shards":
+            words += write_shards(Path(scratch) / "shards")
         return loop(Path(scratch), options.kills, options.ranks, words, random.Random(options.seed))
 
 

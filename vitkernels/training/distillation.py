@@ -86,7 +86,7 @@ def _check(model: nn.Module, settings: DistillSettings, data: Data, names: list[
     try:
         outputs = model.eval()(images).shape[-1]
     except (AssertionError, RuntimeError) as error:  # timm asserts sizes; torch refuses shapes that do not fit
-        size, reason = images.shape[-1], str(error).splitlines()[0]
+        size, reason = images.shape[-1], str(error).splitlines()[0].rstrip(".")
         raise UsageError(
             f"teacher {settings.teacher} does not take images of {size} px with {images.shape[1]} channels: {reason}. "
             "Use a teacher for the student's image size, or train the student at the teacher's",
