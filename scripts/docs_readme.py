@@ -24,7 +24,7 @@ from vitkernels.benchmarks.tables import step as step_table  # noqa: E402
 PAGES = ("README.md", "docs/tutorials/compare_kernels.md", "docs/index.md")
 CHART = ROOT / "docs/_static/step_times.svg"
 # Numbers of runs in results/step.jsonl, attention.jsonl and scaling.jsonl, which are append-only.
-VIT_B, VIT_L, ATTENTION, SCALING = 20, 21, 47, 9
+VIT_B, VIT_L, TRAIN_PY, ATTENTION, SCALING = 20, 21, 22, 47, 9
 BEST = "attn=auto best"
 KERNELS = ("triton_flash", "pallas_flash")
 EXTRAS = {"bias, masks, segments": 2, "dropout": 6}  # columns of support_rows after backend and device
@@ -108,12 +108,16 @@ def verdict() -> str:
 
 
 def measured() -> str:
-    """Return five results, each with the best peer measured in the same run."""
+    """Return six results, each with the best peer measured in the same run."""
     cells = []
-    for title, number in (("ViT-B/16 at 256 px", VIT_B), ("ViT-L/16 at 224 px", VIT_L)):
+    for what, number, variant in (
+        ("`python train.py` without settings for speed, ViT-B/16 at 256 px, batch 128", TRAIN_PY, "train.py"),
+        ("the same with `speed=max`: a bf16 residual stream", TRAIN_PY, "train.py speed=max"),
+        ("training step, ViT-L/16 at 224 px, batch 128; ours with a bf16 residual stream", VIT_L, BEST),
+    ):
         run = step_run(number)
-        what = f"training step, {title}, batch 128; ours with a bf16 residual stream"
-        cells.append(_against(what, "timm, compiled, SDPA", run[step_table.BASELINE]["median"], run[BEST]["median"], 1))
+        timm = run[step_table.BASELINE]["median"]
+        cells.append(_against(what, "timm, compiled, SDPA", timm, run[variant]["median"], 1))
     measurement = attention_table.split_measurements(results("attention"))[ATTENTION - 1]
     times = {row["contender"]: row["device_both_ms"]["median"] for row in measurement if "device_both_ms" in row}
     peer = min(
