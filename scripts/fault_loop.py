@@ -138,6 +138,7 @@ class Run:
         words = [word for word in words if not (workers and word.startswith("data.num_workers="))]
         words = [*WORDS, *words, *workers, f"hydra.run.dir={folder}"]
         self.logs = [folder.with_name(f"{folder.name}.rank{rank}.log") for rank in range(ranks)]
+        self._logged = self.logs[0].stat().st_size if self.logs[0].exists() else 0  # by earlier attempts
         environments: list[dict[str, str]] = [{}]
         if ranks > 1:
             import torch.distributed as dist
@@ -176,12 +177,27 @@ class Run:
 
     def finish(self, seconds: float = 180) -> None:
         deadline = time.monotonic() + seconds
+        while any(process.is_alive() for process in self.processes) and time.monotonic() < deadline:
+            self.processes[-1].join(0.2)
+            if any(process.exitcode for process in self.processes) and not self._joined():
+                self._terminate()
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
         hung = [process for process in self.processes if process.exitcode is None]
         for process in hung:
             process.kill()
         assert not hung, f"{len(hung)} processes did not end: {self.output()[-3000:]}"
+
+    def _joined(self) -> bool:
+        """Return whether the ranks of this attempt have found each other: the log of rank 0 then names the runtime."""
+        with open(self.logs[0], "rb") if self.logs[0].exists() else io.BytesIO() as log:
+            log.seek(self._logged)
+            return b"runtime: " in log.read()
+
+    def _terminate(self) -> None:
+        """End the ranks that wait for one that died before they met, as torchrun does; later they notice themselves."""
+        for process in self.processes:
+            process.kill() if process.is_alive() else None
 
     def output(self) -> str:
         return "\n".join(log.read_text() for log in self.logs if log.exists())

@@ -25,7 +25,7 @@ def evaluations(monkeypatch):
     def give(figures: list) -> None:
         left = iter(figures)
 
-        def evaluate(*_) -> dict:
+        def evaluate(*_, **__) -> dict:
             top1, loss = next(left)
             return {"top1": top1, "top5": 100.0, "loss": loss, "images": 8, "images_per_s": None}
 

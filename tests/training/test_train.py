@@ -320,7 +320,7 @@ def test_best__is_a_checkpoint_that_could_be_written(settings, monkeypatch, tmp_
     """The disk is full when the checkpoint of the best evaluation is written."""
     results = iter([50.0, 60.0, 55.0])
     card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
-    monkeypatch.setattr(trainer, "evaluate", lambda *_: {"top1": next(results), **card})
+    monkeypatch.setattr(trainer, "evaluate", lambda *_, **__: {"top1": next(results), **card})
     write = ckpt._Writer.write_data
 
     def full(writer, *args):
@@ -342,7 +342,7 @@ def test_resume_in_another_folder__keeps_the_best_checkpoint(settings, monkeypat
     """The run is killed before its last evaluation; the best is the earlier checkpoint or the last one."""
     results = iter(top1)
     card = {"top5": 90.0, "loss": 1.0, "images": 8, "images_per_s": None}
-    monkeypatch.setattr(trainer, "evaluate", lambda *_: {"top1": next(results), **card})
+    monkeypatch.setattr(trainer, "evaluate", lambda *_, **__: {"top1": next(results), **card})
     cfg = settings(*SMALL, "data=fake", "data.items=32", "trainer.max_steps=4", "resume=auto")
     first, later = tmp_path / "2026-01-01_00-00-00", tmp_path / "2026-01-02_00-00-00"
     train.run(cfg, first)
