@@ -7,6 +7,7 @@ import pytest
 import timm
 import torch
 from expecting import error
+from timm import layers
 from timm.models._features_fx import create_feature_extractor
 from torch import nn
 
@@ -170,3 +171,27 @@ def test_multihead_attention__refuses_to_return_weights():
     added = nn.Sequential(nn.MultiheadAttention(32, 4, add_zero_attn=True))
     with error("models.attention"):
         models.set_attention(added, "native")
+
+
+LAYERS = {
+    "AttentionPool2d": lambda: layers.AttentionPool2d(32, feat_size=6, num_heads=2, out_features=8),
+    "AttentionPool2d, separate": lambda: layers.AttentionPool2d(32, feat_size=6, num_heads=2, qkv_separate=True),
+    "RotAttentionPool2d": lambda: layers.RotAttentionPool2d(32, ref_feat_size=6, num_heads=2, class_token=True),
+    "Attention2d": lambda: layers.Attention2d(32, num_heads=2),
+    "Attention2d, head first": lambda: layers.Attention2d(32, num_heads=2, head_first=True),
+    "MultiQueryAttention2d": lambda: layers.MultiQueryAttention2d(32, num_heads=2, key_dim=16, value_dim=24),
+    "MultiQueryAttention2d, strides": lambda: layers.MultiQueryAttention2d(
+        32, num_heads=2, query_strides=2, kv_stride=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_feature_map_attention__equals_timms(name):
+    """timm's layers that its convolutional models use."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(LAYERS[name]()).double().eval()
+    ours = models.set_attention(copy.deepcopy(plain), "native")
+    x = torch.randn(2, 32, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), plain(x))
+    assert list(ours.state_dict()) == list(plain.state_dict())
