@@ -112,7 +112,7 @@ def _config(run: Path, trained_on: TrainedOn, state_dict: dict[str, torch.Tensor
         prepared = PREPROCESSING | models.preprocessing(model["name"])
         if in_chans != len(prepared["mean"]):
             prepared |= {name: [sum(prepared[name]) / len(prepared[name])] * in_chans for name in ("mean", "std")}
-        log.warning("%s does not say how images were prepared; using timm's values for the model", run)
+        log.info("the data set records no preprocessing; the export has timm's for %s", model["name"])
     head = [tensor for name, tensor in state_dict.items() if name == "head.weight"]
     return timm_config(
         model["name"],

@@ -239,7 +239,7 @@ def _select(
         del selected[name]
     for reason in {} if quiet else dict.fromkeys(dropped.values()):
         names = [name for name, why in dropped.items() if why == reason]
-        log.info("%s: falling back to timm: %s", ", ".join(names), reason)
+        log.info("timm computes %s: %s", ", ".join(names), reason)
     return selected
 
 
