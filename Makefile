@@ -25,8 +25,8 @@ test: setup ## Run the tests but those marked slow, on all cores; ARGS="..." goe
 test-all: setup ## Run all tests, on all cores; ARGS="..." goes to pytest
 	$(BIN)/python $(PYTEST) -n auto $(ARGS)
 
-test-gpu: ## Run the tests that need an NVIDIA GPU, ten at a time, with the Python on the PATH
-	$(PYTHON) -m pytest -n 10 -m gpu -p no:benchmark $(ARGS)
+test-gpu: ## Run the tests that need an NVIDIA GPU, on all cores, with the Python on the PATH
+	$(PYTHON) -m pytest -n auto --maxprocesses 16 -m gpu -p no:benchmark $(ARGS)
 
 newest: $(VENV)/newest/.ready ## Make .venv/newest: Python 3.12 with the newest JAX, and PyTorch as GPU images have it
 

@@ -48,6 +48,14 @@ def check(backend, x, w):
     assert torch.equal(out.long(), exact(x, w))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", BACKENDS.names())
+@pytest.mark.parametrize("size", LARGE, ids=str)
+def test_int8_matmul__is_exact_for_large_sizes(backend, size):
+    M, K, N = size
+    check(backend, draw(M, K, "cuda"), draw(K, N, "cuda", transposed=True))
+
+
 @pytest.mark.parametrize("backend", BACKENDS.names())
 @pytest.mark.parametrize("device", DEVICES)
 class TestEveryBackend:
@@ -55,12 +63,6 @@ class TestEveryBackend:
     def test_int8_matmul__is_exact_for_each_size(self, backend, device, size):
         M, K, N = size
         check(backend, draw(M, K, device), draw(K, N, device))
-
-    @pytest.mark.gpu
-    @pytest.mark.parametrize("size", LARGE, ids=str)
-    def test_int8_matmul__is_exact_for_large_sizes(self, backend, device, size):
-        M, K, N = size
-        check(backend, draw(M, K, device), draw(K, N, device, transposed=True))
 
     @pytest.mark.parametrize("x_transposed", [False, True])
     @pytest.mark.parametrize("w_transposed", [False, True])
