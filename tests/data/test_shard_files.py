@@ -56,6 +56,14 @@ def test_index_tar__reads_labels_of_json_members_and_names_of_classes(tmp_path):
         index_tar(str(path), Fields(label="json.other"))
 
 
+def test_index_tar__takes_digits_as_numbers_even_if_classes_are_named_by_digits(tmp_path):
+    labels = [b"0", b"1", b"2", b"02"]
+    members = [m for i, label in enumerate(labels) for m in ((f"{i}.jpg", b"x"), (f"{i}.cls", label))]
+    path = write_tar(tmp_path / "0.tar", members)
+    found = index_tar(str(path), Fields(classes=("02", "1", "10", "2")))
+    assert found.targets.tolist() == [0, 1, 2, 0]
+
+
 def test_index_tar__takes_long_and_foreign_names(tmp_path):
     name = "d" * 120 + "/ünï"
     path = write_tar(tmp_path / "0.tar", [(f"{name}.jpg", b"one"), (f"{name}.cls", b"1")])

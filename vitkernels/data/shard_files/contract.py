@@ -37,16 +37,19 @@ class Fields:
     classes: tuple[str, ...] | None = None
 
     def class_number(self, label: object, where: str) -> int:
-        """Return the class of a label: a number, digits, or the name of a class. UsageError for anything else."""
+        """Return the class of a label: a number, digits, or the name of a class. UsageError for anything else.
+
+        Digits are a number even if a class has that name: `vitkernels data shard` writes numbers.
+        """
         if isinstance(label, bytes):
             label = label.decode(errors="replace").strip()
-        if isinstance(label, str) and self.classes is not None and label in self._numbers:
-            return self._numbers[label]
         try:
             number = int(label)  # type: ignore[call-overload]  # TypeError is handled
         except (TypeError, ValueError):
             number = -1
-        if number < 0 or (number != label and str(number) != label):
+        if number >= 0 and (number == label or str(number) == label):
+            return number
+        if not isinstance(label, str) or label not in self._numbers:
             names = " or a name in class_names.json" if self.classes else "; for names, write class_names.json"
             raise UsageError(
                 f"{where} has the label {label!r}, which is no class: expected a number of at least 0{names}",
@@ -54,7 +57,7 @@ class Fields:
                 where=where,
                 label=label,
             )
-        return number
+        return self._numbers[label]
 
     @property
     def _numbers(self) -> dict[str, int]:
