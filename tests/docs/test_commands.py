@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import tomllib
@@ -188,6 +189,9 @@ def test_examples__run(block, tmp_path, monkeypatch):
     # Lightning asks torch_xla for the type of a TPU even if there is none; without an answer, torch_xla fails.
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+    # libtpu, in this process for other examples, profiles itself by SIGPROF. Lightning resets handlers that Python does
+    # not know, and the signal's default ends the process.
+    signal.signal(signal.SIGPROF, signal.SIG_IGN)
     run_python(block, tmp_path)
 
 
