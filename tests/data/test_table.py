@@ -67,10 +67,29 @@ def test_read_table__a_single_label_each_is_still_a_list_of_labels(tmp_path):
     ("path,a,b\n1.jpg,0,2\n", {"row": 1, "value": "2"}), ("path,a,b\n1.jpg,0,1\n2.jpg,x,1\n", {"row": 2, "value": "x"}),
     ("path,targets\n1.jpg,a;1\n", {"value": 1}), ("path,split,a,b\n1.jpg,test,0,1\n", {"row": 1, "value": "test"}),
     ("path,a,b\n1.jpg,nan,1\n", {"row": 1, "value": "nan"}),
+    ("path,targets\n1.jpg,a,b\n2.jpg,b\n", {"row": 1}), ("path,a,b\n1.jpg,0,1\n2.jpg,1\n", {"row": 2}),
+    (f"path,targets\n1.jpg,{'a' * 140000}\n", {}),
 ])  # fmt: skip
 def test_read_table__refuses_what_is_no_table(tmp_path, text, fields):
     with error("data.table", **fields):
         read_table(write(tmp_path / "t.csv", text), None)
+
+
+@pytest.mark.parametrize("second, fields", [
+    ({"path": "2"}, {"row": 2}), ({"targets": ["a"]}, {"row": 2}),
+    ({"path": "2", "targets": [0, 1, 1]}, {"row": 2, "value": [0, 1, 1]}),
+])  # fmt: skip
+def test_read_table__refuses_rows_without_a_column_and_integers_that_may_be_labels_or_targets(tmp_path, second, fields):
+    with error("data.table", **fields):
+        read_table(write(tmp_path / "t.jsonl", [{"path": "1", "targets": ["a"]}, second]), None)
+
+
+def test_read_table__refuses_classes_that_the_first_row_lacks(tmp_path):
+    with error("data.table", row=2, value="b"):
+        read_table(write(tmp_path / "t.json", [{"path": "1", "a": 1}, {"path": "2", "b": 1}]), None)
+    rows = [{"path": str(n), "targets": [1.0] * n} for n in (2, 2, 3)]
+    with error("data.table", row=3, value=3):
+        read_table(write(tmp_path / "t.json", rows), None)
 
 
 def test_read_table__refuses_other_files_and_class_counts(tmp_path):

@@ -58,7 +58,9 @@ def read_table(path: Path, num_classes: int | None) -> TargetTable:
     names = [name for name in rows[0] if name not in ("path", "split")] if wide else []
     if wide and not names:
         raise _error(path, "expected a column 'targets', or one column per class")
+    _check_columns(path, rows, wide)
     entries = [{name: row.get(name) for name in names} if wide else row["targets"] for row in rows]
+    _check_lengths(path, entries)
     values = [_entry(path, number, entry) for number, entry in enumerate(entries, 1)]
     if not wide:
         names = sorted({label for value in values for label in value if isinstance(label, str)})
@@ -75,15 +77,26 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     try:
         if path.suffix.lower() == ".csv":
             with open(path, newline="", encoding="utf-8-sig") as file:
-                return list(csv.DictReader(file))
+                return _csv_rows(path, csv.DictReader(file))
         if path.suffix.lower() == ".parquet":
             return _parquet_rows(path)
         text = path.read_text(encoding="utf-8")
         rows = json.loads(text) if path.suffix.lower() == ".json" else list(map(json.loads, text.splitlines()))
-    except (OSError, ValueError) as error:
+    except UsageError:  # a ValueError
+        raise
+    except (OSError, ValueError, csv.Error) as error:
         raise _error(path, f"cannot be read ({error})") from error
     if not (isinstance(rows, list) and all(isinstance(row, dict) for row in rows)):
         raise _error(path, "expected a list of objects with path and targets")
+    return rows
+
+
+def _csv_rows(path: Path, reader: csv.DictReader) -> list[dict[str, Any]]:
+    rows = list(reader)
+    for number, row in enumerate(rows, 1):
+        if None in row or None in row.values():  # as DictReader fills rows that are too long or too short
+            message = f"row {number} has more or fewer values than the header; quote values that contain a comma"
+            raise _error(path, message, row=number)
     return rows
 
 
@@ -96,6 +109,27 @@ def _parquet_rows(path: Path) -> list[dict[str, Any]]:
     return pyarrow.parquet.read_table(path).to_pylist()
 
 
+def _check_columns(path: Path, rows: list[dict[str, Any]], wide: bool) -> None:
+    """Raise UsageError for a row without a column that each row needs, or with a class that the first row lacks."""
+    for number, row in enumerate(rows, 1):
+        missing = [name for name in (("path",) if wide else ("path", "targets")) if name not in row]
+        extra = [name for name in row if wide and name not in rows[0]]
+        if missing:
+            raise _error(path, f"row {number} has no column {missing[0]!r}", row=number)
+        if extra:
+            message = f"row {number} has the column {extra[0]!r}, which the first row lacks"
+            raise _error(path, message, row=number, value=extra[0])
+
+
+def _check_lengths(path: Path, entries: list[Any]) -> None:
+    """Raise UsageError if fractions are given for different numbers of classes."""
+    lengths = {len(entry): number for number, entry in reversed(list(enumerate(entries, 1))) if _is_vector(entry)}
+    if len(lengths) > 1:
+        (one, first), (other, second) = sorted(lengths.items(), key=lambda item: item[1])[:2]
+        message = f"row {first} has fractions of {one} classes, row {second} of {other}"
+        raise _error(path, message, row=second, value=other)
+
+
 def _entry(path: Path, row: int, entry: Any) -> dict[str | int, float]:
     """Return class -> number of one row; a class is a name or a number."""
     found: dict[str | int, float]
@@ -106,6 +140,9 @@ def _entry(path: Path, row: int, entry: Any) -> dict[str | int, float]:
     elif isinstance(entry, str):
         labels = [label.strip() for label in entry.split(SEPARATOR) if label.strip()]
         found = {int(label) if label.isdigit() else label: 1.0 for label in labels}
+    elif isinstance(entry, list) and len(entry) > 2 and all(label in (0, 1) for label in entry):
+        message = f"row {row} has the targets {entry!r}: write numbers per class as 1.0 and 0.0, or each label once"
+        raise _error(path, message, row=row, value=entry)
     elif isinstance(entry, list) and all(isinstance(label, str | int) for label in entry):
         found = dict.fromkeys(entry, 1.0)
     else:
