@@ -30,7 +30,6 @@ from vitkernels.training.trainer import Trainer
 log = logging.getLogger("vitkernels")
 
 TARGET = 95.0  # top-1 in percent
-IMAGES = 8192  # of the held-out set
 _DATA = "vitkernels.data.shapes.build"
 _WARMUP_STEPS = 5
 
