@@ -44,7 +44,7 @@ FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "deepseek_vit": (32, VIT),
     "deit": (32, VIT),
     "edgenext": (64, {"depths": (1, 1, 1, 1), "global_block_counts": (0, 1, 1, 1)}),
-    "efficientformer": (64, {"img_size": 64, "depths": (1, 1, 1, 1), "num_vit": 1}),
+    "efficientformer": (224, {**FOUR, "num_vit": 1}),  # its attention has 7 × 7 positions
     "efficientformer_v2": (64, {"img_size": 64}),
     "efficientvit_msra": (64, {"img_size": 64}),
     "eva": (32, ENCODER),
