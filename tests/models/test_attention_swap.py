@@ -163,6 +163,14 @@ def test_multihead_attention__of_other_widths_and_without_a_batch_equals_torchs(
     torch.testing.assert_close(ours[0](q, k, v, need_weights=False)[0], plain[0](q, k, v, need_weights=False)[0])
 
 
+def test_multihead_attention__refuses_causality_without_a_mask_as_torch_does():
+    plain, x = nn.Sequential(nn.MultiheadAttention(32, 4)), torch.randn(5, 32)
+    with pytest.raises(RuntimeError, match="is_causal"):
+        plain[0](x, x, x, need_weights=False, is_causal=True)
+    with error("models.causal_hint", backend="native"):
+        models.set_attention(plain, "native")[0](x, x, x, need_weights=False, is_causal=True)
+
+
 def test_multihead_attention__refuses_to_return_weights():
     model = models.set_attention(nn.Sequential(nn.MultiheadAttention(32, 4)), "native")
     x = torch.randn(5, 32)

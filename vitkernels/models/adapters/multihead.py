@@ -41,6 +41,9 @@ class MultiheadAttention(BackendAttention):
                 "need_weights=False, or leave it to torch"
             )
             raise UsageError(message, code="models.need_weights", backend=self.backend.name)
+        if is_causal and attn_mask is None:
+            message = "is_causal is a hint about attn_mask, as in torch: pass the causal mask as attn_mask, too"
+            raise UsageError(message, code="models.causal_hint", backend=self.backend.name)
         is_batched = query.ndim == 3
         q, k, v = self.projected(query, key, value)
         if not is_batched:
