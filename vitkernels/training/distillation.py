@@ -27,7 +27,7 @@ log = logging.getLogger("vitkernels")
 class Teacher(nn.Module):
     """A frozen classifier that takes the student's images.
 
-    If both were trained with known normalizations that differ, the images are normalized anew for the teacher.
+    If the normalizations of teacher and student are known and differ, the images are renormalized for the teacher.
     """
 
     factor: Tensor

@@ -113,7 +113,7 @@ def remote_files(url: str, patterns: dict[str, str], patience: Patience) -> list
         if info.get("size") is None:  # HTTP lists names alone
             info = patiently(f"asking for the size of {url}/{name}", lambda: fs.info(f"{base}/{name}"), patience)
         if info.get("size") is None:
-            raise ended(f"{url.rstrip('/')}/{name}", "the server does not tell its size")
+            raise ended(f"{url.rstrip('/')}/{name}", "the server does not report its size")
         version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
         return ShardFile(name, f"{url.rstrip('/')}/{name}", int(info["size"]), version)
 

@@ -225,8 +225,8 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
 def changed(shard: ShardFile, how: str) -> SourceError:
     """Return the error for a shard that is not the one that was indexed."""
     return SourceError(
-        f"{shard.location} changed since it was indexed ({how}). Restore it, or start again to index it anew; a run "
-        "that resumes on other images is not exact",
+        f"{shard.location} changed since it was indexed ({how}). Restore it, or start a new run, which reindexes it; "
+        "a run that resumes on other images is not exact",
         code="data.shard_changed",
         path=shard.location,
         how=how,

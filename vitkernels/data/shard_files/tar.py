@@ -89,8 +89,8 @@ def _grouped(path: str, members: list[tarfile.TarInfo]) -> list[tuple[str, dict[
         key, suffix = found[1], found[2].lower()
         if (key != latest and key in samples) or suffix in samples.setdefault(key, {}):
             raise UsageError(
-                f"{path} has two samples named {key!r}: the members of a sample stand next to each other, and its name "
-                "is unique in the file",
+                f"{path} has two samples named {key!r}: the members of a sample must be adjacent, and its name "
+                "must be unique in the file",
                 code="data.shard_fields",
                 path=path,
                 found=[key],
