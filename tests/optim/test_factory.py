@@ -98,7 +98,7 @@ def test_arguments__message_names_optimizer_and_value():
 
 def test_kernel__falls_back_only_with_auto(caplog):
     linear = nn.Linear(2, 2)
-    with caplog.at_level("INFO", "vitkernels"):
+    with caplog.at_level("DEBUG", "vitkernels"):
         assert type(create_optimizer(linear, "adamw", lr=0.1, kernel="auto")) is torch.optim.AdamW
     assert "falling back" in caplog.text
     with error("optim.kernel", kernel="triton"):

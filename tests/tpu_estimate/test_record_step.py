@@ -101,7 +101,8 @@ def test_compose__settings_of_fake_data_only_for_fake_data():
 
 @needs_both
 def test_command__step(tmp_path, capsys):
-    settings = ["model=vit_digits", "data=digits", "attn=pallas_flash", "data.batch_size=4", "+model.kwargs.depth=1"]
+    settings = ["model=vit_digits", "data=digits", "attn=pallas_flash", "ops=eager", "data.batch_size=4"]
+    settings.append("+model.kwargs.depth=1")
     paths = tmp_path / "a.json", tmp_path / "a.png"
     words = ["step", *settings, "--operations", "--json", str(paths[0]), "--picture", str(paths[1])]
     assert command(words) == 0

@@ -124,9 +124,11 @@ def jit_on_cpu(function):
     """Return `jax.jit(function)` for the CPU, with bfloat16 products that run and agree on every x86 processor.
 
     For processors with bfloat16 instructions, XLA keeps bfloat16 dots that its runtime cannot execute ("Unsupported
-    element type for DotThunk::Execute: BF16 x BF16 = F32"). For others it multiplies in float32, which is exact.
+    element type for DotThunk::Execute: BF16 x BF16 = F32"). For others it multiplies in float32, which is exact. A
+    limit in XLA_FLAGS stays in force.
     """
-    options = {"xla_cpu_max_isa": "AVX512"} if machine() == "x86_64" else None
+    limited = "xla_cpu_max_isa" in os.environ.get("XLA_FLAGS", "")
+    options = {"xla_cpu_max_isa": "AVX512"} if machine() == "x86_64" and not limited else None
     return jax.jit(function, compiler_options=options)
 
 

@@ -14,6 +14,18 @@ from vitkernels.training.answers import BatchAnswers
 from vitkernels.training.average_precision import mean_average_precision
 
 
+def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return which rows are images (B), which of the five likeliest classes are right (B, 5), and the sum of losses."""
+    top5 = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
+    if targets.dim() == 2:
+        present = targets[:, 0] >= 0
+        hits = present[:, None] & (targets.gather(1, top5) > PRESENT)
+        each = F.binary_cross_entropy_with_logits(logits, targets.clamp(min=0), reduction="none").mean(1)
+        return present, hits, (each * present).sum()
+    loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return targets >= 0, top5 == targets[:, None], loss
+
+
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
@@ -46,16 +58,9 @@ def evaluate(
         begin = runtime.stamp()
         with runtime.autocast():
             logits = model(images).float()
-        top5 = logits.topk(min(5, logits.shape[-1]), dim=-1).indices
         if targets.dim() == 2:
-            present = targets[:, 0] >= 0
-            hits = present[:, None] & (targets.gather(1, top5) > PRESENT)
-            each = F.binary_cross_entropy_with_logits(logits, targets.clamp(min=0), reduction="none").mean(1)
-            loss = (each * present).sum()
             rows.append((logits.clone(), targets))  # a CUDA graph overwrites its output
-        else:
-            present, hits = targets >= 0, top5 == targets[:, None]
-            loss = F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+        present, hits, loss = _judge(logits, targets)
         counts["images"].append(present.sum())
         counts["top1"].append(hits[:, :1].sum())
         counts["top5"].append(hits.any(1).sum())
