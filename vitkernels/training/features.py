@@ -133,9 +133,9 @@ class LinearProbe:
 def fit_linear_probe(train: Features, num_classes: int) -> LinearProbe:
     """Return the multinomial logistic regression that fits the training features best.
 
-    It minimizes mean cross-entropy + penalty / 2 · ‖weight‖² by L-BFGS. A random tenth of the images selects the penalty
-    among PENALTIES, by its loss; the fit is then repeated on all images. (Radford et al. 2021, arXiv:2103.00020,
-    appendix A.3, selects in a similar way.)
+    It minimizes mean cross-entropy + penalty / 2 · ‖weight‖² by L-BFGS. A random tenth of the images selects the
+    penalty among PENALTIES, by its loss; the fit is then repeated on all images. (Radford et al. 2021,
+    arXiv:2103.00020, appendix A.3, selects in a similar way.)
     """
     mean, scale = train.values.mean(0), train.values.std(0).clamp(min=1e-6)
     values = (train.values - mean) / scale
