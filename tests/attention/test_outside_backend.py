@@ -166,7 +166,8 @@ auto(x, x, x)
 assert attention.choose(problem)[0] == "sdpa"
 attention.register("outside", "outside_kernels.flash:BACKEND", auto_for="cpu")
 assert attention.choose(problem) == ("outside", {})
-assert auto._dispatch((x, x, x), None, None, None, False, 0.0).name == "outside"  # the dispatch cache was cleared
+# The dispatch cache was cleared.
+assert auto._dispatch((x, x, x), None, None, None, False, 0.0, None).name == "outside"
 assert attention.choose(attention.Problem.of(x, x, x, dropout_p=0.5)) == ("sdpa", {"outside": "no dropout"})
 """,
     )

@@ -69,6 +69,7 @@ ADDED: dict[str, object] = {
     "config.json: trainer.bce_threshold": None,
     **{f"{place}.trainer.loss": "str" for place in ("eval.json: settings", "job.json: [].circumstances")},
     **{f"{place}.trainer.bce_threshold": "NoneType" for place in ("eval.json: settings", "job.json: [].circumstances")},
+    "eval.json: settings.speed": "str",
     "eval.json: ece": "float",
     "eval.json: evaluation": "str",
     "job.json: [].circumstances.evaluation.name": "str",
