@@ -74,7 +74,7 @@ def bare_loop(
         torch.cuda.reset_peak_memory_stats(runtime.device)
     step()
     runtime.synchronize()
-    first_step_s = round(time.perf_counter() - begin, 1)
+    first_step_s = round(time.perf_counter() - begin, 3)
     for _ in range(warmup - 1):
         step()
     runtime.synchronize()
