@@ -59,19 +59,19 @@ class EmaSettings:
 
 @dataclass(frozen=True)
 class DistillSettings:
-    """Distillation: the model also learns what a trained teacher answers."""
+    """Distillation: the model also learns from a trained teacher's predictions."""
 
     teacher: str | None = setting(
-        None, "A timm model, a run, or a folder in timm's layout to distill from; null distills nothing."
+        None, "A timm model, a run, or a folder in timm's layout to distill from; null disables distillation."
     )
     checkpoint: str | None = setting(None, "Weights of a teacher named as in timm; null downloads timm's.")
     kind: Literal["hard", "soft"] = setting(
         "hard", "Learn the teacher's most likely class (hard), or its distribution (soft)."
     )
     weight: float = setting(
-        0.5, "Share of the teacher in the loss; DeiT has 0.5 (hard) and 0.1 (soft).", least=0, greatest=1
+        0.5, "Weight of the teacher's loss; DeiT uses 0.5 (hard) and 0.1 (soft).", least=0, greatest=1
     )
-    temperature: float = setting(3.0, "Temperature of both distributions; only kind=soft has one.", least=1e-3)
+    temperature: float = setting(3.0, "Softmax temperature of both distributions, used by kind=soft.", least=1e-3)
 
 
 @dataclass(frozen=True)
@@ -264,5 +264,7 @@ class EvaluationSettings:
     name: Literal["head", "knn", "linear_probe"] = setting("head", "What classifies the evaluation images.")
     neighbors: int = setting(20, "Training images that vote for the class of an image, with knn.", least=1)
     temperature: float = setting(
-        0.07, "Scale of the similarities whose exponential weighs a vote, with knn.", least=1e-3
+        0.07,
+        "Softmax temperature of the votes, exp(similarity / temperature), with knn.",
+        least=1e-3,
     )

@@ -1,4 +1,4 @@
-"""Random images, generated once and reused, so that input never limits a measurement.
+"""Random images, generated once and reused, so that input is never the bottleneck.
 
 Shapes: B batch size, C channels, S image side.
 """

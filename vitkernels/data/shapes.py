@@ -1,4 +1,4 @@
-"""Textured shapes on a noisy background, drawn on the device that trains: a task that can be made anywhere.
+"""Textured shapes on a noisy background, generated on the training device: a task that needs no download.
 
 Image i is a function of i alone, so there is nothing to download or to store, and epochs may be of any length. A class
 is one of eight shapes with one of four textures; place, size, rotation, colors and noise vary. Shapes: B rows, S image

@@ -91,7 +91,7 @@ def _open_local(shard: ShardFile) -> OpenFile:
 
 
 class ShardCache:
-    """A folder of fetched shards, of at most `limit` bytes: the least recently opened ones make room."""
+    """A folder of fetched shards, of at most `limit` bytes: deletes the least recently opened first."""
 
     def __init__(self, folder: Path, limit: int, patience: Patience):
         self.folder, self.limit, self.patience = folder, limit, patience
