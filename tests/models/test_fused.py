@@ -163,7 +163,7 @@ def test_unsupported_architecture__named_raises_and_auto_falls_back(caplog):
     assert "RmsNorm" in caught.value.fields["reasons"]["layer_norm_residual"]
     with caplog.at_level("INFO", "vitkernels"):
         models.set_ops(model, {"layer_norm_residual": "auto"}, device="cuda")
-    assert not isinstance(model.blocks, FusedBlocks) and "falling back" in caplog.text
+    assert not isinstance(model.blocks, FusedBlocks) and "timm computes layer_norm_residual:" in caplog.text
 
 
 def test_unsupported_architecture__message():
@@ -188,7 +188,7 @@ def test_auto__falls_back_if_patches_do_not_cover_the_image(as_on_gpu, caplog):
     model = models.create_model("vit_digits", "native", num_classes=10, depth=1, img_size=18)
     with caplog.at_level("INFO", "vitkernels"):
         models.set_ops(model, {"patch_embed": "auto"})
-    assert "patch_embed: falling back" in caplog.text and "18 x 18" in caplog.text
+    assert "timm computes patch_embed:" in caplog.text and "18 x 18" in caplog.text
     assert model(torch.randn(2, 1, 18, 18)).shape == (2, 10)
 
 
@@ -297,7 +297,7 @@ def test_mlp__auto_falls_back_without_layer_norm_residual(monkeypatch, caplog):
     with caplog.at_level("INFO", "vitkernels"):
         models.set_ops(model, {"mlp": "auto", "layer_norm_residual": "eager"}, keep_activation=True)
     assert str(model) == str(plain)
-    assert "mlp: falling back" in caplog.text and "requires layer_norm_residual" in caplog.text
+    assert "timm computes mlp:" in caplog.text and "requires layer_norm_residual" in caplog.text
 
 
 def test_options__require_their_op():
