@@ -48,8 +48,7 @@ def evaluate(
         kind: the name of these steps for the runtime. Each model needs its own, because each compiles separately.
         answers: gets the targets, predicted classes and confidences of each batch, on the device; see `collect`.
     """
-    runtime = parallel.runtime
-    was_training = model.training
+    runtime, was_training = parallel.runtime, model.training
     model.eval()
     counts: dict[str, list[torch.Tensor]] = {"images": [], "top1": [], "top5": [], "loss": []}
     stamps: list[tuple[Any, Any]] = []
