@@ -67,7 +67,7 @@ class AttentionKernels:
 
     @property
     def _is_masked(self) -> bool:
-        """Return whether weights are masked one by one, which takes registers."""
+        """Return whether the kernels mask individual weights, which costs registers."""
         return self.is_causal or self.has_ids
 
     @cached_property
@@ -135,16 +135,16 @@ def _ids(kernel: HopperKernel, own: int) -> tuple:
 # --- masks and segments as ids ----------------------------------------------------------------------------------------
 
 _LEAST = torch.iinfo(torch.int32).min
-MASKED, PADDING = _LEAST, _LEAST + 1  # the ids of keys that no query attends to, and of rows after the last query
+MASKED, PADDING = _LEAST, _LEAST + 1  # ids of masked keys, and of padded queries
 
 
 Ids = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
 def token_ids(shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_ids: Tensor | None) -> Ids:
-    """Return what says which keys a query attends to: those with its id. All are None without a mask and segments.
+    """Encode mask and segments as ids: a query attends to the keys with its id. All ids are None if there are neither.
 
-    Computed outside the operators, so that a compiled model computes it once for all of its layers.
+    This runs outside the operators, so a compiled model computes the ids once for all layers.
 
     Args:
         shape: of q, (B, H, N, D).
@@ -152,8 +152,8 @@ def token_ids(shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_id
         mask: boolean, (B or 1, 1, 1, M or 1) or with leading ones left out; True keeps.
         segment_ids: (B, N), for as many keys as queries.
 
-    Returns the ids of queries (B, padded N) and of keys (B, padded M), int32; for each 64 queries the span of keys that
-    they need (B, 2, padded N / 64), and for each 64 keys that of queries: see RingKernel.span_of.
+    Returns the ids of queries (B, padded N) and of keys (B, padded M), int32; for each block of 64 queries the span of
+    keys it needs (B, 2, padded N / 64), and for each block of 64 keys the span of queries: see RingKernel.span_of.
     """
     if mask is None and segment_ids is None:
         return None, None, None, None
@@ -175,20 +175,20 @@ def token_ids(shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_id
 
 
 def by_queries(ids: Ids) -> tuple[Tensor, ...]:
-    """Return the ids as the forward and dq kernels take them; nothing if there are none."""
+    """Return the ids in the order of the forward and dq kernels' arguments; an empty tuple if there are no ids."""
     return tuple(x for x in ids[:3] if x is not None)
 
 
 def by_keys(ids: Ids) -> tuple[Tensor, ...]:
-    """Return the ids as the dkdv kernel takes them; nothing if there are none."""
+    """Return the ids in the order of the dkdv kernel's arguments; an empty tuple if there are no ids."""
     return tuple(x for x in (ids[0], ids[1], ids[3]) if x is not None)
 
 
 def _spans(own_ids: Tensor, other_ids: Tensor) -> Tensor:
-    """Return for each 64 own rows the first and the end of the others that they need, in units of 64 rows.
+    """Return the range (first, end) of other rows that each block of 64 own rows needs, in blocks of 64.
 
-    They are found from the least and greatest ids, so they are tight if segments are contiguous and ordered, as packing
-    makes them.
+    The range follows from the smallest and largest id of each block, so it is tight if segments are contiguous and
+    ordered, as packing produces them.
     """
     (own_low, own_high), (low, high) = _extremes(own_ids), _extremes(other_ids)
     meets = (own_low[:, :, None] <= high[:, None]) & (low[:, None] <= own_high[:, :, None])
@@ -198,7 +198,7 @@ def _spans(own_ids: Tensor, other_ids: Tensor) -> Tensor:
 
 
 def _extremes(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and greatest id of each 64 rows; rows that nothing attends to or from do not count."""
+    """Return the smallest and largest id in each block of 64 rows, ignoring masked keys and padding."""
     ids = ids.unflatten(1, (-1, ROWS))
     counts = ids > PADDING
     return torch.where(counts, ids, -_LEAST - 1).amin(-1), torch.where(counts, ids, _LEAST).amax(-1)

@@ -24,10 +24,10 @@ class WorkItem(NamedTuple):
     batch: Any
     head: Any
     tile: Any
-    number: Any  # of items that this block processed before
-    streamed: Any  # tiles streamed for those
-    first: Any = 0  # of the tiles that stream past this item
-    steps: Any = 0  # number of those tiles
+    number: Any  # how many items this block processed before
+    streamed: Any  # how many tiles streamed for those items
+    first: Any = 0  # the first tile that streams past this item
+    steps: Any = 0  # how many tiles stream past this item
 
 
 class Stream(NamedTuple):
@@ -41,9 +41,9 @@ class Stream(NamedTuple):
 class OwnRows(NamedTuple):
     """The rows of a work item that a warpgroup keeps."""
 
-    load: Callable  # (item, warpgroup): request them
-    arrived: tuple  # of barriers, one per owner
-    consumed: Any  # barriers that a warpgroup arrives at to release their buffer
+    load: Callable  # (item, warpgroup): request the rows
+    arrived: tuple  # barriers, one per owner
+    consumed: Any  # barriers that a warpgroup arrives at to release the rows' buffer
 
 
 class RingKernel(tiles.HopperKernel):
@@ -115,8 +115,8 @@ class RingKernel(tiles.HopperKernel):
     def span_of(self, item: WorkItem, tokens: int, spans_ref=None) -> tuple:
         """Return the first of the tiles that stream past an item, and their number.
 
-        spans_ref: for each 64 own rows, the first and the end of the streamed rows that any of them needs, in units of
-            64 rows: (B, 2, own rows / 64); None: all are needed.
+        spans_ref: for each block of 64 own rows, the first and the end of the streamed rows that it needs, in blocks of
+            64: (B, 2, own rows / 64). None if every row is needed.
         """
         tiles = pl.cdiv(tokens, self.schedule.tile)
         if spans_ref is None:
