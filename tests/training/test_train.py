@@ -125,6 +125,8 @@ def test_run_folder__is_complete_and_evaluates_and_is_not_overwritten(settings, 
     ):
         assert tag in scalars, tag
     assert {"val/top1", "val/top5"} <= set(scalars)
+    groups = sorted({tag.split("/")[0] for tag in scalars})  # TensorBoard's order
+    assert groups[0] == "curves" and groups[-2:] == ["z_memory", "z_result"]
 
     # The exported weights and the best checkpoint evaluate to the same figures.
     for weights in ("model.safetensors", "checkpoints/best", "best.safetensors"):

@@ -76,7 +76,7 @@ def test_speed__counts_steps_only(settings, tmp_path, monkeypatch, devices):
     assert WAIT_MS <= summary["input_wait_ms"] < 10 * WAIT_MS
     board = EventAccumulator(str(tmp_path)).Reload()
     expected = {"step_ms": STEP_MS, "images_per_s": summary["images_per_s"], "mfu": summary["mfu"]}
-    for name, value in {**{f"time/{k}": v for k, v in expected.items()}, "memory/peak_mib": HELD / 2**20}.items():
+    for name, value in {**{f"time/{k}": v for k, v in expected.items()}, "z_memory/peak_mib": HELD / 2**20}.items():
         values = [point.value for point in board.Scalars(name)]
         assert len(values) > 3 and values == pytest.approx([value] * len(values), rel=1e-3), name
 

@@ -1,7 +1,7 @@
 """TensorBoard: a point per step, log window and evaluation, the settings as text, and the HPARAMS tab.
 
-TensorBoard sorts tags by name. `curves/` comes first, with what a reader looks at first: 1_loss, 2_top1, 3_lr and
-4_step_ms.
+TensorBoard sorts groups and tags by name. `curves/` comes first, with what a reader looks at first: 1_loss, 2_top1, 3_lr
+and 4_step_ms. Memory and results come last, as z_memory/ and z_result/.
 """
 
 import threading
@@ -15,6 +15,10 @@ from torch.utils.tensorboard.summary import hparams
 
 from vitkernels.training.loggers.base import DiskGuard, NullLogger
 from vitkernels.training.metrics import StepRecord
+
+
+def _tag(name: str) -> str:
+    return f"z_{name}" if name.startswith(("memory/", "result/")) else name
 
 
 class TensorBoardLogger(NullLogger):
@@ -60,7 +64,7 @@ class TensorBoardLogger(NullLogger):
         def put(writer: SummaryWriter) -> None:
             for name, value in values.items():
                 if value is not None:
-                    writer.add_scalar(name, value, step)
+                    writer.add_scalar(_tag(name), value, step)
 
         self._write(put)
 
@@ -68,7 +72,7 @@ class TensorBoardLogger(NullLogger):
         self._write(lambda writer: writer.add_text(title, markdown))
 
     def hparams(self, parameters: dict, results: dict) -> None:
-        results = {f"result/{name}": value for name, value in results.items() if value is not None}
+        results = {_tag(f"result/{name}"): value for name, value in results.items() if value is not None}
 
         def put(writer: SummaryWriter) -> None:
             for summary in hparams(parameters, results):
