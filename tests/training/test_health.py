@@ -79,3 +79,6 @@ def test_host_bound_warning__given_for_a_window_with_mostly_late_launches(caplog
     assert caplog.text == ""
     assert warn_if_host_bound(40, Window(host_was_late=[True] * 15 + [False] * 4))
     assert "15 of 19 steps up to step 40" in caplog.text and "compile=auto" in caplog.text
+    caplog.clear()
+    assert warn_if_host_bound(40, Window(host_was_late=[True] * 19), advise_graphs=False)
+    assert "data.batch_size" in caplog.text and "compile=auto" not in caplog.text

@@ -100,15 +100,18 @@ def warn_of_straggler(parallel: Parallel, step: int, window: Window) -> None:
         )
 
 
-def warn_if_host_bound(step: int, window: Window) -> bool:
-    """Warn if the GPU waited for kernel launches in most steps of this window; return whether it did."""
+def warn_if_host_bound(step: int, window: Window, advise_graphs: bool = True) -> bool:
+    """Warn if the GPU waited for kernel launches in most steps of this window; return whether it did.
+
+    advise_graphs: whether CUDA graphs are off and can be recorded.
+    """
     late = window.host_was_late
     if len(late) < MIN_STEPS or fmean(late) <= HOST_BOUND:
         return False
     log.warning(
         "host-bound: in %d of %d steps up to step %d the GPU waited for the host to launch kernels, so step times say "
-        "little about kernels; use compile=auto (CUDA graphs) or a larger data.batch_size",
-        *(sum(late), len(late), step),
+        "little about kernels; use %sa larger data.batch_size",
+        *(sum(late), len(late), step, "compile=auto (CUDA graphs) or " if advise_graphs else ""),
     )
     return True
 

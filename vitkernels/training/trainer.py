@@ -232,7 +232,8 @@ class Trainer:
         self.logger.steps(records)
         warn_of_straggler(self.parallel, step, window)
         check_finite(records, self._describe_samples, self.describe_last_checkpoint, not self.scaler.is_enabled())
-        self._host_bound = self._host_bound or warn_if_host_bound(step, window)
+        graphs_would_help = not self.cuda_graphs and self.parallel.no_cuda_graphs() is None
+        self._host_bound = self._host_bound or warn_if_host_bound(step, window, graphs_would_help)
         if not self._input_bound:
             self._input_bound = warn_if_input_bound(step, window, self.data.train)
         self.state.recent_losses.extend(record.loss for record in records)
