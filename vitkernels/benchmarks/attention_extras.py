@@ -48,6 +48,7 @@ def measure_extras(shape: tuple[int, int, int, int], backends: tuple[str, ...], 
     for name, attend in [*contenders.items(), ("flex compiled", _flex_call)]:
         times = [_time(attend, keywords, shape, timing) for keywords in calls.values()]
         cells.append((name, *(_cell(time, times[0]) for time in times)))
+    _block_mask.cache_clear()  # frees the masks and the tensors that they are made from
     return markdown.table(("contender", *calls), cells)
 
 
