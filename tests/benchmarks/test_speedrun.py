@@ -28,6 +28,14 @@ def test_measure__stops_at_the_evaluation_that_reaches_the_target():
     assert row["reached"] and row["mean_seconds"] > 0 and row["val_items"] == 16
 
 
+def test_attempt__closes_its_feeds(monkeypatch):
+    opened = []  # keeps them from being closed when nothing refers to them
+    batches = speedrun._batches
+    monkeypatch.setattr(speedrun, "_batches", lambda trainer: opened.append(batches(trainer)) or opened[-1])
+    speedrun.measure(SMALL, [0], target=0.0, eval_every=2)
+    assert [one.gi_frame for one in opened] == [None, None], "of the warm-up and of training"
+
+
 def test_measure__ends_with_the_run_if_the_target_is_not_reached():
     row = speedrun.measure(SMALL, [0], target=100.1, eval_every=3)
     assert not row["reached"] and row["attempts"][0]["steps"] == 4

@@ -8,7 +8,8 @@ import gc
 import json
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,10 +97,9 @@ def _undone_warmup(trainer: Trainer, seed: int) -> float:
     begin = time.perf_counter()
     modules = [trainer.model, *([] if trainer.ema is None else [trainer.ema])]
     before = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
-    batches = _batches(trainer)
-    for _ in range(_WARMUP_STEPS):
-        trainer.train_step(batches)
-    batches.close()  # type: ignore[attr-defined]  # a generator
+    with closing(_batches(trainer)) as batches:
+        for _ in range(_WARMUP_STEPS):
+            trainer.train_step(batches)
     _top1(trainer)
     with torch.no_grad():
         for module, state in zip(modules, before, strict=True):
@@ -115,20 +115,20 @@ def _undone_warmup(trainer: Trainer, seed: int) -> float:
 
 def _train(trainer: Trainer, seed: int, target: float, eval_every: int) -> Attempt:
     seconds, plan, device = 0.0, trainer.plan, trainer.parallel.runtime
-    batches = _batches(trainer)
     trainer.net.train()
-    while True:
-        device.synchronize()
-        begin = time.perf_counter()
-        for _ in range(min(eval_every, plan.total_steps - trainer.state.step)):
-            trainer.train_step(batches)
-        device.synchronize()
-        seconds += time.perf_counter() - begin
-        trainer.metrics.read()
-        step, top1 = trainer.state.step, _top1(trainer)
-        log.info("seed %d  step %d  %.1f s  top-1 %.2f %%", seed, step, seconds, top1)
-        if top1 >= target or step == plan.total_steps:
-            return Attempt(seed, round(seconds, 3), step, round(top1, 3), top1 >= target)
+    with closing(_batches(trainer)) as batches:
+        while True:
+            device.synchronize()
+            begin = time.perf_counter()
+            for _ in range(min(eval_every, plan.total_steps - trainer.state.step)):
+                trainer.train_step(batches)
+            device.synchronize()
+            seconds += time.perf_counter() - begin
+            trainer.metrics.read()
+            step, top1 = trainer.state.step, _top1(trainer)
+            log.info("seed %d  step %d  %.1f s  top-1 %.2f %%", seed, step, seconds, top1)
+            if top1 >= target or step == plan.total_steps:
+                return Attempt(seed, round(seconds, 3), step, round(top1, 3), top1 >= target)
 
 
 def _top1(trainer: Trainer) -> float:
@@ -137,7 +137,7 @@ def _top1(trainer: Trainer) -> float:
     return evaluate(net, trainer.data.val, trainer.parallel, kind)["top1"]
 
 
-def _batches(trainer: Trainer) -> Iterator[tuple[Tensor, Tensor]]:
+def _batches(trainer: Trainer) -> Generator[tuple[Tensor, Tensor]]:
     """Yield device batches of all epochs from the first on."""
     train = trainer.data.train
     assert train is not None
