@@ -4,6 +4,7 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from expecting import error
 from fault_server import FaultServer
@@ -13,7 +14,8 @@ from shard_fixtures import build, samples, write_parquet, write_tar, write_tars
 from vitkernels.data import SourceError
 from vitkernels.data.folder import scan_splits
 from vitkernels.data.shard_files import fetch as fetching
-from vitkernels.data.shard_files.fetch import Patience, fetch
+from vitkernels.data.shard_files.fetch import Patience, fetch, fetch_if_there, patiently
+from vitkernels.data.shard_files.listing import remote_files
 from vitkernels.data.shard_files.write import write_shards
 
 pytest.importorskip("aiohttp")
@@ -116,7 +118,117 @@ def test_root__that_no_filesystem_reads(root, code):
         build(root)
 
 
+class Refused(Exception):
+    """As gcsfs and huggingface_hub report a response."""
+
+    def __init__(self, status: int):
+        super().__init__(f"status {status}")
+        self.code = status
+
+
+class NoCredentialsError(Exception):
+    """As botocore has it."""
+
+
+FINAL = [FileNotFoundError("no bucket"), PermissionError("denied"), Refused(404), Refused(403), NoCredentialsError()]
+FINAL += [ValueError("invalid bucket name"), type("ParamValidationError", (Exception,), {})()]
+TRANSIENT = [ConnectionResetError(), TimeoutError(), OSError("broken pipe"), Refused(503), Refused(429), Refused(408)]
+
+
+@pytest.mark.parametrize("failure", FINAL, ids=repr)
+def test_listing__is_refused_at_once_where_another_attempt_would_fail_too(failure):
+    calls = []
+
+    def action():
+        calls.append(1)
+        raise failure
+
+    with error("data.root", root="s3://x"):
+        patiently("listing s3://x", "s3://x", action, Patience(total=60, first_wait=30))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("failure", TRANSIENT, ids=repr)
+def test_listing__is_tried_again_after_a_failure_of_the_network(failure):
+    outcomes = [failure, failure, None]
+
+    def action():
+        if outcome := outcomes.pop(0):
+            raise outcome
+        return "listed"
+
+    assert patiently("listing s3://x", "s3://x", action, Patience(total=5, first_wait=0.01)) == "listed"
+
+
+def test_shards__a_name_that_does_not_exist_is_refused_at_once(server):
+    write_tars(server.folder)
+    begin = time.monotonic()
+    with error("data.root", root=f"{server.url}/train-00009.tar"):
+        build(server.url, train_shards="train-00009.tar", val_shards="val-00000.tar")
+    assert time.monotonic() - begin < 5  # of 600 s of patience
+
+
+def test_shards__a_size_is_asked_for_again_when_the_server_comes_back(server):
+    write_tars(server.folder)
+    threading.Timer(0.5, lambda: setattr(server, "down", False)).start()
+    server.down = True
+    found = remote_files(server.url, {"train": "train-{00000..00003}.tar"}, Patience(total=20, first_wait=0.1))
+    assert [file.name for file in found] == [f"train-{n:05d}.tar" for n in range(4)] and all(f.size for f in found)
+
+
+@pytest.mark.parametrize("status", ["403", "404"])
+def test_shards__an_index_that_a_bucket_hides_counts_as_absent(server, tmp_path, status):
+    server.faults["index"] = [status]
+    (server.folder / "index").touch()
+    assert not fetch_if_there(f"{server.url}/index", tmp_path / "index", QUICK)
+    assert server.requests["index"] == 1
+
+
 # ---- as a data set ----
+
+
+def test_shards__patterns_of_brackets_are_expanded(server):
+    write_tars(server.folder)
+    data = build(server.url, train_shards="train-0000[0-2].tar", val_shards="val-0000[01].tar")
+    assert (data.train.num_samples, data.val.num_samples) == (18, 9)
+
+
+def test_shards__of_an_fsspec_filesystem_in_memory(tmp_path, same):
+    """memory:// stands in for s3://, gs:// and hf://: a listing with sizes, and no HTTP."""
+    import fsspec
+
+    write_tars(tmp_path / "local")
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path / "local"), "/bucket/photos", recursive=True)
+    try:
+        data, local = build("memory://bucket/photos", window=8), build(tmp_path / "local", window=8)
+        assert same(finished_epoch(data.train, 1), finished_epoch(local.train, 1))
+        with error("data.shards", found=[]):
+            build("memory://bucket/photo")
+    finally:
+        memory.store.clear()
+
+
+def test_shards__a_cache_that_cannot_be_used_ends_training_and_not_the_thread_that_fetches_ahead(server, tmp_path):
+    write_tars(server.folder)
+    data = build(server.url, window=6, check_images=0)
+    source = data.train._batches.samples.source
+    source.order(np.random.default_rng(0))
+    folder = tmp_path / "cache/vitkernels/shards/fetched"
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+    folder.write_text("a file in the place of the folder")
+    with ended("data.cache", folder=str(folder)):
+        source.read(0)
+    assert source.store._thread.is_alive()
+    folder.unlink()
+    source.store._furthest = 0
+    source.read(0)
+    deadline = time.monotonic() + 10
+    while len(list(folder.glob("*.tar"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert source.store._thread.is_alive() and len(list(folder.glob("*.tar"))) >= 2
 
 
 def test_shards__of_a_url_are_those_of_the_folder(server, tmp_path, same):

@@ -3,6 +3,7 @@
 import hashlib
 import logging
 import os
+import sys
 import threading
 import time
 import uuid
@@ -21,6 +22,8 @@ log = logging.getLogger(__name__)
 WRONG_CONTENTS = 3  # times that a file may arrive with other bytes than stated
 _LONGEST_WAIT = 30.0  # seconds between two attempts
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_FINAL_NAMES = ("Credentials", "ParamValidation")  # in those of errors of botocore and google.auth
+_TRANSIENT_STATUS = (408, 425, 429)  # of HTTP's 400 to 499, which blame the request: timeout, too early, too many
 
 
 @dataclass(frozen=True)
@@ -80,7 +83,8 @@ def fetch(url: str, path: Path, patience: Patience, *, size: int | None = None, 
 
     Raises:
         UsageError: of `filesystem`.
-        SourceError: data.fetch if the file does not exist or attempts fail for patience.total seconds;
+        SourceError: data.fetch if the file does not exist or may not be read, and if attempts fail for patience.total
+            seconds;
             data.shard_changed if it arrives three times with other contents than stated; data.cache_full.
     """
     fs, remote = filesystem(url)
@@ -93,9 +97,9 @@ def fetch(url: str, path: Path, patience: Patience, *, size: int | None = None, 
             found = _verified(temporary, size, sha256)
             os.replace(temporary, path)
             return found
-        except _FINAL as error:
-            raise ended(url, f"{type(error).__name__}: {error}") from error
         except Exception as error:  # every filesystem has errors of its own
+            if is_final(error):
+                raise ended(url, _told(error)) from error
             if is_disk_error(error):
                 raise SourceError(
                     f"no room for {url} in {path.parent} ({error}): free some space, or lower cache_gb",
@@ -170,26 +174,69 @@ def fetch_if_there(url: str, path: Path, patience: Patience) -> bool:
     try:
         fetch(url, path, patience)
     except SourceError as error:
-        if isinstance(error.__cause__, FileNotFoundError | PermissionError):  # a bucket may hide what does not exist
+        if is_absent(error.__cause__):
             return False
         raise
     return True
 
 
-def patiently(what: str, action: Callable[[], Any], patience: Patience) -> Any:
-    """Return action(), such as a listing, tried again until patience ends. SourceError "data.fetch" then."""
+def patiently(what: str, url: str, action: Callable[[], Any], patience: Patience) -> Any:
+    """Return action(), such as a listing of `url`, tried again until patience ends.
+
+    Raises:
+        UsageError: data.root at once, if the URL does not exist or may not be read.
+        SourceError: data.fetch once patience ends.
+    """
     begin, wait = time.monotonic(), patience.first_wait
     while True:
         try:
             return action()
         except UsageError:
             raise
-        except Exception as error:  # every filesystem has errors of its own; HTTP's calls all of them "not found"
+        except Exception as error:  # every filesystem has errors of its own
+            if is_final(error):
+                message = f"{what} failed ({_told(error)}): correct the URL, or get permission to read it"
+                raise UsageError(message, code="data.root", root=url) from error
             if time.monotonic() + wait - begin > patience.total:
                 raise ended(what, _told(error)) from error
             log.warning("%s failed (%s); trying again in %.3g s", what, _told(error), wait)
             time.sleep(wait)
             wait = min(2 * wait, _LONGEST_WAIT)
+
+
+def is_final(error: BaseException) -> bool:
+    """Return whether a later attempt would fail, too: nothing is there, or it may not be read by this account."""
+    error = _reported(error)
+    status = _status(error)
+    if status is not None:
+        return 400 <= status < 500 and status not in _TRANSIENT_STATUS
+    named = any(part in type(error).__name__ for part in _FINAL_NAMES)
+    return named or isinstance(error, _FINAL) or type(error) is ValueError
+
+
+def is_absent(error: BaseException | None) -> bool:
+    """Return whether there is no such file; a bucket may hide that by a refusal."""
+    if error is None:
+        return False
+    error = _reported(error)
+    return isinstance(error, FileNotFoundError | PermissionError) or _status(error) in (403, 404, 410)
+
+
+def _reported(error: BaseException) -> BaseException:
+    """Return what went wrong: fsspec's `info` over HTTP says "not found" for any failure, which is then the cause."""
+    aiohttp, cause = sys.modules.get("aiohttp"), error.__cause__
+    of_network = isinstance(cause, ConnectionError | TimeoutError)
+    of_network = of_network or (aiohttp is not None and isinstance(cause, aiohttp.ClientError))
+    return cause if of_network and cause is not None else error
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status of an error of aiohttp, gcsfs or huggingface_hub; None if it has none."""
+    for holder, name in ((error, "status"), (error, "code"), (getattr(error, "response", None), "status_code")):
+        value = getattr(holder, name, None)
+        if isinstance(value, int):
+            return value
+    return None
 
 
 def _told(error: BaseException) -> str:

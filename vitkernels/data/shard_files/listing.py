@@ -17,6 +17,7 @@ _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 # What filesystems call the property that changes with a file: S3, Google Cloud Storage, Hugging Face, HTTP, others.
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "last_modified", "mtime")
 _REQUESTS = 16  # at a time
+_WILDCARDS = set("*?[")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _LAYOUT = "such as ROOT/train-00000.tar and ROOT/val-00000.tar, or .parquet"
 
@@ -26,8 +27,8 @@ def list_shards(root: str | None, patterns: dict[str, str], patience: Patience =
 
     patterns: split -> a pattern of names relative to the root, such as "*train*", with ranges {00..31} of numbers.
     patience: with a root that is a URL.
-    UsageError for a root that does not exist, a split without shards, and a shard in two splits. SourceError for a URL
-    that cannot be listed.
+    UsageError for a root that does not exist or may not be read, a split without shards, and a shard in two splits.
+    SourceError for a URL that cannot be listed for as long as `patience` lasts.
     """
     files = remote_files(str(root), patterns, patience) if is_url(root) else list(_local_files(root))
     compressed = [file.name for file in files if file.name.lower().endswith(_COMPRESSED)]
@@ -101,21 +102,25 @@ def remote_files(url: str, patterns: dict[str, str], patience: Patience) -> list
     """Return the files below a URL, sorted by name. Patterns that name each file need no listing."""
     fs, base = filesystem(url)
     base = base.rstrip("/")
-    if any("*" in pattern or "?" in pattern for pattern in patterns.values()):
-        found = patiently(f"listing {url}", lambda: fs.find(base, detail=True), patience)
+    if any(set(pattern) & _WILDCARDS for pattern in patterns.values()):
+        found = patiently(f"listing {url}", url, lambda: fs.find(base, detail=True), patience)
         infos = {name.removeprefix(f"{base}/"): info for name, info in found.items()}
     else:
         infos = {name: {} for pattern in patterns.values() for name in expand_ranges(pattern)}
     infos = {name: info for name, info in infos.items() if name.lower().endswith((*SUFFIXES, *_COMPRESSED))}
 
+    def location(name: str) -> str:
+        return f"{url.rstrip('/')}/{name}"
+
     def described(name: str) -> ShardFile:
         info = infos[name]
         if info.get("size") is None:  # HTTP lists names alone
-            info = patiently(f"asking for the size of {url}/{name}", lambda: fs.info(f"{base}/{name}"), patience)
+            what = f"asking for the size of {location(name)}"
+            info = patiently(what, location(name), lambda: fs.info(f"{base}/{name}"), patience)
         if info.get("size") is None:
-            raise ended(f"{url.rstrip('/')}/{name}", "the server does not report its size")
+            raise ended(location(name), "the server does not report its size")
         version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-        return ShardFile(name, f"{url.rstrip('/')}/{name}", int(info["size"]), version)
+        return ShardFile(name, location(name), int(info["size"]), version)
 
     with ThreadPoolExecutor(_REQUESTS) as threads:
         return list(threads.map(described, sorted(infos)))

@@ -104,8 +104,20 @@ class ShardCache:
     def fetched(self, shard: ShardFile, ahead: bool = False) -> OpenFile | None:
         """Return the open file of a shard, fetched if needed. Of the processes that need a shard, one fetches it.
 
-        ahead: try once, and return None while another process does; SourceError as `fetch`.
+        ahead: try once, and return None while another process does.
+        SourceError as `fetch`, and data.cache if the folder cannot be used.
         """
+        try:
+            return self._fetched(shard, ahead)
+        except OSError as error:
+            raise SourceError(
+                f"cannot keep shards in {self.folder} ({type(error).__name__}: {error}): mend the folder, or set cache "
+                "to another one",
+                code="data.cache",
+                folder=str(self.folder),
+            ) from error
+
+    def _fetched(self, shard: ShardFile, ahead: bool) -> OpenFile | None:
         path = self.path(shard)
         with contextlib.suppress(FileNotFoundError):
             return self._opened(path)
