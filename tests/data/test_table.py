@@ -45,6 +45,24 @@ def test_read_table__shares(tmp_path, suffix):
     assert (found.targets.tolist(), found.classes, found.are_shares) == ([[0.25, 0.75], [1, 0]], None, True)
 
 
+@pytest.mark.parametrize("lists", [
+    [[0.25, 0.75], [1, 0]], [[1, 0], [0, 1], [0.5, 0.5]], [[0, 1.0], [1, 0]], [[1, 0, 0], [0, 0.5, 0.5]],
+], ids=str)  # fmt: skip
+def test_read_table__integers_among_fractions_are_numbers_per_class(tmp_path, lists):
+    rows = [{"path": f"{number}.jpg", "targets": each} for number, each in enumerate(lists)]
+    found = read_table(write(tmp_path / "t.json", rows), None)
+    assert (found.targets.tolist(), found.classes, found.are_shares) == (lists, None, True)
+
+
+def test_read_table__a_label_among_fractions_is_refused(tmp_path):
+    rows = [{"path": "1", "targets": [0.25, 0.75]}, {"path": "2", "targets": [1]}]
+    with error("data.table", row=2, value=1):
+        read_table(write(tmp_path / "t.json", rows), None)
+    rows[1]["targets"] = [0, 2]
+    with error("data.table", row=2, value=2.0):
+        read_table(write(tmp_path / "t.json", rows), None)
+
+
 @pytest.mark.parametrize("text, targets, classes", [
     ("path,targets\n1.jpg,dog; cat\n2.jpg,\n", [[1, 1], [0, 0]], ["cat", "dog"]),
     ("path,targets\n1.jpg,2;0\n2.jpg,1\n", [[1, 0, 1], [0, 1, 0]], None),

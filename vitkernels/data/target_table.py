@@ -40,8 +40,9 @@ def read_table(path: Path, num_classes: int | None) -> TargetTable:
     """Return the table in a CSV, JSON or Parquet file.
 
     The column `path` names the image, and `split` (optional) is train or val. The column `targets` holds a list of
-    labels (names or class numbers; in CSV files separated by ;), a list of one number with a fraction per class, or an
-    object with a number per class name. Without it, every other column is a class with a number per image.
+    labels (names or class numbers; in CSV files separated by ;), a list of a number per class, or an object with a
+    number per class name. Without it, every other column is a class with a number per image. A list of integers holds
+    a number per class if another number in any list of the table has a fraction, as 0.5 or 1.0.
 
     Args:
         num_classes: number of classes of a table of class numbers; None takes the largest + 1.
@@ -60,6 +61,7 @@ def read_table(path: Path, num_classes: int | None) -> TargetTable:
         raise _error(path, "expected a column 'targets', or one column per class")
     _check_columns(path, rows, wide)
     entries = [{name: row.get(name) for name in names} if wide else row["targets"] for row in rows]
+    entries = _numbers_per_class(entries)
     _check_lengths(path, entries)
     values = [_entry(path, number, entry) for number, entry in enumerate(entries, 1)]
     if not wide:
@@ -119,6 +121,14 @@ def _check_columns(path: Path, rows: list[dict[str, Any]], wide: bool) -> None:
         if extra:
             message = f"row {number} has the column {extra[0]!r}, which the first row lacks"
             raise _error(path, message, row=number, value=extra[0])
+
+
+def _numbers_per_class(entries: list[Any]) -> list[Any]:
+    """Return the entries with all lists of numbers as floats if one number is: programs write 1.0 as 1."""
+    numbers = [isinstance(entry, list) and all(type(value) in (int, float) for value in entry) for entry in entries]
+    if not any(is_list and float in map(type, entry) for is_list, entry in zip(numbers, entries, strict=True)):
+        return entries
+    return [list(map(float, e)) if is_list and e else e for is_list, e in zip(numbers, entries, strict=True)]
 
 
 def _check_lengths(path: Path, entries: list[Any]) -> None:
