@@ -82,6 +82,16 @@ def test_wrong_setting__message(settings, override, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize("name", ["knn", "linear_probe"])
+def test_evaluation_by_features__is_refused_under_torchrun_before_anything_is_built(settings, monkeypatch, name):
+    chosen = settings("mode=eval", "model.pretrained=true", f"evaluation={name}")
+    Config.from_hydra(chosen)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with error("evaluation.processes", devices=2):
+        Config.from_hydra(chosen)
+    Config.from_hydra(settings())
+
+
 def test_unknown_data_setting__suggests_the_nearest(settings):
     with error("config.unknown") as caught:
         Config.from_hydra(settings("+data.degree=5"))

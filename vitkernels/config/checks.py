@@ -2,6 +2,7 @@
 
 import difflib
 import inspect
+import os
 import pkgutil
 
 from vitkernels.config.groups import (
@@ -41,8 +42,16 @@ def check_mode(mode: str, checkpoint: str | None, quant: QuantSettings) -> None:
 def check_evaluation(
     mode: str, checkpoint: str | None, evaluation: EvaluationSettings, model: ModelSettings, quant: QuantSettings
 ) -> None:
-    """Raise UsageError for an evaluation without weights, or a probe that has nothing to work on."""
+    """Raise UsageError for an evaluation without weights, or a probe on several processes or with nothing to judge."""
     probes = evaluation.name != "head"
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+    if probes and world > 1:
+        raise UsageError(
+            f"evaluation={evaluation.name} runs in one process on one device, but torchrun started {world}: start "
+            "without torchrun, or use evaluation=head",
+            code="evaluation.processes",
+            devices=world,
+        )
     if mode == "train" and probes:
         message = f"evaluation={evaluation.name} needs mode=eval: training evaluates the classifier head"
         raise _conflict(message, "evaluation.name", evaluation.name)
