@@ -1,11 +1,12 @@
 """Time the input pipeline on this machine: loaders alone next to timm's, training on JPEG files next to data=fake.
 
     python scripts/bench_input.py                                      # loaders alone
-    python scripts/bench_input.py --train model=vit_b16_256 speed=max  # and training and evaluation, so configured
+    python scripts/bench_input.py --train model=vit_b16_256 speed=max  # also train and evaluate with these settings
     python scripts/bench_input.py --size 4000 3000 --images 200
 
-Training runs on fake data, and on the files plainly, with Mixup, CutMix and erasing, with RandAugment, and through
-timm's loader. The JPEG files are made once in --root. Prints a table and appends its rows to results/input.jsonl.
+With --train, the benchmark trains on fake data and on the files: without augmentation, with Mixup, CutMix and erasing,
+with RandAugment, and through timm's loader. The JPEG files are created once, under --root. Prints a table and appends
+its rows to results/input.jsonl.
 """
 
 import argparse
@@ -94,12 +95,12 @@ def training(root: Path, options: argparse.Namespace) -> dict[str, list[float]]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--root", type=Path, default=Path("runs/bench_input"), help="folder of the JPEG files")
-    parser.add_argument("--images", type=int, default=4000, help="JPEG files to make")
+    parser.add_argument("--images", type=int, default=4000, help="number of JPEG files to create")
     parser.add_argument("--size", type=int, nargs=2, default=(500, 375), metavar=("WIDTH", "HEIGHT"))
     parser.add_argument("--side", type=int, default=256, help="side of the training images, in pixels")
     parser.add_argument("--batch", type=int, default=128, help="images per batch")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="worker processes of each loader")
-    parser.add_argument("--seconds", type=float, default=10, help="length of one measurement")
+    parser.add_argument("--seconds", type=float, default=10, help="duration of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each pipeline, in turns")
     parser.add_argument("--steps", type=int, default=60, help="training steps of one measurement")
     parser.add_argument("--train", nargs="*", metavar="SETTING", help="also train and evaluate, with these settings")

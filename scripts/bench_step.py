@@ -5,8 +5,8 @@
                                                                    on any machine, to try it out
 
 Prints a table relative to timm's compiled model with SDPA, and the losses of 200 steps from the same weights on the
-same images; appends the rows to results/step.jsonl. "train.py" runs in its own process, with no settings but model and
-data, and once more with speed=max; "cold" has no compiled kernels on disk. "accelerate" is timm's model after
+same images; appends the rows to results/step.jsonl. "train.py" runs in its own process, with only model and data set,
+and once more with speed=max; "cold" has no compiled kernels on disk. "accelerate" is timm's model after
 vitkernels.models.accelerate. "best" is `ops=auto` with a bf16 residual stream and stored MLP activations, in a bare
 loop. `--peers` and `--ours` select rows; "compiled max-autotune" is torch.compile's slowest compilation.
 """

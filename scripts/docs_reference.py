@@ -245,11 +245,13 @@ def timm_attention_page() -> str:
     parts = [
         "# Attention classes",
         "`create_model`, `set_attention` and `accelerate` replace modules of these classes. Parameters and state-dict "
-        "keys stay. `attention_plan(model)` returns which modules of a model they take, and why the others stay.",
+        "keys do not change. `attention_plan(model)` lists the modules of a model that they would replace, and the "
+        "reason for each that they would not.",
         table(("class", "how a backend computes it"), taken),
-        "## Left to timm",
+        "## Computed by timm",
         table(("class", "reason"), refused),
-        "Modules of other classes with Attention or Attn in their name are left too, and named.",
+        "Modules of other classes whose name contains Attention or Attn are also left unchanged, and the log "
+        "lists them.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -6,8 +6,8 @@
 
 Kinds of faults: main (SIGKILL of a process at a random moment), rank (the same with several), worker (SIGKILL of a data
 worker), file (SIGKILL before a random operation on a file in the run's folder), disk (no file may grow from a random
-step on, then SIGKILL). Each run is disturbed and resumed until it completes. Words after -- go to train.py, such as
-another data set. Exit status 1 if a run differs.
+step on, then SIGKILL). Each run is disturbed and resumed until it completes. Arguments after -- go to train.py. Exit
+status 1 if a run differs.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def draw(chance: random.Random, ranks: int) -> Fault:
 
 
 def train(words: list[str], environment: dict[str, str], log: str, folder: str, fault: Fault | None) -> None:
-    """Run train.py with these words, and let the faults that come from inside happen."""
+    """Run train.py with these arguments, and inject the faults that occur inside the process."""
     os.environ.update(environment)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -113,7 +113,7 @@ def kill_before_operation(number: int, folder: str) -> None:
 
 
 def fill_disk(folder: str, step: int) -> None:
-    """Let no file of this process grow any more from a step on."""
+    """From a step on, let no file of this process grow."""
     while logged_steps(Path(folder)) <= step:
         time.sleep(0.002)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -156,7 +156,7 @@ class Run:
             self.processes[-1].start()
 
     def inflict(self) -> bool:
-        """Wait for the fault's moment and let it happen; return whether it hit before the run ended by itself."""
+        """Wait for the fault's moment and inject it; return False if the run ended first."""
         fault = self.fault
         victim = self.processes[0 if fault is None else fault.rank]
         if fault is not None and fault.kind in ("main", "disk"):
@@ -195,7 +195,7 @@ class Run:
             return b"runtime: " in log.read()
 
     def _terminate(self) -> None:
-        """End the ranks that wait for one that died before they met, as torchrun does; later they notice themselves."""
+        """Terminate ranks whose peer died before the rendezvous, as torchrun does; later, they detect it themselves."""
         for process in self.processes:
             process.kill() if process.is_alive() else None
 
@@ -242,7 +242,7 @@ def logged_steps(folder: Path) -> int:
 
 
 def results(folder: Path) -> dict[str, object]:
-    """Return what must not depend on faults: losses and evaluations by step, weights, and no leftover files."""
+    """Return what faults must not change: losses and evaluations by step, weights, and the leftover files."""
     from safetensors.torch import load_file
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -272,7 +272,7 @@ def main() -> int:
 
 
 def loop(scratch: Path, kills: int, ranks: int, words: list[str], chance: random.Random) -> int:
-    """Disturb one run after the other until `kills` faults have hit; return the exit status."""
+    """Disturb runs, one after another, until `kills` faults have hit; return the exit status."""
     undisturbed = Run(scratch / "undisturbed", ranks, words, None)
     undisturbed.finish()
     assert all(process.exitcode == 0 for process in undisturbed.processes), undisturbed.output()

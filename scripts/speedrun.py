@@ -25,7 +25,7 @@ def main() -> int:
     from vitkernels.errors import UsageError
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("settings", nargs="*", help="settings of train.py, in addition to experiment=speedrun")
+    parser.add_argument("settings", nargs="*", help="settings of train.py, added to experiment=speedrun")
     parser.add_argument("--target", type=float, default=speedrun.TARGET, help="top-1 accuracy in percent")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--eval-every", type=int, default=100, help="steps between evaluations")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 # Exit status of a run that was interrupted after writing a checkpoint and can be resumed (EX_TEMPFAIL of sysexits.h).
 EXIT_INTERRUPTED = 75
-_MOST_LISTED = 30  # names that an error message lists if it can suggest a few of them
+_MOST_LISTED = 30  # number of names that an error message lists if it can suggest a few of them
 
 
 class UsageError(ValueError):

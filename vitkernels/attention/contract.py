@@ -221,7 +221,7 @@ class AttentionBackend:
 
     # ------------------------------------------------------------------ for subclasses to define
     def configured(self, **options) -> "AttentionBackend":
-        """Return this backend with the options of its YAML in conf/attn/, without `name`; UsageError if unknown."""
+        """Return this backend with the options from its YAML in conf/attn/; raise UsageError for an unknown option."""
         if options:
             message = f"attention backend {self.name!r} has no options, got {', '.join(options)}"
             raise UsageError(message, code="attention.options", backend=self.name, options=tuple(options))

@@ -1,4 +1,4 @@
-"""The arguments of torch's scaled_dot_product_attention that this package names otherwise: attn_mask and enable_gqa."""
+"""Accept the arguments of torch's scaled_dot_product_attention that have other names here: attn_mask and enable_gqa."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from vitkernels.errors import UsageError
 def bias_and_mask(attn_mask: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Return SDPA's attn_mask as `bias` if it is floating, as `mask` (True keeps) if it is boolean.
 
-    Raises UsageError "attention.attn_mask" if bias or mask is given too: they are its other names.
+    Raises UsageError "attention.attn_mask" if bias or mask is also given, because attn_mask is another name for them.
     """
     if bias is not None or mask is not None:
         other = "mask" if bias is None else "bias"

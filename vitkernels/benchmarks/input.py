@@ -55,9 +55,9 @@ def _write_jpeg(root: Path, width: int, height: int, number: int) -> int:
 
 
 def lengthen(root: Path, count: int) -> None:
-    """Link the images of ROOT/train again and again until there are `count`.
+    """Add links to the images in ROOT/train until it holds `count`.
 
-    An epoch then has as many steps as a measurement: at the end of one, the workers' queues run empty.
+    The epoch then lasts as long as a measurement: between epochs, the workers' queues run empty.
     """
     images = sorted((root / "train").glob("*/*.jpg"))
     originals = [image for image in images if "_" not in image.stem]
@@ -137,7 +137,7 @@ def timm_data(*, root: str, image_size: int, batch_size: int, num_workers: int, 
 
 
 def rates(pipelines: dict[str, Callable[[], Iterator]], seconds: float, rounds: int) -> dict[str, list[float]]:
-    """Return images/s of each pipeline in each round; pipelines take turns, so that all meet the machine's moods."""
+    """Return images/s of each pipeline in each round; pipelines run in turns, so drift affects all equally."""
     open_pipelines = {name: make() for name, make in pipelines.items()}
     found: dict[str, list[float]] = {name: [] for name in pipelines}
     for _ in range(rounds):
@@ -163,9 +163,9 @@ def training_summary(overrides: list[str]) -> dict[str, Any]:
 
 
 def evaluation_rates(root: Path, overrides: list[str], passes: int) -> list[float]:
-    """Return images/s of evaluating the model of these settings on all images below `root`, input and all, per pass.
+    """Return images/s, input included, of each pass of evaluating the model on all images below `root`.
 
-    One more pass before them compiles, starts the workers and reads the files into the page cache.
+    An untimed first pass compiles, starts the workers and reads the files into the page cache.
     """
     _link_as_evaluation(root)
     words = [*overrides, "data=imagefolder", f"data.root={root / 'evaluation'}", "data.check_images=0"]
@@ -184,7 +184,7 @@ def evaluation_rates(root: Path, overrides: list[str], passes: int) -> list[floa
 
 
 def _link_as_evaluation(root: Path) -> None:
-    """Make ROOT/evaluation, both of whose splits have every image of ROOT."""
+    """Create ROOT/evaluation, each of whose two splits holds every image of ROOT."""
     images = [image for split in ("train", "val") for image in (root / split).glob("*/*.jpg")]
     for target, image in itertools.product(("train", "val"), images):
         link = root / "evaluation" / target / image.parent.name / image.name

@@ -21,7 +21,7 @@ from vitkernels.errors import UsageError
 from vitkernels.runtime import Runtime
 
 BASELINE = "timm compiled sdpa"
-# train.py with no settings but model and data, with new caches and with those of the run before; and in one word more.
+# train.py with only model and data set: with empty caches, and with the caches of that run; then also with speed=max.
 TRAIN_PY = {
     "train.py cold": (),
     "train.py": (),

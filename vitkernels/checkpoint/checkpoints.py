@@ -145,11 +145,11 @@ class Checkpoints:
         return None
 
     def remove_leftovers(self) -> None:
-        """Remove what a killed process left unfinished; the run's lock must be held."""
+        """Remove unfinished files of a killed process; the caller must hold the run's lock."""
         _remove_leftovers(self.folder)
 
     def remove_older(self) -> list[Path]:
-        """Remove all checkpoints but the newest and the best, to make room for what matters more; return them."""
+        """Remove all checkpoints but the newest and the best, to free space for the final weights; return them."""
         removed = self._removable()
         for path in removed:
             _remove(path)
@@ -168,8 +168,8 @@ class Checkpoints:
     def _make_room(self) -> None:
         """Remove the oldest checkpoints if the disk lacks the space for the next one next to them.
 
-        The next one is taken to be as large as the newest, which stays, and so does the best. None is removed if the
-        newest is broken.
+        Assumes that the next one is as large as the newest. The newest and the best are kept. If the newest is broken,
+        no checkpoint is removed.
         """
         newest = next(iter(self.paths()), None)
         if newest is None or not (removable := self._removable()):
@@ -283,7 +283,7 @@ def load_state(path: str | Path) -> dict:
         raise _invalid(path, "state.json: wrong checksum")
     named = _NAME.fullmatch(path.resolve().name)
     if named and int(named[1]) != state.get("step"):
-        raise _invalid(path, f"it holds step {state.get('step')}: the folder was renamed or its state.json exchanged")
+        raise _invalid(path, f"it holds step {state.get('step')}: the folder was renamed or its state.json replaced")
     for name, (size, checksum) in state["files"].items():
         try:
             found = (path / name).stat().st_size, _checksum(path / name)

@@ -1,4 +1,4 @@
-"""Read what weights were trained on: class names and preprocessing, from a run, a checkpoint or exported weights."""
+"""Read the class names and preprocessing of weights from a run, a checkpoint or an exported file."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +12,9 @@ _NOTES = ("class_names", "preprocessing", "file_preprocessing")
 
 @dataclass(frozen=True)
 class TrainedOn:
-    """What some weights were trained on; an entry is None if it is not known.
+    """Class names and preprocessing that weights were trained with; None where unknown.
 
-    class_names: what the outputs stand for, in order. preprocessing: how images were prepared, with the keys of
+    class_names: the class of each output, in order. preprocessing: how images were prepared, with the keys of
     vitkernels.models.preprocessing. file_preprocessing: the same for image files, if the data set has no files itself.
     """
 
@@ -24,7 +24,7 @@ class TrainedOn:
 
 
 def read_trained_on(weights: Path) -> TrainedOn:
-    """Return what a run's checkpoint folder or its exported weights were trained on."""
+    """Read the class names and preprocessing of a checkpoint folder or of exported weights."""
     if weights.is_dir():
         notes, run = read_json(weights / "state.json") or {}, weights.resolve().parent.parent
     else:
@@ -34,7 +34,7 @@ def read_trained_on(weights: Path) -> TrainedOn:
 
 
 def _recorded_by(run: Path) -> dict:
-    """Return what the run's folder says; weights written by older versions do not say it themselves."""
+    """Read them from the run's folder: weights written by older versions do not contain them."""
     data = read_settings(run).get("data", {})
     prepared = {name: data.get(name) for name in ("mean", "std", "interpolation", "crop_pct", "crop_mode")}
     known = prepared if None not in prepared.values() else None

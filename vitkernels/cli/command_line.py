@@ -60,7 +60,8 @@ def run(main: Callable[[], None], config_dir: str) -> int:
             return _failed(in_settings(error))
         raise
     except KeyboardInterrupt:
-        hint = "the same command continues" if sweeps else "resume=auto continues from the newest checkpoint"
+        again = "run the same command again to continue"
+        hint = again if sweeps else "resume=auto continues from the newest checkpoint"
         print(f"interrupted; {hint}", flush=True)
         return EXIT_INTERRUPTED
     return 0

@@ -1,4 +1,4 @@
-"""`vitkernels compare RUN RUN ...`: the verdict table of runs that exist."""
+"""`vitkernels compare RUN RUN ...`: the verdict table of finished runs."""
 
 import argparse
 from pathlib import Path
@@ -10,11 +10,11 @@ def main(words: list[str]) -> int:
     """Print the verdict of these runs, and with --out write it; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="vitkernels compare",
-        description="Compare runs that exist, relative to the first. They did not take turns, so the table shows "
-        "ratios and calls none of them faster. The folder of one sweep shows its verdict again.",
+        description="Compare finished runs relative to the first. They did not run in turns, so the table shows ratios "
+        "and declares no winner. Given the folder of a sweep, show its verdict again.",
     )
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a run, or one of a sweep")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json, .md and .png there")
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of a sweep")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write comparison.json, .md and .png to this folder")
     options = parser.parse_args(words)
     from vitkernels.sweep import verdict
 

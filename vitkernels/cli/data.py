@@ -4,8 +4,8 @@
     vitkernels data check photo-shards
 
 `shard` takes FOLDER/train/<class>/<image> and FOLDER/val/<class>/<image>, or, with --val-share, FOLDER/<class>/<image>.
-The same command continues an interrupted one. `check` reads every byte of shards or of an image folder; its exit status
-is 1 if something must be repaired.
+Run an interrupted command again to continue it. `check` reads every byte of shards or of an image folder; its exit
+status is 1 if a file needs repair.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from vitkernels.data.shard_files.read import CLASS_NAMES, is_parquet, read_class
 from vitkernels.data.shard_files.write import write_shards
 from vitkernels.files import is_disk_error
 
-_LISTED = 20  # lines of each kind
+_LISTED = 20  # lines to print of each kind
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -36,19 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     shard = commands.add_parser("shard", help="write an image folder as tar shards in WebDataset's layout")
-    shard.add_argument("folder", type=Path, metavar="FOLDER", help="folder of train/ and val/, or of classes")
-    shard.add_argument("out", type=Path, metavar="OUT", help="new folder for the shards, or one to complete")
-    shard.add_argument("--val-share", type=float, help="share of each class that validates, for a folder of classes")
+    shard.add_argument("folder", type=Path, metavar="FOLDER", help="folder with train/ and val/, or with class folders")
+    shard.add_argument("out", type=Path, metavar="OUT", help="new folder, or that of an interrupted run")
+    shard.add_argument("--val-share", type=float, help="share of each class for evaluation, if there is no val/")
     shard.add_argument("--shard-mb", type=float, default=256, help="size of a shard in MB (10^6 bytes)")
     shard.add_argument("--seed", type=int, default=0, help="seed of the order of the images")
     shard.set_defaults(run=_shard)
-    check = commands.add_parser("check", help="read every byte of a data set, and name what must be repaired")
+    check = commands.add_parser("check", help="read every byte of a data set, and list the files that need repair")
     check.add_argument("root", type=Path, metavar="ROOT", help="folder of shards, or an image folder")
-    check.add_argument("--train-shards", default=PATTERNS["train"], help="names of the training shards")
-    check.add_argument("--val-shards", default=PATTERNS["val"], help="names of the evaluation shards")
+    check.add_argument("--train-shards", default=PATTERNS["train"], help="file name pattern of the training shards")
+    check.add_argument("--val-shards", default=PATTERNS["val"], help="file name pattern of the evaluation shards")
     check.add_argument("--image", help="as data.image")
     check.add_argument("--label", help="as data.label")
-    check.add_argument("--workers", type=int, default=usable_cores(), help="processes; 0 is this one alone")
+    check.add_argument("--workers", type=int, default=usable_cores(), help="worker processes; 0 reads in this process")
     check.set_defaults(run=_check)
     options = parser.parse_args(arguments)
     log = logging.getLogger("vitkernels.data")
@@ -74,12 +74,13 @@ def _shard(options: argparse.Namespace) -> int:
     except OSError as error:
         if not is_disk_error(error) and not isinstance(error, PermissionError | FileExistsError | NotADirectoryError):
             raise
-        print(f"error: could not write to {options.out}: {error}; the same command continues", file=sys.stderr)
+        message = f"error: could not write to {options.out}: {error}; run the same command again to continue"
+        print(message, file=sys.stderr)
         return 2
     for split, count in written.items():
         images = _counted(len(folders[split].targets), "image")
         print(f"{split}: {images} of {len(folders[split].classes)} classes in {_counted(count, 'shard')}")
-    print(f"train on them: vitkernels train data=shards data.root={options.out}")
+    print(f"to train on the shards: vitkernels train data=shards data.root={options.out}")
     return 0
 
 

@@ -15,7 +15,7 @@ from vitkernels.training.out_of_memory import OutOfMemoryError
 
 log = logging.getLogger("vitkernels")
 
-# Errors of a run whose message says all.
+# Errors whose message is enough without a traceback.
 _EXPLAINED = (
     NonFiniteLossError, BadImagesError, SourceError, WorkerDiedError, OutOfMemoryError, LostCheckpointsError,
 )  # fmt: skip
@@ -23,7 +23,7 @@ _EXPLAINED = (
 
 @contextmanager
 def errors_as_exit_status() -> Iterator[None]:
-    """Log an error of a run, and exit: 2 if the settings or the disk must change first, else 1."""
+    """Log an error of a run, and exit: with 2 if the user must fix a setting or free disk space, else with 1."""
     try:
         yield
     except UsageError as error:

@@ -17,8 +17,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="vitkernels export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, help="folder of a run, or weights in one")
-    parser.add_argument("--which", choices=sorted(WHICH), default="best", help="which of the run's weights")
+    parser.add_argument("run", type=Path, help="folder of a run, or a weights file in it")
+    parser.add_argument("--which", choices=sorted(WHICH), default="best", help="which weights of the run to export")
     parser.add_argument("--format", choices=list(FORMATS), default="timm", help="timm writes a folder")
     parser.add_argument("--out", type=Path, help="default: export/ in the run's folder")
     options = parser.parse_args(arguments)

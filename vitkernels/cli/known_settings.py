@@ -33,7 +33,7 @@ def flat_names(node: dict, prefix: str = "") -> list[str]:
 
 
 def suggestion(name: str, owners: dict[str, list[str]]) -> str:
-    """Return "Did you mean ...? " with the nearest names, or those that differ by their group alone."""
+    """Return "Did you mean ...? " with the nearest names, or with the names that differ only in their group."""
     of_a_group = [known for known in owners if known.rpartition(".")[2] == name]
     near = of_a_group or difflib.get_close_matches(name, owners, n=3, cutoff=0.75)
     return f"Did you mean {' or '.join(near)}? " if near else ""

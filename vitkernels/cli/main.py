@@ -15,8 +15,8 @@ USAGE = """usage: vitkernels COMMAND ...
 
   train [SETTING=VALUE ...]       train, or with -m run a sweep; `vitkernels train --help` lists all settings
   eval RUN [SETTING=VALUE ...]    evaluate a run, a checkpoint or a file of weights
-  compare RUN RUN ... [--out DIR] the verdict table of runs that exist
-  report RUN [--out FILE]         one HTML page about a run: curves, results, settings, how to repeat it
+  compare RUN RUN ... [--out DIR] print the verdict table of finished runs
+  report RUN [--out FILE]         write an HTML page about a run: curves, results, settings, command
   export RUN [--format onnx ...]  write the weights for timm and the hub, torch.export or ONNX
   predict RUN IMAGES...           print the most likely classes of image files and folders
   embed RUN IMAGES...             write the pooled features of image files and folders
@@ -31,7 +31,7 @@ USAGE = """usage: vitkernels COMMAND ...
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command of the console; return its exit status."""
+    """Run one subcommand; return its exit status."""
     command, *words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help", "help"):
         print(USAGE, end="")
@@ -67,7 +67,7 @@ def train(words: list[str]) -> int:
 
 
 def complete(words: list[str]) -> int:
-    """Install Hydra's tab completion, or print the words that continue $COMP_LINE."""
+    """Install Hydra's tab completion, or print the completions of $COMP_LINE."""
     program, *typed = os.environ.get("COMP_LINE", "vitkernels").split(" ")
     is_query = any(word.startswith("query=") for word in words)
     if is_query and len(typed) <= 1:
@@ -89,7 +89,7 @@ def evaluate(words: list[str]) -> int:
 
 
 def compare(words: list[str]) -> int:
-    """Print the verdict table of runs that exist."""
+    """Print the verdict table of finished runs."""
     from vitkernels.cli.compare import main as run
 
     return run(words)
@@ -135,7 +135,7 @@ def tpu_estimate(words: list[str]) -> int:
 
 
 def _on_trained(module: str) -> Callable[[list[str]], int]:
-    """Return the command that vitkernels.cli.MODULE implements, on models that are trained or on data sets."""
+    """Return the command that vitkernels.cli.MODULE implements; it works on trained models or data sets."""
 
     def run(words: list[str]) -> int:
         missing = [name for name in ("PIL", "rich", "omegaconf") if importlib.util.find_spec(name) is None]
@@ -150,7 +150,7 @@ def _on_trained(module: str) -> Callable[[list[str]], int]:
         except UsageError as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
-        except BrokenPipeError:  # the reader of the output, such as `head`, has read enough
+        except BrokenPipeError:  # the reader of the output, such as `head`, closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 

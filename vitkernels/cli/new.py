@@ -11,13 +11,13 @@ def main(words: list[str]) -> int:
     """Copy the project template into a new or empty folder; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="vitkernels new",
-        description="Start a project: a data set, an attention backend, their configuration and tests, which all run.",
+        description="Start a project: a data set, an attention backend, their configuration and tests. All of it runs.",
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder that does not exist yet, or is empty")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="new or empty folder")
     folder = parser.parse_args(words).folder
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            print(f"error: {folder} exists and is not an empty folder; name another", flush=True)
+            print(f"error: {folder} is not an empty folder; choose another", flush=True)
             return 2
         shutil.copytree(TEMPLATE, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
     except OSError as error:

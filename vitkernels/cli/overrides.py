@@ -1,4 +1,4 @@
-"""Prepare the words of a command line: quote values, order options, and refuse settings that nothing reads."""
+"""Prepare the arguments of a command line: quote values, order options, and refuse settings that nothing reads."""
 
 import os
 import re
@@ -22,7 +22,7 @@ _USES_OF_PLUS = (
 
 
 def prepare(words: list[str], config_dir: str) -> list[str]:
-    """Return the words in the form that Hydra reads: values quoted, options last, ++ before settings of an earlier run.
+    """Return the arguments as Hydra reads them: values quoted, options last, ++ before settings of an earlier run.
 
     Raises UsageError for a setting that nothing reads.
     """
@@ -32,7 +32,7 @@ def prepare(words: list[str], config_dir: str) -> list[str]:
 
 
 def parse(word: str) -> Override | None:
-    """Return the override that Hydra parses from the word, or None if it cannot."""
+    """Return the override that Hydra parses from the argument; None if it cannot."""
     try:
         return OverridesParser.create().parse_override(word)
     except HydraException:
@@ -55,7 +55,7 @@ def quote_value(word: str) -> str:
 
 
 def options_last(words: list[str]) -> list[str]:
-    """Return the settings, then the options with their values: Hydra reads no settings on both sides of an option."""
+    """Return the settings, then the options with their values: Hydra rejects settings on both sides of an option."""
     settings: list[str] = []
     options: list[str] = []
     for word in words:
@@ -83,12 +83,12 @@ def check_added(words: list[str], config_dir: str) -> None:
             if name in owners:
                 message = f"+{name}=... adds a setting, but {name} already exists: write {name}=..., without +"
                 raise UsageError(message, code="cli.exists", setting=name)
-            message = f"{plus}{name}=...: no setting {name!r} is read. {suggestion(name, owners)}{_USES_OF_PLUS}"
+            message = f"{plus}{name}=...: nothing reads a setting {name!r}. {suggestion(name, owners)}{_USES_OF_PLUS}"
             raise UsageError(message, code="cli.added", setting=name)
 
 
 def allow_settings_of_a_run(words: list[str]) -> list[str]:
-    """Return the words with ++ before settings that an earlier run may have and the defaults do not.
+    """Return the arguments with ++ before settings that an earlier run may have and the defaults do not.
 
     With resume=PATH or mode=eval, options such as the data set come from the run (vitkernels.config.from_run) after
     Hydra has composed the defaults: data.root=... must not fail because the default data set has no root. Wrong names

@@ -3,7 +3,7 @@
     vitkernels predict runs/pets cat.jpg holiday/
     vitkernels predict runs/pets holiday/ --format csv --out labels.csv --sheet labels.png
 
-Folders are searched with their subfolders. Unreadable files are named and counted; the exit status is 1 if no file
+Folders are searched with their subfolders. Unreadable files are listed and counted; the exit status is 1 if no file
 could be read.
 """
 
@@ -25,13 +25,13 @@ def main(arguments: list[str] | None = None) -> int:
         prog="vitkernels predict", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_options(parser)
-    parser.add_argument("--top", type=int, default=3, help="classes to name for each image")
+    parser.add_argument("--top", type=int, default=3, help="number of classes to print for each image")
     parser.add_argument("--format", choices=("table", "json", "csv"), default="table")
     parser.add_argument("--out", type=Path, help="file to write instead of the terminal")
     parser.add_argument("--sheet", type=Path, help=f"contact sheet to write, a PNG of up to {MOST} images")
     options = parser.parse_args(arguments)
     if options.top < 1:
-        parser.error(f"--top {options.top}: at least 1 class")
+        parser.error(f"--top must be at least 1; got {options.top}")
     model = on_device(options)
     top = min(options.top, len(model.trained.class_names))
     sheet: list[Prediction] = []

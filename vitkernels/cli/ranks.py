@@ -23,4 +23,4 @@ def rank_arguments(argv: list[str]) -> list[str]:
     lines = f"hydra.job_logging.formatters.plain.format='[rank {rank}] %(message)s'"
     quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=other_rank", lines]
     end = next((n for n, word in enumerate(kept) if word.startswith("-")), len(kept))
-    return [*kept[:end], *quiet, *kept[end:]]  # Hydra reads no settings on both sides of an option
+    return [*kept[:end], *quiet, *kept[end:]]  # Hydra does not accept settings on both sides of an option

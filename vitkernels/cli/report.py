@@ -10,10 +10,10 @@ def main(words: list[str]) -> int:
     """Write the page and print its path; return the exit status."""
     parser = argparse.ArgumentParser(
         prog="vitkernels report",
-        description="Write a page about a run, in one file: curves, results, settings and how to repeat it.",
+        description="Write a page about a run, in one file: curves, results, settings and the command that repeats it.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the folder of a run")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page; default: RUN/report.html")
+    parser.add_argument("run", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; default: RUN/report.html")
     options = parser.parse_args(words)
     from vitkernels.training.report import write_report
 

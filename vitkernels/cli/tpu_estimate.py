@@ -6,8 +6,8 @@
     vitkernels tpu-estimate step model=vit_b16_256 --compare attn=sdpa attn=pallas_flash             # two settings
     vitkernels tpu-estimate --compare a.json b.json                                                  # two results
     vitkernels tpu-estimate scaling a.json --chips 4,8,16 --strategies ddp,fsdp         # the same step on a slice
-    vitkernels tpu-estimate --against runs/my_tpu_run     # measured times of a run on a TPU, and their estimate
-    vitkernels tpu-estimate published                     # the method against timings that others published
+    vitkernels tpu-estimate --against runs/my_tpu_run     # compare a run's measured times on a TPU with their estimate
+    vitkernels tpu-estimate published                     # compare the method with published timings
 
 Every time is an ESTIMATE. A kernel is a function of JAX arrays that calls pallas_call; it is imported from the current
 folder or from an installed package. `step` takes every setting of `vitkernels train`; a step of ViT-B/16 at batch 128
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _checked(options: argparse.Namespace) -> None:
-    """Replace the names of chips by their facts; raise UsageError for what cannot work, before any compilation."""
+    """Look up the chips by name; raise UsageError for options that cannot work, before any compilation."""
     from vitkernels.tpu_estimate import chips, compiler
 
     if not options.words:

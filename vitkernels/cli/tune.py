@@ -34,7 +34,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in options.model:
             tune(name, options.batch_size, options.dtype, options.table)
     except torch.OutOfMemoryError:
-        sys.exit(f"error: {name} with --batch-size {options.batch_size} does not fit on this GPU; lower --batch-size")
+        sys.exit(f"error: out of GPU memory for {name} with --batch-size {options.batch_size}; lower --batch-size")
     except UsageError as error:
         sys.exit(f"error: {error}")
 

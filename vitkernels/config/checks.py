@@ -42,7 +42,7 @@ def check_mode(mode: str, checkpoint: str | None, quant: QuantSettings) -> None:
 def check_evaluation(
     mode: str, checkpoint: str | None, evaluation: EvaluationSettings, model: ModelSettings, quant: QuantSettings
 ) -> None:
-    """Raise UsageError for an evaluation without weights, or a probe on several processes or with nothing to judge."""
+    """Raise UsageError for an evaluation without weights, and for a probe that cannot run."""
     probes = evaluation.name != "head"
     world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
     if probes and world > 1:
@@ -59,12 +59,12 @@ def check_evaluation(
         also = ", or model.pretrained=true for timm's" if probes else ""
         raise _conflict(f"mode=eval needs weights to evaluate: checkpoint=PATH{also}", "checkpoint", None)
     if probes and quant.name != "none":
-        message = f"evaluation={evaluation.name} judges features before quantization: use quant=none"
+        message = f"evaluation={evaluation.name} evaluates unquantized features: use quant=none"
         raise _conflict(message, "quant.name", quant.name)
 
 
 def check_training(trainer: TrainerSettings, ema: EmaSettings) -> None:
-    """Raise UsageError for values that would train nothing or keep nothing."""
+    """Raise UsageError for values that would disable training or averaging."""
     if trainer.max_epochs == 0 and trainer.max_steps is None:
         raise _conflict(
             "trainer.max_epochs=0 trains nothing; to evaluate weights, set mode=eval checkpoint=PATH",

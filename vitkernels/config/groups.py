@@ -22,7 +22,7 @@ class TrainerSettings:
     max_steps: int | None = setting(None, "Length of training; overrides max_epochs.", unit=_STEPS, least=1)
     accum_steps: int = setting(
         1,
-        "Batches per optimizer step; a remainder of the epoch that fills no step is dropped.",
+        "Batches per optimizer step; left-over batches at the end of an epoch are dropped.",
         unit="batches",
         least=1,
     )
@@ -31,7 +31,7 @@ class TrainerSettings:
         "auto", "Cross-entropy, or binary cross-entropy of each class (bce); auto is bce for data with several labels."
     )
     bce_threshold: float | None = setting(
-        None, "Targets above it count as 1 and others as 0, for loss=bce; null leaves them.", least=0, greatest=1
+        None, "With loss=bce, targets above this threshold become 1 and others 0; null keeps them.", least=0, greatest=1
     )
     label_smoothing: float = setting(
         0.0, "Share of the target probability that is spread over all classes.", least=0, greatest=1
@@ -64,7 +64,7 @@ class DistillSettings:
     teacher: str | None = setting(
         None, "A timm model, a run, or a folder in timm's layout to distill from; null disables distillation."
     )
-    checkpoint: str | None = setting(None, "Weights of a teacher named as in timm; null downloads timm's.")
+    checkpoint: str | None = setting(None, "Weights file for a timm model as teacher; null downloads timm's.")
     kind: Literal["hard", "soft"] = setting(
         "hard", "Learn the teacher's most likely class (hard), or its distribution (soft)."
     )
@@ -102,7 +102,7 @@ class SweepSettings:
         least=1,
     )  # fmt: skip
     rounds: int | Literal["auto"] | None = setting(
-        "auto", "Rounds in which the variants are timed in turns after training; null leaves them out.", least=1
+        "auto", "Rounds in which the variants are timed in turns after training; null skips them.", least=1
     )
     compile_cache: str | None = setting(
         "~/.cache/vitkernels", "Folder in which jobs share compiled kernels; null shares none."
@@ -113,7 +113,7 @@ class SweepSettings:
 class AttentionSettings:
     """Attention backend of every block."""
 
-    name: str = setting("auto", "Attention backend; auto takes the fastest that supports the model on this device.")
+    name: str = setting("auto", "Attention backend; auto selects the fastest that supports the model on this device.")
     options: dict[str, Any] = setting(dict, "Options of the backend, such as tiles.", collects_rest=True)
 
 
@@ -136,7 +136,7 @@ class OpsSettings:
         None, "Precision of the residual stream; bf16 halves its traffic and rounds it, null is timm's."
     )
     keep_activation: bool = setting(
-        False, "Store the MLP's activation: a faster backward pass for one hidden tensor of memory per block."
+        False, "Store the MLP's activation: a faster backward pass, for one more hidden tensor of memory per block."
     )
 
 
@@ -149,9 +149,9 @@ class QuantSettings:
     weight_bits: Literal[4, 8] | None = setting(None, "Bits of a weight.")
     activation_bits: Literal[8, 16] = setting(16, "Bits of an activation; 16 leaves activations unquantized.")
     block_size: int = setting(-1, "Input features that share a scale; -1 is all of them.", least=-1)
-    symmetric: bool = setting(True, "Use scales alone; false adds a zero point to each, for skewed weights.")
+    symmetric: bool = setting(True, "Symmetric quantization; false adds zero points, for skewed weights.")
     fp8: bool = setting(False, "Use fp8 (e4m3) instead of int8.")
-    skip: tuple[str, ...] = setting(("head",), "Layers left unquantized, by the end of their name.")
+    skip: tuple[str, ...] = setting(("head",), "Layers to leave unquantized, by the end of their names.")
     backend: str = setting("auto", "Backend of quantized_matmul.")
 
 
@@ -237,7 +237,7 @@ class ParallelSettings:
     )
     reduce: Literal["fp32", "bf16"] = setting("fp32", "Precision of the gradient all-reduce; bf16 halves its traffic.")
     send: Literal["auto", "nccl", "copy"] = setting(
-        "auto", "Gradient transport of ddp: nccl, or copy through host memory; auto takes the faster one measured."
+        "auto", "Gradient transport of ddp: nccl, or copy through host memory; auto selects the faster one."
     )
     gather: Literal["auto", "fp32", "bf16"] = setting(
         "auto", "Precision of fsdp's all-gather; auto sends bf16 only for weights that autocast rounds to it."
@@ -259,12 +259,12 @@ class LoggerSettings:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """What mode=eval judges: the classifier head, or the frozen features, by knn or linear_probe."""
+    """Classifier that mode=eval evaluates: the trained head, or knn or linear_probe on the frozen features."""
 
-    name: Literal["head", "knn", "linear_probe"] = setting("head", "What classifies the evaluation images.")
-    neighbors: int = setting(20, "Training images that vote for the class of an image, with knn.", least=1)
+    name: Literal["head", "knn", "linear_probe"] = setting("head", "Classifier of the evaluation images.")
+    neighbors: int = setting(20, "With knn, number of nearest training images that vote.", least=1)
     temperature: float = setting(
         0.07,
-        "Softmax temperature of the votes, exp(similarity / temperature), with knn.",
+        "With knn, temperature of the votes, which weigh exp(similarity / temperature).",
         least=1e-3,
     )

@@ -1,4 +1,4 @@
-"""Take settings from an earlier run, so that evaluating or resuming it needs nothing but its path."""
+"""Read settings from an earlier run, so that its path is enough to evaluate or resume it."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -77,7 +77,7 @@ def find_weights(path: str) -> str:
 def from_run(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
     """Return the configuration completed by the run that `resume` or, with mode=eval, `checkpoint` refers to.
 
-    An evaluation takes the run's model and data, a resumed run all its settings. What the command line sets takes
+    An evaluation uses the run's model and data; a resumed run uses all its settings. What the command line sets takes
     precedence; an experiment on the command line sets everything. The log says what came from the run.
 
     Args:

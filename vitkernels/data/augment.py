@@ -1,4 +1,4 @@
-"""imagefolder's transforms: draw timm's augmentation, and apply in the worker what the device does not.
+"""imagefolder's transforms: draw timm's augmentation, and apply in the worker the steps that the device does not.
 
 A worker decodes, crops and resizes. `DeviceTransforms` flips, jitters colors, normalizes and erases on the device, by
 the draws that come with the image. Augmentations that only timm knows (RandAugment and its like) run in the worker.
@@ -31,7 +31,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 
 
 class PreparedImage(NamedTuple):
-    """What a worker hands over for one sample.
+    """One sample as a worker prepares it.
 
     pixels: uint8 (3, S, S).
     draws: the random numbers that DeviceTransforms applies; the same names and shapes for each sample of a split.
@@ -99,7 +99,7 @@ class TrainAugmentation:
             self._box_colors = self._erasing.rand_color
             self._erasing.rand_color = self._erasing.per_pixel = False  # the values are drawn elsewhere
         on_device = all(isinstance(step, RandomHorizontalFlip | ColorJitter) for step in on_images)
-        # Steps on Pillow images, in the worker; without any, the device does the work of all.
+        # Steps on Pillow images, in the worker; if there are none, the device applies every step.
         self.worker_steps: list[Callable] = [] if on_device else on_images
         self._flip = next((step for step in on_images if isinstance(step, RandomHorizontalFlip)), None)
         self._jitter = next((step for step in on_images if isinstance(step, ColorJitter)), None)
@@ -205,7 +205,7 @@ def _center(pixels: torch.Tensor, size: int, border: Sequence[int]) -> torch.Ten
 
 
 class _Boxes:
-    """Stands in for an image of which RandomErasing erases boxes, and records them."""
+    """A stand-in for an image that records the boxes that RandomErasing erases."""
 
     dtype = torch.float32
 
@@ -243,7 +243,7 @@ def _check_auto_augment(text: str) -> None:
         is_choice = policy == "rand" and section.startswith("t") and len(section) > 1  # names a set of operations
         if not is_choice and (key not in keys or not re.fullmatch(r"\d+(\.\d+)?", section[len(key) :])):
             raise UsageError(
-                f"auto_augment={text!r}: {section!r} is no section of {policy!r}; it takes "
+                f"auto_augment={text!r}: {section!r} is not a section of {policy!r}; valid are "
                 f"{', '.join(f'{key}NUMBER' for key in keys)}, as in 'rand-m9-mstd0.5-inc1'",
                 code="data.augmentation",
                 auto_augment=text,

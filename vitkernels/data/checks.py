@@ -1,4 +1,4 @@
-"""Checks of a data set's settings, before the values reach code that would fail obscurely or accept them silently."""
+"""Check a data set's settings before the values reach code that would fail obscurely or accept them silently."""
 
 import math
 import os
@@ -8,12 +8,12 @@ import torch
 
 from vitkernels.errors import UsageError
 
-WORKERS_PER_CORE = 8  # more only wait for each other, and take memory
+WORKERS_PER_CORE = 8  # more would only compete for cores and memory
 LEAST_WORKERS = 16  # allowed on any machine
 
 
 def value_error(setting: str, value: Any, expected: str) -> UsageError:
-    """Return the error for a setting whose value is not as expected."""
+    """Return the error for a setting with an unexpected value."""
     message = f"{setting}={as_list(value)}: expected {expected}"
     return UsageError(message, code="data.value", setting=setting, value=value)
 

@@ -28,7 +28,7 @@ def list_classes(root: Path, classes: list[str]) -> dict[str, list[str]]:
         files[name] = _walk(root / name, name, forbidden, other)
     if other:
         counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in other.most_common(10))
-        log.info("%s: %d files do not end as images do and are ignored: %s", root, other.total(), counts)
+        log.info("%s: ignored %d files without an image suffix: %s", root, other.total(), counts)
     return files
 
 

@@ -1,4 +1,5 @@
-"""What a data set hands to training: loaders whose batches have one shape and depend only on (seed, epoch, batch).
+"""Interface between data sets and training: loaders whose batches have one shape and depend only on (seed, epoch,
+batch).
 
 Shapes: B batch size, C channels, S image side, K classes.
 """
@@ -10,11 +11,11 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch.nn import functional as F
 
-PRESENT = 0.5  # of targets float32 (B, K), those above it are labels that an image has
+PRESENT = 0.5  # an image has the labels whose target, float32 (B, K), is above this
 IGNORE = -100  # the target of a row that holds no sample: F.cross_entropy's ignore_index
 
 Batch = tuple[torch.Tensor, torch.Tensor]
-RawBatch = dict[str, torch.Tensor]  # what a loader's `finish` turns into a Batch, on the device that trains
+RawBatch = dict[str, torch.Tensor]  # a loader's `finish` turns it into a Batch on the training device
 
 
 class Loader(Protocol):
@@ -56,10 +57,11 @@ class Data:
     class_names: in the order of the targets, if known. They are saved with the weights.
     preprocessing: the preprocessing of evaluation images if it is configurable, with the keys of
         vitkernels.models.preprocessing.
-    targets: what training targets are: class numbers, "distributions" over classes, or "labels": float32 (B, K), of
-        any number of classes per image, in the evaluation set, too. A row without a sample then has -100 throughout.
+    targets: kind of the training targets: "classes" (numbers), "distributions" over classes, or "labels": float32 (B,
+        K), any number of classes per image, also in the evaluation set. A row without a sample then has -100
+        throughout.
     file_preprocessing: the same for image files of other sources, if the data set itself reads none.
-    open_plain_train: returns the training images as an evaluation has them: all, in order, not augmented; None if the
+    open_plain_train: returns a loader of all training images, in order and without augmentation; None if the
         data set has no such loader or no training images were requested.
     """
 

@@ -1,4 +1,4 @@
-"""Finish a batch on the device that trains: flip, color jitter, normalization, random erasing, Mixup and CutMix.
+"""Finish a batch on the training device: flip, color jitter, normalization, random erasing, Mixup and CutMix.
 
 A raw batch is a dictionary of tensors with the batch as first dimension. The workers drew every random number in it,
 so a batch is the same on every device, up to the rounding of its arithmetic. All operations are batched PyTorch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vitkernels.data.contract import Batch, Loader, RawBatch
 
-# The entries of a raw batch that change pixels of their own row only.
+# Entries of a raw batch that affect only the pixels of their own row.
 _PER_PIXEL = ("pixels", "flip", "jitter", "jitter_order", "erase", "erase_colors", "erase_seed")
 
 

@@ -132,6 +132,6 @@ def build(
 
 
 def _for_files(in_chans: int) -> dict[str, Any]:
-    """Return the preprocessing of image files, white digits on black: enlarged as here, but by Pillow."""
+    """Return the preprocessing of image files (white digits on black), which Pillow enlarges to the same size."""
     statistics = {"mean": [MEAN] * in_chans, "std": [STD] * in_chans}
     return {**statistics, "interpolation": "bicubic", "crop_pct": 1.0, "crop_mode": "center"}

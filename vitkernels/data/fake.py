@@ -19,7 +19,7 @@ class PoolLoader:
     """A Loader that cycles through a few ready batches. The tensors are reused: do not write to them.
 
     pool: full batches, this process's rows of each.
-    num_samples: images that an epoch counts.
+    num_samples: number of images in an epoch.
     last: the padded last batch if images do not fill it; None drops those images, as in training.
     """
 
@@ -74,7 +74,7 @@ def build(
 ) -> Data:
     """Return standard normal images float32 (B, in_chans, image_size, image_size) with random targets.
 
-    items, val_items: images that a training epoch and an evaluation count.
+    items, val_items: number of images in a training epoch and in an evaluation.
     pool_batches: batches generated, from the seed; they stay in memory, page-locked with spec.pin_memory.
     spec.num_workers has no effect, since there is no work to distribute.
     Raises UsageError for invalid values.
@@ -85,7 +85,7 @@ def build(
     batch_size, shard = spec.batch_size, spec.shard
     if spec.train and items < batch_size * shard.world:
         raise UsageError(
-            f"items={items} fills no batch: use batch_size={items // shard.world} or less, or more items",
+            f"items={items} is too few for one batch: use batch_size={items // shard.world} or less, or more items",
             code="data.batch_size",
             batch_size=batch_size,
             num_samples=items,

@@ -76,8 +76,9 @@ def scan_splits(root: str | None, splits: list[str]) -> dict[str, Folder]:
 def split_by_name(root: str | None, splits: list[str], val_share: float) -> dict[str, Folder]:
     """List ROOT/<class>/<image>, and assign about val_share of each class to "val" by a hash of the name.
 
-    An image stays in its split as others are added, except in classes so small that all hashes fall on one side: there
-    the nearest image to the limit changes sides, so that each class has an image in both. UsageError for a folder that
+    An image stays in its split as others are added, except in classes so small that all hashes fall on one side: the
+        image nearest to the limit then changes sides, so that each class has an image in both splits. UsageError for a
+        folder that
     has a split, or a class with one image.
     """
     path = _existing_folder(root)
@@ -106,7 +107,7 @@ def split_by_name(root: str | None, splits: list[str], val_share: float) -> dict
         elif is_val[members].all():
             is_val[members[hashes[members].argmax()]] = False
     chosen = {"train": ~is_val, "val": is_val}
-    log.info("%s: %d images train and %d validate (val_share=%g)", path, (~is_val).sum(), is_val.sum(), val_share)
+    log.info("%s: %d training and %d evaluation images (val_share=%g)", path, (~is_val).sum(), is_val.sum(), val_share)
     return {
         split: Folder(path, everything.classes, everything.images[chosen[split]], everything.targets[chosen[split]])
         for split in splits

@@ -1,4 +1,4 @@
-"""Where encoded images come from: what a folder, or another store of files, implements.
+"""Interface of a source of encoded images, such as a folder or shard files.
 
 Shapes: N images of the split.
 """
@@ -9,12 +9,12 @@ import numpy as np
 
 
 def evenly_spaced(total: int, count: int) -> np.ndarray:
-    """Return min(total, count) of the numbers below `total`."""
+    """Return min(total, count) evenly spaced numbers below `total`."""
     return np.linspace(0, total - 1, min(total, count)).round().astype(int)
 
 
 class SourceError(RuntimeError):
-    """The place where the images are failed, not one image: training ends, and its checkpoint can be resumed.
+    """The source failed, not a single image: training stops, and can be resumed from its checkpoint.
 
     code, fields: as a UsageError's.
     """
@@ -43,7 +43,7 @@ class ImageSource(Protocol):
         """
 
     def spread(self, count: int) -> list[int]:
-        """Return up to `count` images from all over the split, of those that can be read soon."""
+        """Return up to `count` evenly spaced images, if possible ones that can be read without waiting."""
 
     def describe(self, index: int) -> str:
         """Return the name of an image, such as its path."""

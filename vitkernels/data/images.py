@@ -27,7 +27,7 @@ from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
 from vitkernels.errors import UsageError
 
-# What most models for ImageNet use.
+# The values of most ImageNet models.
 PREPROCESSING = {
     "mean": list(IMAGENET_DEFAULT_MEAN),
     "std": list(IMAGENET_DEFAULT_STD),
@@ -43,8 +43,7 @@ Prepare = Callable[[ImageFile, Decoder], PreparedImage]
 class ImageSamples:
     """The images of one split, as Samples.
 
-    source: where the encoded images come from.
-    prepare: what a worker does with an image; it may draw from the global generators.
+    source: the encoded images. prepare: prepares an image in a worker; it may draw from the global generators.
     """
 
     def __init__(

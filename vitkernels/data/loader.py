@@ -46,7 +46,7 @@ class WorkerDiedError(RuntimeError):
         self.fields = {"reason": reason, "batch": batch, "epoch": epoch}
         super().__init__(
             f"a data worker died before batch {batch} of epoch {epoch + 1}: {reason}. The usual cause is a lack of "
-            "memory, of which fewer num_workers need less. The run can be resumed from its newest checkpoint"
+            "memory: lower num_workers. The run can be resumed from its newest checkpoint"
         )
 
 
@@ -134,7 +134,7 @@ class DatasetLoader:
         decoder = getattr(self._batches.samples, "decoder", None)
         if decoder is not None and decoder.name != "turbo":
             options.insert(0, "decode=turbo (pip install simplejpeg)")
-        return f"all {most} cores of this process have a worker; what helps: {', '.join(options)}"
+        return f"all {most} cores of this process have a worker; try {', '.join(options)}"
 
     def load(self, ids: list[int]) -> torch.Tensor:
         """Return the images of these samples, float32 (N, C, S, S), as evaluation sees them."""
@@ -142,7 +142,7 @@ class DatasetLoader:
         return self.finish({**images, "targets": targets})[0] if isinstance(images, dict) else images
 
     def _handle_problems(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch | RawBatch]:
-        """Yield the batches without their problems, which are logged and counted."""
+        """Yield the batches; log and count their problems."""
         while True:
             if serial != self._serial:
                 raise RuntimeError("this iterator ended when epoch() was called again on its loader")
@@ -176,7 +176,7 @@ class DatasetLoader:
         for name, problem in zip(names, problems, strict=True):
             if problem.fallback:
                 if not self.fallbacks[problem.message]:
-                    self._log.info("Pillow decodes %s: %s; others like it are counted", name, problem.message)
+                    self._log.info("Pillow decodes %s: %s; similar samples are only counted", name, problem.message)
                 self.fallbacks[problem.message] += 1
             elif not problem.unreadable:
                 if (name, problem.message) not in self._warned:

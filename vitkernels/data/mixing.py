@@ -104,7 +104,7 @@ class Mixing:
     def _draw_dense(
         self, targets: torch.Tensor, image_size: int, epoch: int, batch: int
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Do the same for targets float32 (B, K)."""
+        """Do the same as `draw` for targets float32 (B, K)."""
         missing = targets[:, 0] < 0
         self.mixup.mixup_enabled = self.off_epoch is None or epoch < self.off_epoch
         with seeded_globals(self.seed, Stream.MIX, epoch, batch):

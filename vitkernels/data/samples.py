@@ -20,7 +20,8 @@ Images = torch.Tensor | RawBatch
 class SampleProblem(NamedTuple):
     """A sample that could not be read, so its row is padding (unreadable), or one that was read with a warning.
 
-    fallback: the message is why Pillow read the sample instead of the faster decoder: counted, and logged once.
+    fallback: the message states why Pillow read the sample instead of the faster decoder; it is counted, and logged
+        once.
     """
 
     index: int  # type: ignore[assignment]  # hides tuple.index, which nothing calls
@@ -84,7 +85,7 @@ class SampleBatches(Dataset):
         epoch, batch = key
         ids = self.ids(epoch, batch)
         try:
-            # The last evaluation batch may hold no rows for this process: any sample then gives the padding its shape.
+            # The last evaluation batch may hold no rows for this process; any sample then supplies the padding's shape.
             images, targets, problems = self.samples.load(ids or [0], epoch)
         except SourceError as error:
             return error  # raised by the loader: an error that a worker raises arrives without its code and fields

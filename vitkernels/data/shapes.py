@@ -43,7 +43,7 @@ def uniform_numbers(images: np.ndarray, count: int) -> np.ndarray:
 class ShapeSamples:
     """One split as Samples, whose raw batches hold the numbers that describe the images.
 
-    begin: number of the first image. count: images of the split. side: in pixels.
+    begin: number of the first image. count: number of images in the split. side: of an image, in pixels.
     """
 
     def __init__(self, begin: int, count: int, side: int):

@@ -54,11 +54,11 @@ def build(
 
 
 def _is_val(table: TargetTable, path: Path, val_share: float | None) -> np.ndarray:
-    """Return bool (N,): which rows validate; by their column, or by a hash of the path."""
+    """Return bool (N,), true for evaluation rows: by the column split, or by a hash of the path."""
     if (table.splits is None) == (val_share is None):
         has = "no column 'split'" if table.splits is None else "a column 'split'"
         raise UsageError(
-            f"{path} has {has} and val_share={val_share}: one of the two says which images validate",
+            f"{path} has {has} and val_share={val_share}: use only one of them to choose the evaluation images",
             code="data.val_share",
             root=str(path),
             found=[],
@@ -83,7 +83,7 @@ def _source(table: TargetTable, folder: Path, rows: np.ndarray, split: str, path
     if table.are_shares and split == "val":
         targets = targets.argmax(1).astype(np.int64)
     elif split == "val" and not (targets > PRESENT).any():
-        message = f"{path} gives no image for val a label, so nothing can be evaluated"
+        message = f"{path} has no label for any evaluation image, so nothing can be evaluated"
         raise UsageError(message, code="data.table", path=str(path), row=None, value=split)
     encoded = np.array([os.fsencode(name) for name in names])
     return Folder(folder, table.classes or [], encoded, targets)

@@ -48,7 +48,7 @@ def read_table(path: Path, num_classes: int | None) -> TargetTable:
         num_classes: number of classes of a table of class numbers; None takes the largest + 1.
 
     Raises:
-        UsageError: data.table for a file that cannot be read or a value that is no target, with `row` and `value`.
+        UsageError: data.table for a file that cannot be read or an invalid target, with `row` and `value`.
     """
     rows = _rows(path)
     if not rows or "path" not in rows[0]:

@@ -48,7 +48,7 @@ def export(trained: TrainedModel, kind: str, out: Path) -> float | None:
 
 
 def metadata(trained: TrainedModel) -> dict[str, Any]:
-    """Return what a file in any format says about its outputs and inputs."""
+    """Return the metadata of an exported file: its outputs and its input."""
     cfg = trained.config["pretrained_cfg"]
     names = ("input_size", "mean", "std", "interpolation", "crop_pct", "crop_mode")
     return {"class_names": trained.class_names, "preprocessing": {name: cfg[name] for name in names if name in cfg}}
@@ -73,7 +73,7 @@ def _torch_export(trained: TrainedModel, out: Path) -> float:
     notes = {f"{name}.json": json.dumps(value) for name, value in metadata(trained).items()}
     torch.export.save(program, out, extra_files=notes)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nobody writes to these weights
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # the weights are only read
         loaded = torch.export.load(out).module()
     return _difference(trained, model, lambda images: loaded(images).detach())
 

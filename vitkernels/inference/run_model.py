@@ -35,7 +35,7 @@ class ModelOnFiles:
         trained: the weights and their preprocessing.
         batch_size: images per forward pass.
         runtime: the device; None takes a GPU or TPU if there is one.
-        unreadable: gets the files that could not be read, with the reason.
+        unreadable: filled with the files that could not be read, and the reasons.
     """
 
     trained: TrainedModel

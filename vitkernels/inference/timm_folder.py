@@ -86,7 +86,7 @@ def _place_weights(trained: TrainedModel, path: Path) -> None:
 
 
 def model_card(trained: TrainedModel) -> str:
-    """Return the model card: what it is, its data, its accuracy, how to load it, and its settings."""
+    """Return the model card: architecture, data, accuracy, how to load it, and settings."""
     settings = read_settings(trained.run) if trained.run else {}
     summary = (read_json(trained.run / "summary.json") if trained.run else None) or {}
     cfg, data = trained.config["pretrained_cfg"], dict(settings.get("data", {}))

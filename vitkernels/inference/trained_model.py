@@ -46,7 +46,7 @@ class TrainedModel:
 
     @property
     def class_names(self) -> list[str]:
-        """The outputs' names; their numbers if the data set told none."""
+        """The outputs' class names; their numbers if the data set has no names."""
         names = self.config["pretrained_cfg"].get("label_names")
         return names or [str(number) for number in range(self.config["num_classes"])]
 

@@ -2,8 +2,8 @@
 `linear_gelu`, `eight_bit_linear`, `int8_matmul`.
 
 They are differentiable and work under jit, vmap and shard_map. On a TPU, Mosaic compiles them; elsewhere Pallas
-interprets them, slowly, for tests. Importing this package imports PyTorch, because the kernels are in rooms that
-PyTorch's operators share, but leaves JAX its devices.
+interprets them, slowly, for tests. Importing this package imports PyTorch, because the kernels share packages with
+PyTorch's operators; it does not change JAX's devices.
 """
 
 from vitkernels.jax.devices import kept_by_jax

@@ -34,8 +34,8 @@ def attention(
         segment_ids: int32 (B, N); tokens attend to tokens of their segment only. Needs N = M.
         scale: of the scores; D**-0.5 by default.
 
-    Every number of tokens works. Raises UsageError (code jax.attention) for shapes and dtypes that the kernels do not
-    take: bfloat16 or float32, and head dims up to 128 in steps of 8.
+    Every number of tokens works. Raises UsageError (code jax.attention) for unsupported shapes and dtypes; supported
+    are bfloat16 and float32, and head dims up to 128 in steps of 8.
     """
     if q_BNHD.ndim != 4 or k_BMHD.shape != v_BMHD.shape or k_BMHD.ndim != 4:
         shapes = f"q {q_BNHD.shape}, k {k_BMHD.shape}, v {v_BMHD.shape}"

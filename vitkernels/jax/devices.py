@@ -1,7 +1,7 @@
 """Let JAX keep its devices while this package imports kernels that PyTorch shares.
 
-The kernels are in the rooms of PyTorch's operators, whose bridge takes the TPU from JAX for torch_xla when it is
-imported (vitkernels.bridge.jax_compat). In a JAX program the TPU belongs to JAX.
+The kernels share packages with PyTorch's operators, whose bridge reserves the TPU for torch_xla when it is imported
+(vitkernels.bridge.jax_compat). In a JAX program the TPU belongs to JAX.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Make a Pallas kernel and its gradient a JAX function: differentiable, and interpreted where there is no TPU."""
+"""Turn a Pallas kernel and its gradient into a differentiable JAX function; without a TPU, it is interpreted."""
 
 from collections.abc import Callable
 from functools import partial

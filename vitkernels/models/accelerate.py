@@ -33,7 +33,7 @@ def accelerate(
     `model` may also contain the ViT, as open_clip's towers and transformers' TimmWrapper do. Parameters and state-dict
     keys stay the same, so existing optimizers and checkpoints stay valid; outputs differ by rounding alone. Call it
     before the model is compiled or wrapped by DDP or FSDP. One log line (logger "vitkernels", level INFO) states what
-    was swapped; the lines before it give the reason for each op that stays timm's.
+    was swapped; the lines before it give the reason for each op that timm still computes.
 
     Args:
         attn: a backend or its name; "auto" takes the fastest that supports each call.

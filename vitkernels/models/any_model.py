@@ -18,7 +18,7 @@ def any_timm_model(name: str, *, weights: str | Path | None, num_classes: int, i
 
     Args:
         name: any model of timm, with or without the tag of its pretrained weights, or a preset of this package.
-        weights: a file that `read_state_dict` reads; None downloads timm's weights, with the classes they have.
+        weights: a file that `read_state_dict` reads; None downloads timm's weights, which determine the classes.
         num_classes, in_chans: classes of the weights, and channels of the images.
 
     Raises:

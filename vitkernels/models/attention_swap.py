@@ -1,4 +1,4 @@
-"""Set the attention backend of a model that exists, in place."""
+"""Set the attention backend of an existing model, in place."""
 
 import inspect
 import logging
@@ -17,9 +17,9 @@ log = logging.getLogger("vitkernels")
 def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
     """Let a backend compute the attention of a timm model in place, and return the model.
 
-    Parameters remain the same tensors under the same names, so an existing optimizer stays valid. A model that contains
-    attention which no backend can compute is taken in part: a warning (logger "vitkernels") names what stays and why,
-    and `attention_plan` returns it beforehand.
+    Parameters remain the same tensors under the same names, so an existing optimizer stays valid. Attention modules
+        that no backend can compute are left unchanged: a warning (logger "vitkernels") lists them with the reasons.
+            `attention_plan` returns the same list beforehand.
 
     Args:
         model: any module that contains attention of timm's (see `vitkernels.models.adapters.table`) or
@@ -27,7 +27,7 @@ def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
         attn: a backend or its name.
 
     Raises:
-        UsageError: "models.attention" if the model has no attention that can be taken; "models.model_type" and
+        UsageError: "models.attention" if no backend can compute any of the model's attention; "models.model_type" and
             "models.attn_type" for arguments of other types; "unknown_name" for the backend; "registry.unavailable" for
             a backend that cannot run on this machine. The model is unchanged then.
     """
@@ -50,7 +50,7 @@ def checked(model: nn.Module, attn: str | AttentionBackend) -> AttentionBackend:
 
 
 def swap(model: nn.Module, backend: AttentionBackend) -> None:
-    """Replace the attention modules that have an adapter, and warn of those that stay."""
+    """Replace the attention modules that have an adapter, and warn about the others."""
     plan = attention_plan(model)
     replaced = {id(module): adapted(module, backend) for module in plan.taken.values()}
     for path, module in plan.taken.items():
@@ -63,7 +63,7 @@ def swap(model: nn.Module, backend: AttentionBackend) -> None:
 
 
 def why_none(model: nn.Module, plan: AttentionPlan) -> str:
-    """Return why a plan takes no module."""
+    """Return why a plan replaces no module."""
     return plan.describe_left() or f"{type(model).__name__} has no attention module, so it is no transformer"
 
 

@@ -1,4 +1,4 @@
-"""An attention module of timm whose softmax(q kᵀ) v a backend computes: same parameters and state-dict keys.
+"""Attention modules of timm whose softmax(q kᵀ) v a backend computes, with the same parameters and state-dict keys.
 
 The adapters in `vitkernels.models.adapters` derive from `BackendAttention`, one per class of timm. `swapped_class`
 joins an adapter, the class that it replaces and a backend.
@@ -38,7 +38,7 @@ class BackendAttention(nn.Module):
 
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
-        """Return why the adapter cannot take this instance of its class; None if it can."""
+        """Return why the adapter cannot replace this instance of its class; None if it can."""
         return None
 
     @classmethod
@@ -47,14 +47,14 @@ class BackendAttention(nn.Module):
         return instance_sharing_state(cls, module, without=_CLASS_SETTINGS)
 
     def __reduce__(self):
-        """Let pickle rebuild the class, which `swapped_class` makes at run time and no module holds by name."""
+        """Let pickle rebuild the class, which `swapped_class` creates at run time, so no Python module contains it."""
         return _unpickle, (type(self).__bases__[0], self.original, self.backend), self.__dict__
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Return the module that torch.jit.script compiles instead: timm's own, with the same arithmetic.
 
-        torch.jit.script leaves it in the model, which a log line says. Raises UsageError "models.torchscript" for a
-        backend with kernels of its own, which TorchScript cannot call.
+        torch.jit.script then leaves that module in the model; a log line says so. Raises UsageError
+        "models.torchscript" for a backend with kernels of its own, which TorchScript cannot call.
         """
         name = self.backend.name
         if name not in ("auto", "native", "sdpa"):
@@ -84,10 +84,10 @@ class BackendAttention(nn.Module):
     ) -> Tensor:
         """Return softmax(scale * q kᵀ + attn_mask) v with the heads joined: (B, N, E).
 
-        v may have another width than q and k: the narrower are padded with zeros, which changes no score.
+        If q and k differ in width from v, the narrower ones are padded with zeros, which does not change the scores.
 
         attn_mask: a bias if it is floating point, otherwise a boolean mask that is True at positions to keep.
-        rope, rope_half: see AttentionBackend; only for values as wide as keys.
+        rope, rope_half: see AttentionBackend; only if q, k and v have the same width.
         """
         width, value_width = q_BHND.shape[-1], v_BHMD.shape[-1]
         if value_width > width:
@@ -125,13 +125,13 @@ class BackendAttention(nn.Module):
 
 @cache  # one class per backend, so torch.compile does not specialize on copied layers
 def swapped_class(adapter: Any, original: Any, backend: AttentionBackend) -> type[BackendAttention]:
-    """Return the class of `original`'s modules whose attention `backend` computes.
+    """Return a subclass of `original` whose attention `backend` computes.
 
     adapter: a subclass of BackendAttention.
     """
     name = f"{backend.name.title().replace('_', '')}{original.__name__}"
     swapped = type(name, (adapter, original), {"backend": backend, "original": original})
-    register_notrace_module(swapped)  # timm's feature extraction calls it instead of tracing its arithmetic
+    register_notrace_module(swapped)  # timm's feature extraction calls the module instead of tracing its arithmetic
     return swapped
 
 
@@ -146,7 +146,7 @@ def split_heads(x_BNE: Tensor, heads: int) -> Tensor:
 
 
 def joined_bias(module: BackendAttention) -> Tensor | None:
-    """Return the bias of a packed projection whose module has q_bias and v_bias, and keys without one."""
+    """Return the bias of a packed projection: the module's q_bias and v_bias, and zeros for the keys."""
     if module.q_bias is None:
         return None
     return torch.cat((module.q_bias, module.k_bias, module.v_bias))

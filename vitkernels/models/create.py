@@ -31,8 +31,8 @@ def create_model(name: str, attn: str | AttentionBackend = "auto", **kwargs: Any
 
     Raises:
         UsageError: "unknown_name" for an unknown model or backend, "models.tag" for an unknown tag, "models.arguments"
-            for arguments that the model rejects, "models.attention" for a model of whose attention no backend can
-            compute any, "models.download" for pretrained weights that cannot be fetched, "registry.unavailable" for a
+            for arguments that the model rejects, "models.attention" for a model without attention that a backend can
+            compute, "models.download" for pretrained weights that cannot be fetched, "registry.unavailable" for a
             backend that cannot run on this machine.
     """
     backend = backend_of(attn)

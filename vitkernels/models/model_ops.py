@@ -38,7 +38,7 @@ log = logging.getLogger("vitkernels")
 class OpSelection:
     """The ops to fuse in one model.
 
-    backends: op name -> backend, or "auto"; ops that are absent stay timm's.
+    backends: op name -> backend, or "auto"; timm computes the other ops.
     residual_dtype, keep_activation: see `set_ops`.
     """
 
@@ -166,8 +166,8 @@ def set_ops(
 
     Raises:
         UsageError: "unknown_name" for an op or backend; "models.op_unsupported" if a named backend's op does not fit
-            the architecture (with "auto", timm's modules stay and the reason is logged); "models.op_requires" for mlp
-            without layer_norm_residual; "models.op_option" for an option of an op that is not fused.
+            the architecture (with "auto", timm's modules are kept and the reason is logged); "models.op_requires" for
+            mlp without layer_norm_residual; "models.op_option" for an option of an op that is not fused.
     """
     for name, backend in backends.items():
         if name not in MODEL_OPS:

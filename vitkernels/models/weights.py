@@ -78,7 +78,7 @@ def _read(path: Path, read):
 
 
 def _what_else(path: Path, read) -> str | None:
-    """Return what a file is that obviously holds no weights: empty, or text; None for any other."""
+    """Describe a file that obviously holds no weights (empty, or text); return None for any other file."""
     with open(path, "rb") as file:
         start = file.read(512)
     if not start:

@@ -3,7 +3,8 @@
 Each op is a folder with a contract (`__init__.py`: the function, its checks and its BACKENDS), `reference.py`, and one
 module per backend with `unsupported(...)` and `run(...)`. A new op needs these files and its name below.
 
-Every op takes `backend`: "auto", the fastest backend that takes the call, or a name, which runs or raises. Backends are
+Every op takes `backend`: "auto", the fastest backend that supports the call, or a name, which runs or raises. Backends
+    are
 imported at their first use; this package imports only torch.
 """
 

@@ -22,5 +22,5 @@ def rank_and_world(runtime: str) -> tuple[int, int]:
 
 
 def is_main(runtime: str = "auto") -> bool:
-    """Return whether this process, on the named runtime, is the one that writes files, before a strategy exists."""
+    """Return whether this process, on the named runtime, will write the files; works before a strategy exists."""
     return rank_and_world(runtime)[0] == 0

@@ -12,7 +12,8 @@ from vitkernels.runtime import Runtime
 
 
 class Parallel:
-    """The strategy for one process on one device; subclasses override what several processes or devices change.
+    """The strategy for one process on one device; subclasses override the methods that differ for several processes or
+    devices.
 
     rank, world: this process's rank and the number of processes.
     local_devices: devices fed by this process; the batch size is per device.
@@ -71,7 +72,7 @@ class Parallel:
         return contextlib.nullcontext()
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make steps of a new optimizer cheap for this strategy's parameters, without changing their result."""
+        """Make the steps of a new optimizer cheaper on this strategy's parameters, without changing their result."""
 
     def clip_gradients(
         self, parameters: Iterable[nn.Parameter], limit: float | None, optimizer: torch.optim.Optimizer | None = None

@@ -210,7 +210,7 @@ class CopyEngineDataParallel(nn.Module):
         all_reduce = self._all_reduce
         assert all_reduce is not None  # _send_rest made it
         all_reduce.finish()
-        self._reset()  # everything sent has left
+        self._reset()  # all sends are complete
         for p, average in zip(self._trained, all_reduce.averages(), strict=True):
             p.grad = average
 

@@ -15,7 +15,7 @@ MIN_LOST_AFTER = 3.0  # seconds: three heartbeats
 
 
 def names() -> tuple[str, ...]:
-    """Return the names that create() takes."""
+    """Return the names that create() accepts."""
     return NAMES
 
 
@@ -71,7 +71,7 @@ def create(
 
 
 def _check_values(name: str, lost_after: float, settings: _Settings) -> None:
-    """Raise UsageError for a value that no strategy takes."""
+    """Raise UsageError for a value that no strategy accepts."""
     choices = {
         "strategy": (name, NAMES),
         "reduce": (settings.reduce, REDUCE_PRECISIONS),

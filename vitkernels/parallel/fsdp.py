@@ -40,11 +40,11 @@ class Fsdp(TorchrunProcesses):
         "fp32": computes what one process computes, in the same precision.
         "auto": the same bits at half the bytes if the precision is bf16. Weights that autocast would round are rounded
             before they travel, and the few other parameters are replicated (replicated_params.py). "auto" equals
-            "fp32" for fp16, whose GradScaler takes no mix of shards and unsharded tensors, and for models with layers
-            that autocast does not round, such as 8-bit ones.
+            "fp32" for fp16, whose GradScaler does not support a mix of sharded and unsharded tensors, and for models
+            with layers that autocast does not round, such as 8-bit ones.
         "bf16": rounds every parameter before use, including those that autocast keeps in float32. The residual stream
-            takes its dtype from the position embedding and becomes bfloat16. (Keeping only the stream in float32 is no
-            option: LayerNorm on CPUs takes no weights narrower than its input.)
+            takes its dtype from the position embedding and becomes bfloat16. (Keeping only the stream in float32 does
+            not work, because LayerNorm on CPUs rejects weights narrower than its input.)
     reshard: free a block's gathered parameters between forward and backward and gather them twice; implies overlap,
         since it works block by block.
     """
@@ -103,8 +103,8 @@ class Fsdp(TorchrunProcesses):
     def _replicated(self, model: nn.Module) -> list[nn.Parameter] | None:
         """Return the parameters to replicate; None if all are sharded and travel in one precision.
 
-        After a model that cannot be rounded no other is: it may be that model's EMA, which must be sharded alike
-        although its layers are plain where the trained ones multiply in 8 bits.
+        Once a model cannot be rounded, later models are not rounded either: they may be its EMA, which must be sharded
+            alike, although its layers are plain where the trained ones multiply in 8 bits.
         """
         if self.gather_precision != "auto" or self.runtime.precision != "bf16":
             return None
@@ -147,7 +147,7 @@ class Fsdp(TorchrunProcesses):
 
     @torch.no_grad()
     def update_ema(self, ema: nn.Module, model: nn.Module, step: int) -> None:
-        """Update the EMA on local shards, because ema.update takes no mix of shards and unsharded tensors."""
+        """Update the EMA on local shards: ema.update does not support a mix of sharded and unsharded tensors."""
         timm_ema: Any = ema
         averages, values = ([local_shard(t) for t in m.state_dict().values()] for m in (timm_ema.module, model))
         floating = [average.is_floating_point() for average in averages]

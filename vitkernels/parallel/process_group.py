@@ -69,7 +69,7 @@ class ProcessGroup(Parallel):
     def __exit__(self, kind, error, trace) -> None:
         if error is None or isinstance(error, SystemExit):
             self.runtime.synchronize()  # the collectives that others wait for have been sent
-            self._heartbeat.stop()  # before all meet: a process that may leave must not count as lost
+            self._heartbeat.stop()  # before the rendezvous: a process that may leave must not count as lost
             self.gather(None)  # not dist.barrier, which picks an accelerator and fails on torch_xla's
             dist.destroy_process_group()
         elif getattr(error, "on_every_rank", False):

@@ -1,4 +1,4 @@
-"""Processes with one device each, started by torchrun: what DDP and FSDP share."""
+"""Base of DDP and FSDP: processes with one device each, started by torchrun."""
 
 import os
 from typing import Any

@@ -33,7 +33,7 @@ PROBE_SECONDS = 300  # for the first joint program, including its compilation
 class Multihost(ProcessGroup):
     """One host of several. List it before an SPMD strategy among the base classes, which then covers all chips.
 
-    Raises UsageError, on all hosts, if chips, batches, sums, parameters or weights are not what training relies on.
+    Raises UsageError, on all hosts, if chips, batches, sums, parameters or weights do not behave as training assumes.
     """
 
     def __init__(self, runtime: Runtime, host: Host, lost_after: float):
@@ -102,7 +102,7 @@ class Multihost(ProcessGroup):
                     )
 
     def _probe(self) -> dict:
-        """Return how a batch of two rows per chip, and a parameter filled with its host's rank, come back."""
+        """Return what a joint program makes of two rows per chip and a parameter filled with its host's rank."""
         own = 2 * self.local_devices
         rows = torch.arange(own) + own * self.rank
         ((images, targets),) = self.feed([(rows[:, None].float(), rows)])
@@ -133,7 +133,7 @@ def _rendezvous(address: tuple[str, int], rank: int, world: int) -> dist.Store:
         where = "{}:{}".format(*address)
         raise UsageError(
             f"the {world} hosts of this slice did not meet at {where} within {RENDEZVOUS_SECONDS} s ({error}): start "
-            "the program on every host, after ending what is left of an earlier run; MASTER_PORT sets another port",
+            "the program on every host, after stopping processes of earlier runs; MASTER_PORT sets another port",
             code="parallel.rendezvous",
             address=where,
         ) from error

@@ -121,7 +121,7 @@ def stored_weight(K: int, N: int, scheme: Scheme) -> tuple[tuple[int, ...], torc
 
 
 def quantize_weight(weight_NK: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return a linear layer's weight as `quantized_matmul` takes it: w, scale and zero point in torch_xla's layout.
+    """Return a linear layer's weight in the form of `quantized_matmul`: w, scale and zero point in torch_xla's layout.
 
     Raises UsageError ("quant.block_size") if block_size does not divide the in features.
     """

@@ -1,6 +1,6 @@
 """Linear layers and MLPs that train with 8-bit matrix products; weights, gradients and optimizer state stay float32.
 
-ops/eight_bit_products.py says how the operands are rounded. On TPUs, kernels round them (ops/eight_bit_linear).
+ops/eight_bit_products.py describes how the operands are rounded. On TPUs, kernels round them (ops/eight_bit_linear).
 """
 
 from typing import Any

@@ -279,7 +279,7 @@ class Op(Generic[B]):
 
 def unsupported_error(op: str, backend: str, reason: str) -> UsageError:
     """Return the error of a named backend that does not support a call."""
-    message = f"{op} backend {backend!r} cannot take this call: {reason}"
+    message = f"{op} backend {backend!r} does not support this call: {reason}"
     return UsageError(message, code="registry.unsupported", op=op, backend=backend, reason=reason)
 
 

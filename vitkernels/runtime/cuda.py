@@ -50,7 +50,7 @@ class CudaRuntime(Runtime):
         compute = torch.cuda.current_stream(self.device)
 
         def start_copy(tensor: Tensor) -> Tensor:
-            if tensor.is_cuda:  # a loader of its own kind has copied it
+            if tensor.is_cuda:  # another kind of loader has copied it
                 return tensor
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             return pinned.to(self.device, non_blocking=True)

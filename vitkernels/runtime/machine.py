@@ -1,4 +1,4 @@
-"""Measure what else this machine did while something was timed: load, other processes, the CPU's clock."""
+"""Measure other load on this machine during a timing: load average, other processes, the CPU's clock."""
 
 import os
 import re
@@ -19,7 +19,7 @@ class _Process:
     parent: int
     name: str
     own_s: float  # CPU seconds of the process
-    with_children_s: float  # and of its children that ended
+    with_children_s: float  # CPU seconds including children that ended
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class _Snapshot:
 class MachineWatch:
     """Watch the machine from its construction, or the last `lap`, to the next `lap`.
 
-    Everything that this process started, and what those started, counts as its own; all else is other load. On a
+    This process and its descendants count as own load, everything else as other load. On a
     virtual machine, CPU time that the host gave to other guests counts as other load too.
     """
 

@@ -1,4 +1,4 @@
-"""Ask NVIDIA's management library about a GPU: clocks, throttling, and which processes use it.
+"""Query NVIDIA's management library about a GPU: clocks, throttling, and the processes that use it.
 
 Calls go to libnvidia-ml, which comes with the driver. A figure that the driver does not give is None.
 Reference: NVML API reference, https://docs.nvidia.com/deploy/nvml-api/.
@@ -45,7 +45,7 @@ def _handle(uuid: str) -> ctypes.c_void_p | None:
 def sample(uuid: str) -> dict[str, Any] | None:
     """Return {"sm_mhz", "celsius", "watts", "reasons", "pids"} of the GPU now, or None without NVML.
 
-    reasons: what holds the clocks down. pids: the processes with a compute context on the GPU, in the driver's
+    reasons: why the clocks are reduced. pids: the processes with a compute context on the GPU, in the driver's
     numbering, which in a container is not the container's.
 
     Args:

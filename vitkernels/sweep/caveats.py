@@ -99,7 +99,7 @@ def _repeats(rows: list[dict]) -> list[str]:
 
 
 def _rounds(rows: list[dict]) -> list[str]:
-    """Return what the rounds were like: disturbances, clocks, and training runs that they contradict."""
+    """Return the caveats of the rounds: disturbances, clocks, and training runs that contradict them."""
     timed = [row for row in rows if row["rounds"]]
     if len(timed) < 2:
         return []

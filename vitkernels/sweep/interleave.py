@@ -29,7 +29,7 @@ def time_variants(
 ) -> dict[str, Any]:
     """Time the sweep's variants in rounds; return the record that verdict.compare takes, also written to rounds.json.
 
-    A record of the same runs is used again. If no rounds can run, the record has none, and "reason" says why.
+    A record of the same runs is reused. If no rounds can run, the record has none, and "reason" says why.
 
     Args:
         folder: of the sweep.
@@ -43,7 +43,7 @@ def time_variants(
     of = {variant.name: next(row["finished"] for row in rows if row["variant"] == variant.name) for variant in variants}
     before = read_json(folder / RECORD)
     if reason is None and before and before.get("of") == of and before["rounds"]:
-        log.info("the rounds of %s are used again", folder / RECORD)
+        log.info("reusing the rounds of %s", folder / RECORD)
         return before
     record: dict[str, Any] = {"rounds": [], "failed": {}, "seconds": 0.0}
     if reason is None:

@@ -1,4 +1,4 @@
-"""Draw the verdict's picture: step times, speedups with their intervals, and what a reader must know with them."""
+"""Draw the verdict's picture: step times, speedups with their intervals, and the caveats."""
 
 import textwrap
 from pathlib import Path

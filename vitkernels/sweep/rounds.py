@@ -1,4 +1,4 @@
-"""Time the variants of a sweep in rounds, so that what the machine does to one it does to all.
+"""Time the variants of a sweep in rounds, so that changes of the machine affect all variants equally.
 
 In a round every variant has a fresh process, which builds it and warms up. The processes then train a few steps each in
 turns: a random order, its reverse, and the same again (A C B B C A A C B B C A), so that a linear drift cancels. The
@@ -30,7 +30,7 @@ from vitkernels.sweep import timed_process
 log = logging.getLogger(__name__)
 
 _PASSES = 2  # a pass is one order and its reverse
-_TURN_S = 0.4  # aim of a turn: long against the 10 ms of CPU accounting, short against a machine's moods
+_TURN_S = 0.4  # aim of a turn: long against the 10 ms of CPU accounting, short against the drift of a machine
 _FEWEST_STEPS, _MOST_STEPS = 3, 100
 _START_S, _ANSWER_S = 1800.0, 600.0  # longest waits: compilation with max-autotune takes minutes
 Shuffle = Callable[[list], None]
@@ -207,7 +207,7 @@ def take_turns(
 
     Args:
         lap: returns the machine's figures since its last call, as MachineWatch.lap does.
-        pids: the participants' processes, by which others on a GPU are told apart.
+        pids: the participants' processes, to recognize other processes on a GPU.
         shuffle: puts the participants into a random order.
     """
     turns, laps = [], []
@@ -299,7 +299,7 @@ def round_times(one: dict[str, Any]) -> dict[str, float]:
 def time_in_rounds(variants: Sequence[Variant], rounds: int, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return what run_rounds does for these variants, the first of which is the baseline."""
     by_name = {variant.name: variant for variant in variants}
-    log.info("timing %d variants in %d rounds; sweep.rounds=null leaves this out", len(variants), rounds)
+    log.info("timing %d variants in %d rounds; sweep.rounds=null skips this", len(variants), rounds)
     return run_rounds(
         list(by_name),
         lambda names: processes([by_name[name] for name in names], environment),

@@ -73,9 +73,9 @@ def compare(folder: Path, since: float = 0.0, record: Mapping[str, Any] | None =
 
 
 def compare_existing(folders: Sequence[Path]) -> list[dict]:
-    """Return the rows of runs that exist, in this order; they did not take turns, so none is called faster.
+    """Return the rows of finished runs, in this order; they did not run in turns, so no winner is declared.
 
-    The folder of one sweep gives the rows of its verdict, rounds included.
+    The folder of a sweep gives the rows of its verdict, rounds included.
 
     Raises UsageError: "compare.no_run" for a folder without a summary.json or eval.json, "compare.twice" for one that
     is given twice, "compare.single" for a single run.

@@ -1,4 +1,4 @@
-"""Set the step times that a real run recorded on a TPU next to the estimate for the run's configuration."""
+"""Compare the step times that a run recorded on a TPU with the estimate for its configuration."""
 
 import json
 from dataclasses import dataclass
@@ -8,7 +8,8 @@ from typing import Any
 from vitkernels.errors import UsageError
 from vitkernels.tpu_estimate.chips import CHIPS, Chip
 
-# What the step computes, by group of config.json; the rest (data set, schedule, files) plays no part in its time.
+# Settings that determine the step, by group of config.json; the others (data set, schedule, files) do not affect its
+# time.
 _GROUPS: dict[str, tuple[str, ...]] = {
     "trainer": ("accum_steps", "clip_grad", "label_smoothing", "loss", "bce_threshold"),
     "ema": ("decay",),
@@ -21,7 +22,7 @@ _GROUPS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RealRun:
-    """What a run recorded on a TPU."""
+    """The step times and settings of a run on a TPU."""
 
     folder: Path
     chip: Chip
@@ -32,10 +33,9 @@ class RealRun:
 
 
 def read(folder: Path) -> RealRun:
-    """Return what a run recorded.
-
-    Raises UsageError: tpu_estimate.no_run without summary.json and config.json, tpu_estimate.not_on_tpu for a run on
-    another device or on a TPU that is not in chips.py, tpu_estimate.no_times if it timed no step.
+    """Read a run's folder. Raises UsageError: tpu_estimate.no_run without summary.json and config.json,
+    tpu_estimate.not_on_tpu for a run on another device or on a TPU that is not in chips.py, tpu_estimate.no_times if it
+    timed no step.
     """
     summary, settings = (_json(folder / name) for name in ("summary.json", "config.json"))
     device = summary.get("device", "unknown")
@@ -54,12 +54,12 @@ def _json(path: Path) -> dict:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        message = f"{path} cannot be read ({error}); name the folder of a run that ended, with summary.json"
+        message = f"{path} cannot be read ({error}); give the folder of a finished run, with summary.json"
         raise UsageError(message, code="tpu_estimate.no_run", path=str(path)) from error
 
 
 def overrides(settings: dict) -> list[str]:
-    """Return the settings of a run's config.json that its step depends on, as words of the command line."""
+    """Return the settings in a run's config.json that its step depends on, as command-line arguments."""
     words = [f"{group}={settings[group]['name']}" for group in ("attn", "quant") if group in settings]
     ops = settings.get("ops", {})
     words += [f"ops={ops['name']}"] if "name" in ops else []
@@ -79,7 +79,7 @@ def _word(value: Any) -> str:
 
 
 def text(run: RealRun, found: dict, communication_ms: float | None) -> str:
-    """Return measured and estimated times of the run's step, for a person.
+    """Return the measured and estimated times of the run's step, as text for the terminal.
 
     Args:
         found: the estimate of its step on one chip, `step_report.document`.

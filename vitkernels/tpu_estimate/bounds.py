@@ -1,4 +1,4 @@
-"""Name what bounds an operation's time: the unit, the memory or the wait that its timeline is full of."""
+"""Determine what bounds an operation's time: a unit, the memory or waiting."""
 
 from vitkernels.tpu_estimate.simulate import KernelSchedule
 
@@ -40,13 +40,13 @@ def binding(schedule: KernelSchedule | None) -> str:
 
 
 def sentence(schedule: KernelSchedule) -> str:
-    """Return what bounds the operation, its share, and what follows from it."""
+    """Return a sentence: what bounds the operation, for which share of its time, and what to do about it."""
     name, found = binding(schedule), shares(schedule)
     if name == "unknown":
         return "unknown: the schedule cannot be read"
     percent = f"{found[name]:.0%} of the time"
     if name == "HBM":
-        return f"HBM, busy for {percent}: move fewer bytes, or fuse the neighbours"
+        return f"HBM, busy for {percent}: move fewer bytes, or fuse the neighbors"
     if name == "copy waits":
         return f"waits for copies that have not landed, {percent}: larger blocks, or fewer grid steps"
     if name == "empty bundles":

@@ -1,6 +1,6 @@
 """Estimate the collectives of a training step on a slice of TPUs, and how the step scales to 4, 8 and 16 chips.
 
-Chips exchange data over links to their neighbours in a grid. Slices this small have no wraparound links, so a chip in
+Chips exchange data over links to their neighbors in a grid. Slices this small have no wraparound links, so a chip in
 a corner has one link per axis, and everything that it must receive comes through these: an all-gather or
 reduce-scatter of V bytes over n chips takes (n-1)/n · V / (links · bandwidth) plus a latency per hop of the longest
 path, an all-reduce twice that. A ring through all chips of a grid reaches this bound. Source of the method, of the
@@ -49,7 +49,7 @@ def collective_ms(kind: str, size: float, grid: tuple[int, ...], chip: Chip = CH
 
 @dataclass(frozen=True)
 class PublishedCollective:
-    """A collective that others timed: bytes of the complete array over a grid of chips."""
+    """A published timing of a collective: bytes of the complete array over a grid of chips."""
 
     what: str
     kind: str
@@ -132,7 +132,7 @@ def scaling(found: dict, chips: list[int], strategies: list[str]) -> list[dict]:
 
 
 def scaling_table(rows: list[dict], chip: Chip) -> str:
-    """Return the rows as Markdown, followed by the collectives that others timed."""
+    """Return the rows as Markdown, followed by the published timings of collectives."""
     head = (
         "| chips | parallel | compute ms | collectives ms | ESTIMATE ms, none overlapped | all overlapped | images/s "
     )
@@ -148,7 +148,7 @@ def scaling_table(rows: list[dict], chip: Chip) -> str:
 
 
 def published_table() -> str:
-    """Return the collectives that others timed as Markdown, each with its estimate."""
+    """Return the published timings of collectives as Markdown, each with its estimate."""
     lines = ["| collective | chip | ESTIMATE ms | published ms | ratio | source |", "|---" * 6 + "|"]
     for case in PUBLISHED:
         cells = [case.what, case.chip, f"{case.estimate_ms:.4f}", f"{case.published_ms:g}", f"{case.ratio:.2f}"]

@@ -66,7 +66,7 @@ def sparse_scalars(size: int) -> list[np.ndarray]:
 
 
 def _sparse(size: int):
-    """A product whose blocks above the diagonal are skipped, by scalars that say which block comes next."""
+    """A product that skips the blocks above the diagonal; scalars name the next block to compute."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 

@@ -1,4 +1,4 @@
-"""Read the reason for which libtpu or Pallas refuses a program out of their messages."""
+"""Extract the reason from the messages with which libtpu and Pallas refuse a program."""
 
 import re
 

@@ -1,7 +1,7 @@
 """Compare the estimates of two training steps: where the difference in time comes from, by part and by operation.
 
-Two compilations name the same operation differently (fusion.12, fusion.15). Kernels are therefore matched by what they
-are: part, torch operation, and the shape of the result.
+Two compilations name the same operation differently (fusion.12, fusion.15). Kernels are therefore matched by part,
+torch operation and the shape of the result.
 """
 
 import json
@@ -18,7 +18,7 @@ def read(path: Path) -> dict:
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} cannot be read: {error}", code="tpu_estimate.report", path=str(path)) from error
     if not isinstance(found, dict) or not {"step", "kernels", "settings"} <= found.keys():
-        message = f"{path} is no estimate of a step; write one with: vitkernels tpu-estimate step ... --json FILE"
+        message = f"{path} is not an estimate of a step; write one with: vitkernels tpu-estimate step ... --json FILE"
         raise UsageError(message, code="tpu_estimate.report", path=str(path))
     return found
 

@@ -1,4 +1,4 @@
-"""Draw an estimated training step: its operations over time, how busy the chip is meanwhile, and what takes longest."""
+"""Draw an estimated training step: its operations over time, the utilization of the chip, and the longest kernels."""
 
 import textwrap
 from pathlib import Path

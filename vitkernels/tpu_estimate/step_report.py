@@ -1,4 +1,4 @@
-"""Report the estimate of a training step: every operation, what dominates, and whether the step fits into HBM."""
+"""Report the estimate of a training step: every operation, the longest kernels, and whether the step fits into HBM."""
 
 import re
 import tempfile
@@ -166,7 +166,7 @@ def _kernel(same: list[OperationEstimate]) -> dict:
 
 
 def text(found: dict, top: int = 25) -> str:
-    """Return the figures of a step as a page for a person: the step, its parts, and its longest kernels (0: all)."""
+    """Return the figures of a step as text for the terminal: the step, its parts, and its longest kernels (0: all)."""
     row, chip = found["step"], CHIPS[found["chip"]]
     mfu = "unknown" if row["estimate_mfu"] is None else f"{row['estimate_mfu']:.0%}"
     fits = "fits" if row["fits_in_hbm"] else "DOES NOT FIT"
@@ -186,7 +186,7 @@ def text(found: dict, top: int = 25) -> str:
 
 
 def parts_table(rows: list[dict]) -> str:
-    """Return the parts of a step as Markdown, longest first: time, share, bytes, MXU, and what binds them."""
+    """Return the parts of a step as Markdown, longest first: time, share, bytes, MXU, and what bounds them."""
     head = "| part | ESTIMATE ms | share | operations | HBM GiB | MXU | bound by (ms) |"
     lines = [head, "|---" * (head.count("|") - 1) + "|"]
     total = sum(row["estimate_ms"] for row in rows)

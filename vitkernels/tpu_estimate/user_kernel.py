@@ -1,4 +1,4 @@
-"""Estimate a Pallas kernel of any module by its name: time, bytes, FLOPs, VMEM, what binds it, and its best blocks.
+"""Estimate a Pallas kernel of any module by its name: time, bytes, FLOPs, VMEM, what bounds it, and its best blocks.
 
 The module is imported in the compiling process only, where JAX has no TPU.
 """
@@ -185,7 +185,7 @@ def facts(program: ProgramEstimate) -> dict:
 
 
 def text(found: dict, what: str) -> str:
-    """Return the facts as lines for a person."""
+    """Return the facts as text for the terminal."""
     mib, chip, several = 2**20, found["chip"], len(found["operations"]) > 1
     lines = [
         f"ESTIMATE for TPU {chip}, from the compiler's schedule (no TPU was used): {what}",
@@ -207,7 +207,7 @@ def text(found: dict, what: str) -> str:
 
 
 def tuning_table(rows: list[dict]) -> str:
-    """Return the combinations of a search, fastest first, and the one to take; a refused one gives its reason."""
+    """Return the combinations of a search, fastest first, and a recommendation; refused ones show the reason."""
     good = sorted((row for row in rows if "error" not in row), key=lambda row: row["estimate_ms"])
     lines = ["| arguments | ESTIMATE ms | of the best | bound by | MXU | VMEM MiB |", "|---" * 6 + "|"]
     for row in good:

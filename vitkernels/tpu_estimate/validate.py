@@ -1,9 +1,9 @@
-"""Compare the method's estimates with timings that others published for a real TPU.
+"""Compare the method's estimates with published timings of real TPUs.
 
 `recorded_ms` is the estimate when the row was last recomputed, with 0.105 ms of host dispatch where the published time
 was taken on the host. That dispatch and the latency of a copy (simulate.py) are the only constants fitted, each to all
-rows at once. `reestimate` repeats the rows whose programs can be built here (published_cases.py). Rows that agree badly
-stay, with what is known about the cause as `note`.
+rows at once. `reestimate` repeats the rows whose programs can be built here (published_cases.py). Rows with poor
+agreement are kept; `note` gives the cause, as far as it is known.
 """
 
 import tempfile

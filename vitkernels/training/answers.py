@@ -1,4 +1,5 @@
-"""What a model answered for each image, and what follows from it: per-class accuracy, confusions, calibration.
+"""A model's prediction for each image, and the figures that follow from it: per-class accuracy, confusions,
+calibration.
 
 Shapes: N images, K classes.
 """
@@ -21,7 +22,7 @@ BatchAnswers = tuple[Tensor, Tensor, Tensor]  # targets, predicted classes, conf
 
 @dataclass(frozen=True)
 class Answers:
-    """The evaluation of each image, by its number in the data set.
+    """The prediction for each image, identified by its index in the data set.
 
     ids, targets, predicted: int64 (N,); an id is UNNUMBERED if the loader does not number its samples.
     confidence: float64 (N,), the probability of the predicted class.

@@ -68,7 +68,7 @@ class BestWeights:
 
         An attempt that was killed may have left the weights of a later step. They are then read from the run that
         `checkpoint` belongs to, or from the best step's checkpoint. Return False if neither has them: the files are
-        removed, because they would hold other weights than the summary names.
+        removed, because their weights would not match the summary.
         """
         run = checkpoint.resolve().parent.parent
         for folder in (self.folder, run):

@@ -14,7 +14,7 @@ log = logging.getLogger("vitkernels")
 
 
 class LostCheckpointsError(RuntimeError):
-    """A run trained to its end and wrote its last weights, but the disk had no room for those of the best."""
+    """Training completed and wrote the last weights, but the disk had no room for the best weights."""
 
 
 def check_space(trainer: Trainer, folder: Path, saves: bool) -> None:
@@ -65,9 +65,8 @@ def _bytes(model: nn.Module | None) -> int:
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return about the size of the optimizer's state, which does not exist before the first step.
-
-    Adam keeps two averages of each parameter. Of others, one is assumed if they have momentum.
+    """Estimate the size of the optimizer's state, which does not exist before the first step. Adam keeps two averages
+    of each parameter. Other optimizers with momentum are assumed to keep one.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     averages = 2 if isinstance(optimizer, torch.optim.Adam) else int(bool(optimizer.defaults.get("momentum")))

@@ -1,4 +1,4 @@
-"""Knowledge distillation: a student that learns from the answers of a frozen teacher, on the same images.
+"""Knowledge distillation: a student that learns from the predictions of a frozen teacher on the same images.
 
 Touvron et al., "Training data-efficient image transformers & distillation through attention", ICML 2021,
 arXiv:2012.12877, equations 2 and 3; Hinton et al. 2015 for the soft kind. Shapes: B batch size, K classes.
@@ -25,7 +25,7 @@ log = logging.getLogger("vitkernels")
 
 
 class Teacher(nn.Module):
-    """A frozen classifier that takes the student's images.
+    """A frozen classifier of the student's images.
 
     If the normalizations of teacher and student are known and differ, the images are renormalized for the teacher.
     """
@@ -55,11 +55,11 @@ class Teacher(nn.Module):
 
 
 def build_teacher(settings: DistillSettings, data: Data, image_size: int, in_chans: int) -> Teacher:
-    """Return the teacher that the settings name, on the CPU.
+    """Build the teacher that the settings select, on the CPU.
 
     Raises:
-        UsageError: "distill.classes" if it knows other classes than the data set, "distill.images" if it does not take
-            the student's images, and the errors of `open_trained` and `any_timm_model`.
+        UsageError: "distill.classes" if its classes are not the data set's, "distill.images" if it does not accept the
+            student's images, and the errors of `open_trained` and `any_timm_model`.
     """
     name, names, own = settings.teacher, None, None
     assert name is not None
@@ -82,23 +82,24 @@ def build_teacher(settings: DistillSettings, data: Data, image_size: int, in_cha
 
 @torch.no_grad()
 def _check(model: nn.Module, settings: DistillSettings, data: Data, names: list[str] | None, images: Tensor) -> None:
-    """Raise UsageError unless the model classifies such images into the data set's classes."""
+    """Raise UsageError unless the model accepts such images and has the data set's classes."""
     try:
         outputs = model.eval()(images).shape[-1]
     except (AssertionError, RuntimeError) as error:  # timm asserts sizes; torch refuses shapes that do not fit
         size, reason = images.shape[-1], str(error).splitlines()[0].rstrip(".")
         raise UsageError(
-            f"teacher {settings.teacher} does not take images of {size} px with {images.shape[1]} channels: {reason}. "
+            f"teacher {settings.teacher} does not accept {images.shape[1]}-channel images of {size} px: {reason}. "
             "Use a teacher for the student's image size, or train the student at the teacher's",
             code="distill.images",
             teacher=settings.teacher,
             image_size=size,
         ) from error
     if outputs != data.num_classes or (names and data.class_names and names != data.class_names):
-        same = outputs == data.num_classes
+        has = "was trained on other classes than the data set's"
+        if outputs != data.num_classes:
+            has = f"has {outputs} classes, but the data set has {data.num_classes}"
         raise UsageError(
-            f"teacher {settings.teacher} knows {'other classes' if same else f'{outputs} classes'} than the data set's "
-            f"{data.num_classes}. Train the teacher on this data set first, and name its run",
+            f"teacher {settings.teacher} {has}. Train a teacher on this data set first, and use its run",
             code="distill.classes",
             teacher=settings.teacher,
             outputs=outputs,
@@ -108,14 +109,15 @@ def _check(model: nn.Module, settings: DistillSettings, data: Data, names: list[
 
 @dataclass(frozen=True)
 class Distillation:
-    """The objective with a teacher: (1 - weight) · loss of the targets + weight · loss of the teacher's answer.
+    """The objective with a teacher: (1 - weight) · loss of the targets + weight · loss of the teacher's predictions.
 
     teacher: called with the student's images.
     loss_fn: the loss of the targets.
     kind: "hard" is the cross-entropy with the teacher's most likely class; "soft" is the Kullback-Leibler divergence
         from the teacher's distribution, both at `temperature`, times its square.
 
-    A student with a distillation token learns the teacher's answer with its second head, any other with its only one.
+    A student with a distillation token learns the teacher's predictions with its second head; any other student uses
+    its only head.
     """
 
     teacher: Callable[[Tensor], Tensor]
@@ -125,7 +127,7 @@ class Distillation:
     temperature: float = 3.0
 
     def __call__(self, outputs: Any, targets: Tensor, taught: Tensor) -> Tensor:
-        """Return the objective of a batch; rows without a sample add nothing.
+        """Return the objective of a batch; rows without a sample contribute nothing.
 
         outputs: the student's logits (B, K), or the pair of both heads. targets: as `Loss` takes them. taught: the
         teacher's logits (B, K).
@@ -135,7 +137,7 @@ class Distillation:
         return (1 - self.weight) * own + self.weight * self.of_teacher(second.float(), targets, taught.float())
 
     def of_teacher(self, logits: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
-        """Return the mean loss of the teacher's answers over the rows with a sample; 0 if there are none."""
+        """Return the mean loss of the teacher's predictions over the rows with a sample; 0 if there are none."""
         present = (targets.sum(1) > 0 if targets.is_floating_point() else targets != IGNORE).float()
         if self.kind == "hard":
             losses = F.cross_entropy(logits, taught.argmax(1), reduction="none")

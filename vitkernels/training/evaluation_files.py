@@ -1,4 +1,4 @@
-"""Write and print what an evaluation found beyond its accuracy: tables and pictures in the evaluation's folder."""
+"""Write the detailed results of an evaluation to its folder, as tables and pictures, and log a summary."""
 
 import csv
 import io
@@ -30,7 +30,7 @@ LISTED = 20  # classes and confusions in the log
 
 
 def write_findings(answers: Answers, data: Data, folder: Path) -> dict[str, Path]:
-    """Write what an evaluation found to the folder, and return its pictures by name.
+    """Write an evaluation's tables and pictures to the folder, and return the pictures by name.
 
     Files: per_class.csv, confusion.csv, confusion.png, and, from data sets that load single images, predictions.png and
     mistakes.png.
@@ -100,7 +100,7 @@ def _log_confusions(names: list[str], matrix: np.ndarray) -> None:
 
 
 def _draw_confusions(matrix: np.ndarray, names: list[str], path: Path) -> None:
-    """Draw the confusion matrix; colours are shares of the true class, numbers are images."""
+    """Draw the confusion matrix; colors are shares of the true class, numbers are images."""
     from matplotlib.figure import Figure
 
     count = len(names)

@@ -1,4 +1,4 @@
-"""Evaluate a backbone by its frozen features, without its classifier head: nearest neighbors and a linear probe.
+"""Evaluate a backbone's frozen features, without its classifier head, by nearest neighbors and a linear probe.
 
 Shapes: N training images, M evaluation images, D features, K classes.
 """

@@ -1,4 +1,4 @@
-"""The log file of a run, which a full, failing or read-only disk does not turn into tracebacks."""
+"""The log file of a run, which reports a full, failing or read-only disk in one line instead of tracebacks."""
 
 import contextlib
 import logging
@@ -6,7 +6,7 @@ import sys
 
 
 class LogFile(logging.FileHandler):
-    """Append to a file; report the first line that cannot be written on stdout, and later ones not at all."""
+    """Append to a file; report only the first line that cannot be written, on stdout."""
 
     def __init__(self, filename: str):
         super().__init__(filename, encoding="utf-8", delay=True)  # a folder that is read-only does not stop the start

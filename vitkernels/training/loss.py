@@ -19,7 +19,8 @@ def build_loss(backend: str = "eager", label_smoothing: float = 0.0, targets: st
     """Return loss(logits, targets), the mean cross-entropy of a batch; 0 for a batch without samples.
 
     Args:
-        targets: what the data set's targets are, as Data.targets; of "distributions", rows without a sample are -100.
+        targets: kind of the data set's targets, as in Data.targets; with "distributions", rows without a sample are
+            -100.
         backend: "eager" (torch's), "auto", "fused" for the kernel of the logits' device, or a backend of
             vitkernels.ops.cross_entropy; others raise UsageError.
         label_smoothing: share of each target that is spread evenly over all classes.
@@ -57,8 +58,8 @@ def build_bce(label_smoothing: float = 0.0, threshold: float | None = None, targ
     Args:
         label_smoothing: as in timm, of class numbers alone: other targets are not smoothed.
         threshold: targets above it count as 1, others as 0; None leaves them.
-        targets: what the data set's targets are, as Data.targets. Mixed class numbers are zeros without a sample, other
-            targets -100.
+        targets: kind of the data set's targets, as in Data.targets. In a row without a sample, mixed class numbers are
+            zeros, other targets -100.
     """
     of_all = BinaryCrossEntropy(smoothing=label_smoothing, target_threshold=threshold, reduction="none")
 

@@ -8,7 +8,7 @@ import torch
 
 from vitkernels.runtime import Runtime
 
-# How CUDA, PyTorch's allocator on CPUs and XLA put it.
+# Messages of CUDA, of PyTorch's CPU allocator and of XLA.
 _SIGNS = re.compile(
     r"out of memory|DefaultCPUAllocator: (can't|not enough)|not enough memory: you tried|RESOURCE_EXHAUSTED", re.I
 )
@@ -30,7 +30,7 @@ def explained(runtime: Runtime, batch_size: int, accum_steps: int, training: boo
     """Raise OutOfMemoryError for a lack of memory within the context.
 
     Args:
-        runtime: whose device ran out.
+        runtime: the runtime of the device that ran out.
         batch_size: images per device and batch.
         accum_steps: batches per optimizer step.
         training: whether the run can be resumed.

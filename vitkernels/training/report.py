@@ -1,4 +1,4 @@
-"""Write a run's page: curves, results, the split of step time, settings, and how to repeat it, in one HTML file."""
+"""Write a run's page, one HTML file: curves, results, the split of step time, settings and command."""
 
 import base64
 import html
@@ -160,7 +160,7 @@ def _number(value: float | None, form: str) -> str | None:
 
 
 def _time_split(summary: dict[str, Any]) -> list[str]:
-    """Return a bar of the mean step: what the device did and what it waited for."""
+    """Return a bar of the mean step: the device's computing time and its waits."""
     mean = (summary.get("step_time_ms") or {}).get("mean")
     parts: dict[str, float] = {name: summary[name] for name in PARTS if summary.get(name) is not None}
     if not mean or "input_wait_ms" not in parts:

@@ -108,7 +108,7 @@ def log_runtime(cfg: Config, parallel: Parallel) -> None:
 
 
 def read_source(cfg: Config, parallel: Parallel) -> TrainedOn:
-    """Return what the weights of `checkpoint` were trained on."""
+    """Return the class names and preprocessing of the weights in `checkpoint`."""
     if cfg.checkpoint is None:
         return TrainedOn()
     return parallel.load(read_trained_on, Path(cfg.checkpoint))
@@ -350,7 +350,7 @@ def build_trainer(
 
 
 def _loss(cfg: Config, data: Data) -> Loss:
-    """Return the loss that the settings and the kind of targets ask for. UsageError if they contradict each other."""
+    """Return the loss for the settings and the kind of targets. UsageError if they contradict each other."""
     t = cfg.trainer
     kind = ("bce" if data.targets == "labels" else "cross_entropy") if t.loss == "auto" else t.loss
     if kind == "cross_entropy" and data.targets == "labels":
@@ -407,7 +407,7 @@ def trainer_from_config(cfg: Config, parallel: Parallel) -> tuple[Trainer, Model
 
 
 def notes_of(cfg: Config, data: Data) -> dict:
-    """Return what checkpoints and exported weights say about the data: class names and preprocessing.
+    """Return the data's metadata for checkpoints and exported weights: class names and preprocessing.
 
     Preprocessing has `input_size`, as timm's pretrained_cfg; it is None if the data set prepares no image files.
     """

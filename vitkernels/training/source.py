@@ -1,4 +1,4 @@
-"""Read what weights were trained on (class names, preprocessing) from a run, a checkpoint or exported weights.
+"""Compare the class names and preprocessing of weights with those of the data set.
 
 Evaluating or resuming with other classes is refused; other preprocessing is logged.
 """

@@ -1,4 +1,4 @@
-"""Time training steps as the device sees them, excluding all that is not training, and split each step's time."""
+"""Time training steps on the device, without evaluation, checkpoints and logging, and split each step's time."""
 
 import time
 from collections.abc import Iterator
@@ -11,10 +11,10 @@ import numpy as np
 
 from vitkernels.runtime import Runtime
 
-_NO_WAIT_MS = 1.0  # after a longer input wait, an idle device says nothing about how fast the host launches
+_NO_WAIT_MS = 1.0  # after a longer input wait, an idle device does not show whether the host launches late
 PARTS = ("input_wait_ms", "host_late_ms", "device_busy_ms", "rest_ms")  # of a step
 
-# Holding the device costs a step's time, so it is rare, and it waits for steps that need no hold.
+# Holding the device costs the time of a step, so it is rare, and is used only if no step was queued completely.
 _STEPS_BEFORE_HOLD = 8
 _STEPS_BETWEEN_HOLDS = 500
 _HOLDS_IN_A_ROW = 3
@@ -26,11 +26,10 @@ class Window:
     """The steps between two synchronizations of the device.
 
     step_ms[i] is the sum of the i-th entries of the next four lists. The last three are empty if the device cannot
-    tell them apart.
-        input_wait_ms: the device waited for input.
+        distinguish them. input_wait_ms: the device waited for input.
         host_late_ms: the device waited for the host to launch its work; on the CPU, the training thread did not run.
         device_busy_ms: the device computed.
-        rest_ms: neither, such as a lower clock or another program on the GPU.
+        rest_ms: the remainder, for example because of a lower clock or another program on the GPU.
     """
 
     step_ms: list[float] = field(default_factory=list)
@@ -44,7 +43,7 @@ class Window:
     host_was_late: list[bool] = field(default_factory=list)  # of steps that can be judged; see StepTimer.forward_done
 
     def split(self) -> dict[str, float | None]:
-        """Return the mean of each part of a step, in ms; None for a part that the device cannot tell."""
+        """Return the mean of each part of a step, in ms; None for a part that the device cannot measure."""
         return {name: mean(getattr(self, name)) for name in PARTS}
 
 
@@ -86,13 +85,13 @@ class StepTimer:
     between `stop` and `start` counts: evaluation, checkpoints and logging are excluded.
 
     Per step: `with waiting(): batch = next(...)`, forward, forward_done(), backward and so on, step_done(). At log
-    boundaries: stop(), then start(). A timer that was never started times nothing until `start`.
+    boundaries: stop(), then start(). A timer times nothing until its first `start`.
 
-    A GPU's idle time during waits for input is measured: stamps before and after a wait are apart by as much as the GPU
-    had nothing to do. Its busy time is that of steps that were queued completely before the GPU began them. If there
-    are none, because the GPU always waits for something, the GPU is held for about the time of one step, at most once
-    in 500 steps, while the host queues one; the time of the hold is not part of any step. What exceeds input wait and
-    busy time counts as host late if the GPU ran out of work, and as rest otherwise.
+    A GPU's idle time during waits for input is measured: it is the difference of the stamps before and after the wait.
+    Its busy time comes from steps that were queued completely before the GPU began them. If there are no such steps,
+    because the GPU always waits for something, the GPU is held for about the time of one step, at most once in 500
+    steps, while the host queues a step; the hold is not part of any step's time. Time beyond input wait and busy time
+    counts as host late if the GPU ran out of work, and as rest otherwise.
 
     Args:
         runtime: the device's clock.
@@ -104,11 +103,11 @@ class StepTimer:
         self.runtime = runtime
         self.steps_wait = steps_wait
         self.warmup_left = warmup_steps
-        self.total = Window()  # of all windows
+        self.total = Window()  # the windows so far, joined
         self._steps: list[_Step] = []
         self._step: _Step | None = None
         self._late: list[bool] = []
-        self._busy_ms: float | None = None  # of a step without gaps
+        self._busy_ms: float | None = None  # the busy time of a step without gaps
         self._has_queued = False  # whether there was such a step
         self._unqueued = 0  # steps since the last one that was queued completely, or since the last hold
         self._holds = 0
@@ -123,7 +122,7 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Measure the wait for the next batch: the host's, and the time that the device is idle meanwhile."""
+        """Measure the wait for the next batch: the host's wait, and the device's idle time during it."""
         before, begin, cpu = self.runtime.stamp(), time.perf_counter(), time.thread_time()
         yield
         if self._step is not None:
@@ -225,7 +224,7 @@ class StepTimer:
 
         The parts are input_wait_ms, host_late_ms, device_busy_ms and rest_ms, see Window. host_bound is the share, 0 to
         1, of steps in which the device waited for kernel launches. Entries are None if no step was timed or the device
-        cannot tell.
+        cannot measure them.
         """
         total, n = self.total, len(self.total.step_ms)
         parts = {name: None if ms is None else round(ms, 4) for name, ms in total.split().items()}

@@ -108,11 +108,13 @@ class Trainer:
         self.best_weights: BestWeights | None = None
         self.identity: dict = {}
         self.notes: dict = {}
-        self.answers: Answers | None = None  # of the evaluation after the last step, by the EMA if there is one
-        self.machine: dict | None = None  # what else the machine did during `fit`, see MachineWatch.lap
+        self.answers: Answers | None = (
+            None  # predictions of the evaluation after the last step, by the EMA if there is one
+        )
+        self.machine: dict | None = None  # other load on the machine during `fit`, see MachineWatch.lap
         self.begin = time.monotonic()
         self.first_step_s: float | None = None  # from `begin` to the end of the first step on the host, which compiles
-        self._host_bound = self._input_bound = False  # whether the log says so
+        self._host_bound = self._input_bound = False  # whether the log has warned
 
     def attach(self, checkpoints: Checkpoints, identity: dict, notes: dict, begin: float) -> None:
         """Attach the checkpoints of a run.

@@ -234,7 +234,7 @@ def load_statistics(ptr, n, N, extras, MASKED: tl.constexpr):
 
 @triton.jit
 def weights_of(s, base, log_sum, extras):
-    """Return the softmax weights of scores s; `load_statistics` gave the others, shaped to broadcast."""
+    """Return the softmax weights of scores s; the other arguments come from `load_statistics`, shaped to broadcast."""
     return tl.exp2((s - base) * LOG2E - log_sum) if extras[0] is not None else tl.exp2(s - base)
 
 

@@ -8,7 +8,7 @@ _INTRODUCTION = (
     f"{CAVEAT} `pallas_flash` and `xla` map a packed qkv (B, N, 3E) to (B, N, E); `xla_apart` takes q, k and v as"
     " (B, H, N, D), so no layout copies are counted; `jax_flash` and `jax_splash` are JAX's kernels at their best "
     'block sizes. "with projections" adds the qkv and output projections. "time / ours" is the estimate divided by '
-    "that of `pallas_flash`. `python scripts/tpu_report.py --shapes vit --results FILE` estimates."
+    "that of `pallas_flash`. To estimate: `python scripts/tpu_report.py --shapes vit --results FILE`."
 )
 
 

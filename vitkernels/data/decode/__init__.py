@@ -1,8 +1,8 @@
 """Decoders of encoded images to upright 8-bit RGB, chosen by name.
 
 `pillow` reads every format, and its images are resized by Pillow, too: it is the reference. `turbo` reads JPEG files
-through simplejpeg, a binding of libjpeg-turbo, at a reduced scale if the crop is much larger than the output, and
-leaves all other files to Pillow; torch resizes. Both apply the EXIF orientation.
+    through simplejpeg, a binding of libjpeg-turbo, at a reduced scale if the crop is much larger than the output, and
+    resizes with torch; Pillow reads all other files. Both apply the EXIF orientation.
 """
 
 import importlib.util
@@ -41,7 +41,7 @@ class Decoder:
     def decode(self, image: ImageFile, reduction: int = 1) -> np.ndarray:
         """Return image.decode(reduction); a JPEG that `turbo` reports as damaged is decoded again by Pillow.
 
-        Pillow has the last word on whether a damaged file is an image, so that it does not depend on the decoder.
+        Pillow decides whether a damaged file is an image, so the decision does not depend on the decoder.
         """
         try:
             return image.decode(reduction)

@@ -1,4 +1,4 @@
-"""What every decoder implements.
+"""Interface of the decoders.
 
 Shapes: H height and W width of an upright image.
 """
@@ -19,8 +19,8 @@ class ImageFile(Protocol):
 
     data: the file's bytes.
     size: (width, height) in pixels after the EXIF orientation is applied.
-    warnings: what the decoder reported while it read the header and, later, the pixels.
-    fallback: why the requested decoder left the image to Pillow; None if it did not.
+    warnings: the decoder's warnings while it read the header and, later, the pixels.
+    fallback: why Pillow decodes the image instead of the requested decoder; None if it does not.
     """
 
     data: bytes

@@ -10,7 +10,7 @@ from vitkernels.data.decode.pillow import orientation_of
 
 _JPEG = b"\xff\xd8\xff"
 _EXIF = b"Exif\0\0"
-_COLORSPACES = ("YCbCr", "Gray", "RGB")  # the others (CMYK, YCCK) need a color profile's judgment
+_COLORSPACES = ("YCbCr", "Gray", "RGB")  # the others (CMYK, YCCK) need a color profile
 
 
 class TurboImage:

@@ -24,15 +24,15 @@ from vitkernels.files import read_json
 
 log = logging.getLogger(__name__)
 
-_IMAGES = 500  # of a folder that a process checks at a time
+_IMAGES = 500  # images of a folder that a process checks at a time
 _LOG_EVERY = 20.0  # seconds
 
 
 @dataclass
 class Findings:
-    """What a check found.
+    """The result of a check.
 
-    targets: of the images. problems: what must be repaired, one line each. warnings: of images that were decoded.
+    targets: of the images. problems: files that need repair, one line each. warnings: from decoding images.
     """
 
     targets: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))

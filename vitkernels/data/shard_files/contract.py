@@ -1,4 +1,4 @@
-"""What the readers of tar and Parquet files take and return."""
+"""Types that the readers of tar and Parquet files accept and return."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ class ShardFile:
     """A shard of a split.
 
     name: relative to the root. location: path or URL. size: bytes.
-    version: differs once the file was rewritten, such as its time of modification; "" if unknown.
+    version: changes when the file is rewritten, such as its modification time; "" if unknown.
     sha256: of the content, if known.
     """
 
@@ -25,9 +25,9 @@ class ShardFile:
 
 @dataclass(frozen=True)
 class Fields:
-    """Where a sample's image and class are.
+    """Where to find a sample's image and class.
 
-    image: suffix of the image's tar member, or Parquet column; None takes those that hold images.
+    image: suffix of the image's tar member, or Parquet column; None finds the members or column that hold images.
     label: suffix of the member, "json.NAME" for a field of a JSON member, or column; None is "cls", or "label".
     classes: the names of the classes, for labels that are text; None if unknown.
     """
@@ -39,7 +39,7 @@ class Fields:
     def class_number(self, label: object, where: str) -> int:
         """Return the class of a label: a number, digits, or the name of a class. UsageError for anything else.
 
-        Digits are a number even if a class has that name: `vitkernels data shard` writes numbers.
+        Digits always mean a class number, even if a class has that name: `vitkernels data shard` writes numbers.
         """
         if isinstance(label, bytes):
             label = label.decode(errors="replace").strip()
@@ -52,7 +52,7 @@ class Fields:
         if not isinstance(label, str) or label not in self._numbers:
             names = " or a name in class_names.json" if self.classes else "; for names, write class_names.json"
             raise UsageError(
-                f"{where} has the label {label!r}, which is no class: expected a number of at least 0{names}",
+                f"{where} has the label {label!r}, which is not a class: expected a number of at least 0{names}",
                 code="data.shard_label",
                 where=where,
                 label=label,
@@ -89,7 +89,7 @@ def truncated(path: str, reason: str) -> UsageError:
 
 
 def unreadable(path: str, reason: object) -> UsageError:
-    """Return the error for a file that is not what its suffix says."""
+    """Return the error for a file whose content does not match its suffix."""
     return UsageError(
         f"{path} cannot be read: {reason}. Copy or write it again, or remove it",
         code="data.shard_unreadable",

@@ -1,4 +1,4 @@
-"""Fetch whole files from an fsspec URL, with retries, and with an end if the network does not come back."""
+"""Fetch complete files from an fsspec URL, with retries and a time limit."""
 
 import hashlib
 import logging
@@ -19,19 +19,19 @@ from vitkernels.files import is_disk_error
 
 log = logging.getLogger(__name__)
 
-WRONG_CONTENTS = 3  # times that a file may arrive with other bytes than stated
+WRONG_CONTENTS = 3  # downloads of a file with the wrong size or checksum after which fetching fails
 _LONGEST_WAIT = 30.0  # seconds between two attempts
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
-_FINAL_NAMES = ("Credentials", "ParamValidation")  # in those of errors of botocore and google.auth
-_TRANSIENT_STATUS = (408, 425, 429)  # of HTTP's 400 to 499, which blame the request: timeout, too early, too many
+_FINAL_NAMES = ("Credentials", "ParamValidation")  # in the names of errors of botocore and google.auth
+_TRANSIENT_STATUS = (408, 425, 429)  # client errors of HTTP worth a retry: timeout, too early, too many requests
 
 
 @dataclass(frozen=True)
 class Patience:
-    """How long to wait for a network, in seconds.
+    """Time limits of fetching, in seconds.
 
-    total: from the first failure of a file to the end. stall: without a byte, after which an attempt is given up.
-    first_wait: between the first two attempts; later waits double, up to 30 s.
+    total: time after a file's first failure until fetching fails. stall: time without receiving a byte until an attempt
+        is aborted. first_wait: delay before the second attempt; later delays double, up to 30 s.
     """
 
     total: float = 600.0
@@ -78,26 +78,25 @@ def filesystem(url: str) -> tuple[Any, str]:
 def fetch(url: str, path: Path, patience: Patience, *, size: int | None = None, sha256: str = "") -> str:
     """Copy a file to `path`, which appears once it is complete and verified; return its sha256.
 
-    An attempt fails if the connection does, if no byte comes for patience.stall seconds, or if the file has another
-    size or checksum than stated.
+    An attempt fails if the connection does, if no byte comes for patience.stall seconds, or if the file does not have
+    the given size or checksum.
 
     Raises:
         UsageError: of `filesystem`.
         SourceError: data.fetch if the file does not exist or may not be read, and if attempts fail for patience.total
-            seconds;
-            data.shard_changed if it arrives three times with other contents than stated; data.cache_full.
+            seconds; data.shard_changed if it arrives three times with the wrong contents; data.cache_full.
     """
     fs, remote = filesystem(url)
     failed: float | None = None
     wait, wrong = patience.first_wait, 0
     while True:
-        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # not that of an attempt that was given up
+        temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")  # not the file of an aborted attempt
         try:
             _attempt(partial(fs.get_file, remote, str(temporary)), temporary, patience.stall)
             found = _verified(temporary, size, sha256)
             os.replace(temporary, path)
             return found
-        except Exception as error:  # every filesystem has errors of its own
+        except Exception as error:  # each filesystem raises its own errors
             if is_final(error):
                 raise ended(url, _told(error)) from error
             if is_disk_error(error):
@@ -127,7 +126,7 @@ def fetch(url: str, path: Path, patience: Patience, *, size: int | None = None, 
 
 
 class _WrongContent(Exception):
-    """The file that arrived is not the one that was stated."""
+    """The downloaded file does not have the expected size or checksum."""
 
 
 def _attempt(transfer: Callable[[], Any], path: Path, stall: float) -> None:
@@ -141,8 +140,8 @@ def _attempt(transfer: Callable[[], Any], path: Path, stall: float) -> None:
         except BaseException as error:
             outcome.append(error)
 
-    # A thread of its own, since few filesystems can be told to stop waiting. One that is given up writes to a file
-    # that is gone, and ends with the process at the latest.
+    # A separate thread, because few filesystems support timeouts. An aborted thread keeps writing to a deleted file,
+    # and ends at the latest with the process.
     thread = threading.Thread(target=run, daemon=True, name=f"fetch {path.name}")
     thread.start()
     seen, since = -1, time.monotonic()
@@ -158,7 +157,7 @@ def _attempt(transfer: Callable[[], Any], path: Path, stall: float) -> None:
 
 
 def _verified(path: Path, size: int | None, sha256: str) -> str:
-    """Return the sha256 of a file; _WrongContent if it is not as stated."""
+    """Return the sha256 of a file; raise _WrongContent if size or checksum are not the expected ones."""
     with open(path, "rb") as file:
         got = os.fstat(file.fileno()).st_size
         if size is not None and got != size:
@@ -170,7 +169,7 @@ def _verified(path: Path, size: int | None, sha256: str) -> str:
 
 
 def fetch_if_there(url: str, path: Path, patience: Patience) -> bool:
-    """Fetch a file; return False if there is none. SourceError as `fetch`."""
+    """Fetch a file; return False if it does not exist. Raises SourceError like `fetch`."""
     try:
         fetch(url, path, patience)
     except SourceError as error:
@@ -181,7 +180,7 @@ def fetch_if_there(url: str, path: Path, patience: Patience) -> bool:
 
 
 def patiently(what: str, url: str, action: Callable[[], Any], patience: Patience) -> Any:
-    """Return action(), such as a listing of `url`, tried again until patience ends.
+    """Return action(), such as a listing of `url`; retry until patience ends.
 
     Raises:
         UsageError: data.root at once, if the URL does not exist or may not be read.
@@ -193,7 +192,7 @@ def patiently(what: str, url: str, action: Callable[[], Any], patience: Patience
             return action()
         except UsageError:
             raise
-        except Exception as error:  # every filesystem has errors of its own
+        except Exception as error:  # each filesystem raises its own errors
             if is_final(error):
                 message = f"{what} failed ({_told(error)}): correct the URL, or get permission to read it"
                 raise UsageError(message, code="data.root", root=url) from error
@@ -245,7 +244,7 @@ def _told(error: BaseException) -> str:
 
 def ended(url: str, reason: str) -> SourceError:
     return SourceError(
-        f"could not fetch {url}: {reason}. Once it can be read again, the same command with resume=auto continues",
+        f"could not fetch {url}: {reason}. When it can be read again, repeat the command with resume=auto to continue",
         code="data.fetch",
         url=url,
         reason=reason,

@@ -1,4 +1,4 @@
-"""The index of a split: a file that is memory-mapped, so that opening it takes no time and workers share its memory.
+"""The index of a split: a memory-mapped file, so opening it takes no time and workers share its memory.
 
 Shapes: N images of the split, M shards.
 """
@@ -27,7 +27,7 @@ from vitkernels.files import write_atomically
 log = logging.getLogger(__name__)
 
 FORMAT = "vitkernels.shards.1"
-THREADS = 8  # that index shards at a time: reading waits for the disk
+THREADS = 8  # threads that index shards concurrently: reading waits for the disk
 _LOG_EVERY = 20.0  # seconds
 
 # Returns the samples of a shard, and its description with a checksum if it was fetched.
@@ -36,7 +36,7 @@ Indexer = Callable[[ShardFile], tuple[ShardFile, ShardSamples]]
 
 @dataclass(frozen=True)
 class Index:
-    """Where the images of a split are; pickled as the path of its file.
+    """The positions of a split's images in its shards; pickled as the path of its file.
 
     shards: in order; those of the images are a range of rows each, from starts[i] to starts[i + 1].
     offsets, lengths: of an image's bytes in its shard, int64 (N,). targets: int64 (N,). starts: int64 (M + 1,).
@@ -78,7 +78,7 @@ class Index:
 def open_index(path: Path, root: str) -> Index | None:
     """Return the index in a file, or None if there is none, or one of another version of this package.
 
-    root: where the shards are if the index does not say it, because it was published with them.
+    root: location of the shards if the index does not contain it, because it was published with them.
     """
     try:
         with safe_open(path, "np") as file:
@@ -119,8 +119,8 @@ def write_index(path: Path, shards: Sequence[ShardFile], samples: Sequence[Shard
 def cached_index(path: Path, root: str, files: list[ShardFile], indexer: Indexer) -> Index:
     """Return the index of these shards, from its file as far as they are unchanged.
 
-    Shards that are new or changed are indexed, and named if they changed. Of several processes that need the same
-    index, one builds it.
+    New and changed shards are indexed; changed ones are logged. If several processes need the same index, one builds
+    it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_suffix(".lock"), "a") as lock:
@@ -195,7 +195,7 @@ def _reopen(path: Path, root: str, digest: str) -> Index:
     index = open_index(path, root)
     if index is None or index.digest != digest:
         raise UsageError(
-            f"the index {path} was written again while it was in use: start the run again, with resume=auto",
+            f"the index {path} was rewritten while it was in use: restart the run with resume=auto",
             code="data.shard_changed",
             path=str(path),
         )

@@ -14,9 +14,9 @@ from vitkernels.errors import UsageError
 
 SUFFIXES = (".tar", ".parquet")
 _COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
-# What filesystems call the property that changes with a file: S3, Google Cloud Storage, Hugging Face, HTTP, others.
+# Names of the property that changes with a file: on S3, Google Cloud Storage, Hugging Face, HTTP, others.
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "last_modified", "mtime")
-_REQUESTS = 16  # at a time
+_REQUESTS = 16  # concurrent requests
 _WILDCARDS = set("*?[")
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _LAYOUT = "such as ROOT/train-00000.tar and ROOT/val-00000.tar, or .parquet"
@@ -51,7 +51,7 @@ def list_shards(root: str | None, patterns: dict[str, str], patience: Patience =
     if both:
         given = ", ".join(f"{split}={pattern}" for split, pattern in patterns.items())
         raise UsageError(
-            f"{both[0]} belongs to two splits by {given}: give patterns that tell them apart",
+            f"{both[0]} matches the patterns of two splits, {given}: use patterns that match different files",
             code="data.shard_splits",
             root=str(root),
             found=both,
@@ -60,7 +60,7 @@ def list_shards(root: str | None, patterns: dict[str, str], patience: Patience =
 
 
 def expand_ranges(pattern: str) -> list[str]:
-    """Return the names that "train-{000..127}.tar" stands for, with the width of the first number."""
+    """Return the names in a pattern such as "train-{000..127}.tar"; numbers have the width of the first one."""
     parts = _RANGE.split(pattern)
     texts, firsts, lasts = parts[::3], parts[1::3], parts[2::3]
     ranges = [
@@ -94,7 +94,7 @@ def has_shards(root: Path) -> bool:
 
 
 def published_index(split: str) -> str:
-    """Return the name of the index that is stored next to the shards, for those who read them from elsewhere."""
+    """Return the file name of a published index, which is stored next to the shards for readers on other machines."""
     return f"{split}-index.safetensors"
 
 
@@ -114,8 +114,8 @@ def remote_files(url: str, patterns: dict[str, str], patience: Patience) -> list
 
     def described(name: str) -> ShardFile:
         info = infos[name]
-        if info.get("size") is None:  # HTTP lists names alone
-            what = f"asking for the size of {location(name)}"
+        if info.get("size") is None:  # HTTP listings contain only names
+            what = f"requesting the size of {location(name)}"
             info = patiently(what, location(name), lambda: fs.info(f"{base}/{name}"), patience)
         if info.get("size") is None:
             raise ended(location(name), "the server does not report its size")

@@ -20,13 +20,13 @@ from vitkernels.data.shard_files.store import FetchedStore, LocalStore, ShardCac
 from vitkernels.errors import UsageError
 
 PATTERNS = {"train": "*train*", "val": "*val*"}
-_SPARE = 4  # shards of a split that the cache holds beyond those in use and those ahead
+_SPARE = 4  # shards of a split that the cache holds in addition to those in use and those fetched ahead
 _EVALUATION_AHEAD = 4  # shards; an evaluation reads one after another
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the shards of a data set are, and where this machine keeps what it knows and fetches of them.
+    """The location of a data set's shards, and of their indexes and fetched copies on this machine.
 
     root: path or URL; list_shards refuses others. folder: for indexes and fetched shards.
     limit: bytes of fetched shards to keep.
@@ -42,7 +42,7 @@ class Place:
         return ShardCache(self.folder / "fetched", self.limit, self.patience)
 
     def kept(self, *key: object) -> Path:
-        """Return the path, without suffix, of what is kept about this root and key."""
+        """Return the path, without suffix, of the local files for this root and key."""
         root = self.root if is_url(self.root) else os.path.abspath(self.root)
         return self.folder / "index" / hashlib.sha256(json.dumps([root, *key]).encode()).hexdigest()[:24]
 
@@ -89,7 +89,7 @@ def _published(place: Place, patterns: dict[str, str]) -> dict[str, Index]:
 
 
 def _class_names(place: Place, fields: Fields, shards: list[ShardFile]) -> list[str] | None:
-    """Return the names in the root's class_names.json, else those that a Parquet shard states, else None."""
+    """Return the class names from the root's class_names.json, else from a Parquet shard, else None."""
     if is_url(place.root):
         path = place.kept(CLASS_NAMES).with_suffix(".json")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ def windowed_order(draw: np.random.Generator, starts: np.ndarray, window: int | 
 
     The shards are shuffled and put one after another, and the images of each `window` positions are shuffled. A window
     reads at most ceil(window / shard) + 1 shards. Every order within a window is equally likely. Images of one shard
-    are always in one window or in neighbouring ones: of the other b - 1 images of a batch, about
+    are always in one window or in neighboring ones: of the other b - 1 images of a batch, about
     (b - 1) * shard / window come from the same shard as a given one, instead of (b - 1) * shard / N. None shuffles all
     images.
 
@@ -34,5 +34,5 @@ def shard_sequence(order: np.ndarray, starts: np.ndarray) -> list[int]:
     count = len(starts) - 1
     shards = np.repeat(np.arange(count), np.diff(starts))[order]
     first = np.empty(count, dtype=np.int64)
-    first[shards[::-1]] = np.arange(len(order))[::-1]  # of several places, the last one written, which is the first
+    first[shards[::-1]] = np.arange(len(order))[::-1]  # the last one written remains: the first
     return np.argsort(first).tolist()

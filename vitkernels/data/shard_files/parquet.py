@@ -1,8 +1,8 @@
 """Index a Parquet file as on the Hugging Face hub: a column of image bytes, and one of labels.
 
-The hub stores images without compression, so that their bytes stand in the file as they are. pyarrow reads each image
-once, and a search from the end of the one before finds it in the file: an image is in the index only where its bytes
-were seen.
+The hub stores images without compression, so a file contains their bytes unchanged. pyarrow reads each image once, and
+a search that starts at the end of the previous image finds its bytes in the file. The index thus holds only positions
+that were verified.
 """
 
 import json
@@ -15,7 +15,7 @@ import numpy as np
 from vitkernels.data.shard_files.contract import Fields, ShardSamples, truncated, unreadable
 from vitkernels.errors import UsageError
 
-_ROWS = 64  # that are in memory at a time
+_ROWS = 64  # rows in memory at a time
 _MAGIC = b"PAR1"  # first and last bytes of a file
 
 
@@ -40,7 +40,7 @@ def index_parquet(path: str, fields: Fields) -> ShardSamples:
                     if not value:
                         raise _fields(path, f"{where} has no image bytes in column {leaf!r}", [])
                     at = view.find(value, place, end)
-                    if at < 0:  # equal images stand once, in the dictionary
+                    if at < 0:  # equal images are stored once, in the dictionary
                         at = view.find(value, begin, end)
                     if at < 0:
                         raise _compressed(path, leaf)
@@ -88,9 +88,12 @@ def _columns(path: str, schema: Any, fields: Fields) -> tuple[str, str]:
     image, label = fields.image or image, fields.label or "label"
     if image is None or image.split(".")[0] not in schema.names:
         hint = f"no column {image!r}" if image else "no column of image bytes"
-        raise _fields(path, f"{path} has {hint} (columns: {', '.join(schema.names)}): name it with image", schema.names)
+        message = f"{path} has {hint} (columns: {', '.join(schema.names)}): set image to the column's name"
+        raise _fields(path, message, schema.names)
     if label not in schema.names:
-        message = f"{path} has no column {label!r} of classes (columns: {', '.join(schema.names)}): name it with label"
+        message = (
+            f"{path} has no column {label!r} (columns: {', '.join(schema.names)}): set label to the column of classes"
+        )
         raise _fields(path, message, schema.names)
     return image, label
 

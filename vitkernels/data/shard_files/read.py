@@ -1,4 +1,4 @@
-"""Open a shard of either format, and what stands next to the shards."""
+"""Index a shard of either format, and read the class names next to the shards."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ def index_shard(file: ShardFile, fields: Fields) -> ShardSamples:
 
 
 def read_class_names(path: Path) -> list[str] | None:
-    """Return the names in a JSON file, or None if it does not exist. UsageError if it is no list of names."""
+    """Return the names in a JSON file, or None if it does not exist. UsageError if it is not a list of names."""
     if not path.exists():
         return None
     try:

@@ -46,7 +46,7 @@ class ShardSource:
         return data
 
     def spread(self, count: int) -> list[int]:
-        """Return up to `count` evenly spaced images of the shards that are at hand."""
+        """Return up to `count` evenly spaced images of the shards that can be opened without waiting."""
         shards = self.store.at_hand()
         if shards is None:
             return evenly_spaced(len(self.index), count).tolist()

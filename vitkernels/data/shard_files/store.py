@@ -1,6 +1,6 @@
-"""Shards as open local files: where they are, or in a bounded cache of those that are fetched.
+"""Open shards as local files: in place, or in a bounded cache of fetched shards.
 
-Every process that reads has a store of its own; they share the cache's folder, and take turns by locks of files in it.
+Each process has its own store. The processes of a machine share the cache's folder and coordinate by lock files in it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from vitkernels.data.shard_files.index import Index
 from vitkernels.data.shard_files.order import shard_sequence
 
 OPEN_FILES = 64  # in each process
-_ABANDONED = 3600 * 10**9  # ns after which a partial file is that of a process that died
+_ABANDONED = 3600 * 10**9  # age in ns at which a partial file must come from a process that died
 
 
 class OpenFile:
@@ -48,16 +48,17 @@ class Store(Protocol):
     """Opens shards by their number; picklable, and safe to use from several threads."""
 
     def open(self, number: int, ahead: bool = True) -> OpenFile:
-        """Return the open file of a shard. SourceError if it is not the file that was indexed, or cannot be had.
+        """Return the open file of a shard. SourceError if it is not the file that was indexed, or cannot be read or
+        fetched.
 
-        ahead: whether the shards after it will be needed, too.
+        ahead: whether the shards after it will also be needed.
         """
 
     def expect(self, order: np.ndarray) -> None:
         """Prepare for an epoch that reads the images in this order, int64 (N,)."""
 
     def at_hand(self) -> list[int] | None:
-        """Return the shards that can be opened at once; None if all can."""
+        """Return the shards that can be opened without waiting; None if all can."""
 
 
 class LocalStore:
@@ -81,7 +82,7 @@ def _open_local(shard: ShardFile) -> OpenFile:
     try:
         file = OpenFile(shard.location)
     except FileNotFoundError as error:
-        raise changed(shard, "it is gone") from error
+        raise changed(shard, "it no longer exists") from error
     stat = os.fstat(file.descriptor)
     if stat.st_size != shard.size:
         raise changed(shard, f"{shard.size} bytes then, {stat.st_size} now")
@@ -91,28 +92,29 @@ def _open_local(shard: ShardFile) -> OpenFile:
 
 
 class ShardCache:
-    """A folder of fetched shards, of at most `limit` bytes: deletes the least recently opened first."""
+    """A folder of fetched shards, at most `limit` bytes in total; the least recently opened are deleted first."""
 
     def __init__(self, folder: Path, limit: int, patience: Patience):
         self.folder, self.limit, self.patience = folder, limit, patience
 
     def path(self, shard: ShardFile) -> Path:
-        """Return where a shard is once it is fetched; another version of it is elsewhere."""
+        """Return the path of a shard in the cache; each version of a shard has its own path."""
         key = hashlib.sha256(repr((shard.location, shard.size, shard.version)).encode()).hexdigest()[:24]
         return self.folder / f"{key}-{shard.location.rpartition('/')[2]}"
 
     def fetched(self, shard: ShardFile, ahead: bool = False) -> OpenFile | None:
-        """Return the open file of a shard, fetched if needed. Of the processes that need a shard, one fetches it.
+        """Return the open file of a shard, fetched if needed. If several processes need the shard, one fetches it.
 
-        ahead: try once, and return None while another process does.
-        SourceError as `fetch`, and data.cache if the folder cannot be used.
+        ahead: try once, and return None if another process is fetching it.
+
+        Raises SourceError like `fetch`, and data.cache if the folder cannot be used.
         """
         try:
             return self._fetched(shard, ahead)
         except OSError as error:
             raise SourceError(
-                f"cannot keep shards in {self.folder} ({type(error).__name__}: {error}): mend the folder, or set cache "
-                "to another one",
+                f"cannot keep shards in {self.folder} ({type(error).__name__}: {error}): repair the folder, or set "
+                "cache to another one",
                 code="data.cache",
                 folder=str(self.folder),
             ) from error
@@ -139,11 +141,11 @@ class ShardCache:
     def _opened(self, path: Path) -> OpenFile:
         file = OpenFile(path)
         with contextlib.suppress(FileNotFoundError):
-            os.utime(path)  # its place in the order of eviction
+            os.utime(path)  # moves it to the end of the eviction order
         return file
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently opened shards until `size` bytes more fit; processes that read them go on."""
+        """Remove the least recently opened shards until `size` more bytes fit; open files stay readable."""
         with _locked(self.folder / ".eviction.lock", wait=True):
             entries = []
             for path in self.folder.iterdir():
@@ -161,14 +163,14 @@ class ShardCache:
 
 
 class FetchedStore:
-    """Shards of a URL, through a cache; the next ones are fetched while earlier ones are read.
+    """Shards of a URL, through a cache; a thread fetches the next shards while earlier ones are read.
 
     ahead: number of shards to fetch ahead.
     """
 
     def __init__(self, index: Index, cache: ShardCache, ahead: int):
         self.index, self.cache, self.ahead = index, cache, ahead
-        self._sequence = list(range(len(index.shards)))  # an evaluation's
+        self._sequence = list(range(len(index.shards)))  # the order of an evaluation
         self._place = {number: number for number in self._sequence}
         self._furthest = 0
         self._open = lru_cache(OPEN_FILES)(self._open_one)
@@ -191,7 +193,7 @@ class FetchedStore:
         return self._open(number)
 
     def _note(self, number: int) -> None:
-        """Let the thread that fetches ahead know that a shard is read."""
+        """Tell the prefetch thread that a shard is being read."""
         with self._news:
             self._furthest = max(self._furthest, self._place.get(number, 0))
             if self._thread is None:
@@ -204,11 +206,11 @@ class FetchedStore:
 
     def _open_one(self, number: int) -> OpenFile:
         found = self.cache.fetched(self.index.shards[number])
-        assert found is not None, "fetched waits, unless it is ahead"
+        assert found is not None, "fetched waits unless ahead is set"
         return found
 
     def _fetch_ahead(self) -> None:
-        """Fetch the shards after the furthest one that was read, until the process ends."""
+        """Prefetch the shards that follow the furthest one read so far, until the process ends."""
         done: tuple[int, list[int]] | None = None
         while True:
             with self._news:
@@ -217,14 +219,14 @@ class FetchedStore:
                 furthest, sequence = done = self._furthest, self._sequence
             for number in sequence[furthest + 1 : furthest + 1 + self.ahead]:
                 if self._furthest != furthest:
-                    break  # some are needed sooner now
+                    break  # the order of need has changed
                 with contextlib.suppress(SourceError):  # the reader that needs the shard tries again, and reports it
                     self.cache.fetched(self.index.shards[number], ahead=True)
 
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[bool]:
-    """Hold a lock among processes and threads; yield False if another has it and `wait` is False."""
+    """Hold a lock across processes and threads; yield False if it is taken and `wait` is False."""
     with open(path, "a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -235,10 +237,10 @@ def _locked(path: Path, wait: bool) -> Iterator[bool]:
 
 
 def changed(shard: ShardFile, how: str) -> SourceError:
-    """Return the error for a shard that is not the one that was indexed."""
+    """Return the error for a shard that changed after it was indexed."""
     return SourceError(
-        f"{shard.location} changed since it was indexed ({how}). Restore it, or start a new run, which reindexes it; "
-        "a run that resumes on other images is not exact",
+        f"{shard.location} changed since it was indexed ({how}). Restore it, or start a new run, which indexes it "
+        "again; resuming on other images would not be exact",
         code="data.shard_changed",
         path=shard.location,
         how=how,

@@ -1,4 +1,4 @@
-"""Index a tar file in WebDataset's layout: members KEY.FIELD, those of a sample next to each other.
+"""Index a tar file in WebDataset's layout: members named KEY.FIELD, with the members of a sample adjacent.
 
 The key is the member's name up to the first dot after its last slash, as in webdataset.tariterators.
 """
@@ -22,11 +22,11 @@ BLOCK = 512  # bytes; an archive ends with two blocks of zeros
 
 
 def index_tar(path: str, fields: Fields) -> ShardSamples:
-    """Return the samples of a tar file; members that are no field of an image are ignored.
+    """Return the samples of a tar file; members that belong to no image are ignored.
 
     Raises:
-        UsageError: data.shard_truncated, data.shard_unreadable, data.shard_fields for an image without a label or a
-            key in two places, data.shard_label.
+        UsageError: data.shard_truncated, data.shard_unreadable, data.shard_fields for an image without a label and for
+            a key in two places, data.shard_label.
     """
     with open(path, "rb") as file:
         members = _members(path, file)
@@ -60,7 +60,7 @@ def index_tar(path: str, fields: Fields) -> ShardSamples:
 
 
 def _members(path: str, file: BinaryIO) -> list[tarfile.TarInfo]:
-    """Return the regular files of an archive that is complete, or raise UsageError."""
+    """Return the regular files of a complete archive; raise UsageError for any other file."""
     size = os.fstat(file.fileno()).st_size
     try:
         with tarfile.open(fileobj=file, mode="r:") as archive:
@@ -70,7 +70,7 @@ def _members(path: str, file: BinaryIO) -> list[tarfile.TarInfo]:
         if "unexpected end" in str(error):
             raise truncated(path, f"its last member continues after byte {size}") from error
         raise unreadable(path, f"it is not a tar file without compression ({error})") from error
-    block = os.pread(file.fileno(), BLOCK, end)  # tarfile ends silently at whatever is no member
+    block = os.pread(file.fileno(), BLOCK, end)  # tarfile stops silently at anything that is not a member
     if len(block) < BLOCK:
         raise truncated(path, f"it ends at byte {size} without the zeros that end a tar file")
     if any(block):
@@ -109,7 +109,7 @@ def _json_value(text: bytes, field: str, where: str) -> object:
         return json.loads(text)[field]
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{where}.json has no field {field!r} ({type(error).__name__}): check label",
+            f"{where}.json has no field {field!r} ({type(error).__name__}): correct label",
             code="data.shard_fields",
             path=where,
             found=[],
@@ -119,8 +119,8 @@ def _json_value(text: bytes, field: str, where: str) -> object:
 def _no_label(where: str, label: str, suffixes: dict[str, tarfile.TarInfo]) -> UsageError:
     found = sorted(suffixes)
     return UsageError(
-        f"{where} has no member {label!r} with its class (it has {', '.join(found)}): name it with label, such as "
-        "label=cls or label=json.label",
+        f"{where} has no member {label!r} with its class (it has {', '.join(found)}): set label to the member that "
+        "holds the class, such as label=cls or label=json.label",
         code="data.shard_fields",
         path=where,
         found=found,

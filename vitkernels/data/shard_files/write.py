@@ -1,6 +1,6 @@
 """Write an image folder as tar shards in WebDataset's layout.
 
-Every byte of a shard follows from the images, the seed and the shard size, so an interrupted run continues where it
+The images, the seed and the shard size determine every byte of a shard, so an interrupted run continues where it
 stopped.
 """
 
@@ -31,8 +31,8 @@ from vitkernels.files import read_json, write_atomically, write_json
 
 log = logging.getLogger(__name__)
 
-RECORD = "shards.json"  # in the output folder: what is written so far, with checksums
-_THREADS = 8  # that read images: a network file system answers slowly
+RECORD = "shards.json"  # in the output folder: the shards written so far, with checksums
+_THREADS = 8  # threads that read images, because network file systems have a high latency
 _LOG_EVERY = 20.0  # seconds
 
 
@@ -43,7 +43,7 @@ def write_shards(folders: dict[str, Folder], out: Path, *, shard_bytes: int, see
     an earlier run with the same arguments completed are kept.
 
     Args:
-        shard_bytes: size of the images in a shard; one image at least.
+        shard_bytes: size of a shard's images; a shard holds at least one image.
         seed: of the order. A random order lets every shard hold a random selection of the classes.
 
     Raises:
@@ -93,7 +93,7 @@ def _plan(folder: Folder, shard_bytes: int, seed: int) -> list[np.ndarray]:
 
 
 def _digest(folders: dict[str, Folder], plans: dict[str, list[np.ndarray]], seed: int) -> str:
-    """Return a digest of all that decides the shards' bytes; images count by name, size and time of modification."""
+    """Return a digest of all that determines the shards' bytes; of images: name, size and modification time."""
     digest = hashlib.sha256(json.dumps([seed, {split: folder.classes for split, folder in folders.items()}]).encode())
     for split, folder in folders.items():
         digest.update(json.dumps([split, [len(ids) for ids in plans[split]]]).encode())
@@ -110,7 +110,7 @@ def _begin(out: Path, digest: str) -> dict[str, Any]:
     others = sorted(path.name for path in out.iterdir() if path.name != f"{RECORD}.tmp")
     if record is None and others:
         raise UsageError(
-            f"{out} is not empty (it holds {', '.join(others[:5])}): name a new folder",
+            f"{out} is not empty (it holds {', '.join(others[:5])}): choose a new folder",
             code="data.shard_out",
             out=str(out),
             found=others,
@@ -127,12 +127,12 @@ def _begin(out: Path, digest: str) -> dict[str, Any]:
         record = {"plan": digest, "complete": False, "shards": {}}
         write_json(out / RECORD, record)
     elif record["shards"]:
-        log.info("%s: continues after %d shards", out, len(record["shards"]))
+        log.info("%s: continuing after %d complete shards", out, len(record["shards"]))
     return record
 
 
 def _keys(folder: Folder) -> list[str]:
-    """Return the key of each image: its path without suffix, with no dots, and a number where two would be equal."""
+    """Return the key of each image: its path without suffix and dots, and a number if two would be equal."""
     keys, seen = [], set()
     for image in folder.images:
         stem = os.path.splitext(os.fsdecode(image))[0]
@@ -159,7 +159,7 @@ def _read(folder: Folder, index: int) -> bytes:
         return folder.read(index)
     except OSError as error:
         path = folder.describe(index)
-        message = f"{path} can no longer be read ({error}): start again once the folder does not change"
+        message = f"{path} can no longer be read ({error}): run the command again when nothing changes the folder"
         raise UsageError(message, code="data.shard_source", path=path) from error
 
 

@@ -131,7 +131,9 @@ class PooledKeyAttention(BackendAttention):
 
 
 class PaddedWindowAttention(BackendAttention):
-    """The local attention of Twins: windows of the padded feature map, as batch. Padding takes part, as in timm."""
+    """The local attention of Twins: windows of the padded feature map, as batch. As in timm, padding takes part in
+    attention.
+    """
 
     def forward(self, x_BNC: Tensor, size: Sequence[int]) -> Tensor:
         (B, _, C), (height, width), window = x_BNC.shape, size, self.ws
@@ -174,7 +176,7 @@ class PooledQueryAttention(BackendAttention):
 
 
 class MultiScaleAttention(BackendAttention):
-    """MViT v2's attention: pooled queries, keys and values, and a decomposed bias that depends on q, so is dense."""
+    """MViT v2's attention: pooled queries, keys and values, and a decomposed bias, dense because it depends on q."""
 
     def forward(self, x_BNC: Tensor, feat_size: Sequence[int]) -> tuple[Tensor, Sequence[int]]:
         qkv_BN3HD = self.qkv(x_BNC).unflatten(-1, (3, self.num_heads, -1))
@@ -199,7 +201,7 @@ class MultiScaleAttention(BackendAttention):
 
 
 class PixelAttention(BackendAttention):
-    """TNT's attention: q and k of one projection, v of another."""
+    """TNT's attention: one projection yields q and k, another v."""
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         q, k = (split_heads(x, self.num_heads) for x in self.qk(x_BNC).chunk(2, dim=-1))
@@ -208,8 +210,10 @@ class PixelAttention(BackendAttention):
 
 
 class GatedPositionalAttention(PixelAttention):
-    """ConViT's GPSA: the backend computes the part by content; the part by position, which needs no q and k, is a
-    product of its own. Dropout of the mixture is not supported."""
+    """ConViT's GPSA: the backend computes content attention; positional attention is a separate product.
+
+    Positional attention does not depend on q and k. Dropout of the mixture is not supported.
+    """
 
     rel_indices: torch.Tensor | None
 

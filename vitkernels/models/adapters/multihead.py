@@ -34,15 +34,18 @@ class MultiheadAttention(BackendAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """As torch's, whose boolean masks are True at positions to leave out. is_causal is a hint about attn_mask."""
+        """Do as torch's forward, whose boolean masks are True at positions to leave out.
+
+        is_causal is a hint about attn_mask.
+        """
         if need_weights:
             message = (
                 f"attention backend {self.backend.name!r} does not return attention weights: call the module with "
-                "need_weights=False, or leave it to torch"
+                "need_weights=False, or keep torch's module"
             )
             raise UsageError(message, code="models.need_weights", backend=self.backend.name)
         if is_causal and attn_mask is None:
-            message = "is_causal is a hint about attn_mask, as in torch: pass the causal mask as attn_mask, too"
+            message = "is_causal is a hint about attn_mask, as in torch: also pass the causal mask as attn_mask"
             raise UsageError(message, code="models.causal_hint", backend=self.backend.name)
         is_batched = query.ndim == 3
         q, k, v = self.projected(query, key, value)
@@ -61,7 +64,7 @@ class MultiheadAttention(BackendAttention):
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Return the projections to q, k and v; one product if all are the same tensor."""
-        if self.in_proj_weight is None:  # keys and values of other widths
+        if self.in_proj_weight is None:  # keys and values have other widths
             weights = [self.q_proj_weight, self.k_proj_weight, self.v_proj_weight]
         elif query is key is value:
             return list(F.linear(query, self.in_proj_weight, self.in_proj_bias).chunk(3, dim=-1))
@@ -71,7 +74,7 @@ class MultiheadAttention(BackendAttention):
         return [F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True)]
 
     def joined_mask(self, key_padding_mask: Tensor | None, attn_mask: Tensor | None, q_BNC: Tensor) -> Tensor | None:
-        """Return both masks as one that a backend takes: True keeps, or a bias; (B, H, N, M) or broadcast to it."""
+        """Return both masks as one mask (True keeps) or bias for a backend, broadcastable to (B, H, N, M)."""
         if attn_mask is not None and attn_mask.ndim == 3:  # (B * H, N, M)
             attn_mask = attn_mask.unflatten(0, (len(q_BNC), self.num_heads))
         if key_padding_mask is not None:  # (B, M), or (M) without a batch

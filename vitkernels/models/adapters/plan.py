@@ -1,4 +1,4 @@
-"""Find the attention modules of a model: which an adapter takes, and why the others stay."""
+"""Find the attention modules of a model that an adapter can replace, and the reasons why others cannot be replaced."""
 
 import re
 from collections import Counter
@@ -15,8 +15,8 @@ from vitkernels.models.backend_attention import BackendAttention
 class AttentionPlan:
     """The attention modules of a model, by path.
 
-    taken: those whose attention a backend can compute. A module that is used in two places has two paths.
-    left: path -> (class, why it stays as it is).
+    taken: the modules whose attention a backend can compute. A module that is used in two places has two paths. left:
+        path -> (class, reason for leaving the module unchanged).
     """
 
     taken: Mapping[str, nn.Module]
@@ -24,17 +24,17 @@ class AttentionPlan:
 
     @property
     def count(self) -> int:
-        """Return the number of modules that are taken."""
+        """Return the number of modules that a backend can compute."""
         return len({id(module) for module in self.taken.values()})
 
     def describe_left(self) -> str:
-        """Return the classes that stay, each with its number and the reason."""
+        """Return the classes that are left unchanged, each with its number of modules and the reason."""
         counts = Counter(self.left.values())
         return "; ".join(f"{count} {kind} ({reason})" for (kind, reason), count in sorted(counts.items()))
 
 
 def attention_plan(model: nn.Module) -> AttentionPlan:
-    """Return which attention modules of a model `set_attention` takes, and why it leaves the others."""
+    """Return which attention modules of a model `set_attention` replaces, and why it leaves the others unchanged."""
     taken: dict[str, nn.Module] = {}
     left: dict[str, tuple[str, str]] = {}
     unknown: dict[str, tuple[str, str]] = {}

@@ -57,8 +57,8 @@ def relative_bias(module: BackendAttention, shared: Tensor | None) -> Tensor | N
 class WindowAttention(BiasedAttention):
     """Swin's windows, each an entry of the batch. The regions of a shifted window are segments.
 
-    Swin adds -100 to the scores between two regions. Segments leave them out, which is equal in float32 unless scores
-    differ by 80 or more.
+    Swin adds -100 to the scores between two regions. Segments exclude such pairs, which gives the same result in
+    float32 unless scores differ by 80 or more.
     """
 
     def forward(self, x_BNC: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -115,7 +115,7 @@ class GlobalQueryAttention(BackendAttention):
         heads = self.num_heads
         if self.use_global and q_global is not None:
             k, v = (split_heads(x, heads) for x in self.qkv(x_BNC).chunk(2, dim=-1))
-            # The windows of one image follow each other. q_global has the shape of a window's tokens.
+            # The windows of one image are consecutive. q_global has the shape of a window's tokens.
             tokens = q_global.repeat_interleave(len(x_BNC) // len(q_global), dim=0).reshape(x_BNC.shape)
             q = split_heads(tokens, heads).to(v.dtype)
         else:

@@ -56,7 +56,7 @@ class PackedFeatureMapAttention(BackendAttention):
 
 
 class HeadAttention(BackendAttention):
-    """What timm's self-attention modules share: masks, normalized q and k, a normalized and gated result."""
+    """Base of the adapters of timm's self-attention: masks, normalized q and k, a normalized and gated result."""
 
     def attend(
         self, x_BNC: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, rope: Tensor | None = None

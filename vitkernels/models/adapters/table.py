@@ -1,6 +1,7 @@
 """The adapter of each attention class, and the classes that no backend can compute, with the reason.
 
-Classes are named, not imported: versions of timm have different ones. To take a class, write its adapter and its line.
+The tables hold names instead of classes, because versions of timm differ. To support a class, write its adapter and add
+a line.
 """
 
 from torch import nn
@@ -137,7 +138,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def refusal(module: nn.Module) -> str | None:
-    """Return why a module that attends cannot be taken; None if it can."""
+    """Return why an attention module cannot be replaced; None if it can."""
     if isinstance(module, BackendAttention):
         return None
     name = class_name(module)

@@ -38,7 +38,7 @@ class _CrossEntropy(torch.autograd.Function):
         else:
             count = (targets != ignore_index).sum().float()
             known = (targets >= 0) & (targets < logits.shape[1]) | (targets == ignore_index)
-            # Any number that is no class serves for one that int32 cannot hold.
+            # Any invalid class number can replace an ignore_index that int32 cannot hold.
             targets = torch.where(known, targets, -1 if ignore_index != -1 else -2).to(torch.int32)[:, None]
         losses, gradient = _rows(
             logits.contiguous(), targets.contiguous(), smoothing=smoothing, ignore_index=ignore_index

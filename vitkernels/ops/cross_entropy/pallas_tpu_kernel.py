@@ -19,7 +19,7 @@ def loss_and_gradient(logits_BC, targets, *, smoothing: float, ignore_index: int
     """Return the loss (B, 1) of each row in float32, and its gradient (B, C) in the logits' dtype.
 
     targets: class numbers (B, 1) in int32, or distributions (B, C). A row with the number ignore_index has the loss 0
-    and no gradient; with another number that is no class, both are NaN.
+    and no gradient; with any other invalid class number, both are NaN.
     """
     B, C = logits_BC.shape
     rows = min(-(-B // 16) * 16, max(16, _BLOCK_BYTES // (4 * C) // 16 * 16))

@@ -1,8 +1,8 @@
 """LayerNorm and GELU in the kernels of the MLP's products, in Pallas for TPU; interpreted on the CPU.
 
-Four of the six products of forward and backward pass have something to hide: LayerNorm and GELU in the first, GELU's
+Four of the six products of forward and backward pass hide other work: LayerNorm and GELU in the first, GELU's
 gradient and LayerNorm's in two of the backward pass. The others, the second product and the two weight gradients, are
-XLA's.
+computed by XLA.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""The arguments that the contract of paged_attention hands to a backend."""
+"""The arguments that the contract of paged_attention passes to a backend."""
 
 from typing import NamedTuple
 

@@ -1,7 +1,7 @@
 """Unfold the images and multiply, both by XLA; the same functions in JAX on the CPU.
 
-torch_xla's convolution also becomes a matrix product, after copies of its own; a kernel of Pallas would have to turn
-rows of 16 pixels into rows of 128, which XLA's copy does at the speed of memory.
+torch_xla's convolution also becomes a matrix product, after copies of its own; a Pallas kernel would have to turn rows
+of 16 pixels into rows of 128, which XLA's copy does at the speed of memory.
 
 Shape suffixes: B images, C channels, H and W pixels, P patches of an image, K = C * patch pixels, E embedding.
 """

@@ -24,7 +24,7 @@ class MetricLogger(Protocol):
         """Record scalars under names such as train/loss; None means not measured."""
 
     def window(self, step: int, text: str, brief: str) -> None:
-        """Show a log window to a person: `text` is one full line, `brief` fits next to a progress bar."""
+        """Print a log window: `text` is a complete line, `brief` fits next to a progress bar."""
 
     def text(self, title: str, markdown: str) -> None:
         """Record a Markdown text, such as the run's settings."""

@@ -34,7 +34,7 @@ def create(name: str, folder: Path, project: str, settings: dict[str, Any]) -> N
 
 
 class RemoteLogger(NullLogger):
-    """Collect points under the names that TensorBoard has, and send them; a failing service does not end training."""
+    """Collect points under TensorBoard's names and send them; a failing service does not end training."""
 
     def __init__(self, name: str):
         self._name, self._failing = name, False
@@ -79,7 +79,7 @@ class WandbLogger(RemoteLogger):
             project=project, name=folder.name, dir=str(folder), config=settings, id=known,
             resume="allow" if known else None, reinit="create_new",
         )  # fmt: skip
-        # Points of one step arrive at different times: its own axis orders them, wandb's counter does not.
+        # Points of one step arrive at different times. A step axis of our own orders them; wandb's counter would not.
         self._run.define_metric("*", step_metric="step")
         identifier.write_text(f"{self._run.id}\n")
         self._closed = False
@@ -108,7 +108,8 @@ class MlflowLogger(RemoteLogger):
     """One run of MLflow; a resumed run continues it."""
 
     def __init__(self, folder: Path, project: str, settings: dict[str, Any]):
-        # The extra has no database driver: without a server, figures go into files, which MLflow 3 wants allowed.
+        # The extra has no database driver: without a server, figures go into files, which MLflow 3 must be allowed to
+        # do.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param

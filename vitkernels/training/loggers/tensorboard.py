@@ -1,6 +1,6 @@
 """TensorBoard: a point per step, log window and evaluation, the settings as text, and the HPARAMS tab.
 
-TensorBoard sorts groups and tags by name. `curves/` comes first, with what a reader looks at first: 1_loss, 2_top1,
+TensorBoard sorts groups and tags by name. `curves/` comes first, with the most important curves: 1_loss, 2_top1,
 3_lr and 4_step_ms. Memory and results come last, as z_memory/ and z_result/.
 """
 

@@ -1,4 +1,4 @@
-"""An attention backend: replace `run` by your kernel, and let `refusal` name what it does not support.
+"""An attention backend: replace `run` with your kernel, and let `refusal` state what it does not support.
 
 Shapes: B batch, H heads, N queries, M keys, D head dim.
 """

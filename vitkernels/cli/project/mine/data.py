@@ -1,4 +1,4 @@
-"""A data set: replace `load` by reading your own images."""
+"""A data set: make `load` read your own images."""
 
 import torch
 from torch import Tensor
