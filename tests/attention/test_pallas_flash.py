@@ -98,7 +98,7 @@ BIAS_SHAPES = [(2, 2, 40, 40), (1, 2, 40, 40), (2, 1, 1, 40), (40, 40), (1, 1, 1
 
 @pytest.mark.parametrize("shape", BIAS_SHAPES)
 @pytest.mark.parametrize("form", ["single_pass", "online_softmax"])
-def test_bias__and_its_gradient(shape, form, monkeypatch):
+def test_bias__output_and_gradient(shape, form, monkeypatch):
     only(form, monkeypatch)
     check(B=2, N=40, bias=torch.randn(shape))
 

@@ -15,7 +15,7 @@ def heads(count: int, tokens: int = 7) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("mask", [torch.randn(7, 7, dtype=torch.float64), torch.ones(7, 7, dtype=torch.bool).tril()])
-def test_attn_mask__is_bias_or_mask(mask):
+def test_attn_mask__becomes_bias_or_mask(mask):
     q, k, v = heads(4), heads(4), heads(4)
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     torch.testing.assert_close(NATIVE(q, k, v, attn_mask=mask), want)
@@ -25,7 +25,7 @@ def test_attn_mask__is_bias_or_mask(mask):
     assert problem.has_mask == (mask.dtype == torch.bool) and (problem.bias_shape is None) == problem.has_mask
 
 
-def test_attn_mask__beside_its_other_name_is_refused():
+def test_attn_mask__refused_together_with_mask_or_bias():
     q, k, v = heads(4), heads(4), heads(4)
     bias = torch.zeros(7, 7, dtype=torch.float64)
     for other in ({"bias": bias}, {"mask": bias == 0}):
@@ -39,14 +39,14 @@ def test_attn_mask__of_integers_is_refused():
         NATIVE(q, k, v, attn_mask=torch.ones(7, 7, dtype=torch.int32))
 
 
-def test_enable_gqa__shares_key_heads_as_sdpa_does():
+def test_enable_gqa__matches_sdpa():
     q, k, v = heads(6), heads(2, tokens=5), heads(2, tokens=5)
     want = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     torch.testing.assert_close(NATIVE(q, k, v, enable_gqa=True), want)
     assert NATIVE.unsupported(q, k, v, enable_gqa=True) is None
 
 
-def test_enable_gqa__heads_that_do_not_divide_are_refused():
+def test_enable_gqa__refuses_head_counts_that_do_not_divide():
     with error("attention.enable_gqa", heads=6, groups=4):
         NATIVE(heads(6), heads(4), heads(4), enable_gqa=True)
     with error("attention.shape"):  # without it, heads must be equal

@@ -280,7 +280,7 @@ def test_trace__is_cached_per_shape():
     assert traced == [(2, 4), (3, 4)]
 
 
-def test_programs_on_the_cpu__are_dropped_if_unused_for_long(monkeypatch):
+def test_cpu_programs__least_recently_used_are_dropped(monkeypatch):
     """Each is mapped into memory many times, and the kernel bounds a process's maps."""
     monkeypatch.setattr(pallas_devices, "_CPU_PROGRAMS", 2)
     op = pallas_op(lambda x: x * 2, name="doubled")

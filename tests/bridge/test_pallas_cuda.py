@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 
-def test_plain_jax__and_its_gradient():
+def test_plain_jax__output_and_gradient():
     op = pallas_op(lambda x, y: jnp.sin(x) * y, name="cuda_sin_times")
     x, y = (torch.randn(64, 128, device="cuda", requires_grad=True) for _ in range(2))
     op(x, y).sum().backward()

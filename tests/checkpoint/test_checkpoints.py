@@ -85,7 +85,7 @@ def test_damaged_checkpoint__is_refused_and_skipped(tmp_path, damage, caplog):
     assert path.name in caplog.text
 
 
-def test_load_state__refuses_anything_else(tmp_path):
+def test_load_state__refuses_paths_without_a_checkpoint(tmp_path):
     torch.save({"weights": 1}, tmp_path / "other.pt")
     with error("checkpoint.missing", ckpt.CheckpointError):
         ckpt.load_state(tmp_path / "other.pt")

@@ -41,7 +41,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.suffix != ".safetensors"}
 
 
-def test_data_shard__holds_the_images_of_the_folder(photos, tmp_path, monkeypatch, capsys):
+def test_data_shard__contains_the_images_of_the_folder(photos, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert shard(photos, tmp_path / "out") == 0
     assert "train: 16 images of 2 classes in" in capsys.readouterr().out
@@ -58,7 +58,7 @@ def test_data_shard__holds_the_images_of_the_folder(photos, tmp_path, monkeypatc
     assert len({targets.item() for _, batch in finished_epoch(data.train, 0) for targets in batch[:1]}) == 2
 
 
-def test_data_shard__continues_and_writes_the_same_bytes(photos, tmp_path, monkeypatch):
+def test_data_shard__continues_and_writes_identical_bytes(photos, tmp_path, monkeypatch):
     assert shard(photos, tmp_path / "whole") == 0
     written = []
     original = write._write_shard
@@ -120,7 +120,7 @@ def test_data_check__finds_nothing_in_good_data(photos, tmp_path, capsys):
     assert check(photos, capsys=capsys)[0] == 0
 
 
-def test_data_check__names_every_problem(photos, tmp_path, capsys):
+def test_data_check__lists_every_problem(photos, tmp_path, capsys):
     out = tmp_path / "out"
     assert shard(photos, out) == 0
     names = sorted(path.name for path in out.glob("train-*.tar"))

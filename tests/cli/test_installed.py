@@ -62,7 +62,7 @@ def test_wheel__has_the_command_and_its_files(site):
 
 
 @pytest.mark.slow
-def test_installed__trains_evaluates_and_resumes_with_nothing_but_the_run(vitkernels, tmp_path):
+def test_installed__trains_evaluates_and_resumes(vitkernels, tmp_path):
     vitkernels("train", *SMALL, "data.degrees=5", "hydra.run.dir=out")
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (summary["status"], summary["steps"], summary["git_commit"]) == ("done", 3, None)

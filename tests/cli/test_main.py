@@ -1,4 +1,4 @@
-"""The `vitkernels` command: which words reach train.py, and how mistakes are reported."""
+"""The `vitkernels` command: the arguments that reach train.py, and how mistakes are reported."""
 
 import subprocess
 import sys
@@ -23,7 +23,7 @@ def started(monkeypatch):
     return found
 
 
-def test_train__runs_the_script_with_the_words(started):
+def test_train__passes_its_arguments_to_the_script(started):
     assert console.main(["train", "attn=sdpa", "--cfg", "job"]) == 0
     script = str(ROOT / "train.py")
     assert started == [[script, script, "attn=sdpa", "--cfg", "job"]]
@@ -38,7 +38,7 @@ def test_train__runs_the_script_with_the_words(started):
         (["--help"], ["--help"]),
     ],
 )
-def test_eval__takes_the_run_as_its_first_word(started, words, expected):
+def test_eval__first_argument_is_the_run(started, words, expected):
     console.main(["eval", *words])
     assert started[0][2:] == ["mode=eval", *expected]
 
@@ -97,7 +97,7 @@ def test_help_of_train__has_every_setting():
     assert max(map(len, text.splitlines())) <= 120
 
 
-def test_help_of_train__may_be_cut_off_by_its_reader():
+def test_help_of_train__tolerates_a_closed_pipe():
     """`train.py --help | head` closes the pipe before all of the text is written."""
     process = subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0

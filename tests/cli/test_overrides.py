@@ -1,4 +1,4 @@
-"""The words of a command line: which are quoted, moved, refused or marked as settings of an earlier run."""
+"""Command-line arguments: which are quoted, moved, refused or marked as settings of an earlier run."""
 
 import os
 from pathlib import Path

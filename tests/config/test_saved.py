@@ -54,12 +54,12 @@ def test_find_weights__best_checkpoint_before_exported_weights(run):
     assert "step_00000020" in str(caught.value)
 
 
-def test_find_weights__other_paths_stay(run):
+def test_find_weights__returns_other_paths_unchanged(run):
     for path in (run / "model.safetensors", run / "checkpoints" / "step_00000020", run / "nowhere"):
         assert find_weights(str(path)) == str(path)
 
 
-def test_evaluation__takes_model_and_data_only(run, completed):
+def test_evaluation__uses_only_model_and_data_of_the_run(run, completed):
     plain = completed("mode=eval", f"checkpoint={run}", "attn=sdpa")
     saved = read_settings(run)
     assert plain["model"] == saved["model"] and plain["data"] == saved["data"]
@@ -69,7 +69,7 @@ def test_evaluation__takes_model_and_data_only(run, completed):
     Config.from_dict(plain)
 
 
-def test_command_line__precedes_the_run(run, completed):
+def test_command_line__takes_precedence_over_the_run(run, completed):
     words = ["mode=eval", f"checkpoint={run}", "data.batch_size=5", "++model.kwargs.depth=3", "++data.root=x"]
     plain, saved = completed(*words), read_settings(run)
     assert plain["data"] == {**saved["data"], "batch_size": 5, "root": "x"}
@@ -82,16 +82,16 @@ def test_group_on_the_command_line__replaces_the_run_group(run, completed):
     assert "augment" not in plain["data"] and plain["model"]["kwargs"]["depth"] == 2
 
 
-def test_deleted_setting__is_not_taken(run, completed):
+def test_deleted_setting__stays_deleted(run, completed):
     assert "degrees" not in completed("mode=eval", f"checkpoint={run}", "~data.degrees")["data"]
 
 
-def test_experiment__takes_nothing(run, completed, settings):
+def test_experiment__uses_no_settings_of_the_run(run, completed, settings):
     words = ["mode=eval", f"checkpoint={run}/model.safetensors", "experiment=rise_of_pallas"]
     assert completed(*words) == OmegaConf.to_container(settings(*words), resolve=True)
 
 
-def test_resume__takes_all_settings_of_the_run(run, completed):
+def test_resume__uses_all_settings_of_the_run(run, completed):
     plain = completed(f"resume={run}", "trainer.max_steps=30", "seed=0")
     saved = read_settings(run)
     assert plain["trainer"] == {**saved["trainer"], "max_steps": 30}

@@ -24,7 +24,7 @@ def test_conf_data__has_one_file_per_data_set():
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_conf_data__keys_and_defaults_are_the_function_s(path):
+def test_conf_data__keys_and_defaults_match_the_function(path):
     config = OmegaConf.to_container(OmegaConf.load(path))
     expected = parameters(config)
     assert config.keys() - {"_target_"} == expected.keys() - GIVEN

@@ -115,7 +115,7 @@ def test_epoch__refuses_a_start_beyond_its_end():
             make(12).epoch(0, start=start)
 
 
-def test_loader__counts_and_names():
+def test_loader__reports_counts_and_names():
     loader = make(13)
     assert (loader.num_samples, loader.batch_size, loader.batches_per_epoch) == (13, 4, 3)
     assert loader.describe([3, 1]) == ["number-3", "number-1"]
@@ -176,7 +176,7 @@ def test_loader__refuses_invalid_values(kwargs, code):
         (ConnectionError("Caught ConnectionError in DataLoader worker process 0.\nno server"), ConnectionError),
     ],
 )
-def test_dead_worker__is_told_from_failed_work(monkeypatch, raised, expected):
+def test_dead_worker__is_distinguished_from_an_error_in_a_worker(monkeypatch, raised, expected):
     class Broken:
         num_workers = 1
 

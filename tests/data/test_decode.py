@@ -23,7 +23,7 @@ PLAIN |= {"color_jitter": None, "auto_augment": None, "re_prob": 0.0, "re_mode":
 
 
 def photo(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Draw a smooth image with some texture, as photos have it: noise would measure the worst case of no photo."""
+    """Draw a smooth image with some texture, as photos have it: noise would be a worst case that no photo reaches."""
     draw, image = np.random.default_rng(seed), np.zeros((height, width, 3), np.float32)
     for cells, share in ((8, 0.6), (40, 0.3), (160, 0.1)):
         coarse = Image.fromarray(draw.integers(0, 256, (cells, cells, 3), dtype=np.uint8))
@@ -148,7 +148,7 @@ def test_turbo__training_image_is_close_to_the_reference(size):
 
 @pytest.mark.parametrize("recipe", [{}, {"color_jitter": 0.4}, {"color_jitter": 0.4, "re_prob": 0.7, "re_count": 3}])
 @pytest.mark.parametrize("mode", ["const", "rand"])
-def test_training_image__equals_timm_s(recipe, mode):
+def test_training_image__equals_that_of_timm(recipe, mode):
     """The reference decoder, and draws applied on the device, against timm's transform of one image."""
     statistics = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
     options = PLAIN | {"mean": statistics["mean"], "re_mode": mode} | recipe
@@ -200,7 +200,7 @@ def test_jitter__factor_of_one_changes_nothing():
     side=st.sampled_from([32, 37, 64]),
     crop_pct=st.sampled_from([0.875, 0.9, 1.0]),
 )
-def test_evaluation_image__has_timm_s_geometry(crop_mode, width, height, side, crop_pct):
+def test_evaluation_image__has_the_geometry_of_timm(crop_mode, width, height, side, crop_pct):
     data, decoder = encoded(photo(width, height), "png"), Decoder("pillow")
     options = {"interpolation": "bicubic", "crop_pct": crop_pct, "crop_mode": crop_mode, "mean": (0.4, 0.5, 0.6)}
     ours = EvalPreprocessing(side, **options)(decoder.open(data), decoder).pixels
@@ -218,7 +218,7 @@ def test_decoder__unknown_or_missing_is_refused(monkeypatch):
     assert choose_decoder("auto").name == "pillow"
 
 
-def test_like_image__draws_the_crop_that_timm_draws_from_a_real_one():
+def test_image_stand_in__gets_the_same_crop_as_an_image():
     random.seed(0)
     ours = TrainAugmentation(32, **PLAIN)._crop.get_params(torch.empty(()).expand(3, 90, 120), (0.08, 1), (0.75, 1.33))
     random.seed(0)

@@ -46,6 +46,6 @@ print("passed")
 
 
 @pytest.mark.slow
-def test_device_transforms__on_xla_equal_the_cpu_s_and_compile_once():
+def test_device_transforms__on_xla_match_the_cpu_and_compile_once():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.strip().splitlines()[-1] == "passed", done.stderr[-2000:]

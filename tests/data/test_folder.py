@@ -58,7 +58,7 @@ def test_classes__only_one(make_root):
         build(str(root))
 
 
-def test_classes__empty_ones_are_all_named(make_root):
+def test_classes__error_lists_all_empty_ones(make_root):
     root = make_root()
     for name in ("empty", "void"):
         (root / "val" / name).mkdir()
@@ -77,7 +77,7 @@ def test_classes__differ_between_splits(make_root):
         build(str(root))
 
 
-def test_root__takes_home_and_relative_paths(make_root, monkeypatch):
+def test_root__accepts_home_and_relative_paths(make_root, monkeypatch):
     root = make_root()
     monkeypatch.setenv("HOME", str(root.parent))
     monkeypatch.chdir(root.parent)

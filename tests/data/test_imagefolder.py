@@ -258,7 +258,7 @@ def test_posterize__to_0_bits_is_black():
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
-def test_posterize__equals_pillow_s(mode):
+def test_posterize__matches_pillow(mode):
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)).convert(mode)
     for bits in range(1, 9):
         assert _posterize(image, bits).tobytes() == ImageOps.posterize(image, bits).tobytes()

@@ -24,7 +24,7 @@ def ramp() -> torch.Tensor:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("alphas", [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
-def test_mixing__targets_hold_each_image_s_share(mode, alphas):
+def test_mixing__targets_contain_the_share_of_each_image(mode, alphas):
     mixing = Mixing(K, 0, mixup_alpha=alphas[0], cutmix_alpha=alphas[1], mode=mode)
     for batch in range(5):
         images, targets = mix(mixing, ramp(), TARGETS, 0, batch)

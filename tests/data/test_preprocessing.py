@@ -21,7 +21,7 @@ NAMES += ["vit_base_patch16_224_miil.in21k"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_evaluation_images__equal_timm_s(name, make_root):
+def test_evaluation_images__equal_those_of_timm(name, make_root):
     root, (size, _) = make_root(size=(300, 200)), models.input_spec(name)
     data = imagefolder.build(
         root=str(root),

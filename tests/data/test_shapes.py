@@ -1,4 +1,4 @@
-"""The procedural shapes: the same everywhere, drawn by class, with evaluation images of their own."""
+"""The procedural shapes: the same everywhere, drawn by class, with separate evaluation images."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def drawn(ids, side=32):
 RECORDED = [[0xE220A8, 7239838, 443485], [16288696, 1784201, 5491615], [7861596, 12254069, 1107271]]
 
 
-def test_numbers__are_those_recorded():
+def test_numbers__match_the_recorded_ones():
     found = shapes.uniform_numbers(np.array([0, 1, 2**40]), 3)
     np.testing.assert_array_equal((found * 2**24).astype(int), RECORDED)
     assert found.dtype == np.float32

@@ -1,4 +1,4 @@
-"""data=shards from URLs: retries, checksums, the bounded cache, and a clear end."""
+"""data=shards from URLs: retries, checksums, the bounded cache, and clear errors."""
 
 import threading
 import time
@@ -57,7 +57,10 @@ def test_fetch__survives_faults(server, file, tmp_path, faults):
     server.faults["a.tar"] = list(faults)
     assert fetched(server, tmp_path, size=file.stat().st_size, sha256=_sha(file)) == file.read_bytes()
     assert server.requests["a.tar"] >= len(faults) + 2
-    assert sha256 == _sha(file) or faults[0] in ("lie", "long")  # nothing was stated: nothing can be wrong
+    assert sha256 == _sha(file) or faults[0] in (
+        "lie",
+        "long",
+    )  # without an expected size or checksum, nothing can be wrong
     assert not list(tmp_path.glob("*.tmp"))
 
 
@@ -68,7 +71,7 @@ def _sha(path: Path) -> str:
 
 
 @pytest.mark.parametrize("stated", [{"size": 256_001}, {"sha256": "0" * 64}], ids=str)
-def test_fetch__ends_when_a_file_is_another_each_time(server, file, tmp_path, stated):
+def test_fetch__fails_after_repeated_wrong_contents(server, file, tmp_path, stated):
     with ended("data.shard_changed", path=f"{server.url}/a.tar"):
         fetched(server, tmp_path, **stated)
     assert server.requests["a.tar"] == fetching.WRONG_CONTENTS
@@ -76,7 +79,7 @@ def test_fetch__ends_when_a_file_is_another_each_time(server, file, tmp_path, st
 
 
 @pytest.mark.parametrize("faults, requests", [(["404"], 1), (["500"] * 99, None), (["stall"] * 99, None)])
-def test_fetch__ends_when_the_network_does_not_come_back(server, file, tmp_path, faults, requests):
+def test_fetch__fails_if_errors_persist(server, file, tmp_path, faults, requests):
     server.faults["a.tar"] = faults
     begin = time.monotonic()
     with ended("data.fetch", url=f"{server.url}/a.tar"):
@@ -86,7 +89,7 @@ def test_fetch__ends_when_the_network_does_not_come_back(server, file, tmp_path,
     assert not list(tmp_path.glob("a*"))
 
 
-def test_fetch__ends_without_a_server(server, file, tmp_path):
+def test_fetch__fails_without_a_server(server, file, tmp_path):
     server.close()
     with ended("data.fetch"):
         fetched(server, tmp_path, Patience(total=0.2, stall=1, first_wait=0.05))
@@ -106,7 +109,7 @@ def ended(code: str, **fields):
 
 
 @pytest.mark.parametrize("root, code", [("s4://x", "data.root"), ("gs://x", "data.package")])
-def test_root__that_no_filesystem_reads(root, code):
+def test_root__of_an_unsupported_protocol_is_refused(root, code):
     if code == "data.package":
         try:
             import gcsfs  # noqa: F401
@@ -136,7 +139,7 @@ TRANSIENT = [ConnectionResetError(), TimeoutError(), OSError("broken pipe"), Ref
 
 
 @pytest.mark.parametrize("failure", FINAL, ids=repr)
-def test_listing__is_refused_at_once_where_another_attempt_would_fail_too(failure):
+def test_listing__permanent_failure_is_reported_at_once(failure):
     calls = []
 
     def action():
@@ -149,7 +152,7 @@ def test_listing__is_refused_at_once_where_another_attempt_would_fail_too(failur
 
 
 @pytest.mark.parametrize("failure", TRANSIENT, ids=repr)
-def test_listing__is_tried_again_after_a_failure_of_the_network(failure):
+def test_listing__is_retried_after_a_network_failure(failure):
     outcomes = [failure, failure, None]
 
     def action():
@@ -160,7 +163,7 @@ def test_listing__is_tried_again_after_a_failure_of_the_network(failure):
     assert patiently("listing s3://x", "s3://x", action, Patience(total=5, first_wait=0.01)) == "listed"
 
 
-def test_shards__a_name_that_does_not_exist_is_refused_at_once(server):
+def test_shards__missing_name_is_refused_at_once(server):
     write_tars(server.folder)
     begin = time.monotonic()
     with error("data.root", root=f"{server.url}/train-00009.tar"):
@@ -168,7 +171,7 @@ def test_shards__a_name_that_does_not_exist_is_refused_at_once(server):
     assert time.monotonic() - begin < 5  # of 600 s of patience
 
 
-def test_shards__a_size_is_asked_for_again_when_the_server_comes_back(server):
+def test_shards__size_request_is_retried(server):
     write_tars(server.folder)
     threading.Timer(0.5, lambda: setattr(server, "down", False)).start()
     server.down = True
@@ -177,7 +180,7 @@ def test_shards__a_size_is_asked_for_again_when_the_server_comes_back(server):
 
 
 @pytest.mark.parametrize("status", ["403", "404"])
-def test_shards__an_index_that_a_bucket_hides_counts_as_absent(server, tmp_path, status):
+def test_shards__index_hidden_by_a_bucket_counts_as_absent(server, tmp_path, status):
     server.faults["index"] = [status]
     (server.folder / "index").touch()
     assert not fetch_if_there(f"{server.url}/index", tmp_path / "index", QUICK)
@@ -193,7 +196,7 @@ def test_shards__patterns_of_brackets_are_expanded(server):
     assert (data.train.num_samples, data.val.num_samples) == (18, 9)
 
 
-def test_shards__of_an_fsspec_filesystem_in_memory(tmp_path, same):
+def test_shards__on_an_fsspec_memory_filesystem(tmp_path, same):
     """memory:// stands in for s3://, gs:// and hf://: a listing with sizes, and no HTTP."""
     import fsspec
 
@@ -209,7 +212,7 @@ def test_shards__of_an_fsspec_filesystem_in_memory(tmp_path, same):
         memory.store.clear()
 
 
-def test_shards__a_cache_that_cannot_be_used_ends_training_and_not_the_thread_that_fetches_ahead(server, tmp_path):
+def test_shards__unusable_cache_stops_training_but_not_the_prefetch_thread(server, tmp_path):
     write_tars(server.folder)
     data = build(server.url, window=6, check_images=0)
     source = data.train._batches.samples.source
@@ -218,7 +221,7 @@ def test_shards__a_cache_that_cannot_be_used_ends_training_and_not_the_thread_th
     for path in folder.iterdir():
         path.unlink()
     folder.rmdir()
-    folder.write_text("a file in the place of the folder")
+    folder.write_text("a file instead of the folder")
     with ended("data.cache", folder=str(folder)):
         source.read(0)
     assert source.store._thread.is_alive()
@@ -231,7 +234,7 @@ def test_shards__a_cache_that_cannot_be_used_ends_training_and_not_the_thread_th
     assert source.store._thread.is_alive() and len(list(folder.glob("*.tar"))) >= 2
 
 
-def test_shards__of_a_url_are_those_of_the_folder(server, tmp_path, same):
+def test_shards__at_a_url_equal_the_local_folder(server, tmp_path, same):
     write_tars(server.folder)
     data, local = build(server.url, window=8), build(server.folder, window=8)
     assert same(finished_epoch(data.train, 1), finished_epoch(local.train, 1))
@@ -273,7 +276,7 @@ def test_shards__with_a_published_index_need_no_pass_over_the_data(server, make_
         list(fresh.train.epoch(0))
 
 
-def test_shards__the_cache_stays_within_its_bound_and_the_next_window_is_there(server, tmp_path, same):
+def test_shards__cache_stays_bounded_and_holds_the_next_window(server, tmp_path, same):
     write_tars(server.folder, train=120, val=6)  # 20 shards of 6 images
     size = (server.folder / "train-00000.tar").stat().st_size
     limit = 16 * size
@@ -289,7 +292,7 @@ def test_shards__the_cache_stays_within_its_bound_and_the_next_window_is_there(s
         build(server.url, cache_gb=limit / 1e9)
 
 
-def test_shards__next_ones_are_fetched_while_earlier_ones_are_read(server):
+def test_shards__are_prefetched_while_earlier_ones_are_read(server):
     write_tars(server.folder, train=24, val=6)
     build(server.url, check_images=0)  # indexed
     data = build(server.url, window=6, check_images=0, cache=str(server.folder.parent / "other"))
@@ -320,7 +323,7 @@ def test_shards__two_readers_fetch_a_shard_once(server, tmp_path):
     assert caches[0].path(shard).read_bytes() == path.read_bytes()
 
 
-def test_shards__a_truncated_shard_at_a_url_is_named(server):
+def test_shards__truncated_shard_at_a_url_is_named(server):
     write_tars(server.folder)
     path = server.folder / "train-00002.tar"
     path.write_bytes(path.read_bytes()[:3000])
@@ -329,7 +332,7 @@ def test_shards__a_truncated_shard_at_a_url_is_named(server):
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_shards__training_ends_when_the_network_does_not_come_back(server, tmp_path, workers):
+def test_shards__training_stops_if_the_network_stays_down(server, tmp_path, workers):
     write_tars(server.folder)
     data = build(server.url, window=6, patience=0.1, num_workers=workers, check_images=0)
     for path in (tmp_path / "cache/vitkernels/shards/fetched").glob("*.tar"):

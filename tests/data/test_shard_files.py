@@ -56,7 +56,7 @@ def test_index_tar__reads_labels_of_json_members_and_names_of_classes(tmp_path):
         index_tar(str(path), Fields(label="json.other"))
 
 
-def test_index_tar__takes_digits_as_numbers_even_if_classes_are_named_by_digits(tmp_path):
+def test_index_tar__reads_digits_as_class_numbers_even_if_class_names_are_digits(tmp_path):
     labels = [b"0", b"1", b"2", b"02"]
     members = [m for i, label in enumerate(labels) for m in ((f"{i}.jpg", b"x"), (f"{i}.cls", label))]
     path = write_tar(tmp_path / "0.tar", members)
@@ -64,7 +64,7 @@ def test_index_tar__takes_digits_as_numbers_even_if_classes_are_named_by_digits(
     assert found.targets.tolist() == [0, 1, 2, 0]
 
 
-def test_index_tar__takes_long_and_foreign_names(tmp_path):
+def test_index_tar__accepts_long_and_non_ascii_names(tmp_path):
     name = "d" * 120 + "/ünï"
     path = write_tar(tmp_path / "0.tar", [(f"{name}.jpg", b"one"), (f"{name}.cls", b"1")])
     assert index_tar(str(path), Fields()).names == [name]
@@ -76,14 +76,14 @@ def test_index_tar__takes_long_and_foreign_names(tmp_path):
     ([("1.jpg", b"x"), ("1.cls", b"0"), ("2.txt", b""), ("1.txt", b"")], ["1"]),
     ([("1.txt", b"x")], ["txt"]),
 ])  # fmt: skip
-def test_index_tar__refuses_members_that_are_no_samples(tmp_path, members, found):
+def test_index_tar__refuses_files_without_complete_samples(tmp_path, members, found):
     path = write_tar(tmp_path / "0.tar", members)
     with error("data.shard_fields", found=found):
         index_tar(str(path), Fields())
 
 
 @pytest.mark.parametrize("label", [b"-1", b"cat", b"", b"1.5"])
-def test_index_tar__refuses_labels_that_are_no_classes(tmp_path, label):
+def test_index_tar__refuses_invalid_labels(tmp_path, label):
     path = write_tar(tmp_path / "0.tar", [("1.jpg", b"x"), ("1.cls", label)])
     with error("data.shard_label", where=f"{path}: 1"):
         index_tar(str(path), Fields())
@@ -122,7 +122,7 @@ def test_index_parquet__points_to_each_image(tmp_path, options):
     assert found.targets.tolist() == [n % 3 for n in numbers]
 
 
-def test_index_parquet__refuses_compressed_images_until_they_are_written_again(tmp_path):
+def test_index_parquet__refuses_compressed_images_and_accepts_the_rewritten_file(tmp_path):
     images = [letter * 500 for letter in (b"a", b"b", b"c")]  # page headers repeat the least and the greatest
     table = pa.table({"image": images, "label": [0, 1, 2]})
     path, new = str(tmp_path / "0.parquet"), str(tmp_path / "1.parquet")
@@ -133,7 +133,7 @@ def test_index_parquet__refuses_compressed_images_until_they_are_written_again(t
     assert stored(new, index_parquet(new, Fields())) == images
 
 
-def test_index_parquet__refuses_what_it_cannot_use(tmp_path):
+def test_index_parquet__refuses_unusable_files(tmp_path):
     path = str(write_parquet(tmp_path / "0.parquet", range(3)))
     for fields in (Fields(image="img"), Fields(label="fine_label")):
         with error("data.shard_fields", found=["image", "label"]):
@@ -152,7 +152,7 @@ def test_index_parquet__refuses_what_it_cannot_use(tmp_path):
 # ---- as a data set ----
 
 
-def test_shards__are_the_images_of_an_image_folder_bit_for_bit(make_root, tmp_path, same):
+def test_shards__equal_an_image_folder_bit_for_bit(make_root, tmp_path, same):
     """The same files in the same order, as a folder, as tar files and as Parquet files."""
     root = make_root(train=7, val=3)
     kwargs = {"image_size": 24, "in_chans": 3, "seed": 5, "batch_size": 4, "auto_augment": "rand-m9-mstd0.5"}
@@ -216,7 +216,7 @@ def test_shards__class_names_and_counts(tmp_path):
         build(root, num_classes=2)
 
 
-def test_shards__an_unreadable_image_is_masked_and_named(tmp_path, caplog):
+def test_shards__unreadable_image_is_masked_and_named(tmp_path, caplog):
     root = write_tars(tmp_path / "s")
     write_tar(root / "val-00001.tar", [("bad.jpg", b"no image"), ("bad.cls", b"1")])
     val = build(root).val
@@ -260,7 +260,7 @@ def test_expand_ranges__counts_with_the_width_of_the_first_number():
 # ---- the cached index ----
 
 
-def test_index__is_built_once_and_only_changed_shards_again(tmp_path, caplog):
+def test_index__is_built_once_and_updated_for_changed_shards(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="vitkernels.data.shard_files.index")
     root = write_tars(tmp_path / "s")
 
@@ -284,7 +284,7 @@ def test_index__is_built_once_and_only_changed_shards_again(tmp_path, caplog):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_index__a_shard_that_changes_during_training_ends_it(tmp_path, workers):
+def test_index__shard_that_changes_during_training_stops_it(tmp_path, workers):
     root = write_tars(tmp_path / "s")
     data = build(root, num_workers=workers, check_images=0)
     write_tar(root / "train-00001.tar", samples(range(70, 76)))
@@ -307,7 +307,7 @@ def test_index__pickles_as_its_path(tmp_path):
         pickle.loads(text)
 
 
-def test_index__a_truncated_shard_is_named_and_the_rest_is_not_lost(tmp_path):
+def test_index__truncated_shard_is_named_and_the_others_stay_indexed(tmp_path):
     root = write_tars(tmp_path / "s")
     path = root / "train-00002.tar"
     whole = path.read_bytes()

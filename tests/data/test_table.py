@@ -1,4 +1,4 @@
-"""data=table: tables of several labels and of shares, and what training makes of them."""
+"""data=table: tables of several labels and of shares, and training on them."""
 
 import json
 
@@ -73,7 +73,7 @@ def test_read_table__csv(tmp_path, text, targets, classes):
     assert (found.targets.tolist(), found.classes, found.are_shares) == (targets, classes, False)
 
 
-def test_read_table__a_single_label_each_is_still_a_list_of_labels(tmp_path):
+def test_read_table__single_labels_remain_lists_of_labels(tmp_path):
     assert not read_table(write(tmp_path / "t.csv", "path,targets\n1.jpg,a\n2.jpg,b\n"), None).are_shares
     rows = [{"path": "1", "targets": {"a": 0.3, "b": 0.7}}, {"path": "2", "targets": {"b": 1}}]
     found = read_table(write(tmp_path / "t.json", rows), None)
@@ -88,7 +88,7 @@ def test_read_table__a_single_label_each_is_still_a_list_of_labels(tmp_path):
     ("path,targets\n1.jpg,a,b\n2.jpg,b\n", {"row": 1}), ("path,a,b\n1.jpg,0,1\n2.jpg,1\n", {"row": 2}),
     (f"path,targets\n1.jpg,{'a' * 140000}\n", {}),
 ])  # fmt: skip
-def test_read_table__refuses_what_is_no_table(tmp_path, text, fields):
+def test_read_table__refuses_invalid_tables(tmp_path, text, fields):
     with error("data.table", **fields):
         read_table(write(tmp_path / "t.csv", text), None)
 

@@ -1,7 +1,7 @@
 """Describe the layout of a run's files, recorded in formats.json: names, keys, types, tensors and TensorBoard tags.
 
-{section: {entry: what it is}}, a section for each file or kind of file. A key within a key is joined to it by a dot;
-[] stands for the elements of a list.
+The result is {section: {entry: description}}, with a section for each file or kind of file. A key within a key is
+joined to it by a dot; [] stands for the elements of a list.
 """
 
 import json

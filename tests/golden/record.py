@@ -1,7 +1,7 @@
 """Record the current results of train.py: python tests/golden/record.py [--train-py PATH] [CASE...]
 
-CASE is a name in cases.py, `formats` or `run_folder`; without any, all are recorded. `run_folder` makes the committed
-run folder anew, and with it the cases that start from it.
+CASE is a name in cases.py, `formats` or `run_folder`; without any, all are recorded. `run_folder` recreates the
+committed run folder and the cases that start from it.
 """
 
 import argparse

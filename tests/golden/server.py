@@ -1,7 +1,8 @@
 """Serve runs of train.py: import the slow packages once, and fork a process for each request.
 
-Third-party packages only: a run imports the project's own modules anew. A request is a line of JSON on standard input,
-{"words": [train.py, override, ...], "folder": where to run, "log": file for what it says}; the reply is its exit code.
+Third-party packages only: each run imports the project's own modules itself. A request is a line of JSON on standard
+input, {"words": [train.py, override, ...], "folder": where to run, "log": file for what it says}; the reply is its exit
+code.
 """
 
 import gc

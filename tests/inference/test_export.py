@@ -113,7 +113,7 @@ def test_run_with_kernels_or_8_bit_layers__exports_plain_timm(kernels, trained_r
     assert data["names"] is None  # fake images have no class names
 
 
-def test_which__takes_the_best_the_last_or_the_average(trained_run):
+def test_which__selects_best_last_or_ema(trained_run):
     run = trained_run("trainer.max_steps=3", "ema.decay=0.9")
     named = {which: open_trained(run, which).weights.name for which in ("best", "last", "ema")}
     assert named == {"best": "best_ema.safetensors", "last": "model.safetensors", "ema": "model_ema.safetensors"}
@@ -142,6 +142,6 @@ def test_export__refuses_a_program_that_differs(trained_run, monkeypatch, tmp_pa
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "timm"])
-def test_export__of_a_file_refuses_a_folder(kind, trained_run, tmp_path):
+def test_export__to_a_single_file_refuses_a_folder(kind, trained_run, tmp_path):
     with error("export.exists"):
         export(open_trained(trained_run("trainer.max_steps=3")), kind, tmp_path)

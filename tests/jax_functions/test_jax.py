@@ -65,7 +65,7 @@ def test_attention__bias_mask_and_causal():
     )
 
 
-def test_attention__segments_are_a_mask():
+def test_attention__segments_match_a_mask():
     ids = jnp.asarray([[0] * 20 + [1] * 17, [0] * 5 + [1] * 32])
     mask = (ids[:, None, :, None] == ids[:, None, None, :])  # fmt: skip
     expected = jax.nn.dot_product_attention(*qkv(), mask=mask)

@@ -88,7 +88,7 @@ def test_accelerate__finds_the_vit_inside_another_module():
     assert sum(isinstance(m, FusedBlock) for m in wrapper.modules()) == 2
 
 
-def test_accelerate__logs_what_it_swapped_and_why_not_more(caplog):
+def test_accelerate__logs_swaps_and_the_reasons_for_the_rest(caplog):
     with caplog.at_level(logging.INFO, "vitkernels"):
         accelerate(small("vit_base_patch16_siglip_224"), "sdpa", device="cpu")
     reason, line = caplog.messages

@@ -1,4 +1,6 @@
-"""set_attention: refused arguments, models taken in part, shared modules, tracing, and torch's MultiheadAttention."""
+"""set_attention: refused arguments, partly supported models, shared modules, tracing, and torch's
+MultiheadAttention.
+"""
 
 import copy
 import pickle
@@ -22,7 +24,7 @@ def tiny(name: str = "vit_tiny_patch16_224", **kwargs) -> nn.Module:
 
 
 @pytest.mark.parametrize("model", [None, 3, "sdpa", nn.Linear], ids=["None", "number", "swapped", "class"])
-def test_set_attention__refuses_what_is_no_model(model):
+def test_set_attention__refuses_arguments_that_are_not_models(model):
     with error("models.model_type", model=model) as caught:
         models.set_attention(model, tiny() if model == "sdpa" else "sdpa")
     if model == "sdpa":
@@ -30,14 +32,14 @@ def test_set_attention__refuses_what_is_no_model(model):
 
 
 @pytest.mark.parametrize("attn", [None, 3, Native], ids=["None", "number", "class"])
-def test_set_attention__refuses_what_is_no_backend(attn):
+def test_set_attention__refuses_arguments_that_are_not_backends(attn):
     with error("models.attn_type", attn=attn):
         models.set_attention(tiny(), attn)
     with error("models.attn_type", attn=attn):
         models.create_model("vit_digits", attn)
 
 
-def test_set_attention__refuses_unknown_backends_and_leaves_the_model():
+def test_set_attention__refuses_unknown_backends_and_leaves_the_model_unchanged():
     model = tiny()
     with error("unknown_name", name="flash"):
         models.set_attention(model, "flash")
@@ -57,7 +59,7 @@ def test_set_attention__refuses_a_backend_that_cannot_run_here(monkeypatch):
             build()
 
 
-def test_set_attention__names_what_stays(caplog):
+def test_set_attention__warns_about_unsupported_modules(caplog):
     model = tiny("cait_xxs24_224")
     models.set_attention(model, "native")
     assert "computes 2 of 4 attention layers" in caplog.text
@@ -145,7 +147,7 @@ MASKS = {
 @pytest.mark.filterwarnings("ignore:Support for mismatched key_padding_mask")  # torch's own, of masks of two dtypes
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("masks", MASKS)
-def test_multihead_attention__equals_torchs(masks, batch_first):
+def test_multihead_attention__matches_torch(masks, batch_first):
     torch.manual_seed(0)
     plain = nn.Sequential(nn.MultiheadAttention(32, 4, batch_first=batch_first)).double()
     ours = models.set_attention(copy.deepcopy(plain), "native")
@@ -155,7 +157,7 @@ def test_multihead_attention__equals_torchs(masks, batch_first):
     assert weights is None and list(ours.state_dict()) == list(plain.state_dict())
 
 
-def test_multihead_attention__of_other_widths_and_without_a_batch_equals_torchs():
+def test_multihead_attention__matches_torch_for_other_widths_and_without_a_batch():
     torch.manual_seed(0)
     plain = nn.Sequential(nn.MultiheadAttention(32, 4, kdim=24, vdim=16)).double()
     ours = models.set_attention(copy.deepcopy(plain), "native")
@@ -195,7 +197,7 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_feature_map_attention__equals_timms(name):
+def test_feature_map_attention__matches_timm(name):
     """timm's layers that its convolutional models use."""
     torch.manual_seed(0)
     plain = nn.Sequential(LAYERS[name]()).double().eval()

@@ -129,7 +129,7 @@ def test_set_attention__keeps_the_parameters():
         ("swiftformer_xs", "timm.models.swiftformer.EfficientAdditiveAttention"),
     ],
 )
-def test_create_model__refuses_a_model_of_other_attention_and_names_it(name, kind):
+def test_create_model__refuses_unsupported_attention_and_names_it(name, kind):
     with error("models.attention", name=name) as caught:
         models.create_model(name, "native")
     assert kind in caught.value.fields["why"]
@@ -214,7 +214,7 @@ def test_inspect_model__rejects_an_image_size_that_the_patches_do_not_divide():
 
 
 @pytest.mark.parametrize(("size", "nearest"), [(100, [96, 112]), (17, [16, 32]), (9, [16])])
-def test_inspect_model__rejects_an_image_size_of_which_pixels_would_be_ignored(size, nearest):
+def test_inspect_model__rejects_an_image_size_whose_edge_pixels_would_be_ignored(size, nearest):
     def inspect(**kwargs):
         return models.inspect_model(
             lambda backend: models.create_model("vit_tiny_patch16_224", backend, depth=1, **kwargs),

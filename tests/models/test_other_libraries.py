@@ -1,4 +1,4 @@
-"""The doors of other libraries: transformers' AttentionInterface, open_clip's towers and timm's attn_layer."""
+"""Integration with other libraries: transformers' AttentionInterface, open_clip's towers and timm's attn_layer."""
 
 import copy
 
@@ -44,7 +44,7 @@ def towers(transformers):
 
 @pytest.mark.slow  # importing transformers takes seconds
 @pytest.mark.parametrize("tower", ["vit", "dinov2", "siglip", "siglip text", "clip text"])
-def test_transformers__outputs_and_gradients_equal_its_own(transformers, tower):
+def test_transformers__outputs_and_gradients_match_its_sdpa(transformers, tower):
     kind, config, inputs = towers(transformers)[tower]
     results = []
     for implementation in ("eager", "vitkernels"):
@@ -75,7 +75,7 @@ def test_transformers__runs_the_named_backend(transformers):
     assert calls and (calls[0].heads, calls[0].q_tokens, calls[0].head_dim) == (2, 17, 16)
 
 
-def test_transformers_attention__refuses_what_backends_do_not_have():
+def test_transformers_attention__refuses_unsupported_arguments():
     attend = models.transformers_attention("native")
     q = torch.randn(1, 2, 3, 16)
     with error("models.transformers_argument", argument="softcap"):
@@ -104,7 +104,7 @@ def test_open_clip__own_towers_keep_their_outputs_and_gradients():
         torch.testing.assert_close(found, want, **TOLERANCE)
 
 
-def test_attn_layer__is_a_name_or_a_class_of_timms():
+def test_attn_layer__accepts_a_name_or_a_class():
     from timm.models import vision_transformer
 
     layer = models.attention_layer(attention.get("native"))

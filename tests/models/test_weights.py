@@ -33,7 +33,7 @@ def test_read_state_dict__reads_safetensors_and_torch_files(tmp_path):
             models.read_state_dict(tmp_path / name)
 
 
-def test_load_weights__lists_what_does_not_match():
+def test_load_weights__lists_mismatched_names():
     weights = tiny().state_dict()
     weights["extra"] = weights.pop("cls_token")
     with error("models.weights_mismatch", missing=["cls_token"], unexpected=["extra"], misshapen=["head.weight"]):
@@ -119,7 +119,7 @@ class _Malicious:
         (pickle.dumps({"weights": _Malicious()}, protocol=2), "refused for safety"),
     ],
 )
-def test_read_state_dict__says_what_else_a_file_is(tmp_path, content, expected):
+def test_read_state_dict__describes_files_without_weights(tmp_path, content, expected):
     path = tmp_path / "weights.pt"
     path.write_bytes(content)
     with error("models.weights_unreadable", path=str(path)) as caught:
@@ -134,7 +134,7 @@ def test_read_state_dict__refuses_a_malicious_torch_file(tmp_path):
     assert "refused for safety" in str(caught.value) and "system" in str(caught.value)
 
 
-def test_read_state_dict__says_that_a_folder_has_no_checkpoint(tmp_path):
+def test_read_state_dict__reports_a_folder_without_a_checkpoint(tmp_path):
     with error("checkpoint.invalid") as caught:
         read_state_dict(tmp_path)
     assert "no state.json" in str(caught.value) and "Errno" not in str(caught.value)

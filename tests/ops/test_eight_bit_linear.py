@@ -50,7 +50,7 @@ def test_eight_bit_linear__matches_float64(backend, shape, autocast):
 
 
 @pytest.mark.parametrize("backend", BACKENDS.names())
-def test_eight_bit_linear__rows_of_any_magnitude_are_rounded_on_their_own(backend):
+def test_eight_bit_linear__rounds_each_row_with_its_own_scale(backend):
     torch.manual_seed(0)
     size = torch.tensor([1e-6, 1.0, 1e6, 0.0])[:, None]
     x, weight = torch.randn(4, 32) * size, torch.randn(16, 32)
@@ -113,7 +113,7 @@ def test_fused_block_in_8_bits__matches_its_modules():
             assert relative_error(found[name], tensor) < 2 * CHAINED, name
 
 
-def test_eight_bit_products__refuse_what_they_cannot_compute():
+def test_eight_bit_products__refuse_unsupported_arguments():
     x, weight = torch.randn(2, 3, 32), torch.randn(16, 32)
     with error("ops.eight_bit_linear.dtype", dtype=torch.int16):
         eight_bit_linear(x, weight, dtype=torch.int16)

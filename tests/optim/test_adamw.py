@@ -170,7 +170,7 @@ def test_state__has_the_entries_of_torch_fused_adamw():
         assert all(a[number][name].shape == value.shape for name, value in entries.items())
 
 
-def test_step__returns_the_closure_s_loss():
+def test_step__returns_the_loss_of_the_closure():
     x = nn.Parameter(torch.ones(3))
     optimizer = adamw.AdamW([x], lr=0.1)
 
@@ -230,7 +230,7 @@ def test_with_kernel__unsupported_falls_back_with_auto_and_raises_with_triton(ca
     assert not caplog.text
     with caplog.at_level("INFO", "vitkernels"):
         assert with_kernel(optimizer, "auto") is optimizer
-    assert (word in caplog.text) == (reason == "optim.kernel.class")  # that there is no GPU is no news
+    assert (word in caplog.text) == (reason == "optim.kernel.class")  # a missing GPU is not worth a log line
     with error("optim.kernel", kernel="triton") as caught:
         with_kernel(optimizer, "triton")
     assert caught.value.__cause__.code == reason

@@ -72,7 +72,7 @@ def test_unknown_optimizer__suggests_near_names():
 
 
 @pytest.mark.parametrize("path", ["no_such_module:SGD", "torch.optim:NoSuchClass", "torch.nn:Linear", ":SGD", "torch."])
-def test_import_path__rejects_what_is_not_an_optimizer_class(path):
+def test_import_path__rejects_objects_that_are_not_optimizer_classes(path):
     with error("optim.import", path=path):
         create_optimizer(nn.Linear(2, 2), path, lr=0.1)
 
@@ -121,7 +121,7 @@ def test_layer_decay__scales_each_block_by_the_power_of_its_distance_from_the_he
     assert scales.keys() == set(names.values())
 
 
-def test_kron__takes_the_steps_of_timms():
+def test_kron__matches_timm():
     """Three steps on the same gradients, with the class constructed by hand and timm's groups."""
     optimizer_class = timm.optim.get_optimizer_class("kron", bind_defaults=False)
     models = []

@@ -287,7 +287,7 @@ def average_a_slice_of_a_cast():
             expect_averages(engine, model, alone, rtol=0, atol=0)
 
 
-def test_gradient__that_is_a_slice_of_a_cast(tmp_path):
+def test_gradient__slice_of_a_cast_is_averaged(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", average_a_slice_of_a_cast)
     assert ranks.finish(200) == [0, 0], ranks.output()
 
@@ -459,7 +459,7 @@ def test_unavailable_copy_engine__raises_the_same_error_on_all_ranks(tmp_path):
     assert ranks.finish() == [0, 0], f"a rank that exited later counted the others as lost: {ranks.output()}"
 
 
-def test_send__refuses_what_does_not_fit(monkeypatch):
+def test_send__refuses_unsupported_configurations(monkeypatch):
     with error("unknown_name", name="copies", choices=["auto", "copy", "nccl"]):
         parallel.create("ddp", Runtime(), send="copies")
     for name in ("none", "fsdp"):
@@ -473,7 +473,7 @@ def test_send__refuses_what_does_not_fit(monkeypatch):
         parallel.create("ddp", Runtime(), send="nccl")
 
 
-def test_unsupported__off_one_host_or_float32(monkeypatch):
+def test_unsupported__several_hosts_or_reduced_precision(monkeypatch):
     gpu = torch.device("cuda", 0)
     assert copy_engine.unsupported(gpu, 2, torch.float32) is None
     assert "float32" in copy_engine.unsupported(gpu, 2, torch.bfloat16)

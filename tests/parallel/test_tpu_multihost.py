@@ -160,7 +160,7 @@ def chips_of(monkeypatch, everyone):
 
 
 @needs_xla
-def test_mesh__keeps_each_host_s_chips_adjacent_in_host_order(monkeypatch):
+def test_mesh__keeps_the_chips_of_each_host_adjacent_in_host_order(monkeypatch):
     assert chips_of(monkeypatch, [[4, 5, 7, 6], [0, 1, 2, 3]]) == [4, 5, 7, 6, 0, 1, 2, 3]
 
 
@@ -262,7 +262,7 @@ def test_hosts_without_a_common_program__are_refused(tmp_path, engine):
 
 
 @needs_xla
-def test_host_count__must_match_torch_xla_s_processes(tmp_path):
+def test_host_count__must_match_the_processes_of_torch_xla(tmp_path):
     code = "torch_xla.runtime.process_count = lambda: 4\n"
     hosts = two_hosts(tmp_path / "run", "parallel=ddp", "trainer.max_steps=2", code=code)
     assert hosts.finish() == [2, 2], hosts.output()
@@ -276,7 +276,7 @@ def losses(folder):
 
 
 @needs_xla
-def test_sigterm__to_one_host_stops_both_and_they_resume_from_the_first_host_s_files(tmp_path):
+def test_sigterm__to_one_host_stops_both_and_they_resume_from_files_of_the_first(tmp_path):
     folder = tmp_path / "run"
     code = APART + UNCHECKED
     hosts = two_hosts(folder, "parallel=ddp", "trainer.max_steps=100000", code=code)

@@ -130,7 +130,7 @@ def test_quantize__rejects_before_it_swaps():
     assert [type(module) for module in model.modules()] == [type(module) for module in Tied().modules()]
 
 
-def test_layers__reject_what_they_cannot_store():
+def test_layers__reject_unsupported_weights():
     with error("quant.weight_shape", name="scale", got="none"):
         QuantizedLinear(32, 8, "w8a16").load_quantized_weight(torch.zeros(8, 32, dtype=torch.int8), None)
     with error("quant.block_size", in_features=32):
@@ -141,7 +141,7 @@ def test_layers__reject_what_they_cannot_store():
         QuantizedEmbedding.of(nn.Embedding(7, 32, max_norm=1.0), "w8a16")
 
 
-def test_settings__quantization_is_for_one_mode(settings):
+def test_settings__each_scheme_is_valid_in_one_mode(settings):
     from vitkernels.config import Config
 
     Config.from_hydra(settings("quant=int8"))

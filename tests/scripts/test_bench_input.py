@@ -12,7 +12,7 @@ from vitkernels.benchmarks.input import lengthen
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench_input.py"
 
 
-def test_lengthen__links_every_image_before_any_again(tmp_path):
+def test_lengthen__links_every_image_once_before_repeating(tmp_path):
     folder = tmp_path / "train" / "c00"
     folder.mkdir(parents=True)
     for number in range(3):

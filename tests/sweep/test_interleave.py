@@ -41,17 +41,17 @@ def sweep(tmp_path, monkeypatch):
 SDPA = {"attn": {"name": "sdpa"}}
 
 
-def test_time_variants__auto_takes_two_rounds_more_than_an_interval_needs(sweep):
+def test_time_variants__auto_runs_two_rounds_more_than_an_interval_needs(sweep):
     assert sweep({}, SDPA)["reason"] is None
     assert sweep.timed == [(["v0", "v1"], 8)]
 
 
-def test_time_variants__number_of_rounds_is_that_of_the_setting(sweep):
+def test_time_variants__runs_the_configured_number_of_rounds(sweep):
     sweep({}, SDPA, SDPA, rounds=12)
     assert sweep.timed == [(["v0", "v1", "v2"], 12)]
 
 
-def test_time_variants__same_runs_use_the_same_rounds_again(sweep):
+def test_time_variants__reuses_the_rounds_of_the_same_runs(sweep):
     first = sweep({}, SDPA)
     assert sweep({}, SDPA) == first and len(sweep.timed) == 1
     sweep({}, SDPA, v1={"finished": "later"})
@@ -85,6 +85,6 @@ def test_time_variants__says_why_no_rounds_ran(sweep, changes, arguments, said):
         ({"step_time_ms": None}, "an evaluation has no steps"),
     ],
 )
-def test_time_variants__leaves_out_what_cannot_be_compared(sweep, differs, said):
+def test_time_variants__skips_incomparable_variants(sweep, differs, said):
     record = sweep({}, SDPA, SDPA, v1=differs)
     assert sweep.timed[0][0] == ["v0", "v2"] and said in record["failed"]["v1"]

@@ -82,13 +82,13 @@ BOUND = 0.05 + 2 * math.sqrt(0.05 * 0.95 / 600)
 
 
 @pytest.mark.parametrize(("variants", "rounds"), [(2, 6), (2, 8), (2, 12), (4, 9)])
-def test_judge__copies_of_one_variant_are_rarely_told_apart_under_undetected_load(variants, rounds):
+def test_judge__rarely_finds_a_winner_among_copies_under_undetected_load(variants, rounds):
     copies = {f"native {i}": 30.0 for i in range(variants)}
     assert share(600, copies, rounds) <= BOUND
 
 
 @pytest.mark.parametrize("period", [3, 8, 50])
-def test_judge__slow_down_of_every_other_span_of_turns_names_no_copy(period):
+def test_judge__alternating_slow_downs_give_no_winner_among_copies(period):
     """The hook halves the machine's speed for spans of turns, whoever's turn it is."""
 
     def hook(name: str, turn: int) -> float:
@@ -97,7 +97,7 @@ def test_judge__slow_down_of_every_other_span_of_turns_names_no_copy(period):
     assert share(600, {"native": 30.0, "copy": 30.0}, 8, hook) <= BOUND
 
 
-def test_judge__slow_down_before_the_last_variant_names_no_copy():
+def test_judge__late_slow_down_gives_no_winner_among_copies():
     """In a sweep without turns, a load that begins during the second run makes the first 3.4 times faster."""
 
     def hook(name: str, turn: int) -> float:
@@ -121,7 +121,7 @@ def test_judge__interval_covers_the_true_ratio():
     assert sum(covered) / 600 >= 1 - BOUND
 
 
-def test_judge__busy_machine_names_nothing_even_if_the_rounds_agree():
+def test_judge__busy_machine_gives_no_winner_even_if_the_rounds_agree():
     for rows in sweeps(5, {"native": 30.0, "half": 15.0}, 8, lap=lambda: BUSY):
         assert rows[1]["judgement"] == "open" and len(rows[1]["rounds"]["step_ms"]) == 8
         (sentence,) = sentences(rows)
@@ -139,13 +139,13 @@ def test_judge__quiet_rounds_decide_if_there_are_enough():
     assert len(rows[1]["rounds"]["step_ms"]) == 10
 
 
-def test_judge__too_few_rounds_leave_it_open():
+def test_judge__too_few_rounds_give_no_winner():
     (rows,) = sweeps(1, {"native": 30.0, "half": 15.0}, 5)
     assert rows[1]["judgement"] == "open" and rows[1]["ratio_interval"] is None
     assert rows[1]["ratio"] == pytest.approx(2, rel=0.2) and "6 are needed" in rows[1]["open_because"]
 
 
-def test_run_rounds__variant_that_fails_is_left_out_and_the_others_are_compared():
+def test_run_rounds__drops_a_failing_variant_and_compares_the_others():
     machine = Machine(random.Random(0), {"native": 30.0, "broken": 1.0, "half": 15.0})
 
     def take(self) -> dict:

@@ -378,7 +378,7 @@ def test_compare_existing__shows_ratios_and_names_no_winner(runs, tmp_path, caps
     assert (out / "comparison.png").exists() and "| 2.000 ? |" in (out / "comparison.md").read_text()
 
 
-def test_compare_existing__refuses_what_is_no_run(runs, tmp_path, capsys):
+def test_compare_existing__refuses_folders_without_a_run(runs, tmp_path, capsys):
     with error("compare.no_run", folder=str(tmp_path / "none")):
         verdict.compare_existing([runs[0], tmp_path / "none"])
     with error("compare.twice"):

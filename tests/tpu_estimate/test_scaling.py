@@ -34,7 +34,7 @@ def document(**changes) -> dict:
     return found | changes
 
 
-def test_collective__a_corner_receives_through_its_links():
+def test_collective__corner_chip_is_limited_by_its_links():
     half = 1e9 / 2 / 4.5e10 * 1e3  # ms for half of 1 GB through one link
     assert collectives.collective_ms("all-gather", 1e9, (2,)) == pytest.approx(half + 1e-3)
     assert collectives.collective_ms("all-gather", 1e9, (2, 2)) == pytest.approx(1.5 * half / 2 + 2e-3)

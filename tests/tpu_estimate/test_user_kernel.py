@@ -136,7 +136,7 @@ def test_command__tunes_and_writes_json(module, tmp_path, capsys):
         ["some_kernels:double", "--shapes", "f32[8,128]", "--chip", "v4"],
     ],
 )
-def test_command__refuses_words_before_compiling(words, capsys, monkeypatch):
+def test_command__refuses_arguments_before_compiling(words, capsys, monkeypatch):
     monkeypatch.setattr(user_kernel, "compile_in", lambda *_, **__: pytest.fail("compiled"))
     assert main(words) == 2
     assert capsys.readouterr().err.startswith("error: ")

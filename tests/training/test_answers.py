@@ -28,7 +28,7 @@ def test_confusion_matrix__rows_are_true_classes():
     assert per_class_accuracy(matrix) == [50, 100, 0, None]
 
 
-def test_expected_calibration_error__is_that_of_the_definition():
+def test_expected_calibration_error__matches_its_definition():
     """Written out as equation 3 of Guo et al. 2017, with bins (low, high]."""
     draw = np.random.default_rng(0)
     confidence = np.concatenate([draw.uniform(0.1, 1, 500), [1 / 15, 2 / 15, 1.0, 0.2]])

@@ -74,7 +74,7 @@ def test_best_weights__tie_goes_to_the_lower_loss(settings, evaluations, tmp_pat
     assert best_of(tmp_path)["step"] == 4
 
 
-def test_best_weights__of_the_ema_decide(settings, evaluations, tmp_path):
+def test_best_weights__are_chosen_by_the_ema(settings, evaluations, tmp_path):
     evaluations([(90.0, 1.0), (10.0, 1.0), (80.0, 1.0), (30.0, 2.0), (70.0, 1.0), (20.0, 3.0)])
     train.run(settings(*SMALL, "ema.decay=0.9"), tmp_path)
     best = best_of(tmp_path)
@@ -82,7 +82,7 @@ def test_best_weights__of_the_ema_decide(settings, evaluations, tmp_path):
     assert read_notes(tmp_path / "best.safetensors", ["best"])["best"]["step"] == 4
 
 
-def test_best_weights__without_an_evaluation_do_not_exist(settings, tmp_path):
+def test_best_weights__are_absent_without_an_evaluation(settings, tmp_path):
     train.run(settings(*SMALL, "trainer.eval_every=null"), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["best"] is None
     assert not (tmp_path / "best.safetensors").exists()
@@ -100,7 +100,7 @@ def test_resume__drops_best_weights_of_a_later_step_of_the_killed_run(settings, 
     assert best_of(tmp_path)["step"] == 2
 
 
-def test_resume__a_best_whose_weights_are_gone_is_no_best(settings, evaluations, tmp_path):
+def test_resume__forgets_a_best_evaluation_without_weights(settings, evaluations, tmp_path):
     """The run resumes at step 3; the killed attempt replaced the file, and the checkpoint of step 2 was deleted."""
     words = [*SMALL, "checkpoints.every_steps=3", "checkpoints.keep=9"]
     evaluations([(50.0, 1.0), (70.0, 1.0), (40.0, 1.0)])

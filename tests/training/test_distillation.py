@@ -24,7 +24,7 @@ SHORT = ["trainer.max_steps=3", "trainer.log_every=1", "trainer.warmup_steps=0",
 
 
 class Answers(nn.Module):
-    """A model that answers with fixed outputs, as timm's tasks want one."""
+    """A model with fixed outputs, in the form that timm's tasks expect."""
 
     num_classes, in_chans, pretrained_cfg = 4, 3, {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 
@@ -44,7 +44,7 @@ def objective(kind, weight, temperature=3.0):
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_two_heads__as_timm(kind):
+def test_two_heads__match_timm(kind):
     first, second, taught = torch.randn(3, 5, 4)
     targets = torch.tensor([0, 1, 2, 3, 3])
     task = TokenDistillationTask(
@@ -55,7 +55,7 @@ def test_two_heads__as_timm(kind):
     torch.testing.assert_close(objective(kind, 0.3)((first, second), targets, taught), expected)
 
 
-def test_one_head__as_timm():
+def test_one_head__matches_timm():
     logits, taught = torch.randn(2, 5, 4)
     targets = torch.tensor([0, 1, 2, 3, 3])
     task = LogitDistillationTask(
@@ -65,7 +65,7 @@ def test_one_head__as_timm():
     torch.testing.assert_close(objective("soft", 0.1, 2.0)(logits, targets, taught), expected)
 
 
-def test_loss__by_hand():
+def test_loss__matches_hand_computed_values():
     # The student is indifferent between two classes; the teacher gives the first one 0.8 at temperature 1.
     logits, taught, targets = torch.zeros(1, 2), torch.tensor([[math.log(4), 0.0]]), torch.tensor([1])
     hard = objective("hard", 0.5)(logits, targets, taught)
@@ -80,7 +80,7 @@ def test_loss__by_hand():
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_rows_without_a_sample__add_nothing(kind):
+def test_rows_without_a_sample__contribute_nothing(kind):
     logits, taught = torch.randn(2, 4, 3)
     targets = torch.tensor([2, -100, 0, -100])
     expected = objective(kind, 0.5)(logits[[0, 2]], targets[[0, 2]], taught[[0, 2]])

@@ -34,7 +34,7 @@ def test_knn__equals_scikit_learn(monkeypatch):
     torch.testing.assert_close(knn_scores(train_set, val.values, 3, 7, 0.1), found)
 
 
-def test_knn__takes_all_images_if_there_are_fewer_than_neighbors():
+def test_knn__uses_all_images_if_there_are_fewer_than_neighbors():
     train_set = clusters(6)
     votes = knn_scores(train_set, train_set.values, 3, neighbors=20, temperature=1e6)
     torch.testing.assert_close(votes, torch.full((6, 3), 1 / 3), rtol=0, atol=1e-5)
@@ -51,7 +51,7 @@ def test_linear_probe__equals_scikit_learn():
     np.testing.assert_allclose(probe.logits(val.values).softmax(1), expected, atol=2e-3)  # both stop near the minimum
 
 
-def test_linear_probe__in_chunks_is_the_same(monkeypatch):
+def test_linear_probe__is_independent_of_chunks(monkeypatch):
     train_set = clusters(100, spread=2.0)
     at_once = fit_linear_probe(train_set, 3)
     monkeypatch.setattr("vitkernels.training.features._CHUNK", 3 * 17)

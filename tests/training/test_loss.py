@@ -53,7 +53,7 @@ def test_unknown_backend__is_refused_when_the_loss_is_built():
 
 
 @pytest.mark.parametrize("kind", ["classes", "mixed", "labels"])
-def test_bce__is_timm_s_without_the_rows_that_hold_no_sample(kind):
+def test_bce__matches_timm_and_ignores_rows_without_a_sample(kind):
     logits = torch.randn(6, 4)
     targets = {
         "classes": torch.tensor([0, 3, 1, 2, 2, 0]),
@@ -67,7 +67,7 @@ def test_bce__is_timm_s_without_the_rows_that_hold_no_sample(kind):
     assert loss(logits[4:], targets[4:]) == 0
 
 
-def test_bce__threshold_is_timm_s():
+def test_bce__threshold_matches_timm():
     logits, targets = torch.randn(3, 4), torch.rand(3, 4)
     expected = BinaryCrossEntropy(smoothing=0.0, target_threshold=0.3)(logits, targets)
     torch.testing.assert_close(build_bce(threshold=0.3)(logits, targets), expected)

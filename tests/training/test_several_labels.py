@@ -45,7 +45,7 @@ def test_mean_average_precision__of_known_ranks():
     assert np.isnan(mean_average_precision([(first[0], torch.zeros(2, 3))], parallel))
 
 
-def test_is_better__goes_by_mean_average_precision():
+def test_is_better__compares_mean_average_precision():
     best = {"map": 50.0, "top1": 90.0, "loss": 1.0}
     assert is_better({"map": 51.0, "top1": 80.0, "loss": 2.0}, best)
     assert not is_better({"map": 49.0, "top1": 99.0, "loss": 0.1}, best)
@@ -75,7 +75,7 @@ def test_training__learns_several_labels(table, settings, tmp_path, caplog):
 @pytest.mark.parametrize("words, setting", [
     (["trainer.loss=cross_entropy"], "trainer.loss"), (["distill.teacher=vit_tiny_patch16_224"], "distill.teacher"),
 ])  # fmt: skip
-def test_training__refuses_what_expects_one_class(table, settings, tmp_path, words, setting):
+def test_training__refuses_settings_for_one_class_per_image(table, settings, tmp_path, words, setting):
     with error("config.conflict", setting=setting):
         train.run(settings(*SMALL, f"data.table={table}", "trainer.max_steps=1", *words), tmp_path / "run")
 

@@ -1,4 +1,4 @@
-"""What weights were trained on is read from them or from their run, and compared with the data set."""
+"""Class names and preprocessing of weights, read from them or from their run, and compared with the data set."""
 
 import pytest
 import torch

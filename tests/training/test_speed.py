@@ -1,4 +1,4 @@
-"""What a run without settings chooses for speed: compile=auto, ops=auto and speed=max."""
+"""The choices that make runs fast: compile=auto, ops=auto and speed=max."""
 
 import logging
 from types import SimpleNamespace
@@ -101,7 +101,7 @@ def test_speed_max__rounds_the_stream_and_keeps_activations_where_ops_are_fused(
     assert ("rounded to bf16" in caplog.text) == (residual is not None) and "stay in memory" in caplog.text
 
 
-def test_fused_by__what_set_ops_fuses():
+def test_fused_by__matches_set_ops():
     model = models.create_model("vit_digits", "native", num_classes=10)
     assert models.fused_by(model, dict.fromkeys(models.MODEL_OPS, "auto"), "cpu") == set()
     assert models.fused_by(model, dict.fromkeys(models.MODEL_OPS, "auto"), "cuda") == set(models.MODEL_OPS)
@@ -109,7 +109,7 @@ def test_fused_by__what_set_ops_fuses():
     assert models.fused_by(model, without, "cuda") == {"linear"}, "mlp needs layer_norm_residual"
 
 
-def test_accelerate__fuses_what_a_run_without_settings_fuses():
+def test_accelerate__fuses_the_same_ops_as_a_default_run():
     def kinds(model):
         return [type(module) for name, module in model.named_modules() if not name.endswith("attn")]
 
@@ -163,7 +163,7 @@ GPU_CASES = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU_CASES)
-def test_defaults_on_a_gpu__cuda_graphs_give_the_losses_of_none(settings, losses, tmp_path, name):
+def test_defaults_on_a_gpu__cuda_graphs_do_not_change_losses(settings, losses, tmp_path, name):
     import train
 
     tiny = [word for word in TINY if "attn" not in word and "embed_dim" not in word and "num_heads" not in word]

@@ -1,7 +1,6 @@
-"""The split of a step's time: delays of a known length are attributed to what caused them.
-
-The GPU is a model of one in most tests: a queue in which work begins once it is launched and all before it is done.
-Delays on the CPU are long next to what else a step does, and are measured, because a busy machine wakes late.
+"""The split of a step's time: delays of a known length are attributed to their cause. Most tests use a model of a GPU:
+a queue in which work begins once it is launched and all earlier work is done. Delays on the CPU are long compared to
+the rest of a step. They are measured, because a busy machine wakes threads late.
 """
 
 import os
@@ -93,7 +92,7 @@ def test_split__of_a_gpu_that_is_always_busy(gpu):
 
 
 @pytest.mark.parametrize("launch", [5.0, 20.0])
-def test_split__input_that_is_late_counts_as_far_as_the_gpu_was_idle(gpu, launch):
+def test_split__late_input_counts_only_while_the_gpu_is_idle(gpu, launch):
     split = train(gpu, wait=100, launch=launch)
     injected = 100 - (35 - launch)  # the wait begins while the GPU still works on what is queued
     assert split["input_wait_ms"] == pytest.approx(injected, rel=TOLERANCE)
@@ -102,7 +101,7 @@ def test_split__input_that_is_late_counts_as_far_as_the_gpu_was_idle(gpu, launch
     assert hidden["input_wait_ms"] < 1, "the wait is shorter than what is queued"
 
 
-def test_split__a_slow_host_is_late(gpu):
+def test_split__slow_host_counts_as_host_late(gpu):
     split = train(gpu, late=100)
     assert split["host_late_ms"] == pytest.approx(100 - (35 - 20) * 0.7, rel=TOLERANCE) and split["input_wait_ms"] == 0
     assert split["device_busy_ms"] == pytest.approx(35, rel=TOLERANCE)
@@ -115,7 +114,7 @@ def test_split__launches_that_take_longer_than_the_kernels(gpu):
     assert 1 <= gpu.held <= 3, "the busy time is only known from a step that was queued while the GPU was held"
 
 
-def test_split__a_gpu_that_slows_down_is_rest_or_busy(gpu):
+def test_split__gpu_slow_down_counts_as_rest_or_busy(gpu):
     split = train(gpu, slow_device=20)
     assert split["device_busy_ms"] + split["rest_ms"] == pytest.approx(55, rel=TOLERANCE)
     assert split["host_late_ms"] < 2
@@ -168,7 +167,7 @@ def trainer(settings):
         yield setup.trainer_from_config(cfg, strategy)[0]
 
 
-def test_slow_loader__its_time_is_input_wait_and_the_log_says_so_once(trainer, caplog):
+def test_slow_loader__counts_as_input_wait_and_is_logged_once(trainer, caplog):
     loader = trainer.data.train
     loader.__class__, loader.seconds = SlowLoader, 0.01
     loader.advice = lambda: "raise num_workers"
@@ -178,7 +177,7 @@ def test_slow_loader__its_time_is_input_wait_and_the_log_says_so_once(trainer, c
     assert caplog.text.count("input-bound") == 1 and "raise num_workers" in caplog.text
 
 
-def test_slow_host__its_time_is_host_late(trainer, monkeypatch):
+def test_slow_host__counts_as_host_late(trainer, monkeypatch):
     slept, starved = [], []  # per step: the injected time, and until then the time in which others had the core
 
     def slow_update(step):
@@ -214,7 +213,7 @@ def competitors(core, count):
 
 
 @pytest.mark.skipif(not SCHEDSTAT.exists(), reason="the kernel keeps no account")
-def test_starved_core__its_time_is_host_late():
+def test_starved_core__counts_as_host_late():
     timer = StepTimer(runtime.create("cpu"), warmup_steps=0)
     with competitors(max(os.sched_getaffinity(0)), 2):
         timer.start()

@@ -241,7 +241,7 @@ def test_nonfinite_loss__stops_the_run_before_a_checkpoint(settings, tmp_path):
     assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
-def test_lost_summary__is_written_again_without_training(settings, losses, tmp_path):
+def test_lost_summary__is_rewritten_without_training(settings, losses, tmp_path):
     """The summary is missing if a run is killed after its last checkpoint. Also resumes with optimizer kwargs."""
     betas = ["+optim.kwargs.betas=[0.9,0.95]"]
     cfg = settings(*SMALL, "trainer.max_steps=4", *betas, "resume=auto")
@@ -604,14 +604,14 @@ def test_out_of_memory__is_explained_and_resumes_with_a_smaller_batch(failure, s
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
 
 
-def test_out_of_memory__by_a_model_of_absurd_size(settings, tmp_path):
+def test_out_of_memory__of_an_absurdly_large_model(settings, tmp_path):
     words = [word for word in SMALL if "embed_dim" not in word]
     with pytest.raises(OutOfMemoryError):
         train.run(settings(*words, "+model.kwargs.embed_dim=30000000"), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["reason"].startswith("out of memory on CPU")
 
 
-def test_other_runtime_errors__are_not_taken_for_a_lack_of_memory(settings, monkeypatch, tmp_path):
+def test_other_runtime_errors__are_not_reported_as_out_of_memory(settings, monkeypatch, tmp_path):
     def broken(*_):
         raise RuntimeError("shapes do not match")
 
@@ -680,7 +680,7 @@ runpy.run_path("train.py", run_name="__main__")
 
 
 @pytest.mark.slow
-def test_disk_that_fills_up__costs_one_line_each_and_no_traceback(tmp_path):
+def test_disk_that_fills_up__gives_one_log_line_per_file_and_no_traceback(tmp_path):
     """A file size limit stands in for the full disk: log, metrics, TensorBoard, checkpoints and weights fail."""
     words = [*SMALL, "trainer.max_steps=40", "checkpoints.every_steps=10", f"hydra.run.dir={tmp_path}"]
     script = FULL.format(log=str(tmp_path / "metrics.jsonl"), words=words)

@@ -12,8 +12,9 @@ from vitkernels.runtime import Runtime
 
 
 class Parallel:
-    """The strategy for one process on one device; subclasses override the methods that differ for several processes or
-    devices.
+    """The strategy for one process on one device.
+
+    Subclasses override the methods that differ for several processes or devices.
 
     rank, world: this process's rank and the number of processes.
     local_devices: devices fed by this process; the batch size is per device.

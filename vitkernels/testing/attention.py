@@ -149,7 +149,7 @@ class AttentionConformance(AttentionHarness):
     def test_causal(self, device):
         self.check(draw(device, 1, 2, 130, 64), is_causal=True)
 
-    def test_causal__keys_that_no_query_sees_do_not_matter(self, device):
+    def test_causal__ignores_keys_beyond_the_last_query(self, device):
         q, k, v = draw(device, 1, 2, 50, 64, M=70)
         bias, mask = torch.randn(1, 2, 50, 70, device=device), torch.rand(50, 70, device=device) < 0.9
         backend = self.taken(q, k, v, bias=bias, mask=mask, is_causal=True)
@@ -190,7 +190,7 @@ class AttentionConformance(AttentionHarness):
         half = {"rope": extras["rope"], "rope_half": rope_half}
         self.check(draw(device, 1, 2, 50, 64, torch.bfloat16), **half)
 
-    def test_rope__its_gradient(self, device):
+    def test_rope__gradient(self, device):
         """Mixed rotary embeddings are learned."""
         rope = rotary_table(device, 20, 32, False).requires_grad_()
         qkv = draw_packed(device, 2, 21, 2, 32)

@@ -33,9 +33,10 @@ class RealRun:
 
 
 def read(folder: Path) -> RealRun:
-    """Read a run's folder. Raises UsageError: tpu_estimate.no_run without summary.json and config.json,
-    tpu_estimate.not_on_tpu for a run on another device or on a TPU that is not in chips.py, tpu_estimate.no_times if it
-    timed no step.
+    """Read the folder of a run.
+
+    Raises UsageError: tpu_estimate.no_run without summary.json and config.json, tpu_estimate.not_on_tpu for a run on
+    another device or on a TPU that is not in chips.py, tpu_estimate.no_times if it timed no step.
     """
     summary, settings = (_json(folder / name) for name in ("summary.json", "config.json"))
     device = summary.get("device", "unknown")

@@ -87,10 +87,10 @@ NOT_COMPARED = (
     ),
 )
 CAVEAT = (
-    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. Against published timings, they "
-    "are between -8 and +8 %; the method's two constants were fitted to the same timings. For other programs expect "
-    "10-15 % if they are bound by compute, and -5/+20 % if by memory. No published backward kernel was available. "
-    "Differences under 10 % are not significant."
+    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. Estimates deviate from "
+    "published timings by -8 to +8 %; the method's two constants were fitted to the same timings. For other programs "
+    "expect 10-15 % if they are bound by compute, and -5/+20 % if by memory. No published backward kernel was "
+    "available. Differences under 10 % are not significant."
 )
 
 

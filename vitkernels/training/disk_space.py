@@ -65,8 +65,9 @@ def _bytes(model: nn.Module | None) -> int:
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Estimate the size of the optimizer's state, which does not exist before the first step. Adam keeps two averages
-    of each parameter. Other optimizers with momentum are assumed to keep one.
+    """Estimate the size of the optimizer's state, which does not exist before the first step.
+
+    Adam keeps two averages of each parameter. Other optimizers with momentum are assumed to keep one.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     averages = 2 if isinstance(optimizer, torch.optim.Adam) else int(bool(optimizer.defaults.get("momentum")))

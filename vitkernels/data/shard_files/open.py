@@ -113,7 +113,7 @@ def _local_indexer(fields: Fields) -> Callable[[ShardFile], tuple[ShardFile, Sha
 def _fetching_indexer(cache: ShardCache, fields: Fields) -> Callable[[ShardFile], tuple[ShardFile, ShardSamples]]:
     def indexer(file: ShardFile) -> tuple[ShardFile, ShardSamples]:
         opened = cache.fetched(file)
-        assert opened is not None, "fetched waits, unless it is ahead"
+        assert opened is not None, "fetched waits unless ahead is set"
         here = replace(file, location=str(cache.path(file)))
         try:
             return replace(file, sha256=opened.sha256()), index_shard(here, fields)

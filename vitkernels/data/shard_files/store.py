@@ -48,10 +48,11 @@ class Store(Protocol):
     """Opens shards by their number; picklable, and safe to use from several threads."""
 
     def open(self, number: int, ahead: bool = True) -> OpenFile:
-        """Return the open file of a shard. SourceError if it is not the file that was indexed, or cannot be read or
-        fetched.
+        """Return the open file of a shard.
 
         ahead: whether the shards after it will also be needed.
+
+        Raises SourceError if it is not the file that was indexed, or cannot be read or fetched.
         """
 
     def expect(self, order: np.ndarray) -> None:

@@ -117,7 +117,7 @@ def _begin(out: Path, digest: str) -> dict[str, Any]:
         )
     if record is not None and record.get("plan") != digest:
         raise UsageError(
-            f"{out} holds shards of other images, or of the same with another seed or shard size: name a new folder, "
+            f"{out} holds shards of other images, or of the same with another seed or shard size: choose a new folder, "
             "or remove this one",
             code="data.shard_out",
             out=str(out),

@@ -131,8 +131,9 @@ class PooledKeyAttention(BackendAttention):
 
 
 class PaddedWindowAttention(BackendAttention):
-    """The local attention of Twins: windows of the padded feature map, as batch. As in timm, padding takes part in
-    attention.
+    """The local attention of Twins: windows of the padded feature map, as batch.
+
+    As in timm, padding takes part in attention.
     """
 
     def forward(self, x_BNC: Tensor, size: Sequence[int]) -> Tensor:

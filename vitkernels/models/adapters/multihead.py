@@ -34,7 +34,7 @@ class MultiheadAttention(BackendAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Do as torch's forward, whose boolean masks are True at positions to leave out.
+        """Compute what torch's forward does; boolean masks are True at positions to leave out.
 
         is_causal is a hint about attn_mask.
         """
