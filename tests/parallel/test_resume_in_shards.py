@@ -1,4 +1,4 @@
-"""Runs on shards that are killed in the middle of an epoch and of a shard, and resumed on one and two processes."""
+"""Runs on shards that are killed in the middle of an epoch and of a shard, and resumed on one, two and four processes."""
 
 import json
 import signal
@@ -51,9 +51,9 @@ def undisturbed(words, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed, resumed", [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize("killed, resumed", [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2), (1, 4)])
 def test_shards__a_killed_run_resumes_with_the_same_samples(words, undisturbed, tmp_path, killed, resumed):
-    """Bit for bit on one process; on two, up to the order of the gradients' sums: 1e-7 a step, grown by AdamW."""
+    """Bit for bit on one process; on several, up to the order of the gradients' sums: 1e-7 a step, grown by AdamW."""
     folder = tmp_path / "run"
     images = 59 // killed  # of step 8, in the second epoch; the checkpoint of step 6 may be incomplete
     ranks = Ranks(killed, folder, *words, f"data.batch_size={8 // killed}",
