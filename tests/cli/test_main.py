@@ -1,5 +1,7 @@
 """The `vitkernels` command: the arguments that reach train.py, and how mistakes are reported."""
 
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +107,11 @@ def test_help_of_train__tolerates_a_closed_pipe():
     process.stdout.close()
     assert process.stderr.read() == b"" and process.wait(60) == 0
     process.stderr.close()
+
+
+def test_stdout__prints_paths_that_are_not_utf_8(monkeypatch):
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert console.main(["--version"]) == 0
+    print(os.fsdecode(b"m\xe9d.jpg"), flush=True)
+    assert stdout.buffer.getvalue().endswith(b"m\\udce9d.jpg\n")

@@ -1,6 +1,8 @@
 """Checks of an image folder before training starts."""
 
+import errno
 import logging
+import os
 import shutil
 
 import pytest
@@ -8,6 +10,7 @@ from expecting import error
 from finished_batches import finished_epoch
 
 from vitkernels.data import imagefolder
+from vitkernels.training.log_file import LogFile
 
 
 def build(root, **kwargs):
@@ -175,6 +178,55 @@ def test_other_files__are_counted_in_one_line(make_root, caplog):
 
 def names_of(loader) -> set[str]:
     return set(loader.describe(range(loader.num_samples)))
+
+
+def test_other_files__macos_metadata_and_pipes_are_not_images(make_root, caplog):
+    root = make_root(train=2)
+    for image in (root / "train").glob("*/*"):
+        image.with_name(f"._{image.name}").write_bytes(b"metadata")
+    os.mkfifo(root / "train" / "a" / "pipe.jpg")  # reading it would never end
+    with caplog.at_level(logging.INFO):
+        data = build(str(root), max_bad_share=0)
+    assert data.train.num_samples == 6 and len(list(finished_epoch(data.train, 0))) == 3
+    (line,) = [record.message for record in caplog.records if "ignored" in record.message]
+    assert "6 ._*" in line and "1 .jpg (not a regular file)" in line
+
+
+def test_folders__that_cannot_be_listed_are_named(make_root, monkeypatch):
+    root, scandir = make_root(), os.scandir
+
+    def refusing(path):
+        if str(path).endswith("locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    (root / "train" / "b" / "locked").mkdir()
+    monkeypatch.setattr(os, "scandir", refusing)
+    with error("data.folder", path=str(root / "train" / "b" / "locked")):
+        build(str(root))
+    (root / "train").rename(root / "locked")
+    (root / "train").symlink_to(root / "locked")
+    monkeypatch.setattr(os, "scandir", lambda path: refusing(f"{path}locked"))
+    with error("data.folder", path=str(root / "train")):
+        build(str(root))
+
+
+def test_names__that_are_not_utf_8_train_and_name_no_class(make_root, caplog, tmp_path):
+    root = make_root(train=4)
+    name = os.fsdecode(b"m\xe9d.jpg")
+    (root / "train" / "a" / name).write_bytes(b"no image")
+    data = build(str(root), max_bad_share=1)
+    with caplog.at_level(logging.WARNING):
+        list(data.train.epoch(0))
+    assert name in next(iter(data.train.bad_images))
+    file = LogFile(str(tmp_path / "log"))
+    [file.emit(record) for record in caplog.records if "could not read" in record.message]
+    file.close()
+    assert "m\\udce9d.jpg" in (tmp_path / "log").read_text()
+    for split in ("train", "val"):
+        shutil.copytree(root / split / "a", root / split / os.fsdecode(b"m\xe9d"))
+    with error("data.class_name", class_name=os.fsdecode(b"m\xe9d")):
+        build(str(root))
 
 
 def test_val_share__splits_each_class_and_is_stable_as_files_are_added(make_root):

@@ -1,4 +1,4 @@
-"""Runs on shards that are killed in the middle of an epoch and of a shard, and resumed on one, two and four processes."""
+"""Runs on shards that are killed in the middle of an epoch and of a shard, and resumed, on up to four processes."""
 
 import json
 import signal

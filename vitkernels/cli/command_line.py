@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from vitkernels import attention
 from vitkernels.cli.overrides import prepare
+from vitkernels.cli.printable import print_any_path
 from vitkernels.cli.ranks import rank_arguments
 from vitkernels.cli.wording import explained, in_settings
 from vitkernels.config.help import help_text
@@ -28,6 +29,7 @@ def run(main: Callable[[], None], config_dir: str) -> int:
 
     The status is 2 after an error in the command line, and `EXIT_INTERRUPTED` after Ctrl-C.
     """
+    print_any_path()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # raise errors here instead of printing them
     OmegaConf.register_new_resolver("vitkernels.help", help_text, replace=True)
     if os.getcwd() not in sys.path:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 
 from vitkernels import __version__
+from vitkernels.cli.printable import print_any_path
 
 USAGE = """usage: vitkernels COMMAND ...
 
@@ -32,6 +33,7 @@ USAGE = """usage: vitkernels COMMAND ...
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand; return its exit status."""
+    print_any_path()
     command, *words = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command in ("-h", "--help", "help"):
         print(USAGE, end="")

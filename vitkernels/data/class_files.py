@@ -11,12 +11,15 @@ from vitkernels.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+_MACOS = "._"  # starts the names of files with macOS's metadata about the file of the rest of the name
+
 
 def list_classes(root: Path, classes: list[str]) -> dict[str, list[str]]:
     """Return class -> paths of its image files, sorted by folder and then by name.
 
-    Linked folders outside of `root` are followed once; a link back into its own class is skipped. Both are logged, as
-    is the number of files with other suffixes. UsageError for a link from one class to another or to a parent folder.
+    Images end in torchvision's IMG_EXTENSIONS and do not start with "._". Linked folders outside of `root` are followed
+    once; a link back into its own class is skipped. Both are logged, as is the number of other files. UsageError for a
+    link from one class to another or to a parent folder, and for a folder that cannot be listed.
     """
     other: Counter[str] = Counter()
     real = {name: os.path.realpath(root / name) for name in classes}
@@ -28,7 +31,7 @@ def list_classes(root: Path, classes: list[str]) -> dict[str, list[str]]:
         files[name] = _walk(root / name, name, forbidden, other)
     if other:
         counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in other.most_common(10))
-        log.info("%s: ignored %d files without an image suffix: %s", root, other.total(), counts)
+        log.info("%s: ignored %d files that are not images: %s", root, other.total(), counts)
     return files
 
 
@@ -38,17 +41,38 @@ def _walk(top: Path, name: str, forbidden: list[str], other: Counter[str]) -> li
     while waiting:
         folder = waiting.pop()
         images = []
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if not entry.is_dir():
-                    if entry.name.lower().endswith(IMG_EXTENSIONS):
-                        images.append(entry.name)
-                    else:
-                        other[os.path.splitext(entry.name)[1].lower()] += 1
-                elif _follow(entry, str(top), name, forbidden, visited):
+        for entry in _entries(folder):
+            if entry.is_dir():
+                if _follow(entry, str(top), name, forbidden, visited):
                     waiting.append(entry.path)
+            elif _is_image(entry):
+                images.append(entry.name)
+            else:
+                other[_kind(entry)] += 1
         found.append((folder, sorted(images)))
     return [os.path.join(folder, image) for folder, images in sorted(found) for image in images]
+
+
+def _entries(folder: str) -> list[os.DirEntry]:
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except OSError as error:
+        raise cannot_list(folder, error) from error
+
+
+def _is_image(entry: os.DirEntry) -> bool:
+    """Return whether a file counts as an image: by its suffix, if it is a file or a link, which may be broken."""
+    has_suffix = entry.name.lower().endswith(IMG_EXTENSIONS) and not entry.name.startswith(_MACOS)
+    return has_suffix and (entry.is_file() or entry.is_symlink())  # reading a pipe would never end
+
+
+def _kind(entry: os.DirEntry) -> str:
+    """Return what the log counts a file as that is no image."""
+    if entry.name.startswith(_MACOS):
+        return f"{_MACOS}* (macOS writes them next to files)"
+    suffix = os.path.splitext(entry.name)[1].lower()
+    return f"{suffix} (not a regular file)" if suffix in IMG_EXTENSIONS else suffix
 
 
 def _follow(entry: os.DirEntry, top: str, name: str, forbidden: list[str], visited: set[str]) -> bool:
@@ -82,3 +106,9 @@ def _leaves_class(link: Path | str, target: str, name: str) -> UsageError:
         target=target,
         class_name=name,
     )
+
+
+def cannot_list(folder: str, error: OSError) -> UsageError:
+    """Return the error for a folder whose entries cannot be read."""
+    message = f"{folder} cannot be listed ({error.strerror}): get permission to read it, or remove it"
+    return UsageError(message, code="data.folder", path=folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 
-from vitkernels.data.class_files import list_classes
+from vitkernels.data.class_files import cannot_list, list_classes
 from vitkernels.data.image_source import evenly_spaced
 from vitkernels.errors import UsageError
 
@@ -129,6 +129,8 @@ def _existing_folder(root: str | None) -> Path:
 def _scan(path: Path) -> Folder:
     try:
         classes, class_to_idx = find_classes(path)
+    except PermissionError as error:
+        raise cannot_list(str(path), error) from error
     except FileNotFoundError:
         raise UsageError(
             f"{path} has no class folders: move each image into a folder named after its class",
@@ -141,6 +143,7 @@ def _scan(path: Path) -> Folder:
             code="data.one_class",
             path=str(path),
         )
+    _check_names(path, classes)
     files = list_classes(path, classes)
     samples = [(file, class_to_idx[name]) for name, found in files.items() for file in found]
     counts = Counter(target for _, target in samples)
@@ -155,6 +158,20 @@ def _scan(path: Path) -> Folder:
         )
     images = np.array([os.fsencode(os.path.relpath(image, path)) for image, _ in samples])
     return Folder(path, classes, images, np.array([target for _, target in samples], dtype=np.int64))
+
+
+def _check_names(path: Path, classes: list[str]) -> None:
+    """Raise UsageError for a name that no UTF-8 file can hold: names go to JSON, CSV and HTML files."""
+    for name in classes:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{path} has the class folder {os.fsencode(name)!r}, whose name is not UTF-8: rename it",
+                code="data.class_name",
+                path=str(path),
+                class_name=name,
+            ) from error
 
 
 def _check_same_classes(train: Folder, val: Folder) -> None:

@@ -9,7 +9,8 @@ class LogFile(logging.FileHandler):
     """Append to a file; report only the first line that cannot be written, on stdout."""
 
     def __init__(self, filename: str):
-        super().__init__(filename, encoding="utf-8", delay=True)  # a folder that is read-only does not stop the start
+        # Delayed, so that a folder that is read-only does not stop the start; escapes for paths that are not UTF-8.
+        super().__init__(filename, encoding="utf-8", errors="backslashreplace", delay=True)
         self._failing = False
 
     def emit(self, record: logging.LogRecord) -> None:
