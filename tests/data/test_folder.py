@@ -173,7 +173,7 @@ def test_other_files__are_counted_in_one_line(make_root, caplog):
         (root / "train" / name).touch()
     build(str(root))
     (line,) = (message for message in caplog.messages if "ignored" in message)
-    assert line.startswith(f"{root / 'train'}: 3 files") and "2 .txt" in line and "1 without suffix" in line
+    assert line.startswith(f"{root / 'train'}: ignored 3 files") and "2 .txt" in line and "1 without suffix" in line
 
 
 def names_of(loader) -> set[str]:
