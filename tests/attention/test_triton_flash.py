@@ -6,9 +6,11 @@ from expecting import error
 
 pytest.importorskip("triton")
 
+from triton.runtime.errors import OutOfResources
+
 from vitkernels import attention
 from vitkernels.attention import Problem
-from vitkernels.attention.triton_flash.launch import readable, split_head_dim, tail_tile
+from vitkernels.attention.triton_flash.launch import TileConfig, launch_fitting, readable, split_head_dim, tail_tile
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLASH = attention.get("triton_flash")
@@ -160,11 +162,34 @@ def test_model_layouts__are_read_in_place():
 
 
 def test_head_dim__is_split_into_two_tiles():
-    assert {D: split_head_dim(D) for D in (32, 40, 64, 72, 80, 88, 96, 104, 128)} == {
-        32: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 80: (64, 16), 88: (64, 32), 96: (64, 32),
-        104: (128, 0), 128: (128, 0),
+    dims = (16, 24, 32, 40, 64, 72, 80, 88, 96, 104, 128, 160, 192, 224)
+    assert {D: split_head_dim(D) for D in dims} == {
+        16: (16, 0), 24: (32, 0), 32: (32, 0), 40: (32, 16), 64: (64, 0), 72: (64, 16), 80: (64, 16), 88: (64, 32),
+        96: (64, 32), 104: (128, 0), 128: (128, 0), 160: (128, 64), 192: (128, 64), 224: (256, 0),
     }  # fmt: skip
     assert [tail_tile(n, 64) for n in (64, 65, 80, 81, 127, 5)] == [0, 16, 16, 32, 64, 16]
+
+
+def test_launch_fitting__shrinks_tiles_until_they_fit():
+    """On GPUs with less shared memory than Hopper: first fewer stages, then smaller tiles."""
+    tried = []
+
+    def launch(tiles):
+        tried.append((tiles.n, tiles.m, tiles.num_stages))
+        if len(tried) < 4:
+            raise OutOfResources(131072, 101376, "shared memory")
+        return "launched"
+
+    assert launch_fitting(TileConfig(128, 64, 8, 2), launch) == "launched"
+    assert tried == [(128, 64, 2), (128, 64, 1), (64, 64, 1), (64, 32, 1)]
+
+
+def test_launch_fitting__raises_if_the_smallest_tiles_do_not_fit():
+    def launch(tiles):
+        raise OutOfResources(131072, 101376, "shared memory")
+
+    with pytest.raises(OutOfResources):
+        launch_fitting(TileConfig(128, 64), launch)
 
 
 def test_unsupported__message():

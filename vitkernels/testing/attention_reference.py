@@ -11,7 +11,7 @@ from torch import Tensor
 
 # Tokens of the usual ViTs, with and without a class token; one token; a long sequence.
 LENGTHS = (1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096)
-HEAD_DIMS = tuple(range(32, 129, 8))
+HEAD_DIMS = tuple(range(16, 257, 8))
 # Not multiples of 8: a backend refuses them or is correct.
 ODD_HEAD_DIMS = (1, 7, 36, 50, 100, 127)
 # (B, H), more than two or three of each.

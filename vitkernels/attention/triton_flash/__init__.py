@@ -21,7 +21,7 @@ _PASSES = ("forward", "dq", "dkdv")
 
 
 class TritonFlash(AttentionBackend):
-    """Head dims 32 to 128 in steps of 8, any lengths, bias and its gradient, masks, segments, causality and rope.
+    """Head dims 16 to 256 in steps of 8, any lengths, bias and its gradient, masks, segments, causality and rope.
 
     float32 calls multiply in native float32, not TF32, on CUDA cores.
     """
@@ -60,8 +60,8 @@ class TritonFlash(AttentionBackend):
             return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {problem.device_type}"
         if problem.dtype not in _DTYPES:
             return f"its kernels support bfloat16, float16 and float32, got {problem.dtype}; use native or sdpa"
-        if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
-            return f"its tiles support head dims 32 to 128 in steps of 8, got {problem.head_dim}; use native or sdpa"
+        if problem.head_dim % 8 or not 16 <= problem.head_dim <= 256:
+            return f"its tiles support head dims 16 to 256 in steps of 8, got {problem.head_dim}; use native or sdpa"
         if problem.dropout_p:
             return f"does not support dropout of attention weights (dropout_p={problem.dropout_p}); use 0 or sdpa"
         return None

@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from triton import JITFunction
+from triton.runtime.errors import OutOfResources
 
 from vitkernels.attention.triton_flash.backward import dbias_kernel, dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash.forward import forward_kernel
@@ -36,6 +37,14 @@ class TileConfig:
     def options(self) -> dict[str, int]:
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.maxnreg is None else options | {"maxnreg": self.maxnreg}
+
+    def smaller(self) -> "TileConfig | None":
+        """Return the next configuration that needs less shared memory: fewer stages, then half the tile."""
+        if self.num_stages > 1:
+            return replace(self, num_stages=self.num_stages - 1)
+        if max(self.n, self.m) == 16:
+            return None
+        return replace(self, n=self.n // 2) if self.n > self.m else replace(self, m=self.m // 2)
 
 
 @dataclass(frozen=True)
@@ -136,11 +145,14 @@ def strides(x_BHND: Tensor) -> tuple[int, int, int]:
 
 
 def split_head_dim(D: int) -> tuple[int, int]:
-    """Return the two power-of-two tiles of a head dim: 64 -> 64, 0; 80 -> 64, 16; 88 -> 64, 32; 104 -> 128, 0."""
+    """Return the two power-of-two tiles of a head dim: 64 -> 64, 0; 80 -> 64, 16; 88 -> 64, 32; 104 -> 128, 0.
+
+    A second tile of 16 or 32 columns beside one of 128 spills 1.4 KB per thread, so it has 64 there.
+    """
     power = next_power_of_2(D)
     if power == D:
         return D, 0
-    rest = max(16, next_power_of_2(D - power // 2))
+    rest = max(64 if power == 256 else 16, next_power_of_2(D - power // 2))
     return (power // 2, rest) if power // 2 + rest < power else (power, 0)
 
 
@@ -213,18 +225,40 @@ def _launch_pass(
     if bound is not None:
         bound(*tensors)
         return bound
-    tiles = tiles or choose(inputs)
     B, H, N, _ = inputs.q.shape
     M = inputs.k.shape[2]
     of_rows = (stride for x in (inputs.q, inputs.k, inputs.v, *rows) for stride in strides(x))
     numbers = *of_rows, *inputs.extra_strides, H, N, M, inputs.scale
-    programs = B * H * (cdiv(N, tiles.n) if own == "N" else cdiv(M, tiles.m))
-    constants = inputs.constants | _tiling(inputs, tiles, own) | tiles.options
-    if device.type == "cpu" or not isinstance(kernel, JITFunction):  # interpreted
-        triton_call(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
-        return None
-    launch = _bound[key] = bind(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
-    return launch
+
+    def launch(tiles: TileConfig) -> Launch | None:
+        programs = B * H * (cdiv(N, tiles.n) if own == "N" else cdiv(M, tiles.m))
+        constants = inputs.constants | _tiling(inputs, tiles, own) | tiles.options
+        call = triton_call if _is_interpreted(kernel, device) else bind
+        return call(*tensors, *numbers, kernel=kernel, grid=(programs,), **constants)
+
+    bound = launch(tiles) if tiles else launch_fitting(choose(inputs), launch)
+    if bound is not None:
+        _bound[key] = bound
+    return bound
+
+
+def _is_interpreted(kernel, device: torch.device) -> bool:
+    return device.type == "cpu" or not isinstance(kernel, JITFunction)
+
+
+def launch_fitting(tiles: TileConfig, launch: Callable[[TileConfig], Launch | None]) -> Launch | None:
+    """Launch with `tiles`, or with the first smaller ones that fit into this GPU's shared memory.
+
+    The tiles were measured on Hopper, which has 227 KB for a thread block; Ada and consumer Ampere have 99 KB.
+    """
+    while True:
+        try:
+            return launch(tiles)
+        except OutOfResources:
+            smaller = tiles.smaller()
+            if smaller is None:
+                raise
+            tiles = smaller
 
 
 def _tiling(inputs: FlashInputs, tiles: TileConfig, own: str) -> dict:
@@ -244,12 +278,10 @@ def bias_gradient(inputs: FlashInputs, bias_shape: tuple[int, ...], lse_BHN, do,
     B, H, N, _ = inputs.q.shape
     M = inputs.k.shape[2]
     bias_B, bias_H, bias_N, bias_M = (1,) * (4 - len(bias_shape)) + tuple(bias_shape)
-    tiles = TileConfig(16, 16) if _is_f32(inputs) else TileConfig(64, 64)
-    if inputs.rope is not None and not _is_f32(inputs):  # sines and cosines take shared memory, twice that of rows
-        tiles = TileConfig(32, 32, 4, 1)
     do = readable(do)
     dbias_BHNM = lse_BHN.new_empty(bias_B, bias_H, N, M)
-    if dbias_BHNM.numel():
+
+    def launch(tiles: TileConfig) -> None:
         triton_call(
             inputs.q, inputs.k, inputs.v, do, dbias_BHNM, lse_BHN, delta_BHN, *inputs.extras,
             *strides(inputs.q), *strides(inputs.k), *strides(inputs.v), *strides(do), *inputs.extra_strides,
@@ -258,8 +290,20 @@ def bias_gradient(inputs: FlashInputs, bias_shape: tuple[int, ...], lse_BHN, do,
             grid=(bias_B * bias_H * cdiv(N, tiles.n) * cdiv(M, tiles.m),),
             **inputs.constants, TILE_N=tiles.n, TILE_M=tiles.m, CAUSAL=inputs.is_causal, **tiles.options,
         )  # fmt: skip
+
+    if dbias_BHNM.numel():
+        launch_fitting(_dbias_tiles(inputs), launch)
     summed = [axis for axis, size in ((2, bias_N), (3, bias_M)) if size == 1 != dbias_BHNM.shape[axis]]
     return (dbias_BHNM.sum(summed, keepdim=True) if summed else dbias_BHNM).reshape(bias_shape)
+
+
+def _dbias_tiles(inputs: FlashInputs) -> TileConfig:
+    """Return the tiles of a bias's gradient: with four warps instead of eight the kernel spills."""
+    if _is_f32(inputs):
+        return TileConfig(16, 16)
+    if inputs.rope is not None:  # sines and cosines take twice the shared memory of the rows that they rotate
+        return TileConfig(32, 32, 4, 1)
+    return TileConfig(64, 64, 8, 3 if _size(inputs)[1] <= 64 else 1)
 
 
 def _is_f32(inputs: FlashInputs) -> bool:
@@ -281,7 +325,9 @@ def forward_tiles(inputs: FlashInputs) -> TileConfig:
     """Choose many small programs for short sequences, large tiles for long ones, small steps for ragged ones."""
     length, width = _size(inputs)
     if _is_f32(inputs):
-        return TileConfig(32, 32, 4, 1)
+        return TileConfig(32, 32, 4, 1) if width <= 128 else TileConfig(16, 16, 8, 1)
+    if width > 128:
+        return TileConfig(64, 32, 8, 1)
     if inputs.general or inputs.rope is not None:
         return TileConfig(64, 32, 4, 2)
     if width > 96 and length > 512:
@@ -305,7 +351,9 @@ def dq_tiles(inputs: FlashInputs) -> TileConfig:
     """Choose the tiles of the dq pass, measured like `forward_tiles`."""
     length, width = _size(inputs)
     if _is_f32(inputs):
-        return TileConfig(32, 16, 4, 1)
+        return TileConfig(32, 16, 4, 1) if width <= 128 else TileConfig(16, 16, 8, 1)
+    if width > 128:
+        return TileConfig(64, 32, 8, 1)
     if inputs.general or inputs.rope is not None:
         return TileConfig(64, 32, 4, 2)
     if width > 96 and length > 512:
@@ -323,7 +371,9 @@ def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
     """Choose the tiles of the dkdv pass, measured like `forward_tiles`."""
     length, width = _size(inputs)
     if _is_f32(inputs):
-        return TileConfig(16, 32, 4, 1)
+        return TileConfig(16, 32, 4, 1) if width <= 128 else TileConfig(16, 16, 8, 1)
+    if width > 128:
+        return TileConfig(32, 64, 8, 1)
     if inputs.general or inputs.rope is not None:
         return TileConfig(32, 64, 4, 2)
     if width > 96 and length > 512:
