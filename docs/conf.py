@@ -8,6 +8,7 @@ ROOT = DOCS.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import docs_reference  # noqa: E402
+from reference_pages.api import to_rst  # noqa: E402
 
 from vitkernels import __version__  # noqa: E402
 
@@ -44,4 +45,4 @@ docs_reference.write_pages(DOCS / "reference" / "generated")
 
 
 def setup(app):
-    app.connect("autodoc-process-docstring", docs_reference.to_rst, priority=100)  # before napoleon
+    app.connect("autodoc-process-docstring", to_rst, priority=100)  # before napoleon

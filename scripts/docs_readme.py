@@ -15,7 +15,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from docs_reference import DEVICES, support_rows, table  # noqa: E402
+from reference_pages.attention import DEVICES, support_rows  # noqa: E402
+from reference_pages.markdown import table  # noqa: E402
 
 from vitkernels.benchmarks.tables import attention as attention_table  # noqa: E402
 from vitkernels.benchmarks.tables import read_rows  # noqa: E402

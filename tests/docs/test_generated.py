@@ -9,7 +9,10 @@ from docs_blocks import ROOT, pages
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import docs_readme
-import docs_reference
+from reference_pages import api, error_codes
+from reference_pages import attention as attention_pages
+from reference_pages import ops as ops_pages
+from reference_pages import settings as settings_page
 
 from vitkernels import attention, ops
 from vitkernels.config import Config
@@ -51,7 +54,7 @@ def test_chart__is_small():
 
 
 def test_configuration_page__has_every_setting():
-    page = docs_reference.configuration_page()
+    page = settings_page.configuration_page()
     for group, settings in {
         "": settings_of(Config),
         **{f"{n}.": settings_of(g) for n, g in groups_of(Config).items()},
@@ -65,27 +68,27 @@ def test_configuration_page__has_every_setting():
 
 
 def test_attention_page__has_every_backend_and_the_hopper_kernels():
-    rows = docs_reference.support_rows()
+    rows = attention_pages.support_rows()
     assert {row[0].strip("`") for row in rows} == {name for name in attention.names() if name != "auto"}
     hopper = next(row for row in rows if row[1] == "NVIDIA Hopper")
     assert hopper[:4] == ("`pallas_flash`", "NVIDIA Hopper", "bf16, fp16", "32, 40, …, 128")
 
 
 def test_ops_page__has_every_op():
-    page = docs_reference.ops_page()
+    page = ops_pages.ops_page()
     for name in ops.__all__:
         if name[0].islower() and hasattr(sys.modules[getattr(ops, name).__module__], "BACKENDS"):
             assert f"## {name.removesuffix('_loss')}\n" in page
 
 
 def test_error_codes__are_found():
-    codes = docs_reference.error_codes()
+    codes = error_codes.error_codes()
     assert {"attention.shape", "config.unknown", "registry.unsupported", "unknown_name"} <= set(codes)
 
 
 def test_api_pages__are_listed_in_the_reference():
     listed = (ROOT / "docs/reference/index.md").read_text()
-    for name in docs_reference.api_pages():
+    for name in api.api_pages():
         assert f"generated/api_{name}\n" in listed
 
 

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_runs import SMALL
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_train import SMALL
 
 import train
 from vitkernels import attention, models

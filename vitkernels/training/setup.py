@@ -28,9 +28,7 @@ from vitkernels.parallel import Parallel
 from vitkernels.parallel.compile_options import compile_options, uses_cuda_graphs
 from vitkernels.quant import Scheme, quantize_, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
-from vitkernels.training import source
-from vitkernels.training.distillation import Distillation, build_teacher
-from vitkernels.training.loss import Loss, build_bce, build_loss
+from vitkernels.training import objective, source
 from vitkernels.training.plan import StepPlan
 from vitkernels.training.trainer import Trainer
 
@@ -328,7 +326,8 @@ def build_trainer(
     cfg: Config, parallel: Parallel, data: Data, parts: ModelParts, plan: StepPlan, optimization: Optimization
 ) -> Trainer:
     """Return the trainer, at step 0, without a run folder and ready for `train_step`."""
-    loss_fn = _loss(cfg, data)
+    loss_fn = objective.loss_of(cfg, data)
+    compiled, mode = compile_mode(cfg, parallel)
     return Trainer(
         parallel,
         plan,
@@ -339,57 +338,14 @@ def build_trainer(
         optimization.scheduler,
         optimization.scaler,
         loss_fn,
-        distillation=_build_distillation(cfg, parallel, data, loss_fn),
+        distillation=objective.distillation_of(cfg, data, loss_fn, parallel.runtime, compiled),
         ema=parts.ema,
         ema_net=parts.ema_net,
         clip_grad=cfg.trainer.clip_grad,
-        cuda_graphs=uses_cuda_graphs(compile_options(*compile_mode(cfg, parallel))),
+        cuda_graphs=uses_cuda_graphs(compile_options(compiled, mode)),
         untimed_steps=cfg.trainer.warmup_steps,
         flops_per_image=parts.facts.train_flops_per_image,
     )
-
-
-def _loss(cfg: Config, data: Data) -> Loss:
-    """Return the loss for the settings and the kind of targets. UsageError if they contradict each other."""
-    t = cfg.trainer
-    kind = ("bce" if data.targets == "labels" else "cross_entropy") if t.loss == "auto" else t.loss
-    if kind == "cross_entropy" and data.targets == "labels":
-        raise UsageError(
-            "trainer.loss=cross_entropy expects one class per image, but the data has several labels: use "
-            "trainer.loss=bce",
-            code="config.conflict",
-            setting="trainer.loss",
-            value=t.loss,
-        )
-    if kind == "cross_entropy" and t.bce_threshold is not None:
-        raise UsageError(
-            f"trainer.bce_threshold={t.bce_threshold} belongs to trainer.loss=bce: set both, or neither",
-            code="config.conflict",
-            setting="trainer.bce_threshold",
-            value=t.bce_threshold,
-        )
-    if data.targets == "labels" and cfg.distill.teacher is not None:
-        raise UsageError(
-            "distill.teacher expects one class per image, but the data has several labels: set distill.teacher=null",
-            code="config.conflict",
-            setting="distill.teacher",
-            value=cfg.distill.teacher,
-        )
-    if kind == "bce":
-        return build_bce(t.label_smoothing, t.bce_threshold, data.targets)
-    return build_loss(cfg.ops.cross_entropy, t.label_smoothing, data.targets)
-
-
-def _build_distillation(cfg: Config, parallel: Parallel, data: Data, loss_fn: Loss) -> Distillation | None:
-    if cfg.distill.teacher is None:
-        return None
-    teacher = build_teacher(
-        cfg.distill, data, *models.input_spec(cfg.model.name, cfg.model.img_size, cfg.model.in_chans)
-    )
-    teacher = teacher.to(parallel.runtime.device)
-    # Without CUDA graphs: the student's graph would reuse the memory of the teacher's answer.
-    called = parallel.runtime.compile(teacher, None) if compile_mode(cfg, parallel)[0] else teacher
-    return Distillation(called, loss_fn, cfg.distill.kind, cfg.distill.weight, cfg.distill.temperature)
 
 
 def trainer_from_config(cfg: Config, parallel: Parallel) -> tuple[Trainer, ModelParts]:
