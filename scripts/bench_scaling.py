@@ -1,4 +1,4 @@
-"""Measure how training scales over the GPUs of one host, with DDP and FSDP on fake data, so input is no bottleneck.
+"""Measure how training scales over the GPUs of one host, with DDP and FSDP on fake data, so input is not a bottleneck.
 
     python scripts/bench_scaling.py                                  ViT-B/16 at 256 px, batch 128 per GPU, 1 to 8 GPUs
     python scripts/bench_scaling.py --model vit_digits --classes 10 --batch 8 --steps 8 --warmup 6 --processes 1 2 \\

@@ -1,4 +1,4 @@
-"""What the documentation takes from the code and from results/ is complete and up to date."""
+"""The parts of the documentation that come from the code and from results/ are complete and up to date."""
 
 import re
 import sys

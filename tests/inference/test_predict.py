@@ -26,7 +26,7 @@ def run(trained_run):
 
 @pytest.fixture
 def pictures(digit_files, tmp_path):
-    """Five digits in a folder and its subfolder, a file that is no image, and a text file."""
+    """Five digits in a folder and its subfolder, a file that is not an image, and a text file."""
     folder = tmp_path / "pictures"
     (folder / "sub").mkdir(parents=True)
     for i in range(5):

@@ -1,6 +1,4 @@
-"""set_attention: refused arguments, partly supported models, shared modules, tracing, and torch's
-MultiheadAttention.
-"""
+"""set_attention: refused arguments, partly supported models, shared modules, tracing, MultiheadAttention."""
 
 import copy
 import pickle

@@ -156,7 +156,7 @@ class OnStreams(host_all_reduce.HostAllReduce):
 
 
 class Case:
-    """What all ranks know: sizes, dtypes, buckets, and the gradients of each rank."""
+    """The data shared by all ranks: sizes, dtypes, buckets, and the gradients of each rank."""
 
     def __init__(self, seed: int, world: int):
         self.world, self.chance = world, random.Random(f"{seed} {world}")

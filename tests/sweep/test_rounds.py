@@ -52,7 +52,7 @@ class Process:
 
 
 def row(name: str) -> dict:
-    """Return a row of the verdict as far as judge reads it."""
+    """Return a row of the verdict, with only the keys that judge reads."""
     empty = ("step_time_ms", "model", "flops_per_image", "device", "devices", "precision", "machine", "repeats")
     return {"variant": name, "images_per_step": 10, "interpreted": [], **dict.fromkeys(empty)}
 

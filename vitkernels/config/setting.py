@@ -16,7 +16,7 @@ _KEY = "setting"  # in a field's metadata
 
 @dataclass(frozen=True)
 class Description:
-    """What a user reads about one setting, and the range of its numbers.
+    """The documentation of one setting, and the range of its numbers.
 
     Args:
         text: one sentence.

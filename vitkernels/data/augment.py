@@ -1,7 +1,7 @@
 """imagefolder's transforms: draw timm's augmentation, and apply in the worker the steps that the device does not.
 
 A worker decodes, crops and resizes. `DeviceTransforms` flips, jitters colors, normalizes and erases on the device, by
-the draws that come with the image. Augmentations that only timm knows (RandAugment and its like) run in the worker.
+the draws that come with the image. Augmentations that only timm implements (RandAugment and others) run in the worker.
 
 Shapes: S image side, N boxes.
 """
@@ -121,7 +121,7 @@ class TrainAugmentation:
         return PreparedImage(pixels, self._draw_flip_and_jitter() | self._draw_boxes())
 
     def augment_in_worker(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Apply the steps that only timm knows to pixels uint8 (3, S, S)."""
+        """Apply the steps that only timm implements to pixels uint8 (3, S, S)."""
         image: Any = Image.fromarray(pixels.permute(1, 2, 0).numpy())
         for step in self.worker_steps:
             image = step(image)

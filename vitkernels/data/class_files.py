@@ -68,7 +68,7 @@ def _is_image(entry: os.DirEntry) -> bool:
 
 
 def _kind(entry: os.DirEntry) -> str:
-    """Return what the log counts a file as that is no image."""
+    """Return the kind under which the log counts a file that is not an image."""
     if entry.name.startswith(_MACOS):
         return f"{_MACOS}* (macOS writes them next to files)"
     suffix = os.path.splitext(entry.name)[1].lower()

@@ -75,7 +75,7 @@ class ImageSamples:
         except SourceError:
             raise
         except UnidentifiedImageError:
-            return None, [SampleProblem(index, "not an image format that Pillow knows", unreadable=True)]
+            return None, [SampleProblem(index, "not an image format that Pillow supports", unreadable=True)]
         except Exception as error:  # a broken file can make a decoder raise almost anything
             return None, [SampleProblem(index, f"{type(error).__name__}: {error}", unreadable=True)]
         problems = [SampleProblem(index, warning, unreadable=False) for warning in image.warnings]

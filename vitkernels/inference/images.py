@@ -83,7 +83,7 @@ def _read(file: str, transform: Transform, channels: int) -> torch.Tensor | str:
     try:
         return transform(as_input(file, channels))
     except UnidentifiedImageError:
-        return "not an image format that Pillow knows"
+        return "not an image format that Pillow supports"
     except UsageError:
         raise
     except Exception as error:  # a broken file can make a decoder raise almost anything

@@ -1,4 +1,5 @@
-"""Build timm vision transformers with a chosen attention backend and fused ops; no other package knows timm's models.
+"""Build timm vision transformers with a chosen attention backend and fused ops; no other package depends on timm's
+models.
 
 `accelerate` swaps attention and fused ops of any timm ViT in one call. `create_model` and `set_attention` choose the
 attention backend, `set_ops` the fused ops, `load_weights` reads weights under timm's parameter names, and

@@ -64,7 +64,7 @@ def swap(model: nn.Module, backend: AttentionBackend) -> None:
 
 def why_none(model: nn.Module, plan: AttentionPlan) -> str:
     """Return why a plan replaces no module."""
-    return plan.describe_left() or f"{type(model).__name__} has no attention module, so it is no transformer"
+    return plan.describe_left() or f"{type(model).__name__} has no attention module, so it is not a transformer"
 
 
 def backend_of(attn: Any) -> AttentionBackend:

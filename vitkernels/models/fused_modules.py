@@ -50,7 +50,7 @@ class Branch(NamedTuple):
 
 
 class ResidualFusion:
-    """What a fused block needs: additions joined with norms, an MLP whose last bias is added with the branch.
+    """Base of fused blocks: additions joined with norms, an MLP whose last bias is added with the branch.
 
     ops: op name -> backend. layer_norm_residual is required; without mlp, the MLP runs as timm's modules.
     keep_activation: option of the op mlp.
@@ -81,8 +81,9 @@ class ResidualFusion:
     def _project(
         self, x_BNE: Tensor, last: nn.Linear, drop: nn.Dropout, scale_C: Tensor | None, drop_path: nn.Module
     ) -> Branch:
-        """Apply the sublayer's last linear layer. Its bias is added by layer_norm_residual, whose backward pass
-        computes the bias gradient at no extra cost."""
+        """Apply the sublayer's last linear layer, without its bias.
+
+        layer_norm_residual adds the bias: its backward pass then computes the bias gradient at no extra cost."""
         if self.training and drop.p > 0:  # dropout follows the bias
             return plain_branch(drop(last(x_BNE)), None, scale_C, drop_path)
         if type(last) is FusedLinear or _eight_bit(last) is not None:

@@ -305,7 +305,7 @@ def op_of(function: Callable) -> Op:
 
 
 def place_of(device_type: str) -> str:
-    """Return the place of a device type as `auto` knows it: for "xla" either "tpu" or "xla", else the type itself."""
+    """Return the place, a key of `auto`, for a device type: for "xla" either "tpu" or "xla", else the type itself."""
     if device_type != "xla":
         return device_type
     from vitkernels.bridge import lazy_target

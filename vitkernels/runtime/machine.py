@@ -72,7 +72,7 @@ def is_busy(machine: Mapping[str, Any]) -> bool:
 
 
 def busy_cores(cores: int) -> float:
-    """Return the use by others from which a machine counts as busy: 5 % of its cores, at least a quarter of one.
+    """Return how many cores others must use for a machine to count as busy: 5 % of them, at least a quarter.
 
     An idle Linux machine with two cores uses 0.02 to 0.1 of one, and the kernel counts CPU time in hundredths of a
     second, which over half a second is an error of 0.04.

@@ -118,7 +118,7 @@ def _by_runs(base: dict, row: dict) -> dict:
 
 
 def _open(row: dict, record: Mapping[str, Any]) -> str | None:
-    """Return why times of whole runs do not tell which of two variants is faster; None if they do."""
+    """Return why the times of training runs do not show which of two variants is faster; None if they do."""
     failed = record["failed"].get(row["variant"])
     not_in_turns = f"not timed in rounds ({failed or record.get('reason') or 'none ran'})"
     if row["ratio_interval"] is None:

@@ -42,7 +42,7 @@ class TurnError(RuntimeError):
 
 @dataclass(frozen=True)
 class Variant:
-    """What a process needs to train a variant.
+    """The information with which a process trains a variant.
 
     name: as in the verdict. settings: all settings of its run. log_file: receives what its processes print. device: the
     one that it trained on, None if unknown; a process that finds another one is not timed.

@@ -125,7 +125,7 @@ def build(target: str, shapes: list, keywords: dict) -> tuple:
         raise UsageError(message, code="tpu_estimate.call", reason=reason) from error
     calls = pallas_calls(jaxpr)
     if not calls:
-        message = f"{target} calls no Pallas kernel: there is no pallas_call in what it traces to"
+        message = f"{target} calls no Pallas kernel: its trace contains no pallas_call"
         raise UsageError(message, code="tpu_estimate.no_pallas_call", target=target)
     if all(call.params.get("interpret") for call in calls):
         message = f"{target} runs its kernel interpreted: pass interpret=False, for instance with --set interpret=False"

@@ -39,7 +39,7 @@ _CHANGED_DEFAULTS = ("speed", *(f"ops.{name}" for name in OPS))
 _MAY_CHANGE = (
     *_WITHOUT_EFFECT, "trainer.max_epochs", "trainer.max_steps", "trainer.eval_every", "trainer.warmup_steps",
     "data.root", "runtime", "compile",
-    "data.batch_size", "trainer.accum_steps",  # the checkpoint knows their product, the images per step
+    "data.batch_size", "trainer.accum_steps",  # the checkpoint contains their product, the images per step
 )  # fmt: skip
 _NOT_IN_OLDER = ("model_arguments",)  # entries that checkpoints of older versions do not have
 _ELSEWHERE = "hydra.run.dir=FOLDER puts this run elsewhere"

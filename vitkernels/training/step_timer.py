@@ -40,7 +40,7 @@ class Window:
     forward_done_ms: list[float] = field(
         default_factory=list
     )  # from the start of the step; contains no wait for other ranks
-    host_was_late: list[bool] = field(default_factory=list)  # of steps that can be judged; see StepTimer.forward_done
+    host_was_late: list[bool] = field(default_factory=list)  # of some steps; see StepTimer.forward_done
 
     def split(self) -> dict[str, float | None]:
         """Return the mean of each part of a step, in ms; None for a part that the device cannot measure."""
@@ -134,7 +134,7 @@ class StepTimer:
         """Mark the end of a forward pass on the host; if a step has several, the last counts.
 
         If the device has completed the previous step by now, it was idle while the host launched this forward pass. The
-        first step of a window is not judged, because the device was synchronized before it.
+        first step of a window is skipped, because the device was synchronized before it.
         """
         step = self._step
         if not self.runtime.per_step_clock or step is None:

@@ -147,7 +147,7 @@ def strides(x_BHND: Tensor) -> tuple[int, int, int]:
 def split_head_dim(D: int) -> tuple[int, int]:
     """Return the two power-of-two tiles of a head dim: 64 -> 64, 0; 80 -> 64, 16; 88 -> 64, 32; 104 -> 128, 0.
 
-    A second tile of 16 or 32 columns beside one of 128 spills 1.4 KB per thread, so it has 64 there.
+    A second tile of 16 or 32 columns next to one of 128 spills 1.4 KB per thread, so it has 64 there.
     """
     power = next_power_of_2(D)
     if power == D:

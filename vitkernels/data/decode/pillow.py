@@ -1,4 +1,4 @@
-"""Decode every format that Pillow knows."""
+"""Decode every format that Pillow supports."""
 
 import io
 import warnings

@@ -214,7 +214,7 @@ def is_final(error: BaseException) -> bool:
 
 
 def is_absent(error: BaseException | None) -> bool:
-    """Return whether there is no such file; a bucket may hide that by a refusal."""
+    """Return whether the error means that the file does not exist; a bucket may report this as a refusal."""
     if error is None:
         return False
     error = _reported(error)
