@@ -31,7 +31,8 @@ class Native(AttentionBackend):
 
 def _scores(q_BHND: Tensor, k_BHMD: Tensor, scale: float) -> Tensor:
     """Return scale * q kᵀ in float32 or wider, multiplied in q's dtype; in float32 for float16, which overflows at
-    65504."""
+    65504.
+    """
     if q_BHND.dtype == torch.float16:
         with torch.autocast(q_BHND.device.type, enabled=False):
             return (q_BHND.float() * scale) @ k_BHMD.float().transpose(-2, -1)

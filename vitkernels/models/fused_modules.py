@@ -83,7 +83,8 @@ class ResidualFusion:
     ) -> Branch:
         """Apply the sublayer's last linear layer, without its bias.
 
-        layer_norm_residual adds the bias: its backward pass then computes the bias gradient at no extra cost."""
+        layer_norm_residual adds the bias: its backward pass then computes the bias gradient at no extra cost.
+        """
         if self.training and drop.p > 0:  # dropout follows the bias
             return plain_branch(drop(last(x_BNE)), None, scale_C, drop_path)
         if type(last) is FusedLinear or _eight_bit(last) is not None:

@@ -44,7 +44,8 @@ def mlp(
 
 class EightBitWeight(NamedTuple):
     """A weight (N, K) in 8 bits: with scales per row for the forward product, and transposed with scales per column
-    for the backward one."""
+    for the backward one.
+    """
 
     rows_NK: Tensor
     row_scale_N: Tensor

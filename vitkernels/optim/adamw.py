@@ -80,7 +80,8 @@ class AdamW(torch.optim.AdamW):
 
     def _addresses(self, parameter: Tensor, grad: Tensor) -> tuple[int, ...]:
         """Return the addresses that the kernel reads. Not cached: gradients are reallocated, and a parameter's data
-        or state may be replaced at any time."""
+        or state may be replaced at any time.
+        """
         if not _is_contiguous_float32(grad):
             message = f"AdamW's kernel requires contiguous float32 gradients, got {_describe(grad)}"
             raise UsageError(message, code="optim.kernel.gradient", gradient=_describe(grad))
@@ -265,7 +266,8 @@ def _elements(address, start, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _update(param, grad, exp_avg, exp_avg_sq, scalars, start, left, BLOCK: tl.constexpr):
     """Update the block of a parameter that begins at `start`; left: its size, None for a full block at aligned
-    addresses."""
+    addresses.
+    """
     is_full: tl.constexpr = left is None
     keep = None if is_full else tl.arange(0, BLOCK) < left
     param, grad = _elements(param, start, BLOCK, is_full), _elements(grad, start, BLOCK, is_full)

@@ -65,7 +65,8 @@ def biased_qkv(module: BackendAttention, x_BNC: Tensor) -> Tensor:
 
 class SamAttention(BackendAttention):
     """vision_transformer_sam's Attention over (B, height, width, C), with a decomposed relative bias or rotary
-    embeddings. The bias depends on q, so it is dense."""
+    embeddings. The bias depends on q, so it is dense.
+    """
 
     def forward(self, x_BHWC: Tensor) -> Tensor:
         B, height, width, _ = x_BHWC.shape
