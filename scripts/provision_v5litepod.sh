@@ -53,8 +53,8 @@ configuration file:
   --quiet      do not ask          --dry-run    print the commands without running them          --help
 
 Exit codes: 0 success; 1 a command failed; 2 invalid usage; 3 the node failed; 4 time limit reached; 75 the node was
-preempted or the training interrupted, and the same command resumes it. Otherwise, train and run return train.py's exit
-code.
+preempted or the training interrupted; run the same command again to resume. Otherwise, train and run return train.py's
+exit code.
 TEXT
 }
 
@@ -555,7 +555,7 @@ end_of_run() {
     if ! fetch; then
       say "error: cannot fetch the run"
     elif [[ -e $ROOT/runs/${setting[name]}/summary.json ]]; then
-      say "its step times next to the estimate: vitkernels tpu-estimate --against runs/${setting[name]}"
+      say "to compare its step times with the estimate: vitkernels tpu-estimate --against runs/${setting[name]}"
     fi
   fi
   say "deleting the node:"
