@@ -192,7 +192,7 @@ def test_other_files__macos_metadata_and_pipes_are_not_images(make_root, caplog)
     assert "6 ._*" in line and "1 .jpg (not a regular file)" in line
 
 
-def test_folders__that_cannot_be_listed_are_named(make_root, monkeypatch):
+def test_unlistable_folder__is_named_in_the_error(make_root, monkeypatch):
     root, scandir = make_root(), os.scandir
 
     def refusing(path):
@@ -211,7 +211,7 @@ def test_folders__that_cannot_be_listed_are_named(make_root, monkeypatch):
         build(str(root))
 
 
-def test_names__that_are_not_utf_8_train_and_name_no_class(make_root, caplog, tmp_path):
+def test_non_utf_8_names__train_as_files_and_are_refused_as_classes(make_root, caplog, tmp_path):
     root = make_root(train=4)
     name = os.fsdecode(b"m\xe9d.jpg")
     (root / "train" / "a" / name).write_bytes(b"no image")

@@ -122,7 +122,7 @@ def test_root__of_an_unsupported_protocol_is_refused(root, code):
 
 
 class Refused(Exception):
-    """As gcsfs and huggingface_hub report a response."""
+    """An error like those of gcsfs and huggingface_hub."""
 
     def __init__(self, status: int):
         super().__init__(f"status {status}")
@@ -130,7 +130,7 @@ class Refused(Exception):
 
 
 class NoCredentialsError(Exception):
-    """As botocore has it."""
+    """An error like those of botocore."""
 
 
 FINAL = [FileNotFoundError("no bucket"), PermissionError("denied"), Refused(404), Refused(403), NoCredentialsError()]

@@ -11,7 +11,7 @@ from vitkernels.errors import UsageError
 
 log = logging.getLogger(__name__)
 
-_MACOS = "._"  # starts the names of files with macOS's metadata about the file of the rest of the name
+_MACOS = "._"  # prefix of the files in which macOS stores metadata of the file with the rest of the name
 
 
 def list_classes(root: Path, classes: list[str]) -> dict[str, list[str]]:
@@ -109,6 +109,6 @@ def _leaves_class(link: Path | str, target: str, name: str) -> UsageError:
 
 
 def cannot_list(folder: str, error: OSError) -> UsageError:
-    """Return the error for a folder whose entries cannot be read."""
+    """Return the error for a folder that cannot be listed."""
     message = f"{folder} cannot be listed ({error.strerror}): get permission to read it, or remove it"
     return UsageError(message, code="data.folder", path=folder)

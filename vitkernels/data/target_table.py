@@ -124,7 +124,7 @@ def _check_columns(path: Path, rows: list[dict[str, Any]], wide: bool) -> None:
 
 
 def _numbers_per_class(entries: list[Any]) -> list[Any]:
-    """Return the entries with all lists of numbers as floats if one number is: programs write 1.0 as 1."""
+    """Return the entries, with all lists of numbers as floats if any number is one, because programs write 1.0 as 1."""
     numbers = [isinstance(entry, list) and all(type(value) in (int, float) for value in entry) for entry in entries]
     if not any(is_list and float in map(type, entry) for is_list, entry in zip(numbers, entries, strict=True)):
         return entries

@@ -204,7 +204,7 @@ def patiently(what: str, url: str, action: Callable[[], Any], patience: Patience
 
 
 def is_final(error: BaseException) -> bool:
-    """Return whether a later attempt would fail, too: nothing is there, or it may not be read by this account."""
+    """Return whether a later attempt would also fail: the file does not exist, or this account may not read it."""
     error = _reported(error)
     status = _status(error)
     if status is not None:
@@ -222,7 +222,7 @@ def is_absent(error: BaseException | None) -> bool:
 
 
 def _reported(error: BaseException) -> BaseException:
-    """Return what went wrong: fsspec's `info` over HTTP says "not found" for any failure, which is then the cause."""
+    """Return the underlying error: over HTTP, fsspec's `info` raises "not found" from any failure."""
     aiohttp, cause = sys.modules.get("aiohttp"), error.__cause__
     of_network = isinstance(cause, ConnectionError | TimeoutError)
     of_network = of_network or (aiohttp is not None and isinstance(cause, aiohttp.ClientError))
