@@ -28,6 +28,7 @@ from vitkernels.errors import UsageError
         ("trainer.max_epochs=0", "conflict", {"setting": "trainer.max_epochs"}),
         ("trainer.profile=maybe", "choice", {"setting": "trainer.profile", "choices": ["true", "false"]}),
         ("ema.decay=0", "conflict", {"setting": "ema.decay"}),
+        ("schedule.min_lr=1", "conflict", {"setting": "schedule.min_lr", "value": 1}),
         ("ema.decay=1.5", "range", {"setting": "ema.decay", "value": 1.5}),
         ("data.batch_size=-1", "range", {"setting": "data.batch_size"}),
         ("mode=evaluate", "choice", {"setting": "mode", "choices": ["train", "eval"]}),

@@ -12,6 +12,7 @@ from vitkernels.config.groups import (
     ModelSettings,
     OpsSettings,
     QuantSettings,
+    ScheduleSettings,
     TrainerSettings,
 )
 from vitkernels.errors import UsageError
@@ -79,6 +80,17 @@ def check_training(trainer: TrainerSettings, ema: EmaSettings) -> None:
         raise _conflict("ema.decay=0 would only copy the weights; null keeps no average", "ema.decay", 0)
 
 
+def check_schedule(schedule: ScheduleSettings, lr: float) -> None:
+    """Raise UsageError for a schedule that would raise the learning rate after warm-up."""
+    if schedule.min_lr > lr:
+        raise _conflict(
+            f"schedule.min_lr={schedule.min_lr:g} exceeds optim.lr={lr:g}, so the rate would rise to it; "
+            "schedule=constant keeps optim.lr throughout",
+            "schedule.min_lr",
+            schedule.min_lr,
+        )
+
+
 def check_model(model: ModelSettings) -> None:
     """Raise UsageError for an argument of timm that has its own setting."""
     for name, instead in _NOT_IN_MODEL_KWARGS.items():
@@ -106,7 +118,7 @@ def check_data(data: DataSettings) -> None:
     if missing:
         raise UsageError(
             f"data._target_={data.target} does not build a data set: it has no parameter {', '.join(missing)}. "
-            "vitkernels.data describes such a function; data=digits, fake, imagefolder, shards and table are built in",
+            "vitkernels.data describes such a function; data=digits, fake, imagefolder, shapes, shards and table exist",
             code="config.target",
             setting="data._target_",
             value=data.target,

@@ -130,6 +130,7 @@ def check(config: Config) -> None:
     checks.check_mode(config.mode, config.checkpoint, config.quant)
     checks.check_evaluation(config.mode, config.checkpoint, config.evaluation, config.model, config.quant)
     checks.check_training(config.trainer, config.ema)
+    checks.check_schedule(config.schedule, config.optim.lr)
     checks.check_model(config.model)
     checks.check_data(config.data)
 
