@@ -111,16 +111,18 @@ class _Malicious:
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("name", "content", "expected"),
     [
-        (b"101 things to do\n", "text file"),
-        (b"", "empty"),
-        (pickle.dumps(_Malicious()), "refused for safety"),
-        (pickle.dumps({"weights": _Malicious()}, protocol=2), "refused for safety"),
+        ("weights.pt", b"101 things to do\n", "text file"),
+        ("weights.pt", b"", "empty"),
+        ("weights.pt", pickle.dumps(_Malicious()), "refused for safety"),
+        ("weights.pt", pickle.dumps({"weights": _Malicious()}, protocol=2), "refused for safety"),
+        ("weights.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "text file"),
+        ("weights.safetensors", b"", "empty"),
     ],
 )
-def test_read_state_dict__describes_files_without_weights(tmp_path, content, expected):
-    path = tmp_path / "weights.pt"
+def test_read_state_dict__describes_files_without_weights(tmp_path, name, content, expected):
+    path = tmp_path / name
     path.write_bytes(content)
     with error("models.weights_unreadable", path=str(path)) as caught:
         read_state_dict(path)

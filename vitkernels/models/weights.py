@@ -58,7 +58,7 @@ def read_state_dict(path: str | Path) -> dict[str, torch.Tensor]:
 
 def _read(path: Path, read):
     """Return `read(path)`, with its errors as UsageError."""
-    reason = _what_else(path, read)
+    reason = _what_else(path)
     if reason is not None:
         raise _unreadable(path, reason)
     try:
@@ -77,14 +77,14 @@ def _read(path: Path, read):
         raise _unreadable(path, expected) from error
 
 
-def _what_else(path: Path, read) -> str | None:
+def _what_else(path: Path) -> str | None:
     """Describe a file that obviously holds no weights (empty, or text); return None for any other file."""
     with open(path, "rb") as file:
         start = file.read(512)
     if not start:
         return "the file is empty"
     printable = all(byte >= 32 or byte in b"\t\n\r" for byte in start)
-    if printable and read is not load_file:  # torch's files begin with PK, or with a binary pickle
+    if printable:  # torch's files begin with PK, or with a binary pickle, safetensors with a length in 8 bytes
         return "it is a text file; expected a .safetensors file, or a state dict saved by torch.save"
     return None
 
