@@ -36,5 +36,6 @@ def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UsageError:
     if near and len(choices) > _MOST_LISTED:
         message = f"unknown {kind} {name!r}.{hint} {len(choices)} names are known."
     else:
-        message = f"unknown {kind} {name!r}; known: {', '.join(choices)}.{hint}"
+        known = f"known: {', '.join(choices)}" if choices else "no known name resembles it"
+        message = f"unknown {kind} {name!r}; {known}.{hint}"
     return UsageError(message, code="unknown_name", kind=kind, name=name, choices=choices, near=near)

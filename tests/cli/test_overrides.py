@@ -98,3 +98,12 @@ def test_settings_of_a_run__may_be_ones_the_defaults_lack(words, expected):
 def test_prepare__quotes_orders_and_opens():
     words = ["-m", "mode=eval", "checkpoint=runs/attn=sdpa", "data.root=x"]
     assert prepare(words, CONF) == ["mode=eval", 'checkpoint="runs/attn=sdpa"', "++data.root=x", "-m"]
+
+
+@pytest.mark.parametrize(
+    ("word", "code"), [("=3", "cli.syntax"), ("hydra.run.dir=", "cli.no_folder"), ("hydra.sweep.dir=", "cli.no_folder")]
+)
+def test_prepare__refuses_values_and_folders_without_names(word, code):
+    with error(code):
+        prepare(["seed=3", word], CONF)
+    assert prepare(["hydra.run.dir=."], CONF) == ["hydra.run.dir=."]

@@ -24,8 +24,15 @@ _USES_OF_PLUS = (
 def prepare(words: list[str], config_dir: str) -> list[str]:
     """Return the arguments as Hydra reads them: values quoted, options last, ++ before settings of an earlier run.
 
-    Raises UsageError for a setting that nothing reads.
+    Raises UsageError for a setting that nothing reads, a value without a name, and an empty folder, which Hydra takes for
+    the current one.
     """
+    for word in words:
+        if word.startswith("="):
+            raise UsageError(f"cannot read {word!r}: no name before =, as in seed=3", code="cli.syntax", word=word)
+        if word in ("hydra.run.dir=", "hydra.sweep.dir="):
+            message = f"{word} names no folder; write {word}. for the current one"
+            raise UsageError(message, code="cli.no_folder", setting=word[:-1])
     words = options_last([quote_value(word) for word in words])
     check_added(words, config_dir)
     return allow_settings_of_a_run(words)
