@@ -42,6 +42,12 @@ PRELOADED = [
     "vitkernels.parallel.ddp",
     "vitkernels.parallel.fsdp",
     "sklearn.datasets",
+    "sklearn.metrics",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "tensorboard.plugins.hparams.api_pb2",
+    "hydra_plugins.hydra_optuna_sweeper.optuna_sweeper",  # Hydra imports every plugin that is installed
+    "hydra_plugins.hydra_submitit_launcher.submitit_launcher",
     "fault_loop",
 ]
 CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.symlink", "os.truncate")  # audit events
