@@ -24,8 +24,8 @@ _USES_OF_PLUS = (
 def prepare(words: list[str], config_dir: str) -> list[str]:
     """Return the arguments as Hydra reads them: values quoted, options last, ++ before settings of an earlier run.
 
-    Raises UsageError for a setting that nothing reads, a value without a name, and an empty folder, which Hydra takes for
-    the current one.
+    Raises UsageError for a setting that nothing reads, a value without a name, and an empty folder, which Hydra takes
+    for the current one.
     """
     for word in words:
         if word.startswith("="):
