@@ -22,7 +22,10 @@ from torchvision.transforms import ColorJitter, RandomHorizontalFlip
 
 from vitkernels.data.checks import check_number, check_range, value_error
 from vitkernels.data.decode import Decoder, ImageFile
-from vitkernels.data.geometry import Crop, crop_and_resize
+from vitkernels.data.decode.contract import REDUCTIONS
+from vitkernels.data.decode.gpu import EncodedJpeg
+from vitkernels.data.geometry import TORCH_MODES, Crop, center, crop_and_resize
+from vitkernels.data.undecoded import EncodedCrop
 from vitkernels.errors import UsageError, unknown_name
 
 _SECTIONS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}  # timm's
@@ -33,12 +36,30 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 class PreparedImage(NamedTuple):
     """One sample as a worker prepares it.
 
-    pixels: uint8 (3, S, S).
+    pixels: uint8 (3, S, S), or the encoded image for the device to decode.
     draws: the random numbers that DeviceTransforms applies; the same names and shapes for each sample of a split.
     """
 
-    pixels: torch.Tensor
+    pixels: torch.Tensor | EncodedCrop
     draws: dict[str, torch.Tensor]
+
+
+def _resized(
+    image: ImageFile, decoder: Decoder, crop: Crop, size: tuple[int, int], interpolation: str
+) -> torch.Tensor | EncodedCrop:
+    """Return the crop of an image resized to (height, width), uint8 (3, height, width), or the device's order to do so.
+
+    A worker decodes what is reduced by 8 or more: libjpeg then skips most of the work, and the device could not.
+    """
+    reduction = crop.reduction(*size)
+    if isinstance(image, EncodedJpeg):
+        if reduction < REDUCTIONS[-1]:
+            return EncodedCrop(image.data, image.orientation, image.size, crop, *size, interpolation)
+        encoded = image
+        image = decoder.open_in_worker(image.data, "JPEG much larger than the model's images")
+        encoded.fallback, encoded.warnings, decoder = image.fallback, image.warnings, decoder.in_worker
+    decoded = decoder.decode(image, reduction)
+    return crop_and_resize(decoded, crop.reduced(image.size, decoded), *size, interpolation, decoder.is_reference)
 
 
 class TrainAugmentation:
@@ -112,13 +133,15 @@ class TrainAugmentation:
         crop = Crop(*self._crop.get_params(like, self._crop.scale, self._crop.ratio)).within(height, width)
         several = len(self._interpolations) > 1
         interpolation = random.choice(self._interpolations) if several else self._interpolations[0]
-        decoded = decoder.decode(image, crop.reduction(size, size))
-        pixels = crop_and_resize(
-            decoded, crop.reduced(image.size, decoded), size, size, interpolation, decoder.is_reference
-        )
-        if self.worker_steps:
+        pixels = _resized(image, decoder, crop, (size, size), interpolation)
+        if isinstance(pixels, torch.Tensor) and self.worker_steps:
             return PreparedImage(self.augment_in_worker(pixels), self._draw_boxes())
         return PreparedImage(pixels, self._draw_flip_and_jitter() | self._draw_boxes())
+
+    @property
+    def needs_worker(self) -> str | None:
+        """Return why only a worker can prepare images; None if a device can, too."""
+        return "auto_augment runs in the workers" if self.worker_steps else _only_in_worker(self._interpolations)
 
     def augment_in_worker(self, pixels: torch.Tensor) -> torch.Tensor:
         """Apply the steps that only timm implements to pixels uint8 (3, S, S)."""
@@ -174,12 +197,16 @@ class EvalPreprocessing:
 
     def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage:
         width, height = image.size
-        target_h, target_w = self._resized_size(height, width)
         everything = Crop(0, 0, height, width)
-        decoded = decoder.decode(image, everything.reduction(target_h, target_w))
-        everything = everything.reduced(image.size, decoded)
-        resized = crop_and_resize(decoded, everything, target_h, target_w, self.interpolation, decoder.is_reference)
-        return PreparedImage(_center(resized, self.image_size, self.border), {})
+        pixels = _resized(image, decoder, everything, self._resized_size(height, width), self.interpolation)
+        if isinstance(pixels, torch.Tensor):
+            pixels = center(pixels, self.image_size, self.border)
+        return PreparedImage(pixels, {})
+
+    @property
+    def needs_worker(self) -> str | None:
+        """Return why only a worker can prepare images; None if a device can, too."""
+        return _only_in_worker([self.interpolation])
 
     def _resized_size(self, height: int, width: int) -> tuple[int, int]:
         side = self.resized
@@ -190,18 +217,6 @@ class EvalPreprocessing:
             return round(height / scale), round(width / scale)
         long = int(side * max(height, width) / min(height, width))  # rounded down, as torchvision does
         return (long, side) if height > width else (side, long)
-
-
-def _center(pixels: torch.Tensor, size: int, border: Sequence[int]) -> torch.Tensor:
-    """Crop the center of pixels (3, H, W) to (3, size, size); a shorter side gets a border of this color."""
-    height, width = pixels.shape[1:]
-    if height < size or width < size:
-        padded = torch.tensor(border, dtype=torch.uint8)[:, None, None].repeat(1, max(height, size), max(width, size))
-        top, left = max(size - height, 0) // 2, max(size - width, 0) // 2
-        padded[:, top : top + height, left : left + width] = pixels
-        pixels, (height, width) = padded, padded.shape[1:]
-    top, left = round((height - size) / 2.0), round((width - size) / 2.0)
-    return pixels[:, top : top + size, left : left + size]
 
 
 class _Boxes:
@@ -219,6 +234,11 @@ class _Boxes:
     def __setitem__(self, place: tuple[slice, slice, slice], value: torch.Tensor) -> None:
         _, rows, columns = place
         self.found.append((rows.start, rows.stop, columns.start, columns.stop))
+
+
+def _only_in_worker(interpolations: Sequence[str]) -> str | None:
+    others = [mode for mode in interpolations if mode not in TORCH_MODES]
+    return f"Pillow resizes by {others[0]}, in the workers" if others else None
 
 
 def _timm_transform(image_size: int, **settings: Any) -> Any:

@@ -3,6 +3,7 @@
 Shapes: H, W of the decoded image, h, w of the crop, C channels.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from vitkernels.data.decode.contract import REDUCTIONS
 
 # torch resizes uint8 in these modes about four times as fast as Pillow, equal up to two gray levels of 255.
-_TORCH_MODES = ("bilinear", "bicubic")
+TORCH_MODES = ("bilinear", "bicubic")
 _RESERVE = 2  # a JPEG is decoded at a reduced scale only while a crop keeps this multiple of the output's pixels
 
 
@@ -64,9 +65,24 @@ def crop_and_resize(
     part = np.require(part, requirements=["C", "W"])  # torch warns of arrays that may not be written
     if (crop.height, crop.width) == (height, width):
         return torch.from_numpy(part).permute(2, 0, 1)
-    if by_pillow or interpolation not in _TORCH_MODES:
+    if by_pillow or interpolation not in TORCH_MODES:
         resampling = Image.Resampling[interpolation.upper()]
         resized = Image.fromarray(part).resize((width, height), resampling)
         return torch.from_numpy(np.array(resized)).permute(2, 0, 1)
     batch = torch.from_numpy(part).permute(2, 0, 1)[None]  # channels last: torch's fast path
     return F.interpolate(batch, size=(height, width), mode=interpolation, antialias=True)[0]
+
+
+def center(pixels: torch.Tensor, size: int, border: Sequence[int]) -> torch.Tensor:
+    """Crop the center of pixels (3, H, W) to (3, size, size); a shorter side gets a border of this color."""
+    height, width = pixels.shape[1:]
+    if (height, width) == (size, size):
+        return pixels
+    if height < size or width < size:
+        color = torch.tensor(border, dtype=pixels.dtype, device=pixels.device)
+        padded = color[:, None, None].repeat(1, max(height, size), max(width, size))
+        top, left = max(size - height, 0) // 2, max(size - width, 0) // 2
+        padded[:, top : top + height, left : left + width] = pixels
+        pixels, (height, width) = padded, padded.shape[1:]
+    top, left = round((height - size) / 2.0), round((width - size) / 2.0)
+    return pixels[:, top : top + size, left : left + size]

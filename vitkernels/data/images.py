@@ -5,9 +5,10 @@ Shapes: B rows, S image side, N images of a split.
 
 import io
 import logging
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from vitkernels.data.augment import EvalPreprocessing, PreparedImage, TrainAugmentation
 from vitkernels.data.checks import as_list, check_number, is_numbers
-from vitkernels.data.contract import IGNORE, Data, RawBatch
+from vitkernels.data.contract import IGNORE, Data
 from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
+from vitkernels.data.decode.gpu import nvjpeg
 from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.headers import check_headers
 from vitkernels.data.image_source import ImageSource, SourceError
@@ -25,6 +27,7 @@ from vitkernels.data.input_spec import InputSpec
 from vitkernels.data.loader import DatasetLoader
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
+from vitkernels.data.undecoded import DeviceDecoder, EncodedCrop, Undecoded
 from vitkernels.errors import UsageError
 
 # The values of most ImageNet models.
@@ -37,7 +40,14 @@ PREPROCESSING = {
 }
 
 
-Prepare = Callable[[ImageFile, Decoder], PreparedImage]
+class Prepare(Protocol):
+    """What a worker does with an image; it may draw from the global generators."""
+
+    @property
+    def needs_worker(self) -> str | None:
+        """Return why only a worker can prepare images; None if a device can, too."""
+
+    def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage: ...
 
 
 class ImageSamples:
@@ -54,13 +64,19 @@ class ImageSamples:
         device_transforms: DeviceTransforms,
         *,
         seed: int,
+        device_decoder: DeviceDecoder | None = None,
+        device_share: float = 1.0,
     ):
         self.source = source
         self.prepare = prepare
         self.decoder = decoder
         self.device_transforms = device_transforms
         self.seed = seed
+        self.device_decoder = device_decoder
+        self.device_share = device_share
         self._blank = self._prepare_blank()
+        assert isinstance(self._blank.pixels, torch.Tensor), "only JPEG files are left to a device"
+        self._side = self._blank.pixels.shape[-1]
 
     def __len__(self) -> int:
         return len(self.source.targets)
@@ -69,9 +85,10 @@ class ImageSamples:
         """Return the image of (epoch, index), or None if the file cannot be read, and the problems found."""
         epoch, index = key
         try:
-            image = self.decoder.open(self.source.read(index))
+            decoder = self._decoder_of(epoch, index)
+            image = decoder.open(self.source.read(index))
             with seeded_globals(self.seed, Stream.SAMPLE, epoch, index):
-                prepared = self.prepare(image, self.decoder)
+                prepared = self.prepare(image, decoder)
         except SourceError:
             raise
         except UnidentifiedImageError:
@@ -83,9 +100,8 @@ class ImageSamples:
             problems.append(SampleProblem(index, image.fallback, unreadable=False, fallback=True))
         return prepared, problems
 
-    def load(self, ids: list[int], epoch: int) -> tuple[RawBatch, torch.Tensor, list[SampleProblem]]:
-        size = self._blank.pixels.shape[-1]
-        pixels = torch.zeros(len(ids), 3, size, size, dtype=torch.uint8)
+    def load(self, ids: list[int], epoch: int) -> tuple[dict[str, Any], torch.Tensor, list[SampleProblem]]:
+        images: list[torch.Tensor | EncodedCrop | None] = []
         draws = {name: torch.stack([draw] * len(ids)) for name, draw in self._blank.draws.items()}
         known = self.source.targets
         dtype = torch.int64 if known.ndim == 1 else torch.float32
@@ -94,13 +110,34 @@ class ImageSamples:
         for row, index in enumerate(ids):
             image, found = self[epoch, index]
             problems += found
+            images.append(None if image is None else image.pixels)
             if image is None:
                 continue
-            pixels[row] = image.pixels
             for name, draw in image.draws.items():
                 draws[name][row] = draw
             targets[row] = torch.as_tensor(known[index])
-        return {"pixels": pixels, **draws}, targets, problems
+        return {"pixels": self._pixels(images), **draws}, targets, problems
+
+    def _pixels(self, images: list[torch.Tensor | EncodedCrop | None]) -> torch.Tensor | Undecoded:
+        if self.device_decoder is not None:
+            return Undecoded.of(images, self._side)
+        pixels = torch.zeros(len(images), 3, self._side, self._side, dtype=torch.uint8)
+        for row, image in enumerate(images):
+            if isinstance(image, torch.Tensor):
+                pixels[row] = image
+        return pixels
+
+    def _decoder_of(self, epoch: int, index: int) -> Decoder:
+        """Return the decoder of an image: a function of the arguments and the seed, like every draw."""
+        if self.device_share == 1 or self.decoder.in_worker is self.decoder:
+            return self.decoder
+        drawn = zlib.crc32(f"{self.seed} {epoch} {index}".encode()) / 2**32
+        return self.decoder if drawn < self.device_share else self.decoder.in_worker
+
+    @property
+    def targets_are_classes(self) -> bool:
+        """Return whether targets are class numbers, int64 (N,), rather than float32 (N, K)."""
+        return self.source.targets.ndim == 1
 
     def order(self, draw: np.random.Generator) -> np.ndarray:
         """Return the order of an epoch of training."""
@@ -142,6 +179,7 @@ class ImageSettings:
     small_images: str = "upscale"
     max_bad_share: float = 0.01
     decode: str = "auto"
+    cuda_share: float = 1.0
 
     def build(
         self,
@@ -162,18 +200,32 @@ class ImageSettings:
         augmentation: dict[str, Any] = {name: getattr(self, name) for name in names}
         augmentation |= {name: prepared[name] for name in ("mean", "interpolation")}
         resize = {name: value for name, value in prepared_eval.items() if name != "std"}
-        decoder = choose_decoder(self.decode)
+        check_number("cuda_share", self.cuda_share, 0, 1)
+        decoder = choose_decoder(self.decode, on_gpu=spec.pin_memory)
         prepare: dict[str, Prepare] = {
             "train": TrainAugmentation(spec.image_size, **augmentation),
             "val": EvalPreprocessing(spec.image_size, **resize),
         }
         finish = DeviceTransforms(tuple(prepared["mean"]), tuple(prepared["std"]), noise=self.re_mode == "pixel")
+        border = [round(255 * value) for value in prepared["mean"]]
         sources, num_classes, class_names = open_sources()
         mixing = spec.mixing(self.mixup, num_classes=num_classes)
 
         def loader(split: str, training: bool) -> DatasetLoader:
+            prepared_by = prepare["train" if training else "val"]
+            device_decoder = DeviceDecoder(nvjpeg, border) if decoder.name == "cuda" else None
+            used = decoder
+            if device_decoder is not None and prepared_by.needs_worker is not None:
+                used, device_decoder = decoder.in_worker, None
+                log.info("%s: decode=%s for %s", prepared_by.needs_worker, used.name, split)
             samples = ImageSamples(
-                sources[split], prepare["train" if training else "val"], decoder, finish, seed=spec.seed
+                sources[split],
+                prepared_by,
+                used,
+                finish,
+                seed=spec.seed,
+                device_decoder=device_decoder,
+                device_share=self.cuda_share,
             )
             mixed = mixing if training else None
             return spec.loader(samples, training=training, mixing=mixed, max_bad_share=self.max_bad_share, log=log)

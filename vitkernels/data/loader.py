@@ -5,6 +5,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -15,6 +16,7 @@ from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.samples import SampleBatches, SampleProblem, Samples
+from vitkernels.data.undecoded import DeviceDecoder
 from vitkernels.data.workers import dataloader, is_from_dead_worker, worker_count
 from vitkernels.errors import UsageError
 
@@ -91,6 +93,7 @@ class DatasetLoader:
         self.bad_images: dict[str, str] = {}
         self.fallbacks: Counter[str] = Counter()  # samples that the faster decoder left to Pillow, by reason
         self._logged_fallbacks = False
+        self._decode: DeviceDecoder | None = getattr(samples, "device_decoder", None)
         self._finish = getattr(samples, "device_transforms", None) or DeviceTransforms()
         self._batches = SampleBatches(samples, batch_size, seed, training, mixing, shard)
         self.batches_per_epoch = self._batches.per_epoch
@@ -132,14 +135,18 @@ class DatasetLoader:
             return f"raise num_workers from {workers} to {most}, one per core"
         options = ["cheaper augmentation", "smaller image files", "more cores"]
         decoder = getattr(self._batches.samples, "decoder", None)
-        if decoder is not None and decoder.name != "turbo":
+        if decoder is not None and decoder.name == "pillow":
             options.insert(0, "decode=turbo (pip install simplejpeg)")
         return f"all {most} cores of this process have a worker; try {', '.join(options)}"
 
     def load(self, ids: list[int]) -> torch.Tensor:
         """Return the images of these samples, float32 (N, C, S, S), as evaluation sees them."""
         images, targets, _ = self._batches.samples.load(ids, 0)
-        return self.finish({**images, "targets": targets})[0] if isinstance(images, dict) else images
+        if not isinstance(images, dict):
+            return images
+        if self._decode is not None:
+            images = images | {"pixels": self._decode(images["pixels"])[0].cpu()}
+        return self.finish({**images, "targets": targets})[0]
 
     def _handle_problems(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch | RawBatch]:
         """Yield the batches; log and count their problems."""
@@ -158,25 +165,47 @@ class DatasetLoader:
                 raise WorkerDiedError(reason, batch, epoch) from error
             if isinstance(made, SourceError):
                 raise made
-            batch += 1
             finished, problems = made
             if problems:
                 self._report(problems)
-            yield finished
+            yield finished if self._decode is None else self._decoded(self._decode, finished, epoch, batch)
+            batch += 1
+
+    def _decoded(self, decode: DeviceDecoder, raw: dict[str, Any], epoch: int, batch: int) -> RawBatch:
+        """Return the batch with the pixels that the device decodes; rows that nothing can decode have no sample.
+
+        The target of a lost row's partner in Mixup or CutMix stays the mixture that the worker calculated.
+        """
+        pixels, failed = decode(raw["pixels"])
+        raw = raw | {"pixels": pixels}
+        if failed:
+            ids = self.sample_ids(epoch, batch)
+            self._report([SampleProblem(ids[f.row], f.reason, unreadable=f.lost, fallback=not f.lost) for f in failed])
+            lost = [each.row for each in failed if each.lost]
+            raw["targets"][lost] = self._batches.target_without_sample
+            if "missing" in raw:
+                raw["missing"][lost] = True
+        return raw
 
     def _log_fallbacks(self) -> None:
         """Log, after the first epoch that ends, how many samples the faster decoder left to Pillow."""
         if self.fallbacks and not self._logged_fallbacks:
             self._logged_fallbacks = True
             counts = ", ".join(f"{count} ({reason})" for reason, count in self.fallbacks.most_common())
-            self._log.info("samples decoded by Pillow in this epoch: %s", counts)
+            self._log.info("samples decoded by %s in this epoch: %s", self._other_decoder, counts)
+
+    @property
+    def _other_decoder(self) -> str:
+        """What decodes the images that the requested decoder does not."""
+        return "Pillow" if self._decode is None else "the CPU"
 
     def _report(self, problems: list[SampleProblem]) -> None:
         names = self.describe([problem.index for problem in problems])
         for name, problem in zip(names, problems, strict=True):
             if problem.fallback:
                 if not self.fallbacks[problem.message]:
-                    self._log.info("Pillow decodes %s: %s; similar samples are only counted", name, problem.message)
+                    message = "%s decodes %s: %s; similar samples are only counted"
+                    self._log.info(message, self._other_decoder, name, problem.message)
                 self.fallbacks[problem.message] += 1
             elif not problem.unreadable:
                 if (name, problem.message) not in self._warned:

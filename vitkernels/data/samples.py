@@ -4,7 +4,7 @@ Shapes: B rows, C channels, S image side.
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.utils.data import Dataset
@@ -13,8 +13,9 @@ from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, RawBatch, Shard, 
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.randomness import Stream, generator
+from vitkernels.data.undecoded import Undecoded
 
-Images = torch.Tensor | RawBatch
+Images = torch.Tensor | dict[str, Any]  # a RawBatch, or one whose "pixels" are Undecoded
 
 
 class SampleProblem(NamedTuple):
@@ -68,6 +69,12 @@ class SampleBatches(Dataset):
         full, rest = divmod(len(self.samples), self.batch_size * self.shard.world)
         return full if self.training or not rest else full + 1
 
+    @property
+    def target_without_sample(self) -> int:
+        """Return the target of a row without a sample: zeros if class numbers are mixed, else the IGNORE of `load`."""
+        mixes_classes = self.mixing is not None and getattr(self.samples, "targets_are_classes", True)
+        return 0 if mixes_classes else IGNORE
+
     def ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
         """Return the samples of this process's rows, or of process `rank`. All assignment of samples is here."""
         shard = self.shard if rank is None else self.shard._replace(rank=rank)
@@ -89,17 +96,27 @@ class SampleBatches(Dataset):
             images, targets, problems = self.samples.load(ids or [0], epoch)
         except SourceError as error:
             return error  # raised by the loader: an error that a worker raises arrives without its code and fields
-        raw = images if isinstance(images, dict) else {"pixels": images}
+        raw: dict[str, Any] = images if isinstance(images, dict) else {"pixels": images}
         if not ids:
-            raw, targets, problems = {name: tensor[:0] for name, tensor in raw.items()}, targets[:0], []
+            raw, targets, problems = {name: _no_rows(values) for name, values in raw.items()}, targets[:0], []
         padding = self.batch_size - len(targets)
-        raw = {name: pad_rows(tensor, padding) for name, tensor in raw.items()}
+        raw = {name: _padded(values, padding) for name, values in raw.items()}
         targets = pad_rows(targets, padding, IGNORE)
         if self.mixing is not None:
             # One mixture per batch is that of the global batch; mixtures per row are drawn by each process.
             number = batch if self.mixing.one_per_batch else batch * self.shard.world + self.shard.rank
-            targets, draws = self.mixing.draw(targets, raw["pixels"].shape[-1], epoch, number)
+            pixels = raw["pixels"]
+            side = pixels.side if isinstance(pixels, Undecoded) else pixels.shape[-1]
+            targets, draws = self.mixing.draw(targets, side, epoch, number)
             raw |= draws
         elif not isinstance(images, dict):
             return (raw["pixels"], targets), problems
         return {**raw, "targets": targets}, problems
+
+
+def _padded(values: torch.Tensor | Undecoded, count: int) -> torch.Tensor | Undecoded:
+    return values.padded(count) if isinstance(values, Undecoded) else pad_rows(values, count)
+
+
+def _no_rows(values: torch.Tensor | Undecoded) -> torch.Tensor | Undecoded:
+    return Undecoded.of([], values.side) if isinstance(values, Undecoded) else values[:0]

@@ -10,6 +10,7 @@ from vitkernels.errors import UsageError
 from vitkernels.runtime.base import Runtime, Tensors, map_tensors, unavailable_error
 
 _FUSED_OPTIMIZERS = ("adam", "adamw", "sgd", "momentum")  # timm's names for classes of torch.optim
+_URGENT = -1  # a stream's priority; the default is 0, and lower is sooner
 _MOST_CYCLES_PER_MS = 2e6  # no GPU of this kind has a clock above 2 GHz; at a lower one a hold is longer
 
 
@@ -45,8 +46,12 @@ class CudaRuntime(Runtime):
         return {"fused": True} if name in _FUSED_OPTIMIZERS else {}
 
     def feed(self, batches: Iterable[Tensors]) -> Iterator[Tensors]:
-        """Copy one batch ahead on a side stream, from pinned memory, without blocking the host."""
-        copies = torch.cuda.Stream(self.device)
+        """Copy one batch ahead on a side stream, from pinned memory, without blocking the host.
+
+        What `batches` itself does on the device, such as decoding, runs on this stream, too. It takes precedence over
+        the step's kernels: it is little work, and the next step waits for it.
+        """
+        copies = torch.cuda.Stream(self.device, priority=_URGENT)
         compute = torch.cuda.current_stream(self.device)
 
         def start_copy(tensor: Tensor) -> Tensor:
@@ -55,10 +60,13 @@ class CudaRuntime(Runtime):
             pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
             return pinned.to(self.device, non_blocking=True)
 
-        ahead = None
-        for batch in batches:
+        ahead, source = None, iter(batches)
+        while True:
             with torch.cuda.stream(copies):
-                following = map_tensors(start_copy, batch)
+                batch = next(source, None)
+                following = None if batch is None else map_tensors(start_copy, batch)
+            if following is None:
+                break
             if ahead is not None:
                 yield ahead
             compute.wait_stream(copies)

@@ -10,38 +10,49 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vitkernels.data.decode import pillow, turbo
+from vitkernels.data.decode import gpu, pillow, turbo
 from vitkernels.data.decode.contract import ImageFile, NotSupported
 from vitkernels.errors import UsageError, unknown_name
 
-NAMES = ("auto", "pillow", "turbo")
+NAMES = ("auto", "pillow", "turbo", "cuda")
 
 __all__ = ["NAMES", "Decoder", "ImageFile", "choose_decoder"]
 
 
 class Decoder:
-    """Opens encoded images with the named decoder, and with Pillow those that it does not support.
+    """Opens encoded images with the named decoder, and with another one those that it does not support.
 
-    name: "pillow" or "turbo".
+    name: "pillow", "turbo" or "cuda".
     is_reference: whether images are also resized by Pillow, which makes them equal to timm's bit for bit.
+    in_worker: the decoder of a worker process: this one, or that for what "cuda" does not support.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.is_reference = name == "pillow"
-        self._open: Callable[[bytes], ImageFile] = {"pillow": pillow.PillowImage, "turbo": turbo.TurboImage}[name]
+        self.in_worker = Decoder("turbo" if _has_turbo() else "pillow") if name == "cuda" else self
+        self._open: Callable[[bytes], ImageFile] = _IMAGES[name]
 
     def open(self, data: bytes) -> ImageFile:
         """Return the image of a file's bytes, with only its header read. Raises what Pillow raises."""
         try:
             return self._open(data)
         except NotSupported as reason:
-            return pillow.PillowImage(data, fallback=str(reason))
+            return self.open_in_worker(data, str(reason))
+
+    def open_in_worker(self, data: bytes, reason: str) -> ImageFile:
+        """Return the image as a worker opens it, for the reason that this decoder does not."""
+        if self.in_worker is self:
+            return pillow.PillowImage(data, fallback=reason)
+        image = self.in_worker.open(data)
+        image.fallback = reason
+        return image
 
     def decode(self, image: ImageFile, reduction: int = 1) -> np.ndarray:
-        """Return image.decode(reduction); a JPEG that `turbo` reports as damaged is decoded again by Pillow.
+        """Return image.decode(reduction) of an image that a worker opened.
 
-        Pillow decides whether a damaged file is an image, so the decision does not depend on the decoder.
+        A JPEG that `turbo` reports as damaged is decoded again by Pillow, which decides whether a damaged file is an
+        image, so the decision does not depend on the decoder.
         """
         try:
             return image.decode(reduction)
@@ -51,14 +62,33 @@ class Decoder:
             return again.decode(reduction)
 
 
-def choose_decoder(name: str) -> Decoder:
+_IMAGES: dict[str, Callable[[bytes], ImageFile]] = {
+    "pillow": pillow.PillowImage,
+    "turbo": turbo.TurboImage,
+    "cuda": gpu.EncodedJpeg,
+}
+
+
+def _has_turbo() -> bool:
+    return importlib.util.find_spec("simplejpeg") is not None
+
+
+def choose_decoder(name: str, on_gpu: bool = False) -> Decoder:
     """Return the decoder of this name; "auto" is turbo if simplejpeg is installed, else pillow.
 
-    Raises UsageError for an unknown name, and for "turbo" without simplejpeg.
+    on_gpu: whether an NVIDIA GPU of this process takes the batches.
+    Raises UsageError for an unknown name, for "turbo" without simplejpeg, and for "cuda" without the GPU.
     """
     if name not in NAMES:
         raise unknown_name("decode", str(name), NAMES)
-    has_turbo = importlib.util.find_spec("simplejpeg") is not None
+    if name == "cuda" and not on_gpu:
+        raise UsageError(
+            "decode='cuda' decodes on the NVIDIA GPU that trains, and this run uses none: use decode='auto', 'turbo' "
+            "or 'pillow', or runtime=cuda (pin_memory=True for a loader of one's own)",
+            code="data.decode",
+            decode=name,
+        )
+    has_turbo = _has_turbo()
     if name == "turbo" and not has_turbo:
         raise UsageError(
             "decode='turbo' needs simplejpeg, which is not installed: pip install simplejpeg, or use decode='pillow'",
