@@ -1,5 +1,7 @@
 """Triton kernels of 8-bit products: x w with 32-bit sums, and optional scales of rows and columns.
 
+No kernel is specialized on what depends on the batch size: M, or K of a weight gradient. One kernel serves all.
+
 Shape suffixes: M rows, K the summed dimension, N columns.
 """
 
@@ -20,7 +22,7 @@ def grouped_tile(program, M, N, TILE_M: tl.constexpr, TILE_N: tl.constexpr, GROU
     return group * GROUP + within % height, within // height
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "programs"])
 def product_kernel(
     x_MK, w_NK, out_ptr, x_scale_ptr, w_scale_ptr, bias_ptr, out_stride_m, M, N, K, programs,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
@@ -59,7 +61,7 @@ def copy_kernel(x_ptr, out_ptr, x_stride_r, x_stride_k, out_stride_r, R, K, TILE
     tl.store(out_ptr + r[:, None] * out_stride_r + k[None, :], x, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["STEPS", "RUN", "TOTAL"])
 def partial_sums_kernel(
     x_MK, w_NK, partials_ptr, ACROSS, STEPS, RUN, TOTAL,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, SUM: tl.constexpr,
@@ -87,7 +89,7 @@ def partial_sums_kernel(
             start += last - first
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["STEPS", "RUN"])
 def add_partials_kernel(
     partials_ptr, out_ptr, x_scale_ptr, w_scale_ptr, M, N, ACROSS, STEPS, RUN,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROWS: tl.constexpr,

@@ -53,24 +53,23 @@ def sums_over_rows(x_MGN: Tensor) -> Tensor:
     sums_PGN = x_MGN.new_empty(parts, G, N, dtype=torch.float32)
     if sums_PGN.numel():
         triton_call(
-            x_MGN, sums_PGN, x_MGN.stride(0), x_MGN.stride(1), M, G * N, N,
+            x_MGN, sums_PGN, x_MGN.stride(0), x_MGN.stride(1), M, G * N, N, steps,
             kernel=column_sums_kernel, grid=(cdiv(G * N, columns), parts),
-            ROWS=rows, COLUMNS=columns, STEPS=steps,
+            ROWS=rows, COLUMNS=columns,
         )  # fmt: skip
     return sums_over_rows(sums_PGN) if parts > 1 else sums_PGN[0]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "steps"])  # one kernel for all batch sizes
 def column_sums_kernel(
-    x, sums, stride_row, stride_group, M, columns, N,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
-    """Sum ROWS * STEPS rows of (M, columns); the columns are groups of N, stride_group apart."""
+    x, sums, stride_row, stride_group, M, columns, N, steps, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Sum ROWS * steps rows of (M, columns); the columns are groups of N, stride_group apart."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     place = column // N * stride_group + column % N
-    first = tl.program_id(1) * (ROWS * STEPS)
+    first = tl.program_id(1) * (ROWS * steps)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for step in range(STEPS):
+    for step in range(steps):
         row = first + step * ROWS + tl.arange(0, ROWS)
         inside = (row < M)[:, None] & (column < columns)[None, :]
         at = row.to(tl.int64)[:, None] * stride_row + place[None, :]

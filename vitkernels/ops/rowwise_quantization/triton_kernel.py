@@ -1,7 +1,8 @@
 """Triton kernels of 8-bit quantization: scales along rows and columns, and transposed copies.
 
 Hopper's 8-bit tensor cores require both operands to be contiguous along the summed dimension, hence the transposed
-copies. q and qt are int8 pointers for every dtype: the kernels store bits.
+copies. q and qt are int8 pointers for every dtype: the kernels store bits. No kernel is specialized on what depends on
+the batch size, so that one serves all.
 
 Shape suffixes: M rows (tokens), C columns (channels).
 """
@@ -39,7 +40,7 @@ def _value(x_ptr, gradient_ptr, m, c, M, C, GELU: tl.constexpr):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def rows_kernel(
     x_ptr, gradient_ptr, q_ptr, scale_ptr, M, C,
     GELU: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr,
@@ -73,7 +74,7 @@ def _floats(q, DTYPE: tl.constexpr):
     return q.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def transpose_kernel(
     q_ptr, scale_ptr, qt_ptr, sums_ptr, M, M_PADDED, C,
     DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -89,7 +90,7 @@ def transpose_kernel(
         tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * C + c, tl.sum(value, axis=0), mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "STEPS"])
 def column_tops_kernel(
     x_ptr, factor_ptr, other_factor_ptr, top_ptr, sums_ptr, M, C, STEPS,
     KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -117,7 +118,7 @@ def column_tops_kernel(
         tl.store(sums_ptr + tl.program_id(0).to(tl.int64) * C + c, total, mask=c < C)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def columns_kernel(
     x_ptr, factor_ptr, other_factor_ptr, top_ptr, qt_ptr, scale_ptr, M, M_PADDED, C,
     KIND: tl.constexpr, LARGEST: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
