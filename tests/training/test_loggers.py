@@ -7,6 +7,7 @@ import pytest
 
 from vitkernels.training.loggers import JsonLinesLogger, run_loggers
 from vitkernels.training.loggers.base import DiskGuard
+from vitkernels.training.loggers.tensorboard import TensorBoardLogger
 from vitkernels.training.metrics import StepRecord
 
 
@@ -45,6 +46,17 @@ def test_full_disk__delays_lines_without_ending_the_run(tmp_path, caplog):
     board = EventAccumulator(str(tmp_path))
     board.Reload()
     assert {1, 4} <= {point.step for point in board.Scalars("train/loss")}
+
+
+def test_tensorboard__removes_empty_files_of_a_full_disk(tmp_path):
+    logger = TensorBoardLogger(tmp_path, DiskGuard(tmp_path))
+    logger._writer.close()
+    logger._writer = None  # as after an error
+    (tmp_path / "events.out.tfevents.1.host.2.3").touch()
+    logger.scalars(1, {"train/loss": 1.0})
+    logger.close()
+    files = list(tmp_path.glob("events.out.tfevents.*"))
+    assert files and all(path.stat().st_size for path in files)
 
 
 def test_restart_from_scratch__leaves_no_old_points(tmp_path):

@@ -44,9 +44,16 @@ class TensorBoardLogger(NullLogger):
         if self._writer is None and self._guard.failing:
             return
         with self._guard.tolerate():
-            writer, self._writer = self._writer or SummaryWriter(str(self._folder)), None
+            writer, self._writer = self._writer or self._reopened(), None
             put(writer)
             self._writer = writer
+
+    def _reopened(self) -> SummaryWriter:
+        """Return a writer of a new file; remove the empty files of attempts on a full disk."""
+        for path in self._folder.glob("events.out.tfevents.*"):
+            if path.stat().st_size == 0:
+                path.unlink()
+        return SummaryWriter(str(self._folder))
 
     def steps(self, records: list[StepRecord]) -> None:
         def put(writer: SummaryWriter) -> None:
