@@ -1,5 +1,6 @@
 """Write files so that a crash or a full disk leaves either the old content or the new one, never a torn file."""
 
+import contextlib
 import errno
 import json
 import os
@@ -8,11 +9,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 _OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_OF_THE_PLACE = (*_OF_THE_DISK, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 
 def is_disk_error(error: BaseException) -> bool:
     """Return whether an error means that a disk is full, over its quota or read-only."""
     return isinstance(error, OSError) and error.errno in _OF_THE_DISK
+
+
+def is_place_error(error: OSError) -> bool:
+    """Return whether a file cannot be written where it was asked for, while another place may work."""
+    return error.errno in _OF_THE_PLACE
 
 
 def read_json(path: Path) -> dict | None:
@@ -48,7 +55,8 @@ def write_synced(path: Path, write: Callable[[BinaryIO], Any]) -> None:
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a read-only disk; the first error is the cause
+            path.unlink(missing_ok=True)
         raise
 
 

@@ -1,5 +1,6 @@
 """The `vitkernels` command: the arguments that reach train.py, and how mistakes are reported."""
 
+import errno
 import io
 import os
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from vitkernels.cli import embed
 from vitkernels.cli import main as console
 from vitkernels.config.help import help_text
 from vitkernels.config.schema import Config
@@ -89,6 +91,26 @@ def test_help__needs_no_torch():
 
 def test_doctor__takes_no_arguments(capsys):
     assert console.main(["doctor", "x"]) == 2 and "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOTDIR])
+def test_embed__unwritable_output_is_one_line(monkeypatch, capsys, code):
+    def fail(words):
+        raise OSError(code, os.strerror(code), "/mnt/x.npz")
+
+    monkeypatch.setattr(embed, "main", fail)
+    assert console.main(["embed", "run", "images"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and "/mnt/x.npz" in line
+
+
+def test_embed__other_system_errors_are_raised(monkeypatch):
+    def fail(words):
+        raise OSError(errno.EIO, "I/O error")
+
+    monkeypatch.setattr(embed, "main", fail)
+    with pytest.raises(OSError, match="I/O error"):
+        console.main(["embed", "run", "images"])
 
 
 def test_help_of_train__has_every_setting():

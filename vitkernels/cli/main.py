@@ -145,6 +145,7 @@ def _on_trained(module: str) -> Callable[[list[str]], int]:
             print(f"error: {module} needs further packages: pip install 'vitkernels[train]'", file=sys.stderr)
             return 2
         from vitkernels.errors import UsageError
+        from vitkernels.files import is_place_error
 
         logging.basicConfig(level=logging.WARNING, format="%(message)s")
         try:
@@ -155,6 +156,11 @@ def _on_trained(module: str) -> Callable[[list[str]], int]:
         except BrokenPipeError:  # the reader of the output, such as `head`, closed the pipe
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
+        except OSError as error:
+            if not is_place_error(error):
+                raise
+            print(f"error: {error}: choose another place for the output", file=sys.stderr)
+            return 2
 
     return run
 
