@@ -268,6 +268,7 @@ def test_posterize__matches_pillow(mode):
     ("setting", "value"),
     [
         ("scale", [0.5]),
+        ("scale", [0.5, 2]),
         ("ratio", "wide"),
         ("hflip", 2),
         ("crop_pct", "abc"),

@@ -107,7 +107,8 @@ def check_data(data: DataSettings) -> None:
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(
             f"data._target_={data.target} is not an importable function ({error}). data=digits, data=fake, "
-            "data=imagefolder, data=shards and data=table select the built-in ones; your own is MODULE.FUNCTION",
+            "data=imagefolder, data=shapes, data=shards and data=table select the built-in ones; your own is "
+            "MODULE.FUNCTION",
             code="config.target",
             setting="data._target_",
             value=data.target,

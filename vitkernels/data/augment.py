@@ -83,7 +83,7 @@ class TrainAugmentation:
         re_mode: str,
         re_count: int,
     ):
-        check_range("scale", scale)
+        check_range("scale", scale, 1)  # shares of the image's area
         check_range("ratio", ratio)
         check_number("hflip", hflip, 0, 1)
         check_number("re_prob", re_prob, 0, 1)
