@@ -141,6 +141,19 @@ def test_norm_mlp__matches_float64_for_each_gelu(backend, approximate, keep):
     check(norm_mlp, backend, given, torch.bfloat16, approximate=approximate, keep_activation=keep)
 
 
+def test_norm_mlp__saves_the_branch_instead_of_the_sum():
+    """x is saved by the op that computed it, so a layer keeps one float32 stream, not two."""
+    torch.manual_seed(0)
+    given = draw(norm_mlp, (2, 5, 16), out=torch.bfloat16)
+    leaves = {k: v.requires_grad_(k not in ("branch", "sample_scale_B")) for k, v in given.items()}
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        with torch.autocast("cpu", torch.bfloat16):
+            total, _ = norm_mlp(**leaves, backend="pallas_tpu")
+    streams = {x.data_ptr() for x in kept if x.shape == total.shape}
+    assert streams == {given["x"].data_ptr(), given["branch"].data_ptr()}
+
+
 @pytest.mark.parametrize("backend", BACKENDS.names())
 def test_norm_linear__returns_zero_gradient_for_the_keys_bias(backend):
     torch.manual_seed(0)

@@ -81,26 +81,32 @@ class Norm(NamedTuple):
             "sample_scale": None if scale is None else scale.detach().float().contiguous(),
         }
 
-    def kept(self) -> tuple[Tensor | None, ...]:
+    def kept(self, with_branch: bool = False) -> tuple[Tensor | None, ...]:
         """Return the tensors to save for `backward`, which an instance without x can be made from."""
-        branch = self.branch if self.layer_scale_C is not None else None
+        branch = self.branch if with_branch or self.layer_scale_C is not None else None
         return branch, self.weight_C, self.bias_C, self.branch_bias_C, self.layer_scale_C, self.sample_scale_B
 
     def backward(
-        self, total: Tensor, dtotal: Tensor | None, incoming: dict[str, Tensor], eps: float, branch_dtype
+        self,
+        total: Tensor | None,
+        dtotal: Tensor | None,
+        incoming: dict[str, Tensor],
+        eps: float,
+        branch_dtype: torch.dtype | None,
     ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
         """Return the gradients of the seven operands; with a product, also the sums of dy over all tokens and the norm.
 
         Args:
-            total: the forward pass' sum (B, N, C). dtotal: its gradient, if any.
+            total: the forward pass' sum (B, N, C); None to add x and the branch again. dtotal: its gradient, if any.
             incoming: {"dnormed": gradient of the norm}, or {"dy", "weight"}: gradient of the product and its weight,
                 with "weight_scale" in 8 bits.
             branch_dtype: dtype of the branch; None without one.
         """
         scaled = self.layer_scale_C is not None or self.sample_scale_B is not None
-        separate = branch_dtype is not None and (scaled or branch_dtype != total.dtype)  # else dbranch equals dx
+        separate = branch_dtype is not None and (scaled or branch_dtype != self.x.dtype)  # else dbranch equals dx
         arrays = {
             "total": total,
+            "x": tokens(self.x) if total is None else None,
             "gamma": shared(self.weight_C),
             "branch": None if self.branch is None else tokens(self.branch),
             "beta": shared(self.bias_C) if "dy" in incoming else None,

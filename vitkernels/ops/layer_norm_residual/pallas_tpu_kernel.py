@@ -73,6 +73,14 @@ def _sample_scale(refs: dict, blocks: RowBlocks, image: int):
     return refs["sample_scale"][pl.program_id(0) * blocks.images + image]
 
 
+def _total(r: dict, blocks: RowBlocks, piece: tuple[int, slice]):
+    """Return rows of the sum, as read or as added up by the forward pass."""
+    if "total" in r:
+        return r["total"][piece].astype(f32)
+    branch = _scaled(r["branch"][piece].astype(f32), r, blocks, piece[0], with_bias=True)
+    return (r["x"][piece].astype(f32) + branch).astype(r["x"].dtype).astype(f32)
+
+
 def _statistics(total, eps: float):
     """Return (total - mean) / deviation and 1 / deviation of each row."""
     centred = total - jnp.mean(total, axis=1, keepdims=True)
@@ -188,8 +196,8 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
     Args:
         arrays, given: as in norm_forward: total (B, N, C), gamma, branch, branch_bias, layer_scale, sample_scale;
             dtotal (B, N, C), if total has a gradient; dnormed (B, N, C), or dy (B, N, F), weight (1, F, C) and beta.
-            branch is needed with a layer_scale only. With weight_scale (1, 1, C), the weight is int8, and dy is rounded
-            to int8 with a scale per row.
+            branch is needed with a layer_scale, or if x is given instead of total, which is then added up again. With
+            weight_scale (1, 1, C), the weight is int8, and dy is rounded to int8 with a scale per row.
         branch_dtype: dtype of dbranch; "" for none, if it equals dx.
 
     sums (B, S, C) are sums over an image's tokens: of gamma's and beta's gradient, then branch_bias' and layer_scale's,
@@ -197,10 +205,10 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
     gradient needs: recomputed, it takes no memory between the passes.
     """
     named = dict(zip(given, arrays, strict=True))
-    total = named["total"]
-    B, N, C = total.shape
+    stream = named["total" if "total" in named else "x"]
+    B, N, C = stream.shape
     kept = ["gamma", "beta", *[name for name in ("branch_bias", "layer_scale") if name in named]]
-    results = [("dx", C, total.dtype)] + ([("dbranch", C, branch_dtype)] if branch_dtype else [])
+    results = [("dx", C, stream.dtype)] + ([("dbranch", C, branch_dtype)] if branch_dtype else [])
     recomputed = [(C, named["dy"].dtype)] if "dy" in named else []
     blocks = _blocks(named, [*[(width, dtype) for _, width, dtype in results], *recomputed])
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
@@ -238,7 +246,7 @@ def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps
 
         if "dbias" in r:
             r["dbias"][image] += sum_rows(r["dy"][image, rows].astype(f32), inside)
-        normed, rstd = _statistics(r["total"][image, rows].astype(f32), eps)
+        normed, rstd = _statistics(_total(r, blocks, piece), eps)
         if "normed" in r:
             r["normed"][image, rows] = (normed * gamma + r["beta"][0].astype(f32)).astype(r["normed"].dtype)
         add("gamma", dnormed * normed)

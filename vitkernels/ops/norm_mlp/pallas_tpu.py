@@ -14,7 +14,7 @@ from vitkernels.ops.layer_norm_residual import pallas_tpu as norms
 from vitkernels.ops.layer_norm_residual.pallas_tpu import Norm, NormSettings, as_inputs
 from vitkernels.ops.mlp.pallas_tpu import HiddenGradients
 from vitkernels.ops.norm_mlp import reference
-from vitkernels.ops.tpu_arrays import Factor, shared
+from vitkernels.ops.tpu_arrays import Factor, shared, tokens
 
 
 def unsupported(norm, weight1, bias1, weight2, eps, tanh: bool, keep: bool, out_dtype, eight_bit=None) -> str | None:
@@ -43,7 +43,8 @@ class _NormMlp(torch.autograd.Function):
         extra = {**factor1.forward, "bias": shared(bias1)}
         total, act, saved = norm.forward(settings, extra, gelu="tanh" if tanh else "none", keep=keep)
         factors = *factor1.kept(), *factor2.kept()
-        ctx.save_for_backward(total, *factors, act if keep else None, saved, *norm.kept())
+        # The sum is not saved: whoever computed x has saved it, and the branch is smaller than the sum.
+        ctx.save_for_backward(norm.x, *factors, act if keep else None, saved, *norm.kept(with_branch=True))
         ctx.settings, ctx.tanh, ctx.shape, ctx.features = settings, tanh, norm.x.shape, len(weight2)
         ctx.branch_dtype = None if norm.branch is None else norm.branch.dtype
         ctx.dtypes = [None if p is None else p.dtype for p in (weight1, bias1, weight2)]
@@ -54,13 +55,14 @@ class _NormMlp(torch.autograd.Function):
     @staticmethod
     @differentiable_once("norm_mlp by pallas_tpu")
     def backward(ctx, dtotal, dy):
-        total, weight1, scale1, weight2, scale2, act, saved, *kept = ctx.saved_tensors
+        x, weight1, scale1, weight2, scale2, act, saved, *kept = ctx.saved_tensors
         eps, out_dtype, eight_bit = ctx.settings.eps, ctx.settings.out_dtype, ctx.settings.eight_bit
-        dy = total.new_zeros(*total.shape[:2], ctx.features, dtype=out_dtype) if dy is None else dy
-        dy = dy.reshape(*total.shape[:2], ctx.features).contiguous()
+        dy = saved.new_zeros(*saved.shape[:2], ctx.features, dtype=out_dtype) if dy is None else dy
+        dy = dy.reshape(*saved.shape[:2], ctx.features).contiguous()
         hidden = HiddenGradients(dy, Factor.from_kept((weight2, scale2)), act, saved, ctx.tanh)
         incoming = {"dy": hidden.dpre, **Factor.from_kept((weight1, scale1)).backward}
-        norm = Norm(total, *kept)
+        norm = Norm(x, *kept)
+        total = tokens(x) if norm.branch is None else None
         gradients, (dbias1, normed) = norm.backward(total, dtotal, incoming, eps, ctx.branch_dtype)
         needs_dweight1, needs_dbias1, needs_dweight2 = ctx.needs_input_grad[7:10]
         dtype1, bias_dtype1, dtype2 = ctx.dtypes
