@@ -147,9 +147,9 @@ def test_norm_mlp__saves_the_branch_instead_of_the_sum():
     given = draw(norm_mlp, (2, 5, 16), out=torch.bfloat16)
     leaves = {k: v.requires_grad_(k not in ("branch", "sample_scale_B")) for k, v in given.items()}
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        with torch.autocast("cpu", torch.bfloat16):
-            total, _ = norm_mlp(**leaves, backend="pallas_tpu")
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        total, _ = norm_mlp(**leaves, backend="pallas_tpu")
     streams = {x.data_ptr() for x in kept if x.shape == total.shape}
     assert streams == {given["x"].data_ptr(), given["branch"].data_ptr()}
 

@@ -10,13 +10,12 @@ from vitkernels.bridge.jax_compat import jax
 _SPARSE = (512, 512, 1024)  # rows, columns and depth of a block in JAX's notebook on sparse kernels
 
 
-def build(kind: str, *sizes: int):
+def build(kind: str, *sizes: int | str):
     """Return the arguments of `compile_jax` for a case.
 
     Args:
         kind: one of `KINDS`.
-        sizes: the rows of a square product and the (rows, columns, depth) of its blocks; or (images, heads, tokens,
-            head dim, tokens of a block; 0 for the kernel's own) of attention.
+        sizes: the arguments of its function.
     """
     case: Any = KINDS[kind]
     return case(*sizes)
@@ -30,11 +29,98 @@ def _xla(size: int):
     return jax.numpy.matmul, _square(size)
 
 
+def _product(rows: int, columns: int, depth: int, dtype: str):
+    """XLA's product in `dtype`; of int8, in int32."""
+    result = "int32" if dtype == "int8" else dtype
+    function = partial(jax.numpy.matmul, preferred_element_type=result)
+    return function, [jax.ShapeDtypeStruct(shape, dtype) for shape in ((rows, depth), (depth, columns))]
+
+
+def _relu_apart(size: int):
+    """XLA's product in float32, then ReLU in an operation of its own, as two eager calls compute them."""
+
+    def function(x, y):
+        return jax.numpy.maximum(jax.lax.optimization_barrier(x @ y), 0)
+
+    return function, _square(size, "float32")
+
+
 def _blocked(size: int, *block: int):
     from vitkernels.bridge.examples import quickstart
 
     blocked: Any = quickstart.matmul_jax
     return partial(blocked, block=block), _square(size)
+
+
+def _summed_in_result(size: int, *block: int):
+    """A product in blocks of (rows, columns, depth) whose float32 result holds the sums; XLA rounds it afterwards."""
+    from jax.experimental import pallas as pl
+
+    rows, columns, depth = block
+
+    def kernel(x_ref, y_ref, o_ref):
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            o_ref[...] = jax.numpy.zeros_like(o_ref)
+
+        o_ref[...] += jax.numpy.dot(x_ref[...], y_ref[...], preferred_element_type="float32")
+
+    call = pl.pallas_call(
+        kernel,
+        grid=(size // rows, size // columns, size // depth),
+        in_specs=[
+            pl.BlockSpec((rows, depth), lambda i, j, k: (i, k)),
+            pl.BlockSpec((depth, columns), lambda i, j, k: (k, j)),
+        ],
+        out_specs=pl.BlockSpec((rows, columns), lambda i, j, k: (i, j)),
+        out_shape=jax.ShapeDtypeStruct((size, size), "float32"),
+    )
+    return (lambda x, y: call(x, y).astype(x.dtype)), _square(size)
+
+
+def _swiglu(tokens: int, channels: int, hidden: int, rows: int, columns: int):
+    """silu(x gate) · (x up), in blocks of rows and columns with the entire depth."""
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, gate_ref, up_ref, o_ref):
+        gate, up = (jax.numpy.dot(x_ref[...], ref[...], preferred_element_type="float32") for ref in (gate_ref, up_ref))
+        o_ref[...] = (jax.nn.silu(gate) * up).astype(o_ref.dtype)
+
+    weight = pl.BlockSpec((channels, columns), lambda i, j: (0, j))
+    result = jax.ShapeDtypeStruct((tokens, hidden), "bfloat16")
+    call = pl.pallas_call(
+        kernel,
+        grid=(tokens // rows, hidden // columns),
+        in_specs=[pl.BlockSpec((rows, channels), lambda i, j: (i, 0)), weight, weight],
+        out_specs=pl.BlockSpec((rows, columns), lambda i, j: (i, j)),
+        out_shape=result,
+    )
+    shapes = (tokens, channels), (channels, hidden), (channels, hidden)
+    return call, [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+
+
+def _rms_norm(tokens: int, channels: int, rows: int):
+    """x + y and its RMS norm, `rows` tokens at a time."""
+    from jax.experimental import pallas as pl
+
+    def kernel(x_ref, y_ref, weight_ref, norm_ref, total_ref):
+        x, y, weight = (ref[...].astype("float32") for ref in (x_ref, y_ref, weight_ref))
+        total = x + y
+        scale = jax.numpy.sqrt(jax.numpy.mean(total * total, axis=-1, keepdims=True) + 1e-6)
+        norm_ref[...] = (total / scale * weight[None]).astype(norm_ref.dtype)
+        total_ref[...] = total.astype(total_ref.dtype)
+
+    block = pl.BlockSpec((rows, channels), lambda i: (i, 0))
+    array = jax.ShapeDtypeStruct((tokens, channels), "bfloat16")
+    weight = jax.ShapeDtypeStruct((channels,), "bfloat16")
+    call = pl.pallas_call(
+        kernel,
+        grid=(tokens // rows,),
+        in_specs=[block, block, pl.BlockSpec((channels,), lambda i: (0,))],
+        out_specs=[block, block],
+        out_shape=[array, array],
+    )
+    return call, [array, array, weight]
 
 
 def _masked(size: int):
@@ -43,6 +129,7 @@ def _masked(size: int):
 
 
 def _flash(images: int, heads: int, tokens: int, head_dim: int, block: int = 0):
+    """JAX's flash attention; block: tokens of a block, 0 for the kernel's own."""
     from jax.experimental.pallas.ops.tpu import flash_attention as flash
 
     array, sizes = jax.ShapeDtypeStruct((images, heads, tokens, head_dim), "bfloat16"), None
@@ -108,4 +195,7 @@ def _sparse(size: int):
     return call, [*scalars, *_square(size), jax.ShapeDtypeStruct((2, rows, columns), "int32")]
 
 
-KINDS = {"xla": _xla, "pallas": _blocked, "masked": _masked, "flash": _flash, "sparse": _sparse}
+KINDS = {
+    "xla": _xla, "product": _product, "relu": _relu_apart, "pallas": _blocked, "summed": _summed_in_result,
+    "swiglu": _swiglu, "rms_norm": _rms_norm, "masked": _masked, "flash": _flash, "sparse": _sparse,
+}  # fmt: skip

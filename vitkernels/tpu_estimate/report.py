@@ -135,32 +135,36 @@ def caveat(chip: Chip) -> str:
     text = CAVEAT.replace("v5e; no TPU", f"{chip.name}; no TPU")
     if chip.validated:
         return text
-    return (
-        f"{text} NOT VALIDATED for {chip.name}: the published timings are for v5e; clock and bandwidth are those "
-        f"of the {chip.name} data sheet."
-    )
+    return f"{text} NOT VALIDATED for {chip.name}: clock and bandwidth are those of its data sheet; {trust(chip)}"
 
 
 def trust(chip: Chip) -> str:
     """Return in one line how far an estimate for the chip can be trusted."""
-    ratios = [case.ratio for case in PUBLISHED]
-    known = f"{len(ratios)} published timings of v5e: estimate / published is {min(ratios):.2f} to {max(ratios):.2f}."
-    return known if chip.validated else f"{known} NOT VALIDATED for {chip.name}."
+    fitted = [case.ratio for case in PUBLISHED if case.fitted]
+    others = [case.ratio for case in PUBLISHED if case.chip == chip.name and not case.fitted]
+    text = (
+        f"Estimate / published: {min(fitted):.2f} to {max(fitted):.2f} for the {len(fitted)} timings of v5e that two "
+        "constants were fitted to"
+    )
+    if others:
+        return f"{text}, {min(others):.2f} to {max(others):.2f} for {len(others)} others of {chip.name}."
+    return f"{text}. NOT VALIDATED for {chip.name}."
 
 
 def validation(chip: Chip = CHIPS["v5e"]) -> str:
     """Return the caveat, and a table of estimates next to timings published for a real v5e."""
-    lines = [caveat(chip), "", "| case (TPU v5e) | estimate ms | published ms | ratio |", "|---|---|---|---|"]
-    lines += [f"| {c.what} | {c.recorded_ms:g} | {c.published_ms:g} | {c.ratio:.2f} |" for c in PUBLISHED]
+    lines = [caveat(chip), "", "| case | chip | estimate ms | published ms | ratio |", "|---|---|---|---|---|"]
+    lines += [f"| {c.what} | {c.chip} | {c.recorded_ms:g} | {c.published_ms:g} | {c.ratio:.2f} |" for c in PUBLISHED]
     return "\n".join(lines)
 
 
 def published_lines() -> Iterator[str]:
     """Yield the published timings as Markdown, each with its recorded estimate and that of this checkout."""
-    columns = ("case", "chip", "recorded ms", "now ms", "published ms", "now / published", "source")
+    columns = ("case", "chip", "recorded ms", "now ms", "published ms", "now / published", "source", "note")
     yield "ESTIMATES, no TPU was used\n\n| " + " | ".join(columns) + " |\n" + "|---" * len(columns) + "|"
     for case in PUBLISHED:
         cells = [case.what, case.chip, f"{case.recorded_ms:g}", "–", f"{case.published_ms:g}", "–", case.source]
+        cells.append(case.note)
         if case.program:
             ms = reestimate(case)
             cells[3], cells[5] = f"{ms:.3f}", f"{ms / case.published_ms:.2f}"
