@@ -33,6 +33,10 @@ def double(x, *, rows=8, interpret=False):
         kernel, grid=(x.shape[0] // rows,), in_specs=[block], out_specs=block, out_shape=shape, interpret=interpret
     )(x)
 
+def interpreted(x, *, rows):
+    jitted = jax.jit(double, static_argnames=("rows", "interpret"))
+    return jitted(x, rows=rows, interpret=jax.default_backend() != "tpu")
+
 def sorting(x):
     def kernel(x_ref, o_ref):
         o_ref[...] = jnp.sort(x_ref[...], axis=-1)
@@ -92,8 +96,13 @@ def test_estimate__errors_of_a_call(module):
         estimate(f"{module}:double", "f32[8]")
     with error("tpu_estimate.call"):
         estimate(f"{module}:double", columns=3)
-    with error("tpu_estimate.interpreted"):
-        estimate(f"{module}:double", interpret=True)
+
+
+@needs_libtpu
+def test_estimate__compiles_a_kernel_that_its_module_interprets_without_a_tpu(module):
+    found = [user_kernel.facts(estimate(f"{module}:{name}", rows=128)) for name in ("double", "interpreted")]
+    assert found[0]["estimate_ms"] == found[1]["estimate_ms"] > 0
+    assert [o["kind"] for o in found[1]["operations"]] == ["Pallas kernel"]
 
 
 @needs_libtpu

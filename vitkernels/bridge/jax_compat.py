@@ -99,25 +99,34 @@ def interpreted(jaxpr):
 
     Rewriting the trace leaves the user's function unchanged: it does not need an `interpret` argument.
     """
-    if isinstance(jaxpr, jex_core.Jaxpr):  # since jax 0.11 closed jaxprs are of this class too
-        return jaxpr.replace(eqns=[_interpreted_equation(equation) for equation in jaxpr.eqns])
-    return jex_core.ClosedJaxpr(interpreted(jaxpr.jaxpr), jaxpr.consts)
 
-
-def _interpreted_equation(equation):
-    if "interpret" in equation.params:  # pallas_call and core_map
+    def interpret(given):
         note(PALLAS)
-        return equation.replace(params={**equation.params, "interpret": equation.params["interpret"] or True})
-    params = {name: _interpreted_param(value) for name, value in equation.params.items()}
-    return equation.replace(params=params)
+        return given or True
+
+    return _with_interpret(jaxpr, interpret)
 
 
-def _interpreted_param(value):
-    if isinstance(value, jex_core.Jaxpr | jex_core.ClosedJaxpr):
-        return interpreted(value)
-    if isinstance(value, tuple) and any(isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr) for x in value):
-        return tuple(map(_interpreted_param, value))  # the branches of a cond
-    return value
+def compiled(jaxpr):
+    """Return the closed jaxpr with each Pallas kernel set to be compiled, even if the user's function interprets it."""
+    return _with_interpret(jaxpr, lambda given: False)
+
+
+def _with_interpret(part, change):
+    """Return a jaxpr with the `interpret` of each kernel, at any depth, replaced by change(interpret)."""
+    if isinstance(part, jex_core.Jaxpr):  # since jax 0.11 closed jaxprs are of this class too
+        return part.replace(eqns=[_equation_with_interpret(equation, change) for equation in part.eqns])
+    if isinstance(part, jex_core.ClosedJaxpr):
+        return jex_core.ClosedJaxpr(_with_interpret(part.jaxpr, change), part.consts)
+    if isinstance(part, tuple) and any(isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr) for x in part):
+        return tuple(_with_interpret(x, change) for x in part)  # the branches of a cond
+    return part
+
+
+def _equation_with_interpret(equation, change):
+    if "interpret" in equation.params:  # pallas_call and core_map
+        return equation.replace(params={**equation.params, "interpret": change(equation.params["interpret"])})
+    return equation.replace(params={name: _with_interpret(value, change) for name, value in equation.params.items()})
 
 
 def jit_on_cpu(function):
