@@ -130,7 +130,7 @@ def build(target: str, shapes: list, keywords: dict) -> tuple:
         message = f"{target} calls no Pallas kernel: its trace contains no pallas_call"
         raise UsageError(message, code="tpu_estimate.no_pallas_call", target=target)
     if any(call.params.get("interpret") for call in calls):  # many modules interpret where JAX has no TPU, as here
-        function = jex_core.jaxpr_as_fun(compiled(jaxpr))  # type: ignore[assignment]  # of the same arrays
+        function = jex_core.jaxpr_as_fun(compiled(jaxpr))
     return function, arrays, True
 
 

@@ -103,7 +103,7 @@ class Norm(NamedTuple):
             branch_dtype: dtype of the branch; None without one.
         """
         scaled = self.layer_scale_C is not None or self.sample_scale_B is not None
-        separate = branch_dtype is not None and (scaled or branch_dtype != self.x.dtype)  # else dbranch equals dx
+        separate = branch_dtype if scaled or branch_dtype != self.x.dtype else None  # else dbranch equals dx
         arrays = {
             "total": total,
             "x": tokens(self.x) if total is None else None,
@@ -114,9 +114,9 @@ class Norm(NamedTuple):
             "dtotal": None if dtotal is None else tokens(dtotal),
             **incoming,
         }
-        static = {"eps": eps, "branch_dtype": dtype_name(branch_dtype) if separate else ""}
+        static = {"eps": eps, "branch_dtype": "" if separate is None else dtype_name(separate)}
         dx, *rest = tpu_arrays.run(_backward, arrays, **static)
-        dbranch = rest.pop(0) if separate else dx if branch_dtype is not None else None
+        dbranch = rest.pop(0) if separate is not None else dx if branch_dtype is not None else None
         sums = list(rest.pop(0).sum(0).unbind(0))
         parameters = (self.weight_C, self.bias_C, self.branch_bias_C, self.layer_scale_C)
         found = [None if p is None else sums.pop(0).to(p.dtype) for p in parameters]
