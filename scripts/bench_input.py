@@ -35,6 +35,8 @@ LOADERS = {
         "color_jitter": 0.4, "re_prob": 0.25, "mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0},
     },
 }  # fmt: skip
+if torch.cuda.is_available():
+    LOADERS["imagefolder, decode=cuda"] = {"decode": "cuda"}
 MIXUP = "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"
 
 
