@@ -1,6 +1,7 @@
 """Replace a module in place, sharing its parameters and state-dict keys."""
 
 from collections.abc import Collection
+from inspect import get_annotations
 from typing import Self, TypeVar
 
 from torch import nn
@@ -17,7 +18,8 @@ class SwappedModule(nn.Module):
         layer = FusedLinear.from_module(linear, backend="triton")
         linear = layer.to_original()
 
-    Annotations in the class body declare its settings: `from_module` requires each by name, `to_original` drops them.
+    Annotations declare the settings, in the class body or in further bases: `from_module` requires each by name,
+    `to_original` drops them.
     """
 
     @classmethod
@@ -26,8 +28,9 @@ class SwappedModule(nn.Module):
 
         `module` may itself be swapped: its settings are dropped first.
         """
-        if settings.keys() != cls.__annotations__.keys():
-            raise TypeError(f"{cls.__name__} has the settings {', '.join(cls.__annotations__)}; got {list(settings)}")
+        names = _settings_of(cls)
+        if settings.keys() != names:
+            raise TypeError(f"{cls.__name__} has the settings {', '.join(sorted(names))}; got {list(settings)}")
         swapped = instance_sharing_state(cls, module, without=_settings(module))
         swapped.__dict__.update(settings)
         return swapped
@@ -52,4 +55,9 @@ def instance_sharing_state(cls: type[M], module: nn.Module, without: Collection[
 
 
 def _settings(module: nn.Module) -> Collection[str]:
-    return type(module).__annotations__ if type(module).__bases__[0] is SwappedModule else ()
+    return _settings_of(type(module)) if type(module).__bases__[0] is SwappedModule else ()
+
+
+def _settings_of(cls: type) -> set[str]:
+    mixins = [base for mixin in cls.__bases__[2:] for base in mixin.__mro__]
+    return {name for each in (cls, *mixins) for name in get_annotations(each)}

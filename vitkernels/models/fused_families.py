@@ -5,7 +5,6 @@ Unlike FusedBlock they add their last branch themselves: the loops of these mode
 Shape suffixes: B images, N tokens, C channels.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,15 +34,6 @@ class _PreNormFusion(ResidualFusion):
 class FusedEvaBlock(SwappedModule, EvaBlock, _PreNormFusion):
     """timm's EvaBlock (EVA, EVA-02, DINOv3, Perception Encoder, RoPE ViTs)."""
 
-    ops: Mapping[str, str]
-    keep_activation: bool
-    residual_dtype: torch.dtype | None
-    if TYPE_CHECKING:  # not at run time: annotations are the settings
-        attn: Any
-        norm1: Any
-        norm2: Any
-        mlp: Any
-
     def forward(
         self, x: Tensor, rope: Tensor | None = None, attn_mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
@@ -53,15 +43,6 @@ class FusedEvaBlock(SwappedModule, EvaBlock, _PreNormFusion):
 class FusedBeitBlock(SwappedModule, beit.Block, _PreNormFusion):
     """timm's Block of BEiT."""
 
-    ops: Mapping[str, str]
-    keep_activation: bool
-    residual_dtype: torch.dtype | None
-    if TYPE_CHECKING:  # not at run time: annotations are the settings
-        attn: Any
-        norm1: Any
-        norm2: Any
-        mlp: Any
-
     def forward(self, x: Tensor, shared_rel_pos_bias: Tensor | None = None) -> Tensor:
         return self.run(x, shared_rel_pos_bias=shared_rel_pos_bias)
 
@@ -69,14 +50,10 @@ class FusedBeitBlock(SwappedModule, beit.Block, _PreNormFusion):
 class FusedSwinBlock(SwappedModule, SwinTransformerBlock, ResidualFusion):
     """timm's SwinTransformerBlock over (B, height, width, C). Its windows are cut and joined as in timm."""
 
-    ops: Mapping[str, str]
-    keep_activation: bool
     residual_dtype: torch.dtype | None
     if TYPE_CHECKING:  # not at run time: annotations are the settings
-        attn: Any
         norm1: Any
         norm2: Any
-        mlp: Any
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.to(self.residual_dtype or x.dtype)

@@ -56,9 +56,9 @@ class ResidualFusion:
     keep_activation: option of the op mlp.
     """
 
-    if TYPE_CHECKING:  # not at run time: annotations of a fused block are its settings
-        ops: Mapping[str, str]
-        keep_activation: bool
+    ops: Mapping[str, str]
+    keep_activation: bool
+    if TYPE_CHECKING:  # not at run time: annotations are the settings
         training: bool
         attn: Any
         norm1: Any
@@ -147,8 +147,6 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
     8 bits. For the settings see ResidualFusion.
     """
 
-    ops: Mapping[str, str]
-    keep_activation: bool
     if TYPE_CHECKING:  # not at run time: annotations are the settings
         attn: Any
         norm1: Any
