@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -71,6 +72,14 @@ def test_write_report__of_an_unfinished_run_with_a_torn_line(tmp_path):
     assert parsed.pictures == 1 and "most confident mistakes" in text
     assert "This run is not complete" in text and "a=<script>" in text and "<b>run & co" in text
     assert (run / "report.html").exists()
+
+
+@pytest.mark.parametrize(("classes", "title"), [(5, "top-1 at the end"), (6, "top-1, top-5 at the end")])
+def test_write_report__shows_top5_with_more_than_five_classes(tmp_path, classes, title):
+    for name in ("summary.json", "metrics.jsonl", "config.json"):
+        shutil.copy(OLD_RUN / name, tmp_path)
+    (tmp_path / "class_names.json").write_text(json.dumps([f"class {n}" for n in range(classes)]))
+    assert title in read(write_report(tmp_path)).texts
 
 
 def test_report__command_line(tmp_path, capsys):

@@ -65,7 +65,7 @@ def page(folder: Path, steps: Sequence[dict], evaluations: Sequence[dict], summa
         f"<p>{html.escape(_headline(summary, steps))}</p>",
         "<h2>Curves</h2>",
         *_curves(steps, evaluations),
-        *_results(summary),
+        *_results(folder, summary),
         *_time_split(summary),
         *_examples(folder),
         *_repeat(folder, summary),
@@ -132,13 +132,17 @@ def _averaged(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return [(group[-1][0], sum(y for _, y in group) / len(group)) for group in groups]
 
 
-def _results(summary: dict[str, Any]) -> list[str]:
+def _results(folder: Path, summary: dict[str, Any]) -> list[str]:
     if summary.get("status") != "done":
         return []
+    names = read_json(folder / "class_names.json")
+    figures = {"top-1": summary["val_top1"], "top-5": summary["val_top5"]}
+    if names and len(names) <= 5:
+        del figures["top-5"]
     times = summary["step_time_ms"]
     memory = summary["peak_memory_bytes"]
     rows = {
-        "top-1, top-5 at the end": _percent(summary["val_top1"], summary["val_top5"]),
+        f"{', '.join(figures)} at the end": _percent(*figures.values()),
         "best top-1": summary["best"] and f"{summary['best']['top1']:.2f} % at step {summary['best']['step']}",
         "loss, mean of the last steps": _number(summary["train_loss"], "{:.4f}"),
         "step time": times["n"]
