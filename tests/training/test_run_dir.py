@@ -2,15 +2,32 @@
 
 import copy
 
+import pytest
 from expecting import error
 from omegaconf import OmegaConf
 
-from vitkernels.files import write_json
+from vitkernels.config import location
+from vitkernels.files import read_json, write_json
 from vitkernels.training import run_dir
 
 
 def plain(cfg):
     return OmegaConf.to_container(cfg, resolve=True)
+
+
+@pytest.mark.parametrize(
+    ("by_command", "script", "expected"),
+    [
+        (True, str(location.train_script()), "vitkernels train seed=3"),
+        (False, str(location.train_script()), f"python {location.train_script()} seed=3"),
+        (True, "mine.py", "python mine.py seed=3"),
+    ],
+)
+def test_command__is_the_one_that_was_typed(tmp_path, settings, monkeypatch, by_command, script, expected):
+    monkeypatch.setattr(location, "PROGRAM", "vitkernels train" if by_command else "python train.py")
+    monkeypatch.setattr("sys.argv", [script, "seed=3"])
+    run_dir.begin(tmp_path, plain(settings()), resumed=False, notes={})
+    assert read_json(tmp_path / "command.json") == {"command": expected}
 
 
 def test_settings_added_later__do_not_block_a_resume(tmp_path, settings):

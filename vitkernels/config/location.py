@@ -22,6 +22,12 @@ def train_script() -> Path:
     return _HOME / "train.py"
 
 
+def program() -> list[str]:
+    """Return the command that started this process, without its settings."""
+    is_ours = PROGRAM.startswith("vitkernels") and sys.argv[0] == str(train_script())
+    return PROGRAM.split() if is_ours else ["python", sys.argv[0]]
+
+
 def train_command() -> list[str]:
     """Return the command that starts train.py in its own process."""
     # -P keeps the package's folder, where train.py is installed, off sys.path: its modules are not top-level ones.

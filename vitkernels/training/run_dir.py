@@ -18,6 +18,7 @@ from pathlib import Path
 
 from vitkernels.checkpoint.checkpoints import Checkpoints, load_state
 from vitkernels.config.groups import OPS
+from vitkernels.config.location import program
 from vitkernels.config.saved import read_settings
 from vitkernels.errors import UsageError
 from vitkernels.files import is_disk_error, read_json, write_json
@@ -276,7 +277,7 @@ def begin(folder: Path, settings: dict, resumed: bool, notes: dict) -> None:
         )
     write_json(folder / "config.json", identity(settings))
     if not resumed or not (folder / "command.json").exists():
-        write_json(folder / "command.json", {"command": shlex.join(["python", *sys.argv])})
+        write_json(folder / "command.json", {"command": shlex.join([*program(), *sys.argv[1:]])})
     for name, content in notes.items():
         if content is not None:
             write_json(folder / f"{name}.json", content)
