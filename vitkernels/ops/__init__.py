@@ -4,8 +4,7 @@ Each op is a folder with a contract (`__init__.py`: the function, its checks and
 module per backend with `unsupported(...)` and `run(...)`. A new op needs these files and its name below.
 
 Every op takes `backend`: "auto", the fastest backend that supports the call, or a name, which runs or raises. Backends
-    are
-imported at their first use; this package imports only torch.
+are imported at their first use; this package imports only torch.
 """
 
 # Import eagerly: an op folder has the name of its function, so importing the folder later would replace the function.
