@@ -41,7 +41,10 @@ def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, 
     compiler.compile_jax(backward, (*inputs, *outputs, outputs[0]), chip=chip)
 
 
-@pytest.mark.parametrize("N", [1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096])
+LONG = [pytest.param(N, marks=pytest.mark.slow) for N in (577, 640, 729, 1025, 4096)]
+
+
+@pytest.mark.parametrize("N", [1, 49, 196, 197, 256, 257, *LONG])
 def test_compiles__lengths(N):
     compile_both(N)
 

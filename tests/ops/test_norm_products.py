@@ -114,6 +114,7 @@ def test_norm_products__match_float64_at_the_lengths_of_vits(op, shape):
     check(op, "pallas_tpu", draw(op, shape, out=torch.bfloat16), torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS.names())
 @pytest.mark.parametrize("op", [norm_linear, norm_mlp], ids=["linear", "mlp"])
 @pytest.mark.parametrize("extras", [(), ("branch",), ("branch", "sample_scale_B")], ids=len)
@@ -130,6 +131,7 @@ def test_norm_products__match_float64_with_a_bfloat16_stream(backend, op):
     assert check(op, backend, given, torch.bfloat16)["total"].dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS.names())
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("keep", [False, True], ids=["recomputed", "kept"])

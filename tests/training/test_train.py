@@ -15,7 +15,14 @@ from vitkernels.training.step_timer import PARTS
 GOLDEN = json.loads((ROOT / "tests/golden/losses.json").read_text())
 
 
-@pytest.mark.parametrize("attn", [name for name in attention.names() if name != "auto"])
+@pytest.mark.parametrize(
+    "attn",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "triton_flash" else name
+        for name in attention.names()
+        if name != "auto"
+    ],
+)
 def test_attention_backend__gives_the_losses_of_the_reference(attn, settings, losses, tmp_path):
     """Train five steps and compare with the stored losses of the reference.
 
@@ -153,6 +160,7 @@ def test_wrong_name__is_reported_in_one_line_message(tmp_path):
     assert len(output.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_xla__trains_on_a_cpu_with_the_losses_of_the_cpu(losses, tmp_path):
     """Train under torch_xla with PJRT_DEVICE=CPU; no step compiles twice."""
     from vitkernels.runtime import xla

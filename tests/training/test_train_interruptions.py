@@ -22,6 +22,7 @@ def uninterrupted(tmp_path_factory):
     return lines, json.loads((folder / "summary.json").read_text())
 
 
+@pytest.mark.slow
 def test_kill__in_mid_epoch_and_in_a_checkpoint_write_changes_nothing(uninterrupted, tmp_path):
     """After two SIGKILLs, resume=auto gives the losses and evaluations of the uninterrupted run bit for bit."""
     overrides = [*RICH, *LENGTH, "resume=auto", f"hydra.run.dir={tmp_path}"]

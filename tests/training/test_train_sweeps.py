@@ -3,11 +3,13 @@
 import json
 import signal
 
+import pytest
 from small_runs import SMALL, finish, logged_steps, start, wait_until
 
 from vitkernels.training.signals import EXIT_INTERRUPTED
 
 
+@pytest.mark.slow
 def test_sweep__survives_failures_and_ends_with_a_verdict(tmp_path):
     """One variant diverges: the table lists it as failed, and repeating the command runs only that one."""
     sweep = ["-m", *SMALL, "attn=native", "optim=sgd", "schedule=constant", "trainer.clip_grad=null", "data=fake"]
@@ -31,6 +33,7 @@ def test_sweep__survives_failures_and_ends_with_a_verdict(tmp_path):
     assert {name: json.loads((done / name).read_text()) for name in by} == by
 
 
+@pytest.mark.slow
 def test_sweep__stops_on_sigterm(tmp_path):
     process = start("-m", *SMALL, "trainer.max_steps=1000,1001", f"hydra.sweep.dir={tmp_path}")
     folder = tmp_path / "trainer.max_steps=1000"
