@@ -1,4 +1,4 @@
-"""data.decode=cuda: what the workers leave to the device, the pixels it makes, and what happens to strange files.
+"""data.decode=cuda: which files workers pass on, the pixels that the device computes, and unusual files.
 
 On the CPU, Pillow stands in for nvJPEG.
 """
@@ -84,7 +84,7 @@ def worst(batches, others) -> int:
     {}, MIXED, {"color_jitter": 0.4, "re_prob": 0.5}, {"crop_mode": "border"}, {"crop_mode": "squash", "crop_pct": 1.0},
     {"interpolation": "bilinear"}, {"interpolation": "random"},
 ], ids=str)  # fmt: skip
-def test_device__makes_the_pixels_and_draws_of_pillow(on_cpu, root, settings):
+def test_device__pixels_and_draws_match_pillow(on_cpu, root, settings):
     ours, pillows = build(root, **settings), build(root, "pillow", **settings)
     # The device rounds once, in float32; Pillow rounds to 8 bits after each of its two passes.
     assert worst(raw_epoch(ours.train), raw_epoch(pillows.train)) <= 2
@@ -92,7 +92,7 @@ def test_device__makes_the_pixels_and_draws_of_pillow(on_cpu, root, settings):
     assert not ours.train.fallbacks and not ours.val.fallbacks
 
 
-def test_workers__hand_over_the_files_themselves(on_cpu, root):
+def test_workers__pass_on_undecoded_files(on_cpu, root):
     loader = build(root).train
     raw, problems = loader._batches[0, 0]
     paths = loader.describe(loader.sample_ids(0, 0))
@@ -184,7 +184,7 @@ def test_file__that_only_pillow_decodes_is_decoded_by_pillow_and_counted(on_cpu,
 
 
 @pytest.mark.parametrize("settings", [{}, MIXED], ids=["plain", "mixed"])
-def test_file__that_nothing_decodes_is_black_and_without_a_target(on_cpu, root, settings):
+def test_file__that_no_decoder_reads_is_black_and_without_a_target(on_cpu, root, settings):
     path = root / "train" / "a" / "1.jpg"
     data = bytearray(path.read_bytes())
     table = data.index(b"\xff\xc4") + 5
@@ -239,7 +239,7 @@ def test_share__is_chosen_by_image_and_epoch_alone(on_cpu, root):
         build(root, cuda_share=1.5)
 
 
-def test_auto_augment__is_decoded_by_workers_and_said_so(on_cpu, root, caplog):
+def test_auto_augment__makes_workers_decode_and_logs_it(on_cpu, root, caplog):
     caplog.set_level(logging.INFO)
     settings = {"auto_augment": "rand-m9-mstd0.5-inc1"}
     ours, workers = build(root, **settings), build(root, "auto", **settings)
@@ -270,7 +270,7 @@ def on_gpu(root):
 
 
 @pytest.mark.gpu
-def test_nvjpeg__full_chroma_is_within_a_few_levels_of_pillow(on_gpu, root):
+def test_nvjpeg__with_full_chroma_is_within_a_few_levels_of_pillow(on_gpu, root):
     """4:4:4: nvJPEG's inverse DCT and color conversion round otherwise than libjpeg's, by 1 each before the resize."""
     for split in ("train", "val"):
         for path in (root / split).glob("*/*.jpg"):
@@ -283,7 +283,7 @@ def test_nvjpeg__full_chroma_is_within_a_few_levels_of_pillow(on_gpu, root):
 
 
 @pytest.mark.gpu
-def test_nvjpeg__halved_chroma_is_close_to_pillow_but_at_colored_edges(on_gpu, root):
+def test_nvjpeg__with_halved_chroma_is_close_to_pillow_except_at_colored_edges(on_gpu, root):
     """4:2:0: nvJPEG and libjpeg enlarge chroma by different filters, so pixels at colored edges differ by more."""
     ours, pillows = on_gpu(), build(root, "pillow")
     for one, other in zip(raw_epoch(ours.val), raw_epoch(pillows.val), strict=True):

@@ -47,9 +47,9 @@ class PreparedImage(NamedTuple):
 def _resized(
     image: ImageFile, decoder: Decoder, crop: Crop, size: tuple[int, int], interpolation: str
 ) -> torch.Tensor | EncodedCrop:
-    """Return the crop of an image resized to (height, width), uint8 (3, height, width), or the device's order to do so.
+    """Return the crop of an image, resized to uint8 (3, height, width), or the EncodedCrop of it.
 
-    A worker decodes what is reduced by 8 or more: libjpeg then skips most of the work, and the device could not.
+    A worker decodes images that are reduced by 8 or more: libjpeg then skips most of the work, which nvJPEG cannot.
     """
     reduction = crop.reduction(*size)
     if isinstance(image, EncodedJpeg):
@@ -140,7 +140,7 @@ class TrainAugmentation:
 
     @property
     def needs_worker(self) -> str | None:
-        """Return why only a worker can prepare images; None if a device can, too."""
+        """Return why images must be prepared in a worker; None if the device can prepare them too."""
         return "auto_augment runs in the workers" if self.worker_steps else _only_in_worker(self._interpolations)
 
     def augment_in_worker(self, pixels: torch.Tensor) -> torch.Tensor:
@@ -205,7 +205,7 @@ class EvalPreprocessing:
 
     @property
     def needs_worker(self) -> str | None:
-        """Return why only a worker can prepare images; None if a device can, too."""
+        """Return why images must be prepared in a worker; None if the device can prepare them too."""
         return _only_in_worker([self.interpolation])
 
     def _resized_size(self, height: int, width: int) -> tuple[int, int]:

@@ -74,7 +74,7 @@ def crop_and_resize(
 
 
 def center(pixels: torch.Tensor, size: int, border: Sequence[int]) -> torch.Tensor:
-    """Crop the center of pixels (3, H, W) to (3, size, size); a shorter side gets a border of this color."""
+    """Crop the center of pixels (3, H, W) to (3, size, size); shorter sides are padded with this color."""
     height, width = pixels.shape[1:]
     if (height, width) == (size, size):
         return pixels

@@ -41,11 +41,11 @@ PREPROCESSING = {
 
 
 class Prepare(Protocol):
-    """What a worker does with an image; it may draw from the global generators."""
+    """Prepares an image in a worker; may draw from the global generators."""
 
     @property
     def needs_worker(self) -> str | None:
-        """Return why only a worker can prepare images; None if a device can, too."""
+        """Return why images must be prepared in a worker; None if the device can prepare them too."""
 
     def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage: ...
 
@@ -75,7 +75,7 @@ class ImageSamples:
         self.device_decoder = device_decoder
         self.device_share = device_share
         self._blank = self._prepare_blank()
-        assert isinstance(self._blank.pixels, torch.Tensor), "only JPEG files are left to a device"
+        assert isinstance(self._blank.pixels, torch.Tensor), "the blank image is decoded in the worker"
         self._side = self._blank.pixels.shape[-1]
 
     def __len__(self) -> int:
@@ -128,7 +128,7 @@ class ImageSamples:
         return pixels
 
     def _decoder_of(self, epoch: int, index: int) -> Decoder:
-        """Return the decoder of an image: a function of the arguments and the seed, like every draw."""
+        """Return the decoder of an image, which depends only on the arguments and the seed."""
         if self.device_share == 1 or self.decoder.in_worker is self.decoder:
             return self.decoder
         drawn = zlib.crc32(f"{self.seed} {epoch} {index}".encode()) / 2**32

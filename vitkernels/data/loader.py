@@ -172,7 +172,7 @@ class DatasetLoader:
             batch += 1
 
     def _decoded(self, decode: DeviceDecoder, raw: dict[str, Any], epoch: int, batch: int) -> RawBatch:
-        """Return the batch with the pixels that the device decodes; rows that nothing can decode have no sample.
+        """Return the batch with pixels decoded on the device; rows that no decoder can read hold no sample.
 
         The target of a lost row's partner in Mixup or CutMix stays the mixture that the worker calculated.
         """
@@ -196,7 +196,7 @@ class DatasetLoader:
 
     @property
     def _other_decoder(self) -> str:
-        """What decodes the images that the requested decoder does not."""
+        """Return the name, for messages, of the decoder of images that the requested one does not support."""
         return "Pillow" if self._decode is None else "the CPU"
 
     def _report(self, problems: list[SampleProblem]) -> None:

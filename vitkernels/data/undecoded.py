@@ -1,4 +1,4 @@
-"""Batches of which the device decodes the images: what workers hand over, and the pixels that the device makes of it.
+"""Batches whose images the device decodes: the files and crops that workers pass on, and their decoding.
 
 Shapes: B rows, N of them with an encoded image, M with pixels from a worker, S image side, H, W of a decoded image.
 """
@@ -40,8 +40,8 @@ class Undecoded(NamedTuple):
 
     rows, side: B and S.
     files: uint8, N files one after another. plans: int64 (N, 12), the row of each file, where it ends in `files`, and
-        its EncodedCrop.plan: one tensor, since each takes a file descriptor on its way from the worker.
-    pixels: uint8 (M, 3, S, S), of images that the workers decoded; pixel_rows: int64 (M,). Other rows have no sample.
+        its EncodedCrop.plan. One tensor, since each tensor that a worker sends costs a file descriptor.
+    pixels: uint8 (M, 3, S, S), of images decoded in workers; pixel_rows: int64 (M,). Other rows have no sample.
     """
 
     rows: int
@@ -70,7 +70,7 @@ class Undecoded(NamedTuple):
         )
 
     def padded(self, count: int) -> "Undecoded":
-        """Return the batch with as many rows without a sample at its end."""
+        """Return the batch with `count` rows without a sample appended."""
         return self._replace(rows=self.rows + count)
 
     def crops(self) -> Iterator[tuple[int, Tensor, EncodedCrop]]:
@@ -87,7 +87,7 @@ class Undecoded(NamedTuple):
 
 
 class Undecodable(NamedTuple):
-    """A row that the GPU's decoder did not take; lost: whether Pillow did not, either, so that the row is black."""
+    """A row that the GPU could not decode; lost: whether Pillow could not either, so the row stays black."""
 
     row: int
     reason: str
@@ -96,11 +96,11 @@ class Undecodable(NamedTuple):
 
 @dataclass(frozen=True)
 class DeviceDecoder:
-    """Decodes batches on the device that trains.
+    """Decodes batches on the training device.
 
-    decode: returns images uint8 (3, H, W) on the device of files uint8 (bytes,); RuntimeError if it cannot read one.
+    decode: maps files uint8 (bytes,) to images uint8 (3, H, W) on the device; RuntimeError if it cannot read one.
     device: where the pixels go; None is the current GPU.
-    border: color, 0 to 255, around images that a crop does not fill.
+    border: color, 0 to 255, that pads images smaller than the model's.
     """
 
     decode: Callable[[list[Tensor]], list[Tensor]]
@@ -108,10 +108,10 @@ class DeviceDecoder:
     device: torch.device | None = None
 
     def __call__(self, batch: Undecoded) -> tuple[Tensor, list[Undecodable]]:
-        """Return pixels uint8 (B, 3, S, S) on the device, and the rows that `decode` did not take.
+        """Return pixels uint8 (B, 3, S, S) on the device, and the rows that `decode` could not read.
 
-        A resized image differs from that of the decoded pixels by Pillow by at most one gray level: the arithmetic here
-        is in float32, and rounds once.
+        Given the same decoded pixels, a resized image differs from Pillow's by at most one gray level: it is computed
+        in float32 and rounded once.
         """
         device = self.device or torch.device("cuda", torch.cuda.current_device())
         pixels = torch.zeros(batch.rows, 3, batch.side, batch.side, dtype=torch.uint8, device=device)
@@ -130,12 +130,12 @@ class DeviceDecoder:
         return pixels, problems
 
     def _decoded(self, part: list[tuple[int, Tensor, EncodedCrop]], problems: list[Undecodable]) -> list[Tensor | None]:
-        """Return the decoded images; None for one that nothing can decode. Add what went wrong to `problems`."""
+        """Return the decoded images, None for one that no decoder can read. Append failures to `problems`."""
         try:
             return list(self.decode([file for _, file, _ in part]))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # of the whole batch: it does not say which image
+        except RuntimeError as error:  # for the whole batch: it does not name the image
             if len(part) > 1:
                 return [image for one in part for image in self._decoded([one], problems)]
             row, file, plan = part[0]
@@ -145,7 +145,7 @@ class DeviceDecoder:
 
 
 def _parts(batch: Undecoded) -> Iterator[list[tuple[int, Tensor, EncodedCrop]]]:
-    """Yield the encoded rows in parts whose decoded images fit in memory; one image always does."""
+    """Yield the encoded rows in parts of one image, or of at most _DECODED_AT_A_TIME decoded bytes."""
     part: list[tuple[int, Tensor, EncodedCrop]] = []
     held = 0
     for entry in batch.crops():
@@ -160,7 +160,7 @@ def _parts(batch: Undecoded) -> Iterator[list[tuple[int, Tensor, EncodedCrop]]]:
 
 
 def _cut(image: Tensor, plan: EncodedCrop) -> Tensor:
-    """Return the planned part of a decoded image uint8 (3, H, W), resized to float32 (3, height, width)."""
+    """Return the crop of a decoded image uint8 (3, H, W), resized to float32 (3, height, width)."""
     top, left, height, width = plan.crop
     part = _upright(image, plan.orientation)[None, :, top : top + height, left : left + width].float()
     size = (plan.height, plan.width)

@@ -20,11 +20,12 @@ __all__ = ["NAMES", "Decoder", "ImageFile", "choose_decoder"]
 
 
 class Decoder:
-    """Opens encoded images with the named decoder, and with another one those that it does not support.
+    """Opens encoded images with the named decoder, or with another one if it does not support them.
 
     name: "pillow", "turbo" or "cuda".
     is_reference: whether images are also resized by Pillow, which makes them equal to timm's bit for bit.
-    in_worker: the decoder of a worker process: this one, or that for what "cuda" does not support.
+    in_worker: the decoder that worker processes use: this one, or for "cuda" the one for files that nvJPEG does not
+        support.
     """
 
     def __init__(self, name: str):
@@ -41,7 +42,7 @@ class Decoder:
             return self.open_in_worker(data, str(reason))
 
     def open_in_worker(self, data: bytes, reason: str) -> ImageFile:
-        """Return the image as a worker opens it, for the reason that this decoder does not."""
+        """Return the image, opened by the workers' decoder; reason: why this decoder does not open it."""
         if self.in_worker is self:
             return pillow.PillowImage(data, fallback=reason)
         image = self.in_worker.open(data)
@@ -49,7 +50,7 @@ class Decoder:
         return image
 
     def decode(self, image: ImageFile, reduction: int = 1) -> np.ndarray:
-        """Return image.decode(reduction) of an image that a worker opened.
+        """Return image.decode(reduction) of an image opened in a worker.
 
         A JPEG that `turbo` reports as damaged is decoded again by Pillow, which decides whether a damaged file is an
         image, so the decision does not depend on the decoder.
@@ -76,14 +77,14 @@ def _has_turbo() -> bool:
 def choose_decoder(name: str, on_gpu: bool = False) -> Decoder:
     """Return the decoder of this name; "auto" is turbo if simplejpeg is installed, else pillow.
 
-    on_gpu: whether an NVIDIA GPU of this process takes the batches.
+    on_gpu: whether this process copies its batches to an NVIDIA GPU.
     Raises UsageError for an unknown name, for "turbo" without simplejpeg, and for "cuda" without the GPU.
     """
     if name not in NAMES:
         raise unknown_name("decode", str(name), NAMES)
     if name == "cuda" and not on_gpu:
         raise UsageError(
-            "decode='cuda' decodes on the NVIDIA GPU that trains, and this run uses none: use decode='auto', 'turbo' "
+            "decode='cuda' needs an NVIDIA GPU, and this run does not use one: set decode='auto', 'turbo' "
             "or 'pillow', or runtime=cuda (pin_memory=True for a loader of one's own)",
             code="data.decode",
             decode=name,

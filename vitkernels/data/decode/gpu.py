@@ -1,4 +1,4 @@
-"""Leave JPEG files to the GPU that trains: a worker reads the header, and nvJPEG decodes on the device.
+"""JPEG files for the training GPU: a worker reads the header, and nvJPEG decodes on the device.
 
 Shapes: H, W of a decoded image.
 """
@@ -15,7 +15,7 @@ from vitkernels.data.decode.contract import NotSupported, upright_size
 from vitkernels.data.decode.pillow import orientation_of
 
 _JPEG, _SCAN, _END = b"\xff\xd8\xff", b"\xff\xda", b"\xff\xd9"
-_SAMPLINGS = ((1, 1), (2, 1), (2, 2))  # of luma, next to chroma of (1, 1): 4:4:4, 4:2:2 and 4:2:0
+_SAMPLINGS = ((1, 1), (2, 1), (2, 2))  # of luma, with chroma (1, 1): 4:4:4, 4:2:2 and 4:2:0
 _LARGEST = 16384  # pixels per side
 
 
@@ -28,7 +28,7 @@ class EncodedJpeg:
             raise NotSupported("not a JPEG file")
         try:
             image = Image.open(io.BytesIO(data))
-        except Exception as error:  # Pillow has the last word, in the decoder that takes over
+        except Exception as error:  # the workers' decoder decides whether it is an image
             raise NotSupported(f"JPEG header: {type(error).__name__}") from None
         reason = _unsupported(image, data)
         if reason is not None:
@@ -47,7 +47,7 @@ def _unsupported(image: Image.Image, data: bytes) -> str | None:
     if not isinstance(image, JpegImageFile) or image.mode not in ("L", "RGB"):
         return f"JPEG in {image.mode}"
     if image.info.get("adobe_transform") == 0 or bytes(part[0] for part in image.layer) == b"RGB":
-        return "JPEG in RGB"  # libjpeg recognizes it, nvJPEG would take it for YCbCr
+        return "JPEG in RGB"  # libjpeg recognizes it; nvJPEG would read it as YCbCr
     if "progressive" in image.info:
         return "progressive JPEG"  # nvJPEG decodes these one after another
     luma, *chroma = (part[1:3] for part in image.layer)
@@ -56,7 +56,7 @@ def _unsupported(image: Image.Image, data: bytes) -> str | None:
     if max(image.size) > _LARGEST:
         return f"JPEG of more than {_LARGEST} pixels per side"
     if not data.endswith(_END) and data.rfind(_END) < data.rfind(_SCAN):
-        return "truncated JPEG"  # which nvJPEG might fill up in silence
+        return "truncated JPEG"  # nvJPEG might fill in the missing part without an error
     return None
 
 
