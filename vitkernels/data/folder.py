@@ -77,9 +77,8 @@ def split_by_name(root: str | None, splits: list[str], val_share: float) -> dict
     """List ROOT/<class>/<image>, and assign about val_share of each class to "val" by a hash of the name.
 
     An image stays in its split as others are added, except in classes so small that all hashes fall on one side: the
-        image nearest to the limit then changes sides, so that each class has an image in both splits. UsageError for a
-        folder that
-    has a split, or a class with one image.
+    image nearest to the limit then changes sides, so that each class has an image in both splits. UsageError for a
+    folder that already has splits, or has a class with one image.
     """
     path = _existing_folder(root)
     present = [split for split in ("train", "val") if (path / split).is_dir()]

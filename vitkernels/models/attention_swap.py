@@ -18,8 +18,8 @@ def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
     """Let a backend compute the attention of a timm model in place, and return the model.
 
     Parameters remain the same tensors under the same names, so an existing optimizer stays valid. Attention modules
-        that no backend can compute are left unchanged: a warning (logger "vitkernels") lists them with the reasons.
-            `attention_plan` returns the same list beforehand.
+    that no backend can compute are left unchanged: a warning (logger "vitkernels") lists them with the reasons.
+    `attention_plan` returns the same list beforehand.
 
     Args:
         model: any module that contains attention of timm's (see `vitkernels.models.adapters.table`) or

@@ -26,10 +26,11 @@ class Window:
     """The steps between two synchronizations of the device.
 
     step_ms[i] is the sum of the i-th entries of the next four lists. The last three are empty if the device cannot
-        distinguish them. input_wait_ms: the device waited for input.
-        host_late_ms: the device waited for the host to launch its work; on the CPU, the training thread did not run.
-        device_busy_ms: the device computed.
-        rest_ms: the remainder, for example because of a lower clock or another program on the GPU.
+    distinguish them.
+    input_wait_ms: the device waited for input.
+    host_late_ms: the device waited for the host to launch its work; on the CPU, the training thread did not run.
+    device_busy_ms: the device computed.
+    rest_ms: the remainder, for example because of a lower clock or another program on the GPU.
     """
 
     step_ms: list[float] = field(default_factory=list)
