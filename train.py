@@ -7,15 +7,9 @@ are in vitkernels.training; each works without this file.
 import os
 
 if __name__ == "__main__":
-    import signal
+    from vitkernels.cli.early_stop import end_at_signals
 
-    def _stopped_early(number: int, frame: object) -> None:
-        os.write(1, f"interrupted by {signal.Signals(number).name}; resume=auto continues a run\n".encode())
-        os._exit(75)  # errors.EXIT_INTERRUPTED, which is not imported yet
-
-    # The imports below take seconds; training handles these signals itself.
-    signal.signal(signal.SIGTERM, _stopped_early)
-    signal.signal(signal.SIGINT, _stopped_early)
+    end_at_signals()  # the imports below take seconds; training handles these signals itself
 
 # Set before torch loads. Idle OpenMP threads that spin for long slow training tenfold if processes share cores; idle
 # threads that sleep immediately slow it threefold if they do not.
@@ -24,6 +18,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 import contextlib
 import logging
+import signal
 import sys
 import time
 from collections.abc import Callable

@@ -3,17 +3,19 @@
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from vitkernels.cli import embed
+from vitkernels.cli import early_stop, embed, predict
 from vitkernels.cli import main as console
 from vitkernels.config.help import help_text
 from vitkernels.config.schema import Config
 from vitkernels.config.setting import groups_of, settings_of
+from vitkernels.errors import EXIT_INTERRUPTED
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,6 +64,33 @@ def test_train__returns_the_exit_status(monkeypatch, code, status):
     monkeypatch.setattr(sys, "argv", ["vitkernels"])
     monkeypatch.setattr(console.runpy, "run_path", run_path)
     assert console.main(["train"]) == status
+
+
+def test_train__signals_end_it_at_once_until_it_sets_handlers(monkeypatch):
+    found = []
+    monkeypatch.setattr(sys, "argv", ["vitkernels"])
+    monkeypatch.setattr(console.runpy, "run_path", lambda path, run_name: found.append(signal.getsignal(signal.SIGINT)))
+    before = signal.getsignal(signal.SIGINT)
+    assert console.main(["train"]) == 0
+    assert found == [early_stop._end] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_early_stop__has_the_status_of_an_interrupted_run():
+    program = "import os, signal; from vitkernels.cli import early_stop; early_stop.end_at_signals(); "
+    for number in (signal.SIGINT, signal.SIGTERM):
+        words = [sys.executable, "-c", f"{program}os.kill(os.getpid(), {int(number)})"]
+        ended = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert ended.returncode == EXIT_INTERRUPTED and ended.stdout.count("\n") == 1, ended
+        assert "Traceback" not in ended.stderr
+
+
+def test_predict__interrupted_is_one_line(monkeypatch, capsys):
+    def stop(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict, "main", stop)
+    assert console.main(["predict", "run", "images"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_train__without_the_extra_names_it(monkeypatch, capsys, started):

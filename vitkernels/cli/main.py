@@ -6,10 +6,12 @@ import importlib.util
 import logging
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 
 from vitkernels import __version__
+from vitkernels.cli.early_stop import ended_by_signals
 from vitkernels.cli.printable import print_any_path
 
 USAGE = """usage: vitkernels COMMAND ...
@@ -50,7 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
             hint = f" Settings follow a command: vitkernels train {command}"
         print(f"error: unknown command {command!r}; known: {', '.join(_COMMANDS)}.{hint}", file=sys.stderr)
         return 2
-    return _COMMANDS[command](words) or 0
+    try:
+        return _COMMANDS[command](words) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT  # as shells report it
 
 
 def train(words: list[str]) -> int:
@@ -58,14 +64,15 @@ def train(words: list[str]) -> int:
     if importlib.util.find_spec("hydra") is None:
         print("error: training needs further packages: pip install 'vitkernels[train]'", file=sys.stderr)
         return 2
-    from vitkernels.config.location import train_script
+    with ended_by_signals():
+        from vitkernels.config.location import train_script
 
-    sys.argv = [str(train_script()), *words]
-    try:
-        runpy.run_path(str(train_script()), run_name="__main__")
-    except SystemExit as end:
-        return end.code if isinstance(end.code, int) else int(bool(end.code))
-    return 0
+        sys.argv = [str(train_script()), *words]
+        try:
+            runpy.run_path(str(train_script()), run_name="__main__")
+        except SystemExit as end:
+            return end.code if isinstance(end.code, int) else int(bool(end.code))
+        return 0
 
 
 def complete(words: list[str]) -> int:
