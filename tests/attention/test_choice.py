@@ -27,6 +27,14 @@ def why(request, monkeypatch, tmp_path):
     backends._forget_choices()
 
 
+def test_get__names_the_attribute_that_an_entry_point_lacks(monkeypatch):
+    monkeypatch.setitem(backends.OP._sources, BROKEN, Source("vitkernels.attention:NONE", "entry point of other 1.5"))
+    monkeypatch.setattr(backends.OP, "_failures", {})
+    with error("registry.no_attribute", attribute="NONE") as caught:
+        attention.get(BROKEN)
+    assert "other 1.5" in str(caught.value)
+
+
 def test_doctor__names_a_broken_backend(why, capsys):
     doctor.main()
     printed = capsys.readouterr().out

@@ -29,12 +29,18 @@ class Source:
         return f"{target} ({self.provider})" if self.provider else target
 
     def load(self) -> object:
-        """Import the target and return the module or the attribute; import errors propagate."""
+        """Import the target and return the module or the attribute; import errors propagate.
+
+        Raises UsageError for an attribute that the module lacks.
+        """
         if not isinstance(self.target, str):
             return self.target
         module, _, attributes = self.target.partition(":")
         loaded = import_module(module)
         for attribute in filter(None, attributes.split(".")):
+            if not hasattr(loaded, attribute):
+                message = f"{self} cannot be imported: {module} has no attribute {attribute}"
+                raise UsageError(message, code="registry.no_attribute", target=self.target, attribute=attribute)
             loaded = getattr(loaded, attribute)
         return loaded
 
