@@ -22,7 +22,8 @@ def test_full_disk__is_refused_before_training(settings, monkeypatch, tmp_path, 
     with error("run.disk_full", free=1_000_000) as caught:
         train.run(settings(*SMALL, "trainer.max_steps=2"), tmp_path)
     weights = 4 * sum(math.prod(shape) for shape in _shapes(settings, tmp_path))
-    assert caught.value.fields["needed"] == 4 * weights  # the weights, and a checkpoint of them and Adam's averages
+    # The last and the best weights, and a checkpoint of weights and Adam's averages.
+    assert caught.value.fields["needed"] == 5 * weights
     assert not (tmp_path / "metrics.jsonl").exists()
     monkeypatch.setattr(disk_space, "free_bytes", lambda _: 5 * weights)
     train.run(settings(*SMALL, "trainer.max_steps=2", "trainer.eval_every=null"), tmp_path / "warned")

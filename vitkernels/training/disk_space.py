@@ -17,20 +17,24 @@ class LostCheckpointsError(RuntimeError):
     """Training completed and wrote the last weights, but the disk had no room for the best weights."""
 
 
-def check_space(trainer: Trainer, folder: Path, saves: bool) -> None:
+def check_space(trainer: Trainer, folder: Path, saves: bool, evaluates: bool) -> None:
     """Raise UsageError if the weights and one checkpoint do not fit on the disk; warn if two checkpoints do not.
 
     Older checkpoints that make room for the next count as free space.
 
     Args:
         saves: whether the run writes checkpoints.
+        evaluates: whether it keeps the weights of the best evaluation next to the last ones.
     """
-    weights = sum(map(_bytes, (trainer.model, trainer.ema and trainer.ema.module)))
-    checkpoint = weights + _optimizer_bytes(trainer.optimizer) if saves else 0
+    one_copy = sum(map(_bytes, (trainer.model, trainer.ema and trainer.ema.module)))
+    checkpoint = one_copy + _optimizer_bytes(trainer.optimizer) if saves else 0
+    has_best = (folder / "best.safetensors").exists()  # of an earlier attempt
+    weights = 2 * one_copy if evaluates and not has_best else one_copy
     free = free_bytes(folder) + (trainer.checkpoints.reclaimable_bytes() if trainer.checkpoints else 0)
     if free < weights + checkpoint:
+        which = "last and the best" if weights > one_copy else "trained"
         raise UsageError(
-            f"the disk of {folder} has {_mb(free)} free, but the trained weights take {_mb(weights)}"
+            f"the disk of {folder} has {_mb(free)} free, but the {which} weights take {_mb(weights)}"
             f"{f' and a checkpoint {_mb(checkpoint)}' if saves else ''}: free some space, or put the run elsewhere: "
             "hydra.run.dir=FOLDER",
             code="run.disk_full",

@@ -54,7 +54,7 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, notes: dict, be
         if folder.resolve() in path.resolve().parents and not (folder / "metrics.jsonl").exists():
             log.warning("%s/metrics.jsonl is missing: it will lack the steps up to %d", folder, state["step"])
     saves = bool(cfg.checkpoints.every_epochs or cfg.checkpoints.every_steps)
-    parallel.on_main(check_space, trainer, folder, saves)
+    parallel.on_main(check_space, trainer, folder, saves, cfg.trainer.eval_every is not None)
     parallel.on_main(run_dir.begin, folder, settings, path is not None, notes)
     if path is None and trainer.best_weights is not None:
         parallel.on_main(trainer.best_weights.remove)  # of an attempt that left no checkpoint
