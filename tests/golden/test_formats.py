@@ -64,6 +64,7 @@ ADDED: dict[str, object] = {
     "state.json: model_arguments": "dict",  # they identify the run, in addition to the model's name
     **{f"state.json: model_arguments.{name}": "int" for name in ("embed_dim", "num_heads", "depth", "in_chans")},
     "config.json: data.decode": "pillow",
+    "config.json: data.cuda_share": 1.0,
     "config.json: speed": "auto",
     "config.json: trainer.loss": "auto",
     "config.json: trainer.bce_threshold": None,
