@@ -132,6 +132,67 @@ def test_short_backward__interpreted(shift):
 
 @needs_new_jax
 @pytest.mark.parametrize(
+    "H, N, M, D, stages, buffers", [(2, 130, 300, 64, 3, 2), (3, 200, 130, 48, 2, 2), (2, 130, 300, 128, 2, 1)]
+)
+def test_fused_backward__interpreted(H, N, M, D, stages, buffers):
+    """Run all items in one thread block, so that no turn is waited for and every buffer is reused."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.fused_backward import NarrowBackward, WideBackward
+    from vitkernels.attention.pallas_flash.hopper.fused_kernel import Delta
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+
+    q, k, v, do = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M, N))
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    scores = leaves[0] @ leaves[1].mT * 0.1
+    out = (scores.softmax(-1) @ leaves[2]).transpose(1, 2)
+    exact = torch.autograd.grad(out, leaves, do.double())
+    lse = torch.zeros(1, H, 256)
+    lse[:, :, :N] = scores.logsumexp(-1) / math.log(2)
+
+    array = lambda x: jnp.asarray(x.detach().float().numpy(), "bfloat16")  # noqa: E731
+    problem = (1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, stages, 2, buffers), True, 1)
+    delta, counters = Delta(*problem)(*map(array, (out, do)))
+    assert error(torch.tensor(delta.tolist())[:, :, :N], (out * do.double()).sum(-1).transpose(1, 2)) < 2**-8
+    kind = NarrowBackward if D <= 64 else WideBackward
+    found = kind(*problem)(*map(array, (q, k, v, do)), jnp.asarray(lse.detach().numpy()), delta, counters)
+    for name, x, y in zip(("dq", "dk", "dv"), found, exact, strict=False):
+        x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
+        assert error(x, y) < TOLERANCE[torch.bfloat16], name
+
+
+@needs_new_jax
+@pytest.mark.parametrize("B, H, N, blocks", [(3, 7, 1025, 132), (1, 40, 1025, 132), (2, 16, 4096, 132), (5, 3, 300, 1)])
+def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks):
+    """So some thread block can always proceed, whichever blocks run."""
+    from vitkernels.attention.pallas_flash.hopper.fused_backward import NarrowBackward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+
+    schedule = Schedule(64, 3, 2)
+    kernel = NarrowBackward(
+        B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, multiprocessors=blocks
+    )
+    count = kernel.work_items(N)
+    with jax.disable_jit():
+        items = [kernel.item(jax.numpy.int32(i)) for i in range(count)]
+    drawn = {(int(item.batch), int(item.head), int(item.tile)): i for i, item in enumerate(items)}
+    assert sorted(drawn) == [(b, h, t) for b in range(B) for h in range(H) for t in range(kernel.key_blocks)]
+    assert all(t == 0 or drawn[b, h, t - 1] < i for (b, h, t), i in drawn.items())
+
+
+@needs_new_jax
+def test_fused_backward__for_long_unmasked_self_attention():
+    from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule
+
+    chosen = lambda *call: fused_backward_schedule(*call) is not None  # noqa: E731
+    assert chosen(512, 1025, 1025, 64, False) and chosen(128, 4096, 4096, 128, False)
+    assert not chosen(640, 777, 777, 64, False) and not chosen(512, 1025, 1025, 80, False)
+    assert not chosen(512, 1025, 1025, 64, True) and not chosen(512, 1025, 2048, 64, False)
+    assert not chosen(12, 1025, 1025, 64, False)  # too few heads to keep the items of a head apart
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
     "H, N, M, D, is_causal, scale, warpgroups, buffers, blocks",
     [
         (2, 100, 100, 32, False, 0.1, 2, 2, 3),
@@ -175,16 +236,26 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 @needs_new_jax
 @pytest.mark.parametrize(
     "N, D, has_ids",
-    [(197, 64, False), (256, 40, False), (577, 88, False), (4096, 128, False), (1024, 40, False), (197, 64, True)],
+    [
+        (197, 64, False),
+        (256, 40, False),
+        (577, 88, False),
+        (4096, 128, False),
+        (4096, 56, False),
+        (1024, 40, False),
+        (197, 64, True),
+    ],
 )
 def test_kernels__lower_without_a_gpu(N, D, has_ids):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.attention.pallas_flash.hopper.operators import AttentionKernels, fits_short_backward
 
-    call = AttentionKernels(2, 3, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"), has_ids)
+    call = AttentionKernels(2, 8, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"), has_ids)
     kernels = [call.forward, call.dq, call.dkdv]
     if fits_short_backward(N, N, D, has_ids):
         kernels.append(call.short_backward)
+    if N == 4096:
+        kernels += [call.delta, call.fused_backward]
     for kernel in kernels:
         assert kernel.module.startswith(b"ML")  # MLIR bytecode
 
@@ -285,6 +356,44 @@ def test_short_backward__on_gpu(N, M, D, dtype):
     for x, y, z in zip(grads, again, torch.autograd.grad(exact, leaves, do.double()), strict=True):
         assert torch.equal(x, y)
         assert error(x, z) < TOLERANCE[dtype] if z.norm() > 1e-6 else x.norm() < 1e-3
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("B, H, N, D", [(3, 12, 1025, 64), (2, 8, 2304, 56), (3, 4, 4096, 64), (3, 4, 4096, 128)])
+def test_fused_backward__on_gpu(B, H, N, D, dtype):
+    """Each item adds to dq in turn, so that results are bit-equal from run to run."""
+    from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule
+
+    assert fused_backward_schedule(B * H, N, N, D, False)
+    qkv = torch.randn(B, N, 3, H, D, device="cuda").to(dtype).requires_grad_()
+    do = torch.randn(B, N, H * D, device="cuda").to(dtype)
+    out = attention.get("pallas_flash").qkvpacked(qkv)
+    grads = [torch.autograd.grad(out, qkv, do, retain_graph=True)[0] for _ in range(3)]
+    assert all(torch.equal(grads[0], x) for x in grads[1:])
+    for b in range(B):
+        _, exact, _ = exact_attention(qkv[b : b + 1].detach(), do[b : b + 1].view(1, N, H, D), D**-0.5, False)
+        for i in range(3):
+            assert error(grads[0][b : b + 1, :, i], exact[:, :, i]) < TOLERANCE[dtype], "qkv"[i]
+
+
+@gpu
+def test_fused_backward__while_another_kernel_holds_multiprocessors():
+    """Blocks that start late draw what is left, so the result is the same."""
+    qkv = torch.randn(2, 1025, 3, 24, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    do = torch.randn(2, 1025, 24 * 64, device="cuda", dtype=torch.bfloat16)
+    out = attention.get("pallas_flash").qkvpacked(qkv)
+    backward = lambda: torch.autograd.grad(out, qkv, do, retain_graph=True)[0]  # noqa: E731
+    expected = backward()
+    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(20):
+            a = (a @ a).clamp(-1, 1)
+    found = [backward() for _ in range(10)]
+    torch.cuda.synchronize()
+    assert all(torch.equal(expected, x) for x in found)
 
 
 @gpu

@@ -15,6 +15,8 @@ from torch.nn import functional as F
 
 from vitkernels.attention.pallas_flash.hopper.backward import Backward
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
+from vitkernels.attention.pallas_flash.hopper.fused_backward import NarrowBackward, WideBackward
+from vitkernels.attention.pallas_flash.hopper.fused_kernel import Delta, FusedKernel
 from vitkernels.attention.pallas_flash.hopper.schedule import (
     MULTIPROCESSORS,
     ROWS,
@@ -24,6 +26,8 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     fits_short_backward,
     fits_short_forward,
     forward_schedule,
+    fused_backward_schedule,
+    widths,
 )
 from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
 from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
@@ -87,6 +91,29 @@ class AttentionKernels:
         return Kernel(kernel, (*_inputs(kernel), do, do, kernel.vector()))
 
     @cached_property
+    def _fused(self) -> FusedKernel | None:
+        """Return the description of the kernel that computes dq, dk and dv of long sequences; None if the pair does."""
+        heads = self.batch * self.heads
+        schedule = fused_backward_schedule(heads, self.queries, self.keys, self.head_dim, self._is_masked)
+        kind = NarrowBackward if len(widths(self.head_dim)) == 1 else WideBackward
+        return None if schedule is None else self._build(kind, schedule)
+
+    @cached_property
+    def delta(self) -> Kernel:
+        """Return the kernel that prepares the fused one, called as (out, do, delta, counters)."""
+        kernel = self._build(Delta, None)
+        do = kernel.rows(self.queries, self.heads)
+        return Kernel(kernel, (do, do))
+
+    @cached_property
+    def fused_backward(self) -> Kernel:
+        """Return the fused backward kernel, called as (q, k, v, do, lse, delta, counters, dq, dk, dv, sums)."""
+        kernel = self._fused
+        assert kernel is not None
+        do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
+        return Kernel(kernel, (*_inputs(kernel), do, vector, vector, kernel.counters()))
+
+    @cached_property
     def dq(self) -> Kernel:
         """Return the dq kernel, called as (q, k, v, out, do, lse, *ids, dq, delta)."""
         kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self._is_masked))
@@ -110,6 +137,12 @@ class AttentionKernels:
             self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
             return
         delta = self.vector()
+        if self._fused is not None:
+            counters = torch.empty_like(delta, dtype=torch.int32)
+            sums = torch.empty(self._fused.sums.shape, device=self.device)
+            self.delta(out, do, delta, counters)
+            self.fused_backward(q, k, v, do, lse, delta, counters, dq, dk, dv, sums)
+            return
         self.dq(q, k, v, out, do, lse, *by_queries(ids), dq, delta)
         self.dkdv(q, k, v, do, lse, delta, *by_keys(ids), dk, dv)
 

@@ -187,7 +187,7 @@ class RingKernel(tiles.HopperKernel):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            self._request(rows, span_of, own, streams)
+            self._request(lambda process: self._for_each_item(rows, span_of, process), own, streams)
 
     def _for_each_item(self, rows: int, span_of, process) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
@@ -224,8 +224,11 @@ class RingKernel(tiles.HopperKernel):
                 plgpu.barrier_wait(stream.arrived.at[slot])
                 plgpu.barrier_arrive(stream.consumed.at[slot])
 
-    def _request(self, rows: int, span_of, own: OwnRows, streams: list[Stream]) -> None:
-        """Run the loader: request own rows and streamed tiles as buffers and slots become free."""
+    def _request(self, for_each_item, own: OwnRows, streams: list[Stream]) -> tuple:
+        """Run the loader: request own rows and streamed tiles as buffers and slots become free.
+
+        for_each_item(process) calls process(item), and returns the number of items and of streamed tiles; so does this.
+        """
         s = self.schedule
 
         def wait_for_buffer(number, warpgroup):
@@ -247,7 +250,7 @@ class RingKernel(tiles.HopperKernel):
                     wait_for_slot(stream, item.streamed + step)
                     stream.load(item, item.first + step, self.slot(item, step))
 
-        items, streamed = self._for_each_item(rows, span_of, process)
+        items, streamed = for_each_item(process)
         # Every phase of a barrier must be waited for.
         for i in range(s.stages):
             for stream in streams:
@@ -255,3 +258,4 @@ class RingKernel(tiles.HopperKernel):
         for i in range(s.buffers):
             for warpgroup in range(s.warpgroups):
                 wait_for_buffer(items + i, warpgroup)
+        return items, streamed

@@ -114,3 +114,33 @@ def fits_short_backward(queries: int, keys: int, head_dim: int, is_masked: bool)
 def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
     """Return whether the per-head forward kernel applies: two entire heads fit in shared memory and fill a block."""
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_masked)
+
+
+# --- the fused backward kernel for long sequences ---------------------------------------------------------------------
+
+_APART = 2  # items of a head start this many turns, of 128 queries each, apart
+
+
+def fused_backward_schedule(heads: int, queries: int, keys: int, head_dim: int, is_masked: bool) -> Schedule | None:
+    """Return the schedule of the kernel that computes dq, dk and dv at any length, or None if the pair is faster.
+
+    heads: of all images. It was faster than the pair from 1025 tokens on, and equal at 777. A mask would exceed its
+    registers. With too few heads, the items of a head would wait for their turns.
+    """
+    enough = heads >= interleaved_heads(None, queries, MULTIPROCESSORS)
+    if is_masked or queries != keys or keys <= 900 or not enough:
+        return None
+    if widths(head_dim) == (64,):
+        return Schedule(ROWS, 3, 2)
+    return Schedule(ROWS, 2, 2, buffers=1) if widths(head_dim) == (64, 64) else None
+
+
+def interleaved_heads(heads: int | None, queries: int, multiprocessors: int) -> int:
+    """Return of how many heads the fused kernel's work items alternate, so that items of a head start turns apart.
+
+    heads: the number of heads, among which the result divides it best; None for the fewest.
+    """
+    fewest = -(-_APART * multiprocessors // -(-queries // 128))
+    if heads is None:
+        return fewest
+    return min(range(fewest, 2 * fewest), key=lambda together: -heads % together) if heads > fewest else heads

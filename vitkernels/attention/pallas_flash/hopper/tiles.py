@@ -83,7 +83,7 @@ class HopperKernel:
             grid_names=tuple(grid),
             num_threads=warpgroups,
             thread_name="warpgroup",
-            # Lane semantics let a kernel choose a tile's memory layout (see _untiled).
+            # Lane semantics let a kernel choose a tile's memory layout (see untiled).
             compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
             interpret=INTERPRETED if self.interpret else None,
         )
@@ -131,7 +131,7 @@ def transposed(part):
     return part.transpose((1, 0))
 
 
-def _untiled(part, index, interpret: bool):
+def untiled(part, index, interpret: bool):
     """Return `part.at[index]` as consecutive rows of one swizzle's width, the TMA unit's view.
 
     The memory is the same, because the (8, width) tiles are stored in that order. Mosaic GPU copies into tiles of 8
@@ -152,12 +152,12 @@ def _columns(array_ref, where: tuple, first_row, rows: int, head, parts: tuple):
     first_column = 0
     for part in parts:
         width = part.shape[-1]
-        columns = pl.ds(_unchecked(first_column), width)
-        yield array_ref.at[where, pl.ds(_unchecked(first_row), rows), head, columns]
+        columns = pl.ds(unchecked(first_column), width)
+        yield array_ref.at[where, pl.ds(unchecked(first_row), rows), head, columns]
         first_column += width
 
 
-def _unchecked(start):
+def unchecked(start):
     """Hide a start from JAX's bounds check; the TMA unit handles rows beyond the array."""
     return start + 0 * lax.axis_index("warpgroup")
 
@@ -167,7 +167,7 @@ def load_rows(array_ref, batch, first_row, head, parts: tuple, index, barrier, i
     rows = parts[0].shape[-2]
     slices = _columns(array_ref, batch, first_row, rows, head, parts)
     for part, source in zip(parts, slices, strict=True):
-        plgpu.copy_gmem_to_smem(source, _untiled(part, index, interpret), barrier)
+        plgpu.copy_gmem_to_smem(source, untiled(part, index, interpret), barrier)
 
 
 def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret: bool) -> None:
@@ -175,7 +175,7 @@ def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret
     rows = parts[0].shape[-2]
     slices = _columns(array_ref, batch, first_row, rows, head, parts)
     for part, destination in zip(parts, slices, strict=True):
-        plgpu.copy_smem_to_gmem(_untiled(part, index, interpret), destination)
+        plgpu.copy_smem_to_gmem(untiled(part, index, interpret), destination)
 
 
 def first_rows(parts: tuple, rows: int) -> tuple:
