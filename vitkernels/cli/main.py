@@ -166,7 +166,7 @@ def _on_trained(module: str) -> Callable[[list[str]], int]:
         except OSError as error:
             if not is_place_error(error):
                 raise
-            print(f"error: {error}: choose another place for the output", file=sys.stderr)
+            print(f"error: {error}: write the output elsewhere", file=sys.stderr)
             return 2
 
     return run

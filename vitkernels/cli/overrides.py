@@ -31,7 +31,7 @@ def prepare(words: list[str], config_dir: str) -> list[str]:
         if word.startswith("="):
             raise UsageError(f"cannot read {word!r}: no name before =, as in seed=3", code="cli.syntax", word=word)
         if word in ("hydra.run.dir=", "hydra.sweep.dir="):
-            message = f"{word} names no folder; write {word}. for the current one"
+            message = f"{word} is empty; write {word}. for the current folder"
             raise UsageError(message, code="cli.no_folder", setting=word[:-1])
     words = options_last([quote_value(word) for word in words])
     check_added(words, config_dir)

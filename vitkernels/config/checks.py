@@ -84,8 +84,8 @@ def check_schedule(schedule: ScheduleSettings, lr: float) -> None:
     """Raise UsageError for a schedule that would raise the learning rate after warm-up."""
     if schedule.min_lr > lr:
         raise _conflict(
-            f"schedule.min_lr={schedule.min_lr:g} exceeds optim.lr={lr:g}, so the rate would rise to it; "
-            "schedule=constant keeps optim.lr throughout",
+            f"schedule.min_lr={schedule.min_lr:g} exceeds optim.lr={lr:g}, so the rate would increase to it; "
+            "lower it, or use schedule=constant to keep optim.lr",
             "schedule.min_lr",
             schedule.min_lr,
         )
@@ -106,9 +106,8 @@ def check_data(data: DataSettings) -> None:
         parameters = inspect.signature(pkgutil.resolve_name(data.target)).parameters
     except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise UsageError(
-            f"data._target_={data.target} is not an importable function ({error}). data=digits, data=fake, "
-            "data=imagefolder, data=shapes, data=shards and data=table select the built-in ones; your own is "
-            "MODULE.FUNCTION",
+            f"data._target_={data.target} is not an importable function ({error}). Select a built-in data set with "
+            "data=digits, fake, imagefolder, shapes, shards or table, or set data._target_=MODULE.FUNCTION to your own",
             code="config.target",
             setting="data._target_",
             value=data.target,
@@ -119,7 +118,7 @@ def check_data(data: DataSettings) -> None:
     if missing:
         raise UsageError(
             f"data._target_={data.target} does not build a data set: it has no parameter {', '.join(missing)}. "
-            "vitkernels.data describes such a function; data=digits, fake, imagefolder, shapes, shards and table exist",
+            "See vitkernels.data for its parameters, or select data=digits, fake, imagefolder, shapes, shards or table",
             code="config.target",
             setting="data._target_",
             value=data.target,
