@@ -49,6 +49,7 @@ def main() -> None:
             print(f"\n(B, H, N, D) = {shape}: median ms [20 %, 80 %] (× faster than the best peer)")
             print(measurement_table(rows, backends), flush=True)
             file.writelines(json.dumps(machine | row) + "\n" for row in rows)
+            file.flush()  # a benchmark that is stopped keeps the shapes it has timed
 
 
 def _shape(text: str) -> tuple[int, int, int, int]:

@@ -131,14 +131,12 @@ def test_short_backward__interpreted(shift):
 
 
 @needs_new_jax
-@pytest.mark.parametrize(
-    "H, N, M, D, stages, buffers", [(2, 130, 300, 64, 3, 2), (3, 200, 130, 48, 2, 2), (2, 130, 300, 128, 2, 1)]
-)
-def test_fused_backward__interpreted(H, N, M, D, stages, buffers):
+@pytest.mark.parametrize("H, N, M, D, stages", [(2, 130, 300, 64, 3), (3, 200, 130, 48, 2)])
+def test_fused_backward__interpreted(H, N, M, D, stages):
     """Run all items in one thread block, so that no turn is waited for and every buffer is reused."""
     import jax.numpy as jnp
 
-    from vitkernels.attention.pallas_flash.hopper.fused_backward import NarrowBackward, WideBackward
+    from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
     from vitkernels.attention.pallas_flash.hopper.fused_kernel import Delta
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
@@ -151,11 +149,10 @@ def test_fused_backward__interpreted(H, N, M, D, stages, buffers):
     lse[:, :, :N] = scores.logsumexp(-1) / math.log(2)
 
     array = lambda x: jnp.asarray(x.detach().float().numpy(), "bfloat16")  # noqa: E731
-    problem = (1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, stages, 2, buffers), True, 1)
+    problem = (1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, stages, 2), True, 1)
     delta, counters = Delta(*problem)(*map(array, (out, do)))
     assert error(torch.tensor(delta.tolist())[:, :, :N], (out * do.double()).sum(-1).transpose(1, 2)) < 2**-8
-    kind = NarrowBackward if D <= 64 else WideBackward
-    found = kind(*problem)(*map(array, (q, k, v, do)), jnp.asarray(lse.detach().numpy()), delta, counters)
+    found = FusedBackward(*problem)(*map(array, (q, k, v, do)), jnp.asarray(lse.detach().numpy()), delta, counters)
     for name, x, y in zip(("dq", "dk", "dv"), found, exact, strict=False):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[torch.bfloat16], name
@@ -165,13 +162,11 @@ def test_fused_backward__interpreted(H, N, M, D, stages, buffers):
 @pytest.mark.parametrize("B, H, N, blocks", [(3, 7, 1025, 132), (1, 40, 1025, 132), (2, 16, 4096, 132), (5, 3, 300, 1)])
 def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks):
     """So some thread block can always proceed, whichever blocks run."""
-    from vitkernels.attention.pallas_flash.hopper.fused_backward import NarrowBackward
+    from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
     schedule = Schedule(64, 3, 2)
-    kernel = NarrowBackward(
-        B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, multiprocessors=blocks
-    )
+    kernel = FusedBackward(B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, multiprocessors=blocks)
     count = kernel.work_items(N)
     with jax.disable_jit():
         items = [kernel.item(jax.numpy.int32(i)) for i in range(count)]
@@ -185,7 +180,7 @@ def test_fused_backward__for_long_unmasked_self_attention():
     from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule
 
     chosen = lambda *call: fused_backward_schedule(*call) is not None  # noqa: E731
-    assert chosen(512, 1025, 1025, 64, False) and chosen(128, 4096, 4096, 128, False)
+    assert chosen(512, 1025, 1025, 64, False) and chosen(128, 4096, 4096, 40, False)
     assert not chosen(640, 777, 777, 64, False) and not chosen(512, 1025, 1025, 80, False)
     assert not chosen(512, 1025, 1025, 64, True) and not chosen(512, 1025, 2048, 64, False)
     assert not chosen(12, 1025, 1025, 64, False)  # too few heads to keep the items of a head apart
@@ -254,7 +249,7 @@ def test_kernels__lower_without_a_gpu(N, D, has_ids):
     kernels = [call.forward, call.dq, call.dkdv]
     if fits_short_backward(N, N, D, has_ids):
         kernels.append(call.short_backward)
-    if N == 4096:
+    if (N, D) == (4096, 56):
         kernels += [call.delta, call.fused_backward]
     for kernel in kernels:
         assert kernel.module.startswith(b"ML")  # MLIR bytecode
@@ -360,7 +355,7 @@ def test_short_backward__on_gpu(N, M, D, dtype):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("B, H, N, D", [(3, 12, 1025, 64), (2, 8, 2304, 56), (3, 4, 4096, 64), (3, 4, 4096, 128)])
+@pytest.mark.parametrize("B, H, N, D", [(3, 12, 1025, 64), (2, 8, 2304, 56), (3, 4, 4096, 64)])
 def test_fused_backward__on_gpu(B, H, N, D, dtype):
     """Each item adds to dq in turn, so that results are bit-equal from run to run."""
     from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule

@@ -9,6 +9,7 @@ _HEADINGS = (
     "forward, called", "forward + backward, called", "forward, device", "forward + backward, device",
     "backward, device", "forward kernel", "backward kernel",
 )  # fmt: skip
+_FA4 = "flash-attention-4"
 _SUMMARY = (47, 48, 49, 50, 51, 52, 53, 54, 57, 59, 60, 56, 58, 55)  # numbers of measurements, in order
 _INTRODUCTION = (
     "Each measurement compares backends at one shape (B, H, N, D) in bfloat16, from packed qkv to (B, N, H · D), so"
@@ -18,7 +19,7 @@ _INTRODUCTION = (
     '"called" is a call from '
     "Python on a cold L2 cache, including host time if the host is slower; the last two columns time the kernels "
     "alone, on contiguous tensors. Here `pallas_flash` runs its Mosaic-GPU kernels (Hopper). To measure: `python "
-    "scripts/bench_attention.py --backends pallas_flash triton_flash`."
+    "scripts/bench_attention.py --backends pallas_flash triton_flash`. FlashAttention-4 is flash-attn-4 4.0.0b36."
 )
 
 
@@ -36,7 +37,11 @@ def split_measurements(rows: list[dict]) -> list[list[dict]]:
 def page(rows: list[dict]) -> str:
     """Return the page in Markdown."""
     measurements = split_measurements(rows)
-    sections = [("Forward + backward on the device", _summary([measurements[n - 1] for n in _SUMMARY]))]
+    beside = [x for x in measurements if any(r["contender"] == _FA4 and "device_both_ms" in r for r in x)]
+    sections = [
+        ("Forward + backward on the device, with FlashAttention-4", _summary(beside)),
+        ("Forward + backward on the device, without it", _summary([measurements[n - 1] for n in _SUMMARY])),
+    ]
     for n, measurement in enumerate(measurements, start=1):
         first = measurement[0]
         shape = ", ".join(map(str, first["shape_BHND"]))
@@ -60,12 +65,21 @@ def _summary(measurements: list[list[dict]]) -> str:
     for measurement in measurements:
         best = _best_peer(measurement, "device_both_ms")
         times = {row["contender"]: row["device_both_ms"]["median"] for row in measurement if "device_both_ms" in row}
-        row = [", ".join(map(str, measurement[0]["shape_BHND"])), f"{best:.3f}"]
+        row = [", ".join(map(str, measurement[0]["shape_BHND"])), measurement[0]["gpu"], f"{best:.3f}"]
         for name in _OURS:
             row += [f"{times[name]:.3f}", f"{best / times[name]:.2f}"]
         again = times.get("pallas_flash again")
         cells.append([*row, markdown.number(again, 3)])
-    headings = ("B, H, N, D", "best peer", "triton_flash", "× faster", "pallas_flash", "× faster", "pallas_flash again")
+    headings = (
+        "B, H, N, D",
+        "GPU",
+        "best peer",
+        "triton_flash",
+        "× faster",
+        "pallas_flash",
+        "× faster",
+        "pallas_flash again",
+    )
     return markdown.table(headings, cells)
 
 

@@ -1,4 +1,4 @@
-"""Two backward kernels of `pallas_flash` on Hopper that compute dq, dk and dv, for long sequences without masks."""
+"""The backward kernel of `pallas_flash` on Hopper that computes dq, dk and dv of long sequences without masks."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,8 +10,8 @@ from vitkernels.attention.pallas_flash.hopper.fused_kernel import DS_BUFFERS, Fu
 from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, WGMMA, at, filled, transposed
 
 
-class NarrowBackward(FusedKernel):
-    """The fused kernel for head dims of one part of 64 columns: a helper warpgroup multiplies dq."""
+class FusedBackward(FusedKernel):
+    """The products, for head dims of one part of 64 columns: two warpgroups multiply dk and dv, and a helper dq."""
 
     group = 2
     registers = 200, 72, 40
@@ -88,94 +88,3 @@ class NarrowBackward(FusedKernel):
 
         lax.fori_loop(0, self.query_tiles, body, None)
         self._end_turn(item, self.query_tiles - 1, refs)
-
-
-class WideBackward(FusedKernel):
-    """The fused kernel for head dims of two parts of 64 columns: the compute warpgroups multiply dq, one part each.
-
-    dk and dv leave too few registers for a warpgroup that multiplies all of dq. Another only adds the products to dq.
-    """
-
-    group = 1
-    registers = 232, 24, 24
-
-    def _scratch(self):
-        transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-        return super()._scratch() | {
-            "sum_smem": plgpu.SMEM((self.copies, ROWS, 64), jnp.float32, transforms=transforms),
-            "ds_consumed": plgpu.Barrier(num_arrivals=self.schedule.warpgroups, num_barriers=DS_BUFFERS),
-            "sum_ready": plgpu.Barrier(num_arrivals=self.schedule.warpgroups),
-            "sum_free": plgpu.Barrier(num_arrivals=1),
-            "sum_arrived": plgpu.Barrier(num_arrivals=self.copies),
-        }
-
-    def _hold(self, item, warpgroup, scratch):
-        """Wait for the other warpgroup's keys too."""
-        plgpu.barrier_wait(scratch["own_arrived"].at[self.owner(item.number, 1 - warpgroup)])
-
-    def _add(self, item, step, dk, dv, held, warpgroup, refs, scratch):
-        """Add a tile's products to dk and dv, and pass this warpgroup's part of its dq on."""
-        slot, owner = self.slot(item, step), self._opaque(self.owner(item.number, warpgroup))
-        k, v = (
-            tuple(scratch[name].at[owner * self.copies + part] for part in range(self.copies))
-            for name in ("k_smem", "v_smem")
-        )
-        plgpu.barrier_wait(scratch["arrived"].at[slot])
-        q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
-        scores, dp = tiles.products((k, q), (v, do))
-        weights = self._weights(scores, slot, scratch)
-        ds = self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch)
-        weights = weights.astype(self.dtype)
-        products = [(i, ds, part) for i, part in enumerate(q)]
-        products += [(len(dk) + i, weights, part) for i, part in enumerate(do)]
-        sums = tiles.accumulated((*dk, *dv), products, self.interpret)
-        plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        self._pass_dq(item, step, warpgroup, scratch)
-        return sums[: len(dk)], sums[len(dk) :]
-
-    def _pass_dq(self, item, tile, part, scratch):
-        dq = self._dq(item, tile, part, scratch)
-        smem = scratch["sum_smem"].at[part]
-        plgpu.barrier_wait(scratch["sum_free"])
-
-        @pl.when(~self._is_last(item))
-        def _():
-            smem[...] = dq
-            plgpu.commit_smem()
-
-        pl.when(self._is_last(item))(lambda: self._round_dq(part, dq + plgpu.load(smem, layout=WGMMA), scratch))
-        plgpu.barrier_arrive(scratch["sum_ready"])
-
-    # --- the writer ---------------------------------------------------------------------------------------------------
-
-    def _add_dq(self, item, refs, scratch):
-        pl.when(~self._is_last(item))(lambda: self._add_tiles(item, refs, scratch))
-        pl.when(self._is_last(item))(lambda: self._finish_tiles(item, refs, scratch))
-
-    def _add_tiles(self, item, refs, scratch):
-        @pl.loop(0, self.query_tiles)
-        def _(tile):
-            plgpu.barrier_arrive(scratch["sum_free"])
-            pl.when(tile > 0)(lambda: self._end_turn(item, tile - 1, refs))
-            self._wait_for_turn(item, tile, refs)
-            plgpu.barrier_wait(scratch["sum_ready"])
-            for part in range(self.copies):
-                self._add_to_sums(item, tile, part, scratch["sum_smem"].at[part], refs)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        self._end_turn(item, self.query_tiles - 1, refs)
-
-    def _finish_tiles(self, item, refs, scratch):
-        """Provide the other items' sums for each tile, and store dq."""
-
-        @pl.loop(0, self.query_tiles)
-        def _(tile):
-            self._wait_for_turn(item, tile, refs)
-            for part in range(self.copies):
-                smem = scratch["sum_smem"].at[part]
-                plgpu.copy_gmem_to_smem(self._sums(item, tile, part, refs), smem, scratch["sum_arrived"])
-            plgpu.barrier_wait(scratch["sum_arrived"])
-            plgpu.barrier_arrive(scratch["sum_free"])
-            plgpu.barrier_wait(scratch["sum_ready"])
-            self._store_dq(item, tile, refs, scratch)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)

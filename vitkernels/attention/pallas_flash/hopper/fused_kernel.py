@@ -1,4 +1,4 @@
-"""What the fused backward kernels of `pallas_flash` on Hopper share: the order of work items and of additions to dq.
+"""The frame of the fused backward kernel of `pallas_flash` on Hopper: the order of work items and of additions to dq.
 
 A work item is a head's block of 128 keys. Two compute warpgroups own 64 keys each, keep dk and dv in registers, and
 pass dS of each tile of queries on through shared memory. The product of dS and the item's keys is added to the tile's
@@ -68,9 +68,9 @@ class Delta(tiles.HopperKernel):
 
 
 class FusedKernel(RingKernel):
-    """What the fused kernels share: the order of items, turns, the loader, and the compute warpgroups' frame.
+    """The order of items, turns, the loader, and the compute warpgroups' frame.
 
-    A subclass defines _hold(item, warpgroup, scratch), which prepares for an item; _add(item, step, dk, dv, held,
+    FusedBackward defines _hold(item, warpgroup, scratch), which prepares for an item; _add(item, step, dk, dv, held,
     warpgroup, refs, scratch), which returns dk and dv with a tile's products added; and _add_dq(item, refs, scratch),
     which another warpgroup runs for each item.
     """

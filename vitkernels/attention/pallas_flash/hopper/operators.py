@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 from vitkernels.attention.pallas_flash.hopper.backward import Backward
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
-from vitkernels.attention.pallas_flash.hopper.fused_backward import NarrowBackward, WideBackward
-from vitkernels.attention.pallas_flash.hopper.fused_kernel import Delta, FusedKernel
+from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
+from vitkernels.attention.pallas_flash.hopper.fused_kernel import Delta
 from vitkernels.attention.pallas_flash.hopper.schedule import (
     MULTIPROCESSORS,
     ROWS,
@@ -27,7 +27,6 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     fits_short_forward,
     forward_schedule,
     fused_backward_schedule,
-    widths,
 )
 from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
 from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
@@ -91,12 +90,11 @@ class AttentionKernels:
         return Kernel(kernel, (*_inputs(kernel), do, do, kernel.vector()))
 
     @cached_property
-    def _fused(self) -> FusedKernel | None:
+    def _fused(self) -> FusedBackward | None:
         """Return the description of the kernel that computes dq, dk and dv of long sequences; None if the pair does."""
         heads = self.batch * self.heads
         schedule = fused_backward_schedule(heads, self.queries, self.keys, self.head_dim, self._is_masked)
-        kind = NarrowBackward if len(widths(self.head_dim)) == 1 else WideBackward
-        return None if schedule is None else self._build(kind, schedule)
+        return None if schedule is None else self._build(FusedBackward, schedule)
 
     @cached_property
     def delta(self) -> Kernel:

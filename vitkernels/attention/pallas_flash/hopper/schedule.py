@@ -124,15 +124,13 @@ _APART = 2  # items of a head start this many turns, of 128 queries each, apart
 def fused_backward_schedule(heads: int, queries: int, keys: int, head_dim: int, is_masked: bool) -> Schedule | None:
     """Return the schedule of the kernel that computes dq, dk and dv at any length, or None if the pair is faster.
 
-    heads: of all images. It was faster than the pair from 1025 tokens on, and equal at 777. A mask would exceed its
-    registers. With too few heads, the items of a head would wait for their turns.
+    heads: of all images. It was faster than the pair from 1025 tokens on, and equal at 777. A mask, or more than 64
+    columns, would exceed its registers. With too few heads, the items of a head would wait for their turns.
     """
     enough = heads >= interleaved_heads(None, queries, MULTIPROCESSORS)
-    if is_masked or queries != keys or keys <= 900 or not enough:
+    if is_masked or queries != keys or keys <= 900 or widths(head_dim) != (64,) or not enough:
         return None
-    if widths(head_dim) == (64,):
-        return Schedule(ROWS, 3, 2)
-    return Schedule(ROWS, 2, 2, buffers=1) if widths(head_dim) == (64, 64) else None
+    return Schedule(ROWS, 3, 2)
 
 
 def interleaved_heads(heads: int | None, queries: int, multiprocessors: int) -> int:
