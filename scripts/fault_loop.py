@@ -97,7 +97,9 @@ def train(words: list[str], environment: dict[str, str], log: str, folder: str, 
     if fault is not None and fault.kind == "file":
         kill_before_operation(int(fault.at), folder)
     elif fault is not None and fault.kind in ("disk", "worker"):
-        threading.Thread(target=fill_disk if fault.kind == "disk" else kill_worker, args=(folder, fault.step)).start()
+        inject = fill_disk if fault.kind == "disk" else kill_worker
+        # A daemon: the moment of the fault may never come, as a complete run starts no data worker.
+        threading.Thread(target=inject, args=(folder, fault.step), daemon=True).start()
     sys.argv = [str(ROOT / "train.py"), *words]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
