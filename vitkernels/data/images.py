@@ -213,18 +213,14 @@ class ImageSettings:
 
         def loader(split: str, training: bool) -> DatasetLoader:
             prepared_by = prepare["train" if training else "val"]
-            device_decoder = DeviceDecoder(nvjpeg, border) if decoder.name == "cuda" else None
-            used = decoder
-            if device_decoder is not None and prepared_by.needs_worker is not None:
-                used, device_decoder = decoder.in_worker, None
-                log.info("%s: decode=%s for %s", prepared_by.needs_worker, used.name, split)
+            in_worker, on_device = _decoders(decoder, prepared_by, border, split, log)
             samples = ImageSamples(
                 sources[split],
                 prepared_by,
-                used,
+                in_worker,
                 finish,
                 seed=spec.seed,
-                device_decoder=device_decoder,
+                device_decoder=on_device,
                 device_share=self.cuda_share,
             )
             mixed = mixing if training else None
@@ -245,6 +241,18 @@ class ImageSettings:
             targets="labels" if "val" in dense else "distributions" if dense else "classes",
             open_plain_train=(lambda: loader("train", training=False)) if "train" in sources else None,
         )
+
+
+def _decoders(
+    decoder: Decoder, prepare: Prepare, border: list[int], split: str, log: logging.Logger
+) -> tuple[Decoder, DeviceDecoder | None]:
+    """Return the workers' decoder of a split, and the device's if it decodes."""
+    if decoder.name != "cuda":
+        return decoder, None
+    if prepare.needs_worker is None:
+        return decoder, DeviceDecoder(nvjpeg, border)
+    log.info("%s: decode=%s for %s", prepare.needs_worker, decoder.in_worker.name, split)
+    return decoder.in_worker, None
 
 
 def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:
