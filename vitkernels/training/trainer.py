@@ -108,9 +108,8 @@ class Trainer:
         self.best_weights: BestWeights | None = None
         self.identity: dict = {}
         self.notes: dict = {}
-        self.answers: Answers | None = (
-            None  # predictions of the evaluation after the last step, by the EMA if there is one
-        )
+        # Predictions of the evaluation after the last step, by the EMA if there is one.
+        self.answers: Answers | None = None
         self.machine: dict | None = None  # other load on the machine during `fit`, see MachineWatch.lap
         self.begin = time.monotonic()
         self.first_step_s: float | None = None  # from `begin` to the end of the first step on the host, which compiles
