@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from expecting import error
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from timm.data import create_transform
@@ -201,12 +201,23 @@ def test_jitter__factor_of_one_changes_nothing():
     crop_pct=st.sampled_from([0.875, 0.9, 1.0]),
 )
 def test_evaluation_image__has_the_geometry_of_timm(crop_mode, width, height, side, crop_pct):
+    resized = int(side / crop_pct)
+    assume(crop_mode != "border" or round(resized * min(width, height) / max(width, height)))  # timm needs a pixel
     data, decoder = encoded(photo(width, height), "png"), Decoder("pillow")
     options = {"interpolation": "bicubic", "crop_pct": crop_pct, "crop_mode": crop_mode, "mean": (0.4, 0.5, 0.6)}
     ours = EvalPreprocessing(side, **options)(decoder.open(data), decoder).pixels
     theirs = create_transform(side, std=(0.25, 0.25, 0.25), **options)(Image.open(io.BytesIO(data)))
     finish = DeviceTransforms(mean=options["mean"], std=(0.25, 0.25, 0.25))
     assert torch.equal(finish({"pixels": ours[None], "targets": torch.zeros(1, dtype=torch.int64)})[0][0], theirs)
+
+
+def test_border__keeps_one_pixel_of_an_image_too_narrow_for_timm():
+    data, decoder = encoded(photo(4, 256), "png"), Decoder("pillow")
+    prepare = EvalPreprocessing(32, interpolation="bicubic", crop_pct=1.0, crop_mode="border", mean=(0.4, 0.5, 0.6))
+    pixels = prepare(decoder.open(data), decoder).pixels
+    border = torch.tensor([102, 128, 153], dtype=torch.uint8)[:, None]  # 255 times the mean
+    columns = [x for x in range(32) if not torch.equal(pixels[:, :, x], border.expand(3, 32))]
+    assert len(columns) == 1
 
 
 def test_decoder__unknown_or_missing_is_refused(monkeypatch):

@@ -212,9 +212,9 @@ class EvalPreprocessing:
         side = self.resized
         if self.crop_mode == "squash":
             return side, side
-        if self.crop_mode == "border":  # the longer side; timm rounds the other
+        if self.crop_mode == "border":  # the longer side; timm rounds the other, and fails if nothing of it is left
             scale = max(height, width) / side
-            return round(height / scale), round(width / scale)
+            return max(1, round(height / scale)), max(1, round(width / scale))
         long = int(side * max(height, width) / min(height, width))  # rounded down, as torchvision does
         return (long, side) if height > width else (side, long)
 
