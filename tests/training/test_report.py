@@ -66,11 +66,12 @@ def test_write_report__of_an_unfinished_run_with_a_torn_line(tmp_path):
     )
     (run / "metrics.jsonl").write_text(lines + '{"step": 3, "lo')
     Image.new("RGB", (4, 4)).save(run / "mistakes.png")
-    (run / "command.json").write_text(json.dumps({"command": "python train.py 'a=<script>'"}))
+    command = "python train.py 'hydra.run.dir=a folder' 'a=<script>'"
+    (run / "command.json").write_text(json.dumps({"command": command}))
     parsed = read(write_report(run))
     text = " ".join(parsed.texts)
     assert parsed.pictures == 1 and "most confident mistakes" in text
-    assert "This run is not complete" in text and "a=<script>" in text and "<b>run & co" in text
+    assert "This run is not complete" in text and "python train.py 'a=<script>'" in text and "<b>run & co" in text
     assert (run / "report.html").exists()
 
 

@@ -4,6 +4,7 @@ import base64
 import html
 import json
 import math
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ PICTURES = {
 _STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:1000px;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.4em}h2{font-size:1.1em;margin-top:2em}table{border-collapse:collapse}td,th{padding:.2em .8em .2em 0;
 text-align:left;vertical-align:top}pre{background:#f5f5f5;padding:.8em;overflow:auto}svg{margin-right:1em}
-.bar{display:flex;height:1.6em;max-width:700px}.bar div{color:#fff;overflow:hidden;padding:0 .4em;white-space:nowrap}
+.bar{display:flex;height:1.6em;max-width:700px}.bar div{color:#fff;overflow:hidden;text-indent:.4em;white-space:nowrap}
 img{max-width:100%}h3{font-size:1em}"""
 
 
@@ -177,10 +178,14 @@ def _time_split(summary: dict[str, Any]) -> list[str]:
         f'<div style="background:{colors[name]};width:{100 * ms / mean:.1f}%">'
         f"{f'{names[name]} {ms:.2f} ms' if ms > 0.2 * mean else ''}</div>"
         for name, ms in parts.items()
+        if ms > 0
     )
     late = summary.get("host_bound")
     text = "" if late is None else f" The device waited for kernel launches in {100 * late:.0f} % of the steps."
-    shares = ", ".join(f"{names[name]} {ms:.2f} ms ({100 * ms / mean:.1f} %)" for name, ms in parts.items())
+    shares = ", ".join(
+        f'<span style="color:{colors[name]}">■</span> {names[name]} {ms:.2f} ms ({100 * ms / mean:.1f} %)'
+        for name, ms in parts.items()
+    )
     return ["<h2>Time of a step</h2>", f"<div class=bar>{bar}</div>", f"<p>Mean {mean:.2f} ms: {shares}.{text}</p>"]
 
 
@@ -198,10 +203,11 @@ def _examples(folder: Path) -> list[str]:
 def _repeat(folder: Path, summary: dict[str, Any]) -> list[str]:
     command = (read_json(folder / "command.json") or {}).get("command")
     versions = {name: version for name, version in (summary.get("versions") or {}).items() if version}
-    words = command if isinstance(command, str) else " ".join(command or ())
+    # The folder exists now, and a run starts in a new one.
+    words = [word for word in shlex.split(command or "") if not word.startswith("hydra.run.dir=")]
     parts = ["<h2>How to repeat it</h2>"]
     if words:
-        parts.append(f"<pre>{html.escape(words)}</pre>")
+        parts.append(f"<pre>{html.escape(shlex.join(words))}</pre>")
     commit = summary.get("git_commit")
     parts += [f"<p>Commit {html.escape(commit)}.</p>"] if commit else []
     return [*parts, _table(versions)] if versions else parts
