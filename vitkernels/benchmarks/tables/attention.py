@@ -10,7 +10,6 @@ _HEADINGS = (
     "backward, device", "forward kernel", "backward kernel",
 )  # fmt: skip
 _FA4 = "flash-attention-4"
-_SUMMARY = (47, 48, 49, 50, 51, 52, 53, 54, 57, 59, 60, 56, 58, 55)  # numbers of measurements, in order
 _INTRODUCTION = (
     "Each measurement compares backends at one shape (B, H, N, D) in bfloat16, from packed qkv to (B, N, H · D), so"
     " a peer's time includes the layout copies that a module needs around it. Times are medians in ms with the 20th"
@@ -20,6 +19,7 @@ _INTRODUCTION = (
     "Python on a cold L2 cache, including host time if the host is slower; the last two columns time the kernels "
     "alone, on contiguous tensors. Here `pallas_flash` runs its Mosaic-GPU kernels (Hopper). To measure: `python "
     "scripts/bench_attention.py --backends pallas_flash triton_flash`. FlashAttention-4 is flash-attn-4 4.0.0b36."
+    " The page shows the latest measurement of each shape; results/attention.jsonl keeps the earlier ones."
 )
 
 
@@ -36,19 +36,33 @@ def split_measurements(rows: list[dict]) -> list[list[dict]]:
 
 def page(rows: list[dict]) -> str:
     """Return the page in Markdown."""
-    measurements = split_measurements(rows)
-    beside = [x for x in measurements if any(r["contender"] == _FA4 and "device_both_ms" in r for r in x)]
+    latest = _latest(split_measurements(rows))
+    with_fa4 = [x for x in latest if any(row["contender"] == _FA4 and "device_both_ms" in row for row in x)]
     sections = [
-        ("Forward + backward on the device, with FlashAttention-4", _summary(beside)),
-        ("Forward + backward on the device, without it", _summary([measurements[n - 1] for n in _SUMMARY])),
+        ("Forward + backward against FlashAttention-4 and SDPA", _summary(with_fa4)),
+        ("Forward + backward against SDPA alone", _summary([x for x in latest if x not in with_fa4])),
     ]
-    for n, measurement in enumerate(measurements, start=1):
+    for measurement in latest:
         first = measurement[0]
-        shape = ", ".join(map(str, first["shape_BHND"]))
         versions = ", ".join(f"{name} {first[name]}" for name in ("torch", "triton", "jax") if first.get(name))
         text = f"{first['gpu']}, {versions}; {markdown.code(first)}.\n\n{measurement_table(measurement)}"
-        sections.append((f"Measurement {n}: ({shape})", text))
+        sections.append((f"({_shape(measurement)}) on an {_gpu(measurement)}", text))
     return markdown.page(TITLE, "attention.jsonl", _INTRODUCTION, sections)
+
+
+def _latest(measurements: list[list[dict]]) -> list[list[dict]]:
+    """Return the last measurement of each GPU and shape, of the fewest tokens first."""
+    found = {(m[0]["gpu"], *m[0]["shape_BHND"]): m for m in measurements}
+    return sorted(found.values(), key=lambda m: (m[0]["shape_BHND"][2], m[0]["shape_BHND"], m[0]["gpu"]))
+
+
+def _shape(measurement: list[dict]) -> str:
+    return ", ".join(map(str, measurement[0]["shape_BHND"]))
+
+
+def _gpu(measurement: list[dict]) -> str:
+    """Return "H100" of "NVIDIA H100 80GB HBM3"."""
+    return measurement[0]["gpu"].split()[1]
 
 
 def _is_ours(contender: str, ours: tuple[str, ...]) -> bool:
@@ -61,26 +75,22 @@ def _best_peer(measurement: list[dict], key: str, ours: tuple[str, ...] = _OURS)
 
 
 def _summary(measurements: list[list[dict]]) -> str:
+    """Return device times of forward + backward, one row per measurement, and the ratio of the best peer's to ours."""
     cells = []
     for measurement in measurements:
-        best = _best_peer(measurement, "device_both_ms")
         times = {row["contender"]: row["device_both_ms"]["median"] for row in measurement if "device_both_ms" in row}
-        row = [", ".join(map(str, measurement[0]["shape_BHND"])), measurement[0]["gpu"], f"{best:.3f}"]
+        peers = [(ms, name) for name, ms in times.items() if not _is_ours(name, _OURS)]
+        best, peer = min(peers, default=(None, markdown.MISSING))
+        row = [_shape(measurement), _gpu(measurement), peer, markdown.number(best, 3)]
         for name in _OURS:
-            row += [f"{times[name]:.3f}", f"{best / times[name]:.2f}"]
-        again = times.get("pallas_flash again")
-        cells.append([*row, markdown.number(again, 3)])
-    headings = (
-        "B, H, N, D",
-        "GPU",
-        "best peer",
-        "triton_flash",
-        "× faster",
-        "pallas_flash",
-        "× faster",
-        "pallas_flash again",
-    )
-    return markdown.table(headings, cells)
+            row += [markdown.number(times.get(name), 3), markdown.number(_ratio(best, times.get(name)), 2)]
+        cells.append(row)
+    headings = ("B, H, N, D", "GPU", "best peer", "ms", "triton_flash ms", "ratio", "pallas_flash ms", "ratio")
+    return f"A ratio above 1 means that the kernel is faster than the best peer.\n\n{markdown.table(headings, cells)}"
+
+
+def _ratio(peer: float | None, ours: float | None) -> float | None:
+    return None if peer is None or ours is None else peer / ours
 
 
 def measurement_table(measurement: list[dict], ours: tuple[str, ...] = _OURS) -> str:
