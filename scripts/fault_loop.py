@@ -184,13 +184,15 @@ class Run:
         return logged_steps(self.folder) <= self.fault.step
 
     def finish(self, seconds: float = 180) -> None:
-        deadline = time.monotonic() + seconds
+        """Wait for the end of all processes; fail if none of them logs a line for `seconds`."""
+        logged, deadline = 0, time.monotonic() + seconds
         while any(process.is_alive() for process in self.processes) and time.monotonic() < deadline:
             self.processes[-1].join(0.2)
             if any(process.exitcode for process in self.processes) and not self._joined():
                 self._terminate()
-        for process in self.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            size = sum(log.stat().st_size for log in self.logs if log.exists())
+            if size != logged:  # a busy machine is slow, but it makes progress
+                logged, deadline = size, time.monotonic() + seconds
         hung = [process for process in self.processes if process.exitcode is None]
         for process in hung:
             process.kill()
