@@ -105,6 +105,8 @@ def explanation(override: str) -> UsageError:
             "data=imagefolder",
         ),
         ("lr=0.1", "setting", {"setting": "lr"}, "Did you mean optim.lr"),
+        ("trainer.epochs=3", "setting", {"setting": "trainer.epochs"}, "Did you mean trainer.max_epochs? "),
+        ("optim.decay=0", "setting", {"setting": "optim.decay"}, "optim.weight_decay or optim.layer_decay"),
         ("optim.kwargs={betas: 3}", "setting", {"setting": "optim.kwargs"}, "+optim.kwargs.NAME="),
         ("model.kwargs.depth=2", "setting", {"setting": "model.kwargs.depth"}, "+model.kwargs.depth="),
     ],

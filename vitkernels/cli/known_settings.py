@@ -33,10 +33,18 @@ def flat_names(node: dict, prefix: str = "") -> list[str]:
 
 
 def suggestion(name: str, owners: dict[str, list[str]]) -> str:
-    """Return "Did you mean ...? " with the nearest names, or with the names that differ only in their group."""
-    of_a_group = [known for known in owners if known.rpartition(".")[2] == name]
-    near = of_a_group or difflib.get_close_matches(name, owners, n=3, cutoff=0.75)
-    return f"Did you mean {' or '.join(near)}? " if near else ""
+    """Return "Did you mean ...? " with up to three settings, or "".
+
+    They are names of the same group that contain this one (trainer.epochs: trainer.max_epochs), the same name in other
+    groups (lr: optim.lr), or else names anywhere that contain it, or that are spelled alike.
+    """
+    group, _, last = name.rpartition(".")
+    ends = {known: known.rpartition(".")[2] for known in owners}
+    longer = [known for known, end in ends.items() if set(last.split("_")) < set(end.split("_"))]
+    near = [known for known in longer if known.startswith(f"{group}.")]
+    near += [known for known, end in ends.items() if end == last]
+    near = near or longer or difflib.get_close_matches(name, owners, n=3, cutoff=0.75)
+    return f"Did you mean {' or '.join(near[:3])}? " if near else ""
 
 
 def _load(path: Path) -> dict:
