@@ -92,3 +92,10 @@ def test_fake__refuses_a_start_beyond_the_epoch():
 def test_fake__pins_memory():
     data = build(pin_memory=True, val_items=5)
     assert all(tensor.is_pinned() for loader in (data.train, data.val) for batch in loader.epoch(0) for tensor in batch)
+
+
+def test_fake__refuses_a_pool_larger_than_memory(monkeypatch):
+    monkeypatch.setattr(fake, "host_memory_bytes", lambda: 3 * 1024)
+    assert build(pool_batches=1).train is not None  # 1 batch of 4 images, 3 channels and 8 × 8 pixels: 3 KiB
+    with error("data.value", setting="pool_batches", value=2, needed_bytes=6 * 1024, total_bytes=3 * 1024):
+        build(pool_batches=2)

@@ -165,6 +165,15 @@ def test_create_model__impossible_arguments_are_refused(kwargs):
         models.create_model("vit_digits", "native", **kwargs)
 
 
+@pytest.mark.parametrize(("ratio", "works"), [(0.001, False), (0, False), (0.02, True)])
+def test_create_model__refuses_an_mlp_ratio_that_rounds_to_width_0(ratio, works):
+    if works:
+        assert models.create_model("vit_digits", "native", depth=1, mlp_ratio=ratio).blocks[0].mlp.fc1.out_features == 1
+        return
+    with error("models.arguments", mlp_ratio=ratio, layer="blocks.0.mlp.fc1", in_features=96):
+        models.create_model("vit_digits", "native", depth=1, mlp_ratio=ratio)
+
+
 def test_create_model__arguments_message():
     """A snapshot of the wording."""
     with pytest.raises(UsageError, match=r"^timm cannot build model 'vit_digits' with \{.*'embed_dim': 97.*\}: dim "):
@@ -186,6 +195,7 @@ def test_inspect_model__train_flops_are_three_forwards_except_for_image_gradient
     (problem,) = facts.attention
     assert (problem.batch, problem.heads, problem.q_tokens, problem.head_dim) == (128, 12, 256, 64)
     assert problem.dtype == torch.bfloat16 and problem.device_type == "cuda"
+    assert facts.attention_calls == (12,)
     assert facts.parameters == sum(p.numel() for p in build("native").parameters())
 
 

@@ -3,6 +3,7 @@
 Shapes: B batch size, C channels, S image side.
 """
 
+import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,6 +14,7 @@ from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, Data, Shard
 from vitkernels.data.input_spec import InputSpec, data_set
 from vitkernels.data.randomness import Stream, generator
 from vitkernels.errors import UsageError
+from vitkernels.runtime.machine import host_memory_bytes
 
 
 class PoolLoader:
@@ -91,6 +93,7 @@ def build(
             num_samples=items,
         )
     rows, image_shape = shard.rows(batch_size), (spec.in_chans, spec.image_size, spec.image_size)
+    _check_pool(pool_batches, spec)
     pool = [_random_batch(spec.seed, i, rows, image_shape, num_classes) for i in range(pool_batches)]
     full, rest = divmod(val_items, batch_size * shard.world)
     last = _masked(pool[full % pool_batches], sum(row < rest for row in rows)) if rest else None
@@ -102,6 +105,22 @@ def build(
         val=PoolLoader(pool, val_items, last, shard),
         num_classes=num_classes,
     )
+
+
+def _check_pool(pool_batches: int, spec: InputSpec) -> None:
+    """Raise UsageError for more pixels than the host has memory for, before they are drawn."""
+    shape = (pool_batches, spec.batch_size, spec.in_chans, spec.image_size, spec.image_size)
+    needed, total = 4 * math.prod(shape), host_memory_bytes()
+    if total is not None and needed > total:
+        raise UsageError(
+            f"{pool_batches} batches of {spec.batch_size} images of {spec.image_size} px take {needed / 2**30:,.1f} "
+            f"GiB of host memory, and it has {total / 2**30:,.1f} GiB: lower pool_batches, the batch or the image size",
+            code="data.value",
+            setting="pool_batches",
+            value=pool_batches,
+            needed_bytes=needed,
+            total_bytes=total,
+        )
 
 
 def _random_batch(seed: int, number: int, rows: list[int], image_shape: tuple[int, ...], num_classes: int) -> Batch:

@@ -38,6 +38,7 @@ def create_model(name: str, attn: str | AttentionBackend = "auto", **kwargs: Any
     backend = backend_of(attn)
     # Refused before a download, and before memory is filled.
     plain = _build_on_meta(name, {k: v for k, v in kwargs.items() if k != "pretrained"})
+    _check_mlp_ratio(plain, name, kwargs.get("mlp_ratio"))
     plan = attention_plan(plain)
     if not plan.taken:
         why = why_none(plain, plan)
@@ -46,6 +47,26 @@ def create_model(name: str, attn: str | AttentionBackend = "auto", **kwargs: Any
     model = _build(name, **kwargs)
     swap(model, backend)
     return model
+
+
+def _check_mlp_ratio(model: nn.Module, name: str, ratio: Any) -> None:
+    """Raise UsageError for a ratio that rounds an MLP's width to 0, which timm replaces by its input's width."""
+    if not isinstance(ratio, int | float):
+        return
+    for path, layer in model.named_modules():
+        is_first = isinstance(layer, nn.Linear) and path.rpartition(".")[2].startswith("fc1")
+        if not is_first or int(layer.in_features * ratio) > 0:
+            continue
+        width = layer.in_features
+        raise UsageError(
+            f"model {name!r} with mlp_ratio={ratio:g}: {path} would have int({width} * {ratio:g}) = 0 outputs, for "
+            f"which timm silently takes {width}. Use mlp_ratio=1 for {width}, and {1 / width:.2g} or more for fewer",
+            code="models.arguments",
+            name=name,
+            mlp_ratio=ratio,
+            layer=path,
+            in_features=width,
+        )
 
 
 def timm_model(name: str, **kwargs: Any) -> nn.Module:

@@ -1,5 +1,6 @@
 """Count parameters and FLOPs, and list attention calls, by running a model once on the meta device."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,24 +21,26 @@ class ModelFacts:
     parameters: number of parameters.
     train_flops_per_image: FLOPs of the matrix products in forward and backward, two per multiply-add. They are counted
         with native attention: a kernel that recomputes scores gets no credit for the extra work.
-    attention: the distinct attention problems of a training step.
+    attention: the distinct attention problems of a training step. attention_calls: how often each occurs in a forward
+        pass.
     """
 
     parameters: int
     train_flops_per_image: int
     attention: tuple[Problem, ...]
+    attention_calls: tuple[int, ...]
 
 
 class _ProblemRecorder(Native):
-    """Native attention that records the problems passed to it."""
+    """Native attention that counts the problems passed to it."""
 
     name = "recorder"
 
     def __init__(self):
-        self.problems = {}
+        self.problems: Counter[Problem] = Counter()
 
     def refusal(self, problem: Problem) -> None:
-        self.problems[problem] = None
+        self.problems[problem] += 1
 
 
 def inspect_model(
@@ -78,6 +81,7 @@ def inspect_model(
         parameters=sum(p.numel() for p in model.parameters()),
         train_flops_per_image=counter.get_total_flops(),
         attention=problems,
+        attention_calls=tuple(recorder.problems.values()),
     )
 
 

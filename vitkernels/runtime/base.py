@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from vitkernels.errors import UsageError, unknown_name
+from vitkernels.runtime.machine import host_memory_bytes
 from vitkernels.runtime.peaks import peak_flops
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -147,6 +148,10 @@ class Runtime:
         except (OSError, ValueError):  # not Linux, or a sandbox
             # An upper bound: the value survives fork and exec, so it may be the parent's.
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def total_memory_bytes(self) -> int | None:
+        """Return the memory that the device can offer: the host's with swap on the CPU; None if unknown."""
+        return host_memory_bytes()
 
     # ---- random state ----
 

@@ -97,6 +97,9 @@ class CudaRuntime(Runtime):
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)
 
+    def total_memory_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
+
     def rng_state(self) -> dict:
         return {"cuda": torch.cuda.get_rng_state(self.device)}
 

@@ -1,4 +1,4 @@
-"""Measure other load on this machine during a timing: load average, other processes, the CPU's clock."""
+"""Read what limits this machine: its memory, other load during a timing (load average, processes), the CPU's clock."""
 
 import os
 import re
@@ -12,6 +12,7 @@ _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 _LISTED_SHARE = 0.1  # of a core: processes below it are not listed
 _MAX_LISTED = 4
 _PROC = Path("/proc")
+_MEMORY_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,25 @@ def busy_cores(cores: int) -> float:
     second, which over half a second is an error of 0.04.
     """
     return max(0.25, 0.05 * cores)
+
+
+def host_memory_bytes() -> int | None:
+    """Return the memory and swap that this process may use, as its control group limits them; None if unknown."""
+    try:
+        text = (_PROC / "meminfo").read_text()
+    except OSError:
+        return None
+    sizes = dict(re.findall(r"^(MemTotal|SwapTotal):\s+(\d+) kB$", text, re.MULTILINE))
+    if "MemTotal" not in sizes:
+        return None
+    swap = 1024 * int(sizes.get("SwapTotal", 0))
+    memory = 1024 * int(sizes["MemTotal"])
+    for path in _MEMORY_LIMITS:  # of a container, which sees its own group as the root
+        try:
+            memory = min(memory, int(path.read_text()))
+        except (OSError, ValueError):  # the other version of control groups, or "max"
+            continue
+    return memory + swap
 
 
 def cpu_mhz() -> float | None:

@@ -114,13 +114,18 @@ class XlaRuntime(Runtime):
         return [float(s.detach().cpu()) for s in scalars]
 
     def peak_memory_bytes(self) -> int | None:
+        return self._memory_info().get("peak_bytes_used")
+
+    def total_memory_bytes(self) -> int | None:
+        return self._memory_info().get("bytes_limit")
+
+    def _memory_info(self) -> dict[str, Any]:
         import torch_xla.core.xla_model as xm
 
         try:
-            info: Any = xm.get_memory_info(self.device)  # the type stub lists only some keys
-            return info["peak_bytes_used"]
-        except (RuntimeError, KeyError):
-            return None  # PJRT's CPU client has no memory statistics
+            return dict(xm.get_memory_info(self.device))
+        except RuntimeError:
+            return {}  # PJRT's CPU client has no memory statistics
 
     def rng_state(self) -> dict:
         import torch_xla.core.xla_model as xm

@@ -29,6 +29,7 @@ from vitkernels.parallel.compile_options import compile_options, uses_cuda_graph
 from vitkernels.quant import Scheme, quantize_, train_in_8_bits
 from vitkernels.runtime.base import PRECISIONS
 from vitkernels.training import objective, source
+from vitkernels.training.memory_check import check_memory
 from vitkernels.training.plan import StepPlan
 from vitkernels.training.trainer import Trainer
 
@@ -241,6 +242,14 @@ def _create(cfg: Config, parallel: Parallel, data: Data) -> tuple[models.ModelFa
         device_type=parallel.runtime.device.type,
     )
     attn = attention.choose_for_all(cfg.attn.name, facts.attention)
+    check_memory(
+        facts,
+        parallel.runtime,
+        image_size=image_size,
+        batch_size=cfg.data.batch_size,
+        training=cfg.mode == "train",
+        keeps_scores=attn == "native" and not compile_mode(cfg, parallel)[0],
+    )
     backend = attention.get(attn).configured(**cfg.attn.options)
     return facts, attn, build(backend, pretrained=cfg.model.pretrained or None)
 
