@@ -137,7 +137,7 @@ def test_fused_backward__interpreted(H, N, M, D, stages):
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
-    from vitkernels.attention.pallas_flash.hopper.fused_kernel import Delta
+    from vitkernels.attention.pallas_flash.hopper.fused_order import Delta
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
     q, k, v, do = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M, N))
@@ -201,8 +201,8 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
-    from vitkernels.attention.pallas_flash.hopper.operators import by_keys, by_queries, token_ids
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.token_ids import by_keys, by_queries, token_ids
 
     B = 2
     q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
@@ -243,7 +243,8 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 )
 def test_kernels__lower_without_a_gpu(N, D, has_ids):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
-    from vitkernels.attention.pallas_flash.hopper.operators import AttentionKernels, fits_short_backward
+    from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
+    from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
 
     call = AttentionKernels(2, 8, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"), has_ids)
     kernels = [call.forward, call.dq, call.dkdv]
@@ -261,6 +262,7 @@ def test_operators__trace_with_ids():
     from torch._subclasses import FakeTensorMode
 
     from vitkernels.attention.pallas_flash.hopper import operators
+    from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
     ops = (operators.attend, operators.attend_backward, operators.attend_packed, operators.attend_packed_backward)
     for op in ops:
@@ -270,7 +272,7 @@ def test_operators__trace_with_ids():
     with FakeTensorMode():
         qkv = torch.empty(2, 70, 3, 3, 64, dtype=torch.bfloat16)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        ids = operators.token_ids(q.shape, 70, torch.ones(2, 1, 1, 70, dtype=torch.bool), None)
+        ids = token_ids(q.shape, 70, torch.ones(2, 1, 1, 70, dtype=torch.bool), None)
         out, lse = attend_packed(qkv, *ids, False, 0.1)
         assert out.shape == (2, 70, 192) and lse.shape == (2, 3, 256)
         assert packed_backward(out, out, lse, qkv, *ids, False, 0.1).shape == qkv.shape

@@ -33,6 +33,7 @@ _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
+    from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
 
 def _unsupported_on_hopper(problem: Problem) -> str | None:
@@ -87,7 +88,7 @@ class PallasFlash(AttentionBackend):
 
     def run(self, q_BHND, k_BHMD, v_BHMD, **keywords):
         if q_BHND.device.type == "cuda":
-            ids = operators.token_ids(q_BHND.shape, k_BHMD.shape[2], keywords["mask"], keywords["segment_ids"])
+            ids = token_ids(q_BHND.shape, k_BHMD.shape[2], keywords["mask"], keywords["segment_ids"])
             return operators.attend(q_BHND, k_BHMD, v_BHMD, *ids, keywords["is_causal"], keywords["scale"])[0]
         B, H, N, D = q_BHND.shape
         arrays = [x.transpose(1, 2).reshape(B, -1, H * D) for x in (q_BHND, k_BHMD, v_BHMD)]
@@ -96,7 +97,7 @@ class PallasFlash(AttentionBackend):
     def run_qkvpacked(self, qkv_BN3HD, **keywords):
         if qkv_BN3HD.device.type == "cuda":
             B, N, _, H, D = qkv_BN3HD.shape
-            ids = operators.token_ids((B, H, N, D), N, keywords["mask"], keywords["segment_ids"])
+            ids = token_ids((B, H, N, D), N, keywords["mask"], keywords["segment_ids"])
             return operators.attend_packed(qkv_BN3HD, *ids, keywords["is_causal"], keywords["scale"])[0]
         B, N, _, H, D = qkv_BN3HD.shape
         return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)

@@ -1,39 +1,184 @@
-"""The backward kernel of `pallas_flash` on Hopper that computes dq, dk and dv of long sequences without masks."""
+"""The backward kernel of `pallas_flash` on Hopper that computes dq, dk and dv of long sequences without masks.
 
+S and dP are multiplied once, where separate kernels for dq and for dk and dv do so twice. It is for head dims of one
+part of 64 columns. A thread block has four warpgroups:
+
+- Two compute. Each owns 64 keys of a work item, keeps their K and V as register operands, accumulates their dk and dv,
+  and passes dS of each tile of queries on through shared memory.
+- One multiplies dq, which needs dS of both, and adds it to float32 sums in device memory. The head's last item adds the
+  sums to its own product instead, and stores dq in its final dtype.
+- One loads.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
+"""
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.fused_kernel import DS_BUFFERS, FusedKernel
-from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, WGMMA, at, filled, transposed
+from vitkernels.attention.pallas_flash.hopper.fused_order import TURN, OrderedKernel
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, Stream, WorkItem
+from vitkernels.attention.pallas_flash.hopper.schedule import widths
+from vitkernels.attention.pallas_flash.hopper.tiles import (
+    BY_COLUMN,
+    LOG2E,
+    ROWS,
+    WGMMA,
+    along_columns,
+    at,
+    filled,
+    transposed,
+)
+
+_COMPUTE_REGISTERS, _DQ_REGISTERS, _LOADER_REGISTERS = 200, 72, 40  # per thread
+_DS_BUFFERS = 2
 
 
-class FusedBackward(FusedKernel):
-    """The products, for head dims of one part of 64 columns: two warpgroups multiply dk and dv, and a helper dq."""
+class FusedBackward(OrderedKernel):
+    """The kernel of one call; see the module."""
 
-    group = 2
-    registers = 200, 72, 40
+    @property
+    def sums(self) -> jax.ShapeDtypeStruct:
+        """Return dq in float32, rows of a head in sequence."""
+        rows = self.batch * self.heads * self.query_tiles * ROWS
+        return jax.ShapeDtypeStruct((rows, 64), jnp.float32)
+
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, counters_BHN):
+        """Return dq, dk and dv in arrays like q's, k's and v's, and dq's float32 sums. counters: zeros."""
+        assert widths(self.head_dim) == (64,), "the registers of a compute warpgroup hold no wider dk and dv"
+        assert self.schedule.buffers == 2, "dk and dv are stored while the next item's first tile is processed"
+        assert self.key_blocks > 1, "a head's last item adds the other items' sums to its product"
+        q, k = self.rows(self.queries, self.all_heads), self.rows(self.keys, self.all_heads)
+        grid = {"block": self.blocks(self.keys)}
+        kernel = self.launch(self._body, grid, self.schedule.warpgroups + 2, (q, k, k, self.sums), self._scratch())
+        return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, counters_BHN)
 
     def _scratch(self):
-        transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-        return super()._scratch() | {
-            "sum_smem": plgpu.SMEM((self.group, ROWS, 64), jnp.float32, transforms=transforms),
-            "ds_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=DS_BUFFERS),
+        s, dtype = self.schedule, jnp.dtype(self.dtype)
+        vectors = plgpu.SMEM((s.stages, s.tile), jnp.float32)
+        plain = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+        return {
+            "k_smem": self.own_tiles(),
+            "v_smem": self.own_tiles(),
+            "q_smem": self.ring(),
+            "do_smem": self.ring(),
+            "lse_smem": vectors,
+            "delta_smem": vectors,
+            "ds_smem": tiles.tile(ROWS, ROWS, dtype, _DS_BUFFERS * s.warpgroups),  # keys by queries
+            "dq_smem": tiles.tile(ROWS, self.head_dim, dtype, 1),
+            "own_arrived": self.own_arrived(2),  # k, v
+            "own_consumed": self.own_consumed(),
+            "arrived": self.arrived(4),  # q, do, lse, delta
+            "consumed": self.consumed(),
+            "ds_ready": plgpu.Barrier(num_arrivals=s.warpgroups, num_barriers=_DS_BUFFERS),
+            **self.tickets(s.warpgroups + 1),
+            "sum_smem": plgpu.SMEM((TURN, ROWS, 64), jnp.float32, transforms=plain),
+            "ds_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=_DS_BUFFERS),
         }
 
-    def _hold(self, item, warpgroup, scratch):
-        """Return K and V of the warpgroup's keys, in registers."""
-        owner = self.owner(item.number, warpgroup)
-        return tuple(plgpu.load(scratch[name].at[owner], layout=WGMMA) for name in ("k_smem", "v_smem"))
+    def _body(self, q, k, v, do, lse, delta, counters, dq, dk, dv, sums, **scratch):
+        refs = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "counters": counters}
+        refs |= {"dq": dq, "dk": dk, "dv": dv, "sums": sums}
+        computing, warpgroup = self.schedule.warpgroups, lax.axis_index("warpgroup")
 
-    def _add(self, item, step, dk, dv, held, warpgroup, refs, scratch):
-        """Add a tile's products. dv's runs while dS is computed, and dP's while the weights are."""
+        @pl.when(warpgroup < computing)
+        def _():
+            plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
+            self._run_compute(warpgroup, refs, scratch)
+
+        @pl.when(warpgroup == computing)
+        def _():
+            plgpu.set_max_registers(_DQ_REGISTERS, action="decrease")
+            self._run_dq(refs, scratch)
+
+        @pl.when(warpgroup == computing + 1)
+        def _():
+            plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
+            self._run_loader(refs, scratch)
+
+    # --- the loader ---------------------------------------------------------------------------------------------------
+
+    def _run_loader(self, refs, scratch):
+        def load_own(item, warpgroup):
+            owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+            arrived = scratch["own_arrived"].at[owner]
+            _, k_head, v_head = self.heads_of(item)
+            for head, name in ((k_head, "k"), (v_head, "v")):
+                smem = scratch[f"{name}_smem"]
+                tiles.load_rows(refs[name], item.batch, first, head, smem, owner, arrived, self.interpret)
+
+        def load_tile(item, tile, slot):
+            q_head, *_ = self.heads_of(item)
+            first, arrived = tile * ROWS, scratch["arrived"].at[slot]
+            for head, name in ((q_head, "q"), (item.head, "do")):
+                smem = scratch[f"{name}_smem"]
+                tiles.load_rows(refs[name], item.batch, first, head, smem, slot, arrived, self.interpret)
+            for name in ("lse", "delta"):
+                rows = refs[name].at[item.batch, item.head, pl.ds(first, ROWS)]
+                plgpu.copy_gmem_to_smem(rows, scratch[f"{name}_smem"].at[slot], arrived)
+
+        def draw(number):
+            return self.draw(number, refs["counters"], scratch)
+
+        own = OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"])
+        stream = Stream(load_tile, scratch["arrived"], scratch["consumed"])
+        items, _ = self._request(lambda process: self.for_each_item(draw, process), own, [stream])
+        self.finish_tickets(items, scratch)
+
+    # --- dk and dv ----------------------------------------------------------------------------------------------------
+
+    def _run_compute(self, warpgroup, refs, scratch):
+        def give_back(number):
+            """Release the buffers of an item's K and V, once the dk and dv that replaced them are stored."""
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            plgpu.barrier_arrive(scratch["own_consumed"].at[self.owner(number, warpgroup)])
+
+        def process(item):
+            def after_first_tile():
+                pl.when(item.number > 0)(lambda: give_back(item.number - 1))
+
+            self._compute(item, warpgroup, after_first_tile, refs, scratch)
+
+        items, _ = self.for_each_item(lambda number: self.drawn(number, scratch), process)
+        pl.when(items > 0)(lambda: give_back(items - 1))
+        plgpu.wait_smem_to_gmem(0)
+
+    def _compute(self, item, warpgroup, after_first_tile, refs, scratch):
+        """Process an item: compute dk and dv of this warpgroup's keys, pass dS of each tile on."""
+        owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+        plgpu.barrier_wait(scratch["own_arrived"].at[owner])
+        (k_smem,), (v_smem,) = scratch["k_smem"], scratch["v_smem"]
+        # Operands in registers spare the bandwidth of shared memory.
+        k, v = (plgpu.load(smem.at[owner], layout=WGMMA) for smem in (k_smem, v_smem))
+
+        def body(step, sums):
+            sums = self._add(item, step, k, v, *sums, warpgroup, scratch)
+            pl.when(step == 0)(after_first_tile)
+            return sums
+
+        (dk,), (dv,) = self.zeros(), self.zeros()
+        dk, dv = lax.fori_loop(0, self.query_tiles, body, (dk, dv))
+        v_smem.at[owner][...] = dv.astype(self.dtype)
+        # The keys are read until dq of the last tiles is computed.
+        for step in range(max(0, self.query_tiles - _DS_BUFFERS), self.query_tiles):
+            plgpu.barrier_wait(scratch["ds_consumed"].at[lax.rem(item.streamed + step, _DS_BUFFERS)])
+        k_smem.at[owner][...] = (dk * self.scale).astype(self.dtype)
+        plgpu.commit_smem()
+        _, k_head, v_head = self.heads_of(item)
+        for head, x in ((k_head, "k"), (v_head, "v")):
+            tiles.store_rows(scratch[f"{x}_smem"], owner, refs[f"d{x}"], item.batch, first, head, self.interpret)
+
+    def _add(self, item, step, k, v, dk, dv, warpgroup, scratch):
+        """Return dk and dv with a tile's products added: transposed, so that the keys are rows.
+
+        dP's product runs while the weights are computed, and dv's while dS is.
+        """
         slot = self.slot(item, step)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         (q,), (do,) = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
-        k, v = held
 
         def chain(refs):
             scores_ref, dp_ref, dk_ref, dv_ref = refs
@@ -49,42 +194,103 @@ class FusedBackward(FusedKernel):
             weights = self._weights(scores, slot, scratch)
             ds = self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch)
             products = [(0, ds, q), (1, weights.astype(self.dtype), do)]
-            dk, dv = tiles.accumulated((*dk, *dv), products, self.interpret)
+            dk, dv = tiles.accumulated((dk, dv), products, self.interpret)
         else:
             none = filled((ROWS, ROWS), 0, WGMMA)
-            *_, dk, dv = pl.run_state(chain)(tuple(plgpu.ACC.init(x) for x in (none, none, *dk, *dv)))
+            *_, dk, dv = pl.run_state(chain)(tuple(plgpu.ACC.init(x) for x in (none, none, dk, dv)))
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return (dk,), (dv,)
+        return dk, dv
 
-    # --- the helper: dq -----------------------------------------------------------------------------------------------
+    def _weights(self, scores, slot, scratch):
+        lse = plgpu.load(scratch["lse_smem"].at[slot], layout=BY_COLUMN)
+        exponents = scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)
+        # Padded rows have scores of 0, possibly far above a low lse: exp2 would overflow, and inf times 0 is NaN in dq.
+        if self.keys % (ROWS * self.schedule.warpgroups):
+            exponents = jnp.minimum(exponents, 0.0)
+        return jnp.exp2(exponents)
+
+    def _pass_ds(self, item, step, weights, dp, slot, warpgroup, scratch):
+        """Pass dS to the warpgroup that multiplies dq; return it as the operand of dk's product."""
+        delta = plgpu.load(scratch["delta_smem"].at[slot], layout=BY_COLUMN)
+        ds = (weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype)
+        buffer = lax.rem(item.streamed + step, _DS_BUFFERS)
+        pl.when(step >= _DS_BUFFERS)(lambda: plgpu.barrier_wait(scratch["ds_consumed"].at[buffer]))
+        (ds_smem,) = self._ds(buffer, warpgroup, scratch)
+        ds_smem[...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
+        return ds
+
+    def _ds(self, buffer, warpgroup, scratch):
+        """Return the part of dS in a buffer that a warpgroup passes on."""
+        return at(scratch["ds_smem"], buffer * self.schedule.warpgroups + warpgroup)
+
+    # --- dq -----------------------------------------------------------------------------------------------------------
+
+    def _run_dq(self, refs, scratch):
+        self.for_each_item(lambda number: self.drawn(number, scratch), lambda item: self._add_dq(item, refs, scratch))
+        plgpu.wait_smem_to_gmem(0)
 
     def _add_dq(self, item, refs, scratch):
-        for owner in self._owners_of(item):
+        """Add an item's dq to the sums of its head; or, after the head's last item, store it."""
+        owners = [self.owner(item.number, warpgroup) for warpgroup in range(self.schedule.warpgroups)]
+        for owner in owners:
             plgpu.barrier_wait(scratch["own_arrived"].at[owner])
 
         def body(tile, _):
-            dq = self._dq(item, tile, 0, scratch)
+            dq = self._dq(item, tile, scratch)
 
-            @pl.when(lax.rem(tile, self.group) == 0)
+            @pl.when(lax.rem(tile, TURN) == 0)
             def _():
                 # The previous turn ends only now, so that its additions had a product's time to arrive.
-                pl.when(tile > 0)(lambda: self._end_turn(item, tile - 1, refs))
-                self._wait_for_turn(item, tile, refs)
+                pl.when(tile > 0)(lambda: self.end_turn(item, tile - 1, refs["counters"]))
+                self.wait_for_turn(item, tile, refs["counters"])
 
-            @pl.when(~self._is_last(item))
-            def _():
-                smem = scratch["sum_smem"].at[lax.rem(tile, self.group)]
-                smem[...] = dq
-                plgpu.commit_smem()
-                self._add_to_sums(item, tile, 0, smem, refs)
-
-            @pl.when(self._is_last(item))
-            def _():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                sums = self._sums(item, tile, 0, refs)
-                others = sums[...] if self.interpret else plgpu.load(sums, layout=WGMMA, optimized=False)
-                self._round_dq(0, dq + others, scratch)
-                self._store_dq(item, tile, refs, scratch)
+            pl.when(~self.is_last(item))(lambda: self._add_to_sums(item, tile, dq, refs, scratch))
+            pl.when(self.is_last(item))(lambda: self._store_dq(item, tile, dq, refs, scratch))
 
         lax.fori_loop(0, self.query_tiles, body, None)
-        self._end_turn(item, self.query_tiles - 1, refs)
+        self.end_turn(item, self.query_tiles - 1, refs["counters"])
+
+    def _dq(self, item, tile, scratch):
+        """Return the product of a tile's dS and the item's keys."""
+        buffer, products = lax.rem(item.streamed + tile, _DS_BUFFERS), []
+        plgpu.barrier_wait(scratch["ds_ready"].at[buffer])
+        for warpgroup in range(self.schedule.warpgroups):
+            owner = self.owner(item.number, warpgroup)
+            (ds,), (k,) = self._ds(buffer, warpgroup, scratch), at(scratch["k_smem"], self._opaque(owner))
+            products.append((0, transposed(ds), k))
+        (dq,) = tiles.accumulated((filled((ROWS, 64), 0, WGMMA),), products, self.interpret)
+        plgpu.barrier_arrive(scratch["ds_consumed"].at[buffer])
+        return dq
+
+    def _opaque(self, index):
+        """Return an opaque index, so that addresses are recomputed in each step and not kept in registers."""
+        return index if self.interpret else lax.optimization_barrier(jnp.int32(index))
+
+    def _sums_of(self, item: WorkItem, tile, refs):
+        first = ((item.batch * self.heads + item.head) * self.query_tiles + tile) * ROWS
+        return refs["sums"].at[pl.ds(first, ROWS), pl.ds(0, 64)]
+
+    def _add_to_sums(self, item, tile, dq, refs, scratch):
+        """Start adding a tile's dq to its sums; the head's first item stores it."""
+        smem = scratch["sum_smem"].at[lax.rem(tile, TURN)]  # free since the last turn ended
+        smem[...] = dq
+        plgpu.commit_smem()
+        sums = self._sums_of(item, tile, refs)
+        if self.interpret:
+            sums[...] = jnp.where(item.tile == 0, smem[...], smem[...] + sums[...])
+            return
+        pl.when(item.tile == 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums))
+        pl.when(item.tile > 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums, reduction_op="add"))
+
+    def _store_dq(self, item, tile, dq, refs, scratch):
+        """Add the other items' sums to a tile's dq, and start storing it."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        sums = self._sums_of(item, tile, refs)
+        others = sums[...] if self.interpret else plgpu.load(sums, layout=WGMMA, optimized=False)
+        (smem,) = at(scratch["dq_smem"], 0)
+        smem[...] = ((dq + others) * self.scale).astype(self.dtype)
+        plgpu.commit_smem()
+        q_head, *_ = self.heads_of(item)
+        tiles.store_rows(scratch["dq_smem"], 0, refs["dq"], item.batch, tile * ROWS, q_head, self.interpret)

@@ -127,18 +127,18 @@ def fused_backward_schedule(heads: int, queries: int, keys: int, head_dim: int, 
     heads: of all images. It was faster than the pair from 1025 tokens on, and equal at 777. A mask, or more than 64
     columns, would exceed its registers. With too few heads, the items of a head would wait for their turns.
     """
-    enough = heads >= interleaved_heads(None, queries, MULTIPROCESSORS)
-    if is_masked or queries != keys or keys <= 900 or widths(head_dim) != (64,) or not enough:
+    too_few = heads < fewest_heads(queries, MULTIPROCESSORS)
+    if is_masked or queries != keys or keys <= 900 or widths(head_dim) != (64,) or too_few:
         return None
     return Schedule(ROWS, 3, 2)
 
 
-def interleaved_heads(heads: int | None, queries: int, multiprocessors: int) -> int:
-    """Return of how many heads the fused kernel's work items alternate, so that items of a head start turns apart.
+def fewest_heads(queries: int, multiprocessors: int) -> int:
+    """Return of how many heads the fused kernel's work items must alternate, so that items of a head start apart."""
+    return -(-_APART * multiprocessors // -(-queries // 128))
 
-    heads: the number of heads, among which the result divides it best; None for the fewest.
-    """
-    fewest = -(-_APART * multiprocessors // -(-queries // 128))
-    if heads is None:
-        return fewest
+
+def interleaved_heads(heads: int, queries: int, multiprocessors: int) -> int:
+    """Return of how many heads the fused kernel's work items alternate: enough, dividing all of them best."""
+    fewest = fewest_heads(queries, multiprocessors)
     return min(range(fewest, 2 * fewest), key=lambda together: -heads % together) if heads > fewest else heads
