@@ -1,5 +1,8 @@
 """An HTTP server of a folder that stalls, cuts, lies and fails on request."""
 
+import os
+import socket
+import struct
 import threading
 from collections import Counter, defaultdict
 from contextlib import suppress
@@ -12,7 +15,8 @@ class FaultServer:
     """Serves the files of a folder, with their list; faults[name] are the faults of the next requests of a file.
 
     Faults: "stall" (half of the file, then silence), "cut" (half of it), "lie" (as many other bytes), "long" (more
-    bytes than the file has), "500", "404". requests: counts GETs by name. down: refuse everything.
+    bytes than the file has), "reset" (of the connection), "500", "404". A folder has resets only. requests: counts
+    GETs by name. down: refuse everything.
     """
 
     def __init__(self, folder: Path):
@@ -46,7 +50,7 @@ class _Handler(SimpleHTTPRequestHandler):
         elif not faults:
             super().do_GET()
         else:
-            self._fail(faults.pop(0), (self.faulty.folder / name).read_bytes())
+            self._fail(faults.pop(0), self.faulty.folder / name)
 
     def do_HEAD(self) -> None:
         if self.faulty.down:
@@ -54,10 +58,16 @@ class _Handler(SimpleHTTPRequestHandler):
         else:
             super().do_HEAD()
 
-    def _fail(self, fault: str, content: bytes) -> None:
+    def _fail(self, fault: str, file: Path) -> None:
         if fault.isdigit():
             self.send_error(int(fault))
             return
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close by RST
+            os.close(self.connection.detach())  # before the server shuts the connection down in order
+            self.close_connection = True
+            return
+        content = file.read_bytes()
         content += b"more" if fault == "long" else b""
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))

@@ -183,13 +183,30 @@ def test_file__that_only_pillow_decodes_is_decoded_by_pillow_and_counted(on_cpu,
     assert reason == "nvJPEG: Error while decoding JPEG images: 5" and not data.train.bad_images
 
 
-@pytest.mark.parametrize("settings", [{}, MIXED], ids=["plain", "mixed"])
-def test_file__that_no_decoder_reads_is_black_and_without_a_target(on_cpu, root, settings):
+def unreadable(root):
+    """Damage one file in a way that only decoding finds: the worker reads no more than the header."""
     path = root / "train" / "a" / "1.jpg"
     data = bytearray(path.read_bytes())
     table = data.index(b"\xff\xc4") + 5
-    data[table : table + 16] = b"\xff" * 16  # more codes than a Huffman table holds; the worker reads only the header
+    data[table : table + 16] = b"\xff" * 16  # more codes than a Huffman table holds
     path.write_bytes(data + b"POISON\xff\xd9")
+    return path
+
+
+@pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
+def test_file__that_no_decoder_reads_leaves_its_partner_unmixed_in_pixels_and_target(on_cpu, root, mode):
+    unreadable(root)
+    settings = {"max_bad_share": 1, "mixup": {**MIXED["mixup"], "mode": mode}}
+    ours, pillows = (build(root, name, **settings) for name in ("cuda", "pillow"))
+    for epoch in range(4):  # the partner is of the other class in some of them
+        for one, other in zip(finished_epoch(ours.train, epoch), finished_epoch(pillows.train, epoch), strict=True):
+            assert torch.equal(one[1], other[1]) and (one[0] - other[0]).abs().max() < 2.01 / 255 / 0.224
+    assert len(ours.train.bad_images) == 1 == len(pillows.train.bad_images)
+
+
+@pytest.mark.parametrize("settings", [{}, MIXED], ids=["plain", "mixed"])
+def test_file__that_no_decoder_reads_is_black_and_without_a_target(on_cpu, root, settings):
+    path = unreadable(root)
     built = build(root, max_bad_share=1, **settings)
     lost = 0
     for number, (batch, targets) in enumerate(finished_epoch(built.train, 0)):

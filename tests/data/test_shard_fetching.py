@@ -163,6 +163,29 @@ def test_listing__is_retried_after_a_network_failure(failure):
     assert patiently("listing s3://x", "s3://x", action, Patience(total=5, first_wait=0.01)) == "listed"
 
 
+@pytest.mark.parametrize("folder", ["", "more"])
+def test_listing__connection_that_breaks_is_retried_and_then_an_error(server, folder):
+    """fsspec's own `find` took the folder for an empty one."""
+    write_tars(server.folder)
+    (server.folder / "more").mkdir()
+    (server.folder / "train-00003.tar").rename(server.folder / "more" / "train-00004.tar")
+    patterns = {"train": "**"}
+    server.faults[folder] = ["reset", "reset"]
+    found = remote_files(server.url, patterns, QUICK)
+    names = [file.name for file in found if "train" in file.name]
+    assert names == ["more/train-00004.tar", *(f"train-{n:05d}.tar" for n in range(3))]
+    server.faults[folder] = ["reset"] * 99
+    with ended("data.fetch"):
+        remote_files(server.url, patterns, Patience(total=0.3, first_wait=0.02))
+
+
+def test_listing__server_that_is_gone_is_an_error(server):
+    url = server.url
+    server.close()
+    with ended("data.fetch"):
+        remote_files(url, {"train": "*.tar"}, Patience(total=0.2, first_wait=0.02))
+
+
 def test_shards__missing_name_is_refused_at_once(server):
     write_tars(server.folder)
     begin = time.monotonic()
@@ -206,7 +229,7 @@ def test_shards__on_an_fsspec_memory_filesystem(tmp_path, same):
     try:
         data, local = build("memory://bucket/photos", window=8), build(tmp_path / "local", window=8)
         assert same(finished_epoch(data.train, 1), finished_epoch(local.train, 1))
-        with error("data.shards", found=[]):
+        with error("data.root", root="memory://bucket/photo"):
             build("memory://bucket/photo")
     finally:
         memory.store.clear()

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from vitkernels.data.checks import check_common
-from vitkernels.data.contract import UNSHARDED, Batch, RawBatch, Shard
+from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, RawBatch, Shard
 from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
@@ -174,17 +174,19 @@ class DatasetLoader:
     def _decoded(self, decode: DeviceDecoder, raw: dict[str, Any], epoch: int, batch: int) -> RawBatch:
         """Return the batch with pixels decoded on the device; rows that no decoder can read hold no sample.
 
-        The target of a lost row's partner in Mixup or CutMix stays the mixture that the worker calculated.
+        The partner of such a row in Mixup or CutMix stays unmixed, in its pixels and its target.
         """
         pixels, failed = decode(raw["pixels"])
         raw = raw | {"pixels": pixels}
+        unmixed = raw.pop("unmixed_targets", None)
         if failed:
             ids = self.sample_ids(epoch, batch)
             self._report([SampleProblem(ids[f.row], f.reason, unreadable=f.lost, fallback=not f.lost) for f in failed])
             lost = [each.row for each in failed if each.lost]
-            raw["targets"][lost] = self._batches.target_without_sample
-            if "missing" in raw:
-                raw["missing"][lost] = True
+            targets = raw["targets"] if unmixed is None else unmixed
+            targets[lost] = IGNORE
+            if lost and unmixed is not None:
+                raw |= self._batches.mixed(pixels, unmixed, epoch, batch)
         return raw
 
     def _log_fallbacks(self) -> None:

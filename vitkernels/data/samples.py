@@ -69,12 +69,6 @@ class SampleBatches(Dataset):
         full, rest = divmod(len(self.samples), self.batch_size * self.shard.world)
         return full if self.training or not rest else full + 1
 
-    @property
-    def target_without_sample(self) -> int:
-        """Return the target of a row without a sample: zeros if class numbers are mixed, else the IGNORE of `load`."""
-        mixes_classes = self.mixing is not None and getattr(self.samples, "targets_are_classes", True)
-        return 0 if mixes_classes else IGNORE
-
     def ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:
         """Return the samples of this process's rows, or of process `rank`. All assignment of samples is here."""
         shard = self.shard if rank is None else self.shard._replace(rank=rank)
@@ -103,15 +97,22 @@ class SampleBatches(Dataset):
         raw = {name: _padded(values, padding) for name, values in raw.items()}
         targets = pad_rows(targets, padding, IGNORE)
         if self.mixing is not None:
-            # One mixture per batch is that of the global batch; mixtures per row are drawn by each process.
-            number = batch if self.mixing.one_per_batch else batch * self.shard.world + self.shard.rank
-            pixels = raw["pixels"]
-            side = pixels.side if isinstance(pixels, Undecoded) else pixels.shape[-1]
-            targets, draws = self.mixing.draw(targets, side, epoch, number)
-            raw |= draws
-        elif not isinstance(images, dict):
+            before = {"unmixed_targets": targets} if isinstance(raw["pixels"], Undecoded) else {}
+            raw |= before | self.mixed(raw["pixels"], targets, epoch, batch)
+        elif isinstance(images, dict):
+            raw["targets"] = targets
+        else:
             return (raw["pixels"], targets), problems
-        return {**raw, "targets": targets}, problems
+        return raw, problems
+
+    def mixed(self, pixels: torch.Tensor | Undecoded, targets: torch.Tensor, epoch: int, batch: int) -> RawBatch:
+        """Return the mixed "targets" of a batch, and the draws that mix its images accordingly."""
+        assert self.mixing is not None
+        # One mixture per batch is that of the global batch; mixtures per row are drawn by each process.
+        number = batch if self.mixing.one_per_batch else batch * self.shard.world + self.shard.rank
+        side = pixels.side if isinstance(pixels, Undecoded) else pixels.shape[-1]
+        targets, draws = self.mixing.draw(targets, side, epoch, number)
+        return {**draws, "targets": targets}
 
 
 def _padded(values: torch.Tensor | Undecoded, count: int) -> torch.Tensor | Undecoded:

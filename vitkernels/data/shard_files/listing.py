@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from vitkernels.data.shard_files.contract import ShardFile
 from vitkernels.data.shard_files.fetch import DEFAULT, Patience, ended, filesystem, is_url, patiently
@@ -103,8 +104,7 @@ def remote_files(url: str, patterns: dict[str, str], patience: Patience) -> list
     fs, base = filesystem(url)
     base = base.rstrip("/")
     if any(set(pattern) & _WILDCARDS for pattern in patterns.values()):
-        found = patiently(f"listing {url}", url, lambda: fs.find(base, detail=True), patience)
-        infos = {name.removeprefix(f"{base}/"): info for name, info in found.items()}
+        infos = {info["name"].removeprefix(f"{base}/"): info for info in _listed(fs, base, url, patience)}
     else:
         infos = {name: {} for pattern in patterns.values() for name in expand_ranges(pattern)}
     infos = {name: info for name, info in infos.items() if name.lower().endswith((*SUFFIXES, *_COMPRESSED))}
@@ -124,6 +124,21 @@ def remote_files(url: str, patterns: dict[str, str], patience: Patience) -> list
 
     with ThreadPoolExecutor(_REQUESTS) as threads:
         return list(threads.map(described, sorted(infos)))
+
+
+def _listed(fs: Any, folder: str, url: str, patience: Patience) -> Iterator[dict[str, Any]]:
+    """Yield fsspec's description of every file below a folder.
+
+    fsspec's own `find` counts a folder that it cannot list, such as after a broken connection, as empty.
+    """
+    for info in patiently(f"listing {url}", url, lambda: fs.ls(folder, detail=True), patience):
+        name = info["name"].rstrip("/")
+        if name == folder or name.endswith(("/.", "/..")):
+            continue
+        if info["type"] == "directory":
+            yield from _listed(fs, name, f"{url.rstrip('/')}/{name.removeprefix(f'{folder}/')}", patience)
+        else:
+            yield info
 
 
 def _local_files(root: str | None) -> Iterable[ShardFile]:
