@@ -1,18 +1,20 @@
 """FSDP's optimizer step and gradient norm on local shards match a plain model for any sharding."""
 
+import contextlib
 import copy
 from functools import partial
 
 import pytest
 import torch
+from expecting import error
 from ranks import Ranks
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, get_optimizer_class, list_optimizers
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from vitkernels.parallel.base import Parallel
 from vitkernels.parallel.fsdp import Fsdp
-from vitkernels.parallel.local_shards import ELEMENTWISE
+from vitkernels.parallel.local_shards import ELEMENTWISE, UNSHARDABLE, check_shardable, step_on_dtensors
 from vitkernels.runtime.base import Runtime
 
 
@@ -97,3 +99,46 @@ def test_elementwise__lists_exactly_the_optimizers_that_ignore_sharding():
     for name in ("lamb", "lars", "muon"):
         (unsharded, kind), (sharded, _) = stepped(name, [slice(0, 4)]), stepped(name, [slice(0, 3), slice(3, 4)])
         assert kind not in ELEMENTWISE and not torch.allclose(sharded, unsharded, rtol=1e-5), name
+
+
+def step_with_every_optimizer(names):
+    """Fail unless a step on DTensors fails for the optimizers in UNSHARDABLE and for no other."""
+    failed = set()
+    with Fsdp(Runtime(), lost_after=60.0) as engine:
+        for name in names:
+            torch.set_grad_enabled(True)  # a step that fails leaves its context
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv2d(1, 8, 2, 2), nn.Flatten(), nn.LayerNorm(32), nn.Linear(32, 3))
+            net = engine.wrap(model)
+            optimizer = create_optimizer_v2(model, name, lr=0.01)
+            step_on_dtensors(optimizer, engine.mesh)
+            try:
+                for _ in range(2):
+                    net(torch.randn(2, 1, 4, 4)).square().sum().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            except (NotImplementedError, RuntimeError):
+                failed.add(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
+        torch.set_grad_enabled(True)
+    assert failed == UNSHARDABLE
+
+
+@pytest.mark.slow
+def test_unshardable__lists_exactly_the_optimizers_that_fail_on_sharded_tensors(tmp_path):
+    kinds = {}
+    for name in list_optimizers():
+        with contextlib.suppress(ImportError, AssertionError, ValueError):  # bnb and apex are not installed
+            kinds[get_optimizer_class(name, bind_defaults=False)] = name
+    names = [name for kind, name in kinds.items() if kind.__name__ != "Adahessian"]  # refused by training
+    assert len(names) > 20
+    ranks = Ranks.of(2, tmp_path / "log", step_with_every_optimizer, names)
+    assert ranks.finish() == [0, 0], ranks.output()
+
+
+@pytest.mark.parametrize("name", ["kron", "adamp", "csgdp"])
+def test_fsdp__refuses_an_optimizer_that_does_not_support_sharded_tensors(name):
+    optimizer = create_optimizer_v2(nn.Linear(2, 2), name, lr=0.01)
+    engine = Fsdp.__new__(Fsdp)  # without its processes, which a refusal does not need
+    with error("parallel.optimizer", optimizer=type(optimizer).__name__, unsupported=["AdamP", "Kron", "SGDP"]):
+        engine.prepare(optimizer)
+    check_shardable(create_optimizer_v2(nn.Linear(2, 2), "lamb", lr=0.01))

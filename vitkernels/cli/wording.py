@@ -43,6 +43,7 @@ _SETTING_OF_CODE = {
     "optim.kernel": "ops.adamw",
     "parallel.cuda_graphs": "compile",
     "parallel.host_memory": "parallel.send",
+    "parallel.optimizer": "optim.opt",
     "parallel.send": "parallel.send",
     "parallel.world": "parallel",
     "plan.accum_steps": "trainer.accum_steps",

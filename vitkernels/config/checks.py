@@ -2,9 +2,9 @@
 
 import difflib
 import inspect
-import os
 import pkgutil
 
+from vitkernels import torchrun_environment
 from vitkernels.config.groups import (
     DataSettings,
     EmaSettings,
@@ -45,7 +45,7 @@ def check_evaluation(
 ) -> None:
     """Raise UsageError for an evaluation without weights, and for a probe that cannot run."""
     probes = evaluation.name != "head"
-    world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+    world = torchrun_environment.world_size()
     if probes and world > 1:
         raise UsageError(
             f"evaluation={evaluation.name} runs in one process on one device, but torchrun started {world}: start "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from vitkernels import torchrun_environment
 from vitkernels.data.checks import usable_cores
 from vitkernels.data.samples import SampleBatches
 
@@ -18,7 +19,7 @@ def worker_count(num_workers: int | str) -> int:
     """Return the number of workers; "auto" is one per usable CPU core, divided by torchrun's processes on this host."""
     if num_workers != "auto":
         return int(num_workers)
-    return max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, usable_cores() // torchrun_environment.local_world_size())
 
 
 def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers: int, pin_memory: bool) -> DataLoader:

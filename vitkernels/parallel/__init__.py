@@ -4,8 +4,7 @@ create() picks one: Parallel itself for one device, Ddp and Fsdp for torchrun's 
 TPU chips of one host, MultihostDdp and MultihostFsdp for those of several.
 """
 
-import os
-
+from vitkernels import torchrun_environment
 from vitkernels.parallel.base import Parallel
 from vitkernels.parallel.factory import create, names
 from vitkernels.runtime import xla
@@ -15,8 +14,9 @@ __all__ = ["Parallel", "create", "is_main", "names", "rank_and_world"]
 
 def rank_and_world(runtime: str) -> tuple[int, int]:
     """Return (rank, world) of this process before a strategy exists: torchrun's, or the host's in its TPU slice."""
-    if "RANK" in os.environ:
-        return int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
+    rank = torchrun_environment.rank()
+    if rank is not None:
+        return rank, torchrun_environment.world_size()
     host = xla.host() if runtime in ("auto", "xla") else None
     return (0, 1) if host is None else (host.rank, len(host.addresses))
 

@@ -9,13 +9,13 @@ Distributed: Experiences on Accelerating Data Parallel Training" (arXiv:2006.157
 import functools
 import itertools
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from vitkernels import torchrun_environment
 from vitkernels.errors import UsageError
 from vitkernels.parallel.compile_options import uses_cuda_graphs
 from vitkernels.parallel.gradient_sends import (
@@ -43,7 +43,7 @@ def unsupported(device: torch.device, world: int, reduce_dtype: torch.dtype) -> 
     """Return why this process's gradients cannot travel by copy engines; None if they can."""
     if device.type != "cuda":
         return f"it needs NVIDIA GPUs, and the device is {device.type}"
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
+    if torchrun_environment.local_world_size(world) != world:
         return "it uses the memory of one host, and torchrun started processes on several"
     if reduce_dtype != torch.float32:
         return "it averages in float32 (reduce='fp32')"

@@ -1,8 +1,8 @@
 """Construction of the strategy that a name, its settings, the runtime and the launcher determine."""
 
-import os
 from typing import NamedTuple
 
+from vitkernels import torchrun_environment
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.parallel.base import Parallel
 from vitkernels.runtime import Runtime, xla
@@ -51,7 +51,7 @@ def create(
     settings = _Settings(overlap, reduce, gather, reshard, send)
     _check_values(name, lost_after, settings)
     _check_gather(name, runtime, settings)
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    world = torchrun_environment.world_size()
     if runtime.name == "xla":
         _check_xla(settings)
         return _create_spmd(name, runtime, world, lost_after)

@@ -19,6 +19,7 @@ from vitkernels.errors import UsageError
 from vitkernels.parallel.compile_options import compile_options, uses_cuda_graphs
 from vitkernels.parallel.local_shards import (
     ELEMENTWISE,
+    check_shardable,
     local_shard,
     local_shards,
     step_on_dtensors,
@@ -125,6 +126,7 @@ class Fsdp(TorchrunProcesses):
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         optimizer = getattr(optimizer, "_base_optimizer", optimizer)  # Lookahead wraps the optimizer with the state
+        check_shardable(optimizer)
         if type(optimizer) in ELEMENTWISE:
             step_on_local_shards(optimizer)
         else:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from vitkernels.errors import UsageError
+
 # Optimizers that treat each element independently. The list is explicit because any other optimizer (LAMB, LARS,
 # Adafactor, Muon, any of timm's with `caution`) takes norms or means of a parameter and would be silently wrong on
 # shards. Those step on DTensors, which reduce over all shards.
@@ -21,6 +23,24 @@ ELEMENTWISE = {
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
     torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
 }  # fmt: skip
+
+
+# Optimizers that call operations which DTensors do not have: clamp_min_ (AdamP, SGDP) and compiled einsums (Kron).
+UNSHARDABLE = {"timm.optim.adamp.AdamP", "timm.optim.kron.Kron", "timm.optim.sgdp.SGDP"}
+
+
+def check_shardable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError for an optimizer in UNSHARDABLE, which would fail in its first step."""
+    kind = type(optimizer)
+    if any(f"{base.__module__}.{base.__qualname__}" in UNSHARDABLE for base in kind.__mro__):
+        names = sorted(name.rpartition(".")[2] for name in UNSHARDABLE)
+        raise UsageError(
+            f"fsdp shards parameters, and the optimizer {kind.__name__} does not support sharded tensors (of "
+            f"timm's, {', '.join(names)} do not): use ddp, or another optimizer, such as adamw, lamb, lion or muon",
+            code="parallel.optimizer",
+            optimizer=kind.__name__,
+            unsupported=names,
+        )
 
 
 def local_shard(tensor: Tensor) -> Tensor:

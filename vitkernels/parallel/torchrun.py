@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from vitkernels import torchrun_environment
 from vitkernels.errors import UsageError
 from vitkernels.parallel.heartbeat import Heartbeat
 from vitkernels.parallel.process_group import ProcessGroup
@@ -28,7 +29,7 @@ class TorchrunProcesses(ProcessGroup):
         super().__init__(runtime)
         self.device = runtime.device
         self.rank, self.world = torchrun_rank_and_world()
-        one_host = int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) == self.world
+        one_host = torchrun_environment.local_world_size(self.world) == self.world
         self.overlap = not one_host if overlap is None else overlap
         self.reduce_dtype = PRECISIONS[reduce]
         on_gpu = self.device.type == "cuda"
