@@ -63,8 +63,8 @@ def test_set_attention__warns_about_unsupported_modules(caplog):
     assert "computes 2 of 4 attention layers" in caplog.text
     plan = models.attention_plan(model)
     assert plan.count == 2
-    assert {kind for kind, _ in plan.left.values()} == {"timm.models.cait.TalkingHeadAttn"}
-    assert all("mixes the heads" in reason for _, reason in plan.left.values())
+    assert {kind for kind, _ in plan.unsupported.values()} == {"timm.models.cait.TalkingHeadAttn"}
+    assert all("mixes the heads" in reason for _, reason in plan.unsupported.values())
     caplog.clear()
     models.create_model("cait_xxs24_224", "native", img_size=32, depth=1)
     assert "computes 2 of 3 attention layers" in caplog.text
@@ -78,7 +78,7 @@ def test_set_attention__names_unknown_attention_classes():
         pass
 
     model = nn.Sequential(tiny(), MyAttention(3, 3))
-    (entry,) = models.attention_plan(model).left.values()
+    (entry,) = models.attention_plan(model).unsupported.values()
     assert "MyAttention" in entry[0] and "no adapter" in entry[1]
 
 

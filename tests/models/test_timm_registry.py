@@ -107,7 +107,7 @@ def signature(model: nn.Module) -> tuple:
     """Return what decides how a model's attention is computed, up to sizes."""
     plan = attention_plan(model)
     settings = {key: value for key, value in vars(model).items() if "rope" in key or "rel_pos" in key}
-    modules = {_of_module(model.get_submodule(path)) for path in (*plan.taken, *plan.left)}
+    modules = {_of_module(model.get_submodule(path)) for path in (*plan.replaceable, *plan.unsupported)}
     return class_name(model), repr(sorted(_kinds(settings))), tuple(sorted(modules))
 
 
@@ -128,7 +128,7 @@ def representatives(family: str, monkeypatch: pytest.MonkeyPatch) -> dict[tuple,
     for name in timm.list_models(module=family):
         with torch.device("meta"):
             model = reduced(family, name, monkeypatch)
-        if attention_plan(model).taken:
+        if attention_plan(model).replaceable:
             entry = sum(parameter.numel() for parameter in model.parameters()), name
             key = signature(model)
             found[key] = min(entry, found.get(key, entry))

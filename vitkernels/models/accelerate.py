@@ -64,7 +64,9 @@ def accelerate(
 def _describe(model: nn.Module, attn: str, vits: int) -> str:
     """Return what was swapped and in how many attention layers, as one line."""
     plan = attention_plan(model)
-    layers = f"{plan.count} of {plan.count + len(plan.left)} layers" if plan.left else f"{plan.count} layers"
+    layers = (
+        f"{plan.count} of {plan.count + len(plan.unsupported)} layers" if plan.unsupported else f"{plan.count} layers"
+    )
     kinds = {"blocks": ResidualFusion, "projections": FusedLinear, "patch embeddings": FusedPatchConv}
     counts = {name: sum(isinstance(m, kind) for m in model.modules()) for name, kind in kinds.items()}
     fused = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"

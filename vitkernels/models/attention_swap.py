@@ -40,31 +40,32 @@ def checked(model: nn.Module, attn: str | AttentionBackend) -> AttentionBackend:
     _check_model(model, attn)
     backend = backend_of(attn)
     plan, kind = attention_plan(model), type(model).__name__
-    if "" in plan.taken:
+    if "" in plan.replaceable:
         message = f"{kind} is itself an attention module, and only modules inside a model can be replaced in place"
         raise UsageError(message, code="models.attention", model=kind)
-    if not plan.taken:
+    if not plan.replaceable:
         message = f"no backend can compute the attention of {kind}: {why_none(model, plan)}"
-        raise UsageError(message, code="models.attention", model=kind, left=dict(plan.left))
+        raise UsageError(message, code="models.attention", model=kind, unsupported=dict(plan.unsupported))
     return backend
 
 
 def swap(model: nn.Module, backend: AttentionBackend) -> None:
     """Replace the attention modules that have an adapter, and warn about the others."""
     plan = attention_plan(model)
-    replaced = {id(module): adapted(module, backend) for module in plan.taken.values()}
-    for path, module in plan.taken.items():
+    replaced = {id(module): adapted(module, backend) for module in plan.replaceable.values()}
+    for path, module in plan.replaceable.items():
         model.set_submodule(path, replaced[id(module)])
-    if plan.left and not any(p.is_meta for p in model.parameters()):
+    if plan.unsupported and not any(p.is_meta for p in model.parameters()):
         log.warning(
             "%s: attention %s computes %d of %d attention layers; timm computes %s",
-            type(model).__name__, backend.name, plan.count, plan.count + len(plan.left), plan.describe_left(),
-        )  # fmt: skip
+            *(type(model).__name__, backend.name, plan.count, plan.count + len(plan.unsupported)),
+            plan.describe_unsupported(),
+        )
 
 
 def why_none(model: nn.Module, plan: AttentionPlan) -> str:
     """Return why a plan replaces no module."""
-    return plan.describe_left() or f"{type(model).__name__} has no attention module, so it is not a transformer"
+    return plan.describe_unsupported() or f"{type(model).__name__} has no attention module, so it is not a transformer"
 
 
 def backend_of(attn: Any) -> AttentionBackend:

@@ -40,7 +40,7 @@ def create_model(name: str, attn: str | AttentionBackend = "auto", **kwargs: Any
     plain = _build_on_meta(name, {k: v for k, v in kwargs.items() if k != "pretrained"})
     _check_mlp_ratio(plain, name, kwargs.get("mlp_ratio"))
     plan = attention_plan(plain)
-    if not plan.taken:
+    if not plan.replaceable:
         why = why_none(plain, plan)
         message = f"no backend can compute the attention of model {name!r}: {why}"
         raise UsageError(message, code="models.attention", name=name, why=why)

@@ -15,44 +15,44 @@ from vitkernels.models.backend_attention import BackendAttention
 class AttentionPlan:
     """The attention modules of a model, by path.
 
-    taken: the modules whose attention a backend can compute. A module that is used in two places has two paths. left:
-        path -> (class, reason for leaving the module unchanged).
+    replaceable: the modules whose attention a backend can compute. A module that is used in two places has two paths.
+    unsupported: path -> (class, reason for leaving the module unchanged).
     """
 
-    taken: Mapping[str, nn.Module]
-    left: Mapping[str, tuple[str, str]]
+    replaceable: Mapping[str, nn.Module]
+    unsupported: Mapping[str, tuple[str, str]]
 
     @property
     def count(self) -> int:
         """Return the number of modules that a backend can compute."""
-        return len({id(module) for module in self.taken.values()})
+        return len({id(module) for module in self.replaceable.values()})
 
-    def describe_left(self) -> str:
+    def describe_unsupported(self) -> str:
         """Return the classes that are left unchanged, each with its number of modules and the reason."""
-        counts = Counter(self.left.values())
+        counts = Counter(self.unsupported.values())
         return "; ".join(f"{count} {kind} ({reason})" for (kind, reason), count in sorted(counts.items()))
 
 
 def attention_plan(model: nn.Module) -> AttentionPlan:
     """Return which attention modules of a model `set_attention` replaces, and why it leaves the others unchanged."""
-    taken: dict[str, nn.Module] = {}
-    left: dict[str, tuple[str, str]] = {}
+    replaceable: dict[str, nn.Module] = {}
+    unsupported: dict[str, tuple[str, str]] = {}
     unknown: dict[str, tuple[str, str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         name = class_name(module)
         if isinstance(module, BackendAttention) or name in ADAPTERS or name in REFUSED:
             reason = refusal(module)
             if reason is None:
-                taken[path] = module
+                replaceable[path] = module
             else:
-                left[path] = name, reason
+                unsupported[path] = name, reason
         elif re.search("Attn|Attention", type(module).__name__):
             unknown[path] = name, refusal(module) or ""
-    known = (*taken, *left)
+    known = (*replaceable, *unsupported)
     for path, entry in unknown.items():
         inside = f"{path}." if path else ""
         is_container = any(other.startswith(inside) for other in (*known, *unknown) if other != path)
         is_part = any(path.startswith(f"{other}.") for other in known)
         if not (is_container or is_part):
-            left[path] = entry
-    return AttentionPlan(taken, left)
+            unsupported[path] = entry
+    return AttentionPlan(replaceable, unsupported)
