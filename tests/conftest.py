@@ -1,7 +1,9 @@
 """Fixtures of the entire suite. Warnings are errors, except those listed in pyproject.toml with their reasons."""
 
+import importlib.util
 import logging
 import os
+import platform
 
 # Set before torch_xla is imported by any test: on a machine without a TPU it trains on the CPU.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -12,6 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
+# torch.compile takes the vector instructions from /proc/cpuinfo; else each process would start two others to try them.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -52,3 +58,21 @@ def losses():
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
     return read
+
+
+@pytest.fixture
+def quick_kernels(monkeypatch):
+    """Interpreted Pallas kernels compile without XLA's optimizations for the CPU, which take most of a test's time.
+
+    With a GPU, tests compile as users do.
+    """
+    if torch.cuda.is_available() or importlib.util.find_spec("jax") is None:
+        return
+    import jax
+
+    from vitkernels.bridge import pallas_devices
+
+    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    if platform.machine() == "x86_64":
+        options["xla_cpu_max_isa"] = "AVX512"  # as jit_on_cpu, which says why
+    monkeypatch.setattr(pallas_devices, "jit_on_cpu", lambda function: jax.jit(function, compiler_options=options))

@@ -41,7 +41,11 @@ def compile_both(N, H=4, D=64, *, M=None, B=2, dtype=jnp.bfloat16, packed=True, 
     compiler.compile_jax(backward, (*inputs, *outputs, outputs[0]), chip=chip)
 
 
-LONG = [pytest.param(N, marks=pytest.mark.slow) for N in (577, 640, 729, 1025, 4096)]
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+LONG = [slow(N) for N in (577, 640, 729, 1025, 4096)]
 
 
 @pytest.mark.parametrize("N", [1, 49, 196, 197, 256, 257, *LONG])
@@ -49,7 +53,7 @@ def test_compiles__lengths(N):
     compile_both(N)
 
 
-@pytest.mark.parametrize("N", [197, 1025])
+@pytest.mark.parametrize("N", [197, slow(1025)])
 def test_compiles__float32(N):
     compile_both(N, H=2, dtype=jnp.float32)
 
@@ -59,7 +63,7 @@ def test_compiles__head_dims(D):
     compile_both(197, H=3, D=D, packed=False)
 
 
-@pytest.mark.parametrize(("D", "N"), [(72, 256), (80, 257), (72, 729), (88, 4096)])
+@pytest.mark.parametrize(("D", "N"), [(72, 256), slow(80, 257), slow(72, 729), slow(88, 4096)])
 def test_compiles__heads_of_larger_models(D, N):
     compile_both(N, H=16, D=D, B=1)
 
@@ -72,12 +76,12 @@ def test_compiles__heads_that_do_not_fill_lane_tiles():
     compile_both(197, H=3)
 
 
-@pytest.mark.parametrize(("N", "M"), [(1, 197), (197, 1), (64, 577), (2000, 77)])
+@pytest.mark.parametrize(("N", "M"), [(1, 197), (197, 1), (64, 577), slow(2000, 77)])
 def test_compiles__cross_attention(N, M):
     compile_both(N, M=M, packed=False)
 
 
-@pytest.mark.parametrize(("N", "form"), [(197, "single_pass"), (577, "single_pass"), (1537, "online_softmax")])
+@pytest.mark.parametrize(("N", "form"), [(197, "single_pass"), slow(577, "single_pass"), slow(1537, "online_softmax")])
 def test_compiles__extras(N, form):
     extras = {"bias": (1, 2, N, N), "mask": (2, 1, 1, N), "segments": True}
     problem = TpuProblem(2, 2, 64, N, N, 0.125, is_causal=True, dtype="bfloat16", **extras)
@@ -90,6 +94,6 @@ def test_compiles__bias_of_single_columns(shape):
     compile_both(197, bias=shape)
 
 
-@pytest.mark.parametrize(("chip", "N"), [("v5p", 197), ("v6e", 197), ("v6e", 1537)])
+@pytest.mark.parametrize(("chip", "N"), [("v5p", 197), ("v6e", 197), slow("v6e", 1537)])
 def test_compiles__other_chips(chip, N):
     compile_both(N, H=2, chip=chip)

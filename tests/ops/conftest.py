@@ -11,3 +11,8 @@ def poisoned_memory():
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(autouse=True)
+def _quick_kernels(quick_kernels):
+    """See tests/conftest.py."""

@@ -60,7 +60,15 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3, torch.float16: 6e-4}
 
 @each_backend_and_device(BACKENDS)
 @pytest.mark.parametrize("shape", [(2, 5, 96), (3, 768), (1, 3, 2, 200), (2, 1, 24), (2, 7, 1024)], ids=str)
-@pytest.mark.parametrize("extras", [(), NAMES, ("sample_scale_B",), (*NAMES, "sample_scale_B")], ids=len)
+@pytest.mark.parametrize(
+    "extras",
+    [
+        (),
+        *(pytest.param(some, marks=pytest.mark.slow) for some in (NAMES, ("sample_scale_B",))),
+        (*NAMES, "sample_scale_B"),
+    ],
+    ids=len,
+)
 @pytest.mark.parametrize(
     "x_dtype,branch_dtype",
     [(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)],

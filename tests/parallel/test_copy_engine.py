@@ -36,8 +36,14 @@ UNCOMPILED = [{}, {"overlap": False}, {"accum": 2}, {"overlap": False, "accum": 
 
 @pytest.mark.parametrize(
     ("world", "cases"),
-    [(1, [{}]), (2, UNCOMPILED), (4, UNCOMPILED), (2, [{"compiled": True}, {"compiled": True, "accum": 2}])],
-    ids=["one", "two", "four", "two compiled"],
+    [
+        pytest.param(1, [{}], id="one"),
+        pytest.param(2, UNCOMPILED, id="two"),
+        pytest.param(4, UNCOMPILED, id="four"),
+        pytest.param(
+            2, [{"compiled": True}, {"compiled": True, "accum": 2}], id="two compiled", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_gradients__match_one_process_with_equal_bits_on_all_ranks(tmp_path, world, cases):
     ranks = Ranks.of(world, tmp_path / "log", train_and_compare_with_one_process, cases)

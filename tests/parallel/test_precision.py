@@ -73,6 +73,7 @@ def train_compiled():
         assert losses == train(Parallel(runtime), compiled=True)
 
 
+@pytest.mark.slow
 def test_losses__equal_one_process_when_compiled_as_one_graph(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", train_compiled)
     assert ranks.finish(600) == [0, 0], ranks.output()

@@ -158,6 +158,7 @@ def losses(folder):
     return [line["loss"] for line in lines if "loss" in line]
 
 
+@pytest.mark.slow
 def test_checkpoints__resume_across_gathers_strategies_and_worlds(tmp_path):
     """Alternate fp32 and auto on two processes, as fp32 alone; resume on four, with ddp on two, and on one."""
     common = ["runtime.precision=bf16", "ema.decay=0.9", "trainer.eval_every=1", "checkpoints.every_steps=2"]

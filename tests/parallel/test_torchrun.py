@@ -229,6 +229,7 @@ def undisturbed(tmp_path_factory):
     return metrics(folder)[0]
 
 
+@pytest.mark.slow
 def test_torchrun__restarts_a_preempted_run_and_resume_continues_a_killed_one(tmp_path, undisturbed):
     """SIGTERM one rank; after torchrun's restart SIGKILL another. The third start skips torchrun, which is faster."""
     folder = tmp_path / "run"

@@ -275,6 +275,7 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+@pytest.mark.slow
 @needs_xla
 def test_sigterm__to_one_host_stops_both_and_they_resume_from_files_of_the_first(tmp_path):
     folder = tmp_path / "run"

@@ -72,6 +72,7 @@ def preempt_once(folder: Path) -> None:
     os.kill(parent, signal.SIGUSR2)
 
 
+@pytest.mark.slow
 def test_submitit__preempted_job_resumes(start, tmp_path, losses):
     pytest.importorskip("submitit")
     folder = tmp_path / "sweep"
