@@ -14,6 +14,8 @@ from vitkernels.models.fused_modules import FusedBlock, FusedBlocks
 from vitkernels.quant import quantize_
 from vitkernels.registry import op as registry_op
 
+pytestmark = pytest.mark.usefixtures("quick_kernels")
+
 ALL = {"layer_norm_residual": "triton", "linear": "triton", "mlp": "passes", "patch_embed": "triton"}
 
 
