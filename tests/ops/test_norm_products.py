@@ -156,6 +156,31 @@ def test_norm_mlp__saves_the_branch_instead_of_the_sum():
     assert streams == {given["x"].data_ptr(), given["branch"].data_ptr()}
 
 
+@pytest.mark.parametrize("tokens, rounded", [(9, False), (16, True), (8, True)])
+@pytest.mark.parametrize("op", [norm_linear, norm_mlp], ids=["linear", "mlp"])
+def test_norm_products__keep_a_rounded_weight_only_if_xla_multiplies_by_it(op, tokens, rounded):
+    torch.manual_seed(0)
+    given = draw(op, (2, tokens, 16), out=torch.bfloat16)
+    leaves = {k: v.requires_grad_(k not in ("branch", "sample_scale_B")) for k, v in given.items()}
+    kept = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        op(**leaves, backend="pallas_tpu")
+    weights = {k: v for k, v in given.items() if k.startswith("weight")}
+    for name, weight in weights.items():
+        found = [x for x in kept if x.shape == (1, *weight.shape)]
+        assert [x.dtype for x in found] == [torch.bfloat16 if rounded else torch.float32], name
+        assert rounded or found[0].data_ptr() == weight.data_ptr(), name
+
+
+def test_row_blocks__pad_images_to_8_rows_and_join_them():
+    blocks = tpu_rows.RowBlocks.of(64, 197, 1000)
+    assert (blocks.images, blocks.rows, blocks.height, blocks.grid) == (2, 200, 400, (32, 1))
+    assert blocks.pieces() == [slice(0, 208), slice(208, 400)]  # the first takes 8 rows of the second image
+    alone = tpu_rows.RowBlocks.of(7, 197, 1000)
+    assert (alone.images, alone.height) == (1, 200)
+
+
 @pytest.mark.parametrize("backend", BACKENDS.names())
 def test_norm_linear__returns_zero_gradient_for_the_keys_bias(backend):
     torch.manual_seed(0)

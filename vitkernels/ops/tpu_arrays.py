@@ -22,7 +22,7 @@ from vitkernels.ops.linear.pallas_tpu_kernel import rows_product
 from vitkernels.ops.refusals import unless_dtypes, unless_tpu_device
 
 DTYPES = (torch.float32, torch.bfloat16)
-_LARGEST_WEIGHT = 24 * 2**20  # bytes: kernels keep a weight in VMEM, in two buffers
+_LARGEST_WEIGHT = 24 * 2**20  # bytes: kernels keep a weight in VMEM
 
 
 def unsupported(
@@ -66,8 +66,32 @@ def run(op, arrays: Mapping[str, Tensor | None], **static) -> tuple[Tensor, ...]
     return found if isinstance(found, tuple) else (found,)
 
 
+def unrounded(weight_FK: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a weight for products with x (B, ..., K) in `dtype`: as it is, if the kernels can round it in VMEM.
+
+    A rounded copy would take memory from the forward to the backward pass. It is made if XLA computes some of the
+    products and would make it anyway, if the weight itself exceeds VMEM, and under SPMD, which gathers rounded shards.
+    """
+    weight_FK = weight_FK.detach()
+    in_kernels = _needs_kernel(x.shape[1:-1].numel()) and weight_FK.nbytes <= _LARGEST_WEIGHT
+    return weight_FK if in_kernels and not _is_sharded(x) else weight_FK.to(dtype)
+
+
+def _needs_kernel(tokens: int) -> bool:
+    """Return whether XLA's product would be followed by a copy."""
+    return tokens % 8 != 0 and tokens > 8
+
+
+def _is_sharded(x: Tensor) -> bool:
+    if x.device.type != "xla":
+        return False
+    from torch_xla import runtime
+
+    return runtime.is_spmd()
+
+
 class Factor(NamedTuple):
-    """A linear layer's weight (F, K) as the kernels multiply by it: rounded to the product's dtype, or to int8.
+    """A linear layer's weight (F, K) as the kernels multiply by it, which round it to the product's dtype, or int8.
 
     forward, backward: the kernels' arrays "weight" and, in 8 bits, "weight_scale", for the layer and for the gradient
         of its input. In 8 bits these differ in the axis of the scales; one of them can be empty.
@@ -77,10 +101,11 @@ class Factor(NamedTuple):
     backward: dict[str, Tensor]
 
     @classmethod
-    def of(cls, weight_FK: Tensor, dtype: torch.dtype, eight_bit: bool) -> "Factor":
+    def of(cls, weight_FK: Tensor, x: Tensor, dtype: torch.dtype, eight_bit: bool) -> "Factor":
+        """Return the factor of products with x (B, ..., K) in `dtype`."""
         if not eight_bit:
-            rounded = {"weight": weight_FK.detach().to(dtype).contiguous()[None]}
-            return cls(rounded, rounded)
+            arrays = {"weight": unrounded(weight_FK, x, dtype).contiguous()[None]}
+            return cls(arrays, arrays)
         names = "weight", "weight_scale"
         found = [_round_weight_op(weight_FK.detach().contiguous(), transposed=t) for t in (True, False)]
         return cls(*[dict(zip(names, arrays, strict=True)) for arrays in found])
@@ -116,10 +141,9 @@ def _precision(x):
 
 
 def _product(x_BNK, weight, *, axis: int):
-    """Contract K with axis `axis` of a matrix; sum in float32, round to x's dtype."""
-    y = lax.dot_general(
-        x_BNK, weight, (((2,), (axis,)), ((), ())), precision=_precision(x_BNK), preferred_element_type=jnp.float32
-    )
+    """Contract K with axis `axis` of a matrix, rounded to x's dtype; sum in float32, round to x's dtype."""
+    dims, weight = (((2,), (axis,)), ((), ())), weight.astype(x_BNK.dtype)
+    y = lax.dot_general(x_BNK, weight, dims, precision=_precision(x_BNK), preferred_element_type=jnp.float32)
     return y.astype(x_BNK.dtype)
 
 
@@ -154,9 +178,8 @@ def input_gradient(dy_BNF: Tensor, weight_FK: Tensor) -> Tensor:
 
 
 def _multiply(x_BNK: Tensor, weight: Tensor, axis: int) -> Tensor:
-    """Multiply by the kernel where XLA's product would be followed by a copy."""
-    copied = x_BNK.shape[1] % 8 != 0 and x_BNK.shape[1] > 8
-    if copied and weight.numel() * weight.element_size() <= _LARGEST_WEIGHT:
+    """Multiply by the weight, rounded to x's dtype: in the kernel where XLA's product would be followed by a copy."""
+    if _needs_kernel(x_BNK.shape[1]) and weight.nbytes <= _LARGEST_WEIGHT:
         return _rows_product_op(x_BNK.contiguous(), shared(weight), axis=axis)
     return _product_op(x_BNK.contiguous(), weight.contiguous(), axis=axis)
 

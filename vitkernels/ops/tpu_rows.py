@@ -1,7 +1,8 @@
 """Blocks of rows for Pallas TPU kernels over activations (B, N, C), and what their kernels share.
 
-A grid step takes the rows of a few images, with all their channels, and the entire weight of a product. Images stay
-apart, so no layout changes if N is not a multiple of 8, and each shard of a batch can run on its own.
+A grid step takes the rows of a few images, with all their channels, and the entire weight of a product. In HBM images
+stay apart, so no layout changes if N is not a multiple of 8, and each shard of a batch can run on its own. In VMEM the
+images of a block are one matrix: an image's rows are padded to 8, not to the 16 of a bfloat16 register.
 
 Shape suffixes: B images, N tokens, C channels, F features of a product.
 """
@@ -25,13 +26,17 @@ _ROWS = 512  # of a block: more hide no more latency and lengthen the compilatio
 COLUMNS = 256  # of a product that are computed at a time
 PIECE = 256  # rows of a product that are computed at a time
 _CHUNK = 32  # rows that are prepared between two products
+_TILE = 8  # rows of a tile in memory, of any dtype
 LEVELS = 127.0  # of int8 on each side of zero
 _INTEGERS = 1.5 * 2**23  # added to a small float32, rounds it: the low byte is then the integer, in two's complement
 
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """Blocks of `rows` tokens of `images` images. Several images only if a block holds all their tokens."""
+    """Blocks of `rows` rows of `images` images, which a kernel reads as one matrix of `height` rows.
+
+    A block holds several images only if it holds all their tokens. Rows after an image's last token have any values.
+    """
 
     batch: int
     tokens: int
@@ -46,44 +51,82 @@ class RowBlocks:
 
         row_bytes: of a token in all arrays; resident_bytes: of what every grid step uses, such as a weight.
         """
-        fitting = max(16, (_BUDGET - 2 * resident_bytes) // (2 * row_bytes))
+        fitting = max(16, (_BUDGET - resident_bytes) // (2 * row_bytes))
         most = min(most or _ROWS, fitting // 16 * 16)
         if tokens > most:
             count = pl.cdiv(tokens, most)
             return cls(batch, tokens, 1, _round_up(pl.cdiv(tokens, count), 16))
-        fit = max(1, most // _round_up(tokens, 16))
-        images = max(n for n in range(1, fit + 1) if batch % n == 0)
-        return cls(batch, tokens, images, tokens)
+        rows = _round_up(tokens, _TILE)
+        images = max(n for n in range(1, max(1, most // rows) + 1) if batch % n == 0)
+        return cls(batch, tokens, images, rows)
 
     @property
     def grid(self) -> tuple[int, int]:
         return self.batch // self.images, pl.cdiv(self.tokens, self.rows)
+
+    @property
+    def height(self) -> int:
+        return self.images * self.rows
 
     def spec(self, width: int) -> pl.BlockSpec:
         """Return the spec of an array (B, N, width)."""
         return pl.BlockSpec((self.images, self.rows, width), lambda i, j: (i, j, 0))
 
     def sums(self, count: int, width: int) -> pl.BlockSpec:
-        """Return the spec of sums over each image's tokens, (B, count, width)."""
+        """Return the spec of sums over tokens, (B, count, width): those of a block are in its first image's entry."""
         return pl.BlockSpec((self.images, count, width), lambda i, j: (i, 0, 0))
 
-    def pieces(self, most: int = PIECE) -> list[tuple[int, slice]]:
-        """Return the rows of a block as (image, rows), at most `most` rows each."""
-        size = _round_up(pl.cdiv(self.rows, pl.cdiv(self.rows, most)), 16)
-        cuts = [slice(start, min(start + size, self.rows)) for start in range(0, self.rows, size)]
-        return [(image, rows) for image in range(self.images) for rows in cuts]
+    def pieces(self, most: int = PIECE) -> list[slice]:
+        """Return the rows of a block in slices of at most `most` rows."""
+        size = _round_up(pl.cdiv(self.height, pl.cdiv(self.height, most)), 16)
+        return [slice(start, min(start + size, self.height)) for start in range(0, self.height, size)]
 
     def inside(self, rows: slice):
         """Return which of these rows are tokens, (rows, 1); None if all are. To be called in a kernel."""
         if self.tokens % self.rows == 0:
             return None
-        row = lax.broadcasted_iota(jnp.int32, (rows.stop - rows.start, 1), 0)
-        return row < self.tokens - pl.program_id(1) * self.rows - rows.start
+        return self._numbers(rows, axis=1) < self.tokens - pl.program_id(1) * self.rows
+
+    def per_image(self, rows: slice, value):
+        """Return value(image) of the image of each of these rows, (rows, 1), or a scalar if all are of one image."""
+        first, last = rows.start // self.rows, (rows.stop - 1) // self.rows
+        found = value(first)
+        for image in range(first + 1, last + 1):
+            found = jnp.where(self._numbers(rows, axis=0) < image, found, value(image))
+        return found
+
+    def _numbers(self, rows: slice, axis: int):
+        """Return the image of each of these rows (axis 0) or its number in the image's rows (axis 1)."""
+        numbers = lax.broadcasted_iota(jnp.int32, (self.images, self.rows, 1), axis)
+        return numbers.reshape(self.height, 1)[rows]
 
     def params(self, parallel: bool = True):
         """Return the compiler's parameters: images in any order if `parallel`, an image's blocks of rows in theirs."""
         images: Literal["parallel", "arbitrary"] = "parallel" if parallel else "arbitrary"
         return pltpu.CompilerParams(dimension_semantics=(images, "arbitrary"), vmem_limit_bytes=VMEM_LIMIT)
+
+
+class Matrix:
+    """A block of an array (B, N, width), to be read and written as (height, width); in a kernel."""
+
+    def __init__(self, ref, blocks: RowBlocks):
+        self._ref, self._blocks = ref, blocks
+        self.shape, self.dtype = (blocks.height, ref.shape[2]), ref.dtype
+
+    def __getitem__(self, at):
+        return self._ref.reshape(self.shape)[at]
+
+    def __setitem__(self, at, value):
+        """Round rows to the array's dtype and write them, image by image: the interpreter writes no reshaped array.
+
+        Only float32 values can be split at each multiple of 8 rows for free, so they are rounded afterwards.
+        """
+        rows, columns = at if isinstance(at, tuple) else (at, slice(None))
+        size = self._blocks.rows
+        for image in range(rows.start // size, (rows.stop - 1) // size + 1):
+            start, stop = max(rows.start, image * size), min(rows.stop, (image + 1) * size)
+            part = value[start - rows.start : stop - rows.start].astype(self.dtype)
+            self._ref[image, start - image * size : stop - image * size, columns] = part
 
 
 def _round_up(x: int, to: int) -> int:
@@ -95,11 +138,10 @@ def shared(array) -> pl.BlockSpec:
     return pl.BlockSpec(array.shape, lambda i, j: (0,) * array.ndim)
 
 
-def row_chunks(piece: tuple[int, slice]) -> list[tuple[int, slice]]:
+def row_chunks(rows: slice) -> list[slice]:
     """Split the rows of a piece into those that are prepared between two products."""
-    image, rows = piece
     starts = range(rows.start, rows.stop, _CHUNK)
-    return [(image, slice(start, min(start + _CHUNK, rows.stop))) for start in starts]
+    return [slice(start, min(start + _CHUNK, rows.stop)) for start in starts]
 
 
 def column_cuts(width: int, most: int = COLUMNS) -> list[slice]:
@@ -108,11 +150,12 @@ def column_cuts(width: int, most: int = COLUMNS) -> list[slice]:
 
 
 def product(a, b, b_axis: int):
-    """Return a b in float32, contracting the columns of a with axis `b_axis` of b.
+    """Return a b in float32, contracting the columns of a with axis `b_axis` of b, which is rounded to a's dtype.
 
     By default the MXU would round float32 factors to bfloat16. Sums of int8 are exact before they become float32.
     """
     dims = (((1,), (b_axis,)), ((), ()))
+    b = b.astype(a.dtype)
     if a.dtype == jnp.int8:
         return lax.dot_general(a, b, dims, preferred_element_type=jnp.int32).astype(f32)
     precision = lax.Precision.HIGHEST if a.dtype == f32 else None
@@ -134,11 +177,11 @@ def quantize(x, axis: int, top=None):
 def eight_bit_scratch(blocks: RowBlocks, width: int) -> list:
     """Return scratch memory for a block of int8 rows and for their scales."""
     shapes = ((width, jnp.int8), (1, f32))
-    return [pltpu.VMEM((blocks.images, blocks.rows, columns), dtype) for columns, dtype in shapes]
+    return [pltpu.VMEM((blocks.height, columns), dtype) for columns, dtype in shapes]
 
 
 def clear_sums(ref) -> None:
-    """Set sums to zero at an image's first block of rows."""
+    """Set sums to zero at the first block of an image's rows."""
 
     @pl.when(pl.program_id(1) == 0)
     def _():

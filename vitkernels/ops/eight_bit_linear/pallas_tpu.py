@@ -22,7 +22,7 @@ def run(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, dtype: torch.dtype)
 class _EightBitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias):
-        rows, factor = tpu_arrays.tokens(x) if x.ndim > 1 else x[None, None], Factor.of(weight, x.dtype, True)
+        rows, factor = tpu_arrays.tokens(x) if x.ndim > 1 else x[None, None], Factor.of(weight, x, x.dtype, True)
         ctx.save_for_backward(rows, *factor.kept())
         ctx.shape, ctx.features, ctx.weight_dtype = x.shape, len(weight), weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype

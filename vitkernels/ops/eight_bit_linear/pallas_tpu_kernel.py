@@ -16,11 +16,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from vitkernels.bridge.pallas_schedule import pipelined
-from vitkernels.ops.tpu_rows import COLUMNS, RowBlocks, call, column_cuts, f32, quantize, row_bytes
+from vitkernels.ops.tpu_rows import COLUMNS, Matrix, RowBlocks, call, column_cuts, f32, quantize, row_bytes
 
 _ROWS = 1024  # of a block: each adds the product's sums to those in VMEM once
 _CHUNK = 64  # rows that are read at a time, and that registers hold
-_TILE = 32  # rows of an int8 register
 _DEPTH = 128  # rows that the MXU multiplies at a time
 
 
@@ -34,8 +33,7 @@ def weight_gradient(dy_BNF, x_BNK):
     B, N, C = narrow.shape
     W = wide.shape[2]
     blocks = RowBlocks.of(B, N, row_bytes((C, narrow.dtype), (W, wide.dtype)), C * W * 4, most=_ROWS)
-    padded = -(-blocks.rows // _TILE) * _TILE
-    depth = -(-blocks.images * padded // _DEPTH) * _DEPTH
+    depth = -(-blocks.height // _DEPTH) * _DEPTH
     scratch = [pltpu.VMEM(shape, jnp.int8) for shape in ((depth, C), (C, depth), (depth, W))]
     shape = (1, C, W)
     if narrow is x_BNK:
@@ -43,37 +41,38 @@ def weight_gradient(dy_BNF, x_BNK):
         scratch.append(pltpu.VMEM((1, C, W), f32))
     sums = pl.BlockSpec(shape, lambda i, j: (0, 0, 0))
     return call(
-        partial(_kernel, blocks=blocks, padded=padded),
+        partial(_kernel, blocks=blocks),
         blocks, (narrow, wide), [blocks.spec(C), blocks.spec(W)], [(sums, shape, f32)],
         "eight_bit_weight_gradient", scratch, parallel=False,
     )[0]  # fmt: skip
 
 
-def _kernel(narrow_ref, wide_ref, out_ref, narrow_q, transposed_q, wide_q, *scratch, blocks: RowBlocks, padded: int):
+def _kernel(narrow_ref, wide_ref, out_ref, narrow_q, transposed_q, wide_q, *scratch, blocks: RowBlocks):
     (sums_ref,) = scratch or (out_ref,)
+    narrow_rows, wide_rows = Matrix(narrow_ref, blocks), Matrix(wide_ref, blocks)
 
     @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
     def _():
         sums_ref[...] = jnp.zeros_like(sums_ref)
-        narrow_q[...] = jnp.zeros_like(narrow_q)  # the rows between images, which no product may read otherwise
+        narrow_q[...] = jnp.zeros_like(narrow_q)  # the last rows are no block's, but the product reads them
         wide_q[...] = jnp.zeros_like(wide_q)
 
-    read = partial(_round_columns, blocks=blocks, padded=padded)
+    read = partial(_round_columns, blocks=blocks)
     narrow_scales = []
     for cut in column_cuts(narrow_ref.shape[2]):
-        narrow_scales.append(read(narrow_ref, narrow_q, cut).T)
+        narrow_scales.append(read(narrow_rows, narrow_q, cut).T)
         transposed_q[cut] = narrow_q[:, cut].T
     narrow_scale = jnp.concatenate(narrow_scales, 0)
 
     # The next columns are rounded, and the last product is added, while the MXU multiplies the current columns.
     cuts = column_cuts(wide_ref.shape[2])
-    scales = [read(wide_ref, wide_q, cuts[0])]
+    scales = [read(wide_rows, wide_q, cuts[0])]
 
     def multiply(n: int):
         dims = (((1,), (0,)), ((), ()))
         product = lax.dot_general(transposed_q[...], wide_q[:, cuts[n]], dims, preferred_element_type=jnp.int32)
         if n + 1 < len(cuts):
-            scales.append(read(wide_ref, wide_q, cuts[n + 1]))
+            scales.append(read(wide_rows, wide_q, cuts[n + 1]))
         return product
 
     def add(n: int, product):
@@ -89,27 +88,22 @@ def _kernel(narrow_ref, wide_ref, out_ref, narrow_q, transposed_q, wide_q, *scra
             out_ref[0, cut] = sums_ref[0, :, cut].T
 
 
-def _round_columns(ref, out_ref, cut: slice, *, blocks: RowBlocks, padded: int):
-    """Write columns of a block as int8, each image from a multiple of `padded` rows on; return their scale (1, C)."""
-    chunks = [
-        (image, slice(start, min(start + _CHUNK, blocks.rows)))
-        for image in range(blocks.images)
-        for start in range(0, blocks.rows, _CHUNK)
-    ]
+def _round_columns(ref, out_ref, cut: slice, *, blocks: RowBlocks):
+    """Write columns of a block as int8, zeros for rows that are no tokens; return their scale (1, C)."""
+    chunks = [slice(start, min(start + _CHUNK, blocks.height)) for start in range(0, blocks.height, _CHUNK)]
 
-    def value(image, rows):
-        x, inside = ref[image, rows, cut].astype(f32), blocks.inside(rows)
+    def value(rows):
+        x, inside = ref[rows, cut].astype(f32), blocks.inside(rows)
         return x if inside is None else jnp.where(inside, x, 0.0)
 
     largest: dict[int, jnp.ndarray] = {}  # of the chunks with this number of rows, element by element
-    for image, rows in chunks:
-        x, size = jnp.abs(value(image, rows)), rows.stop - rows.start
+    for rows in chunks:
+        x, size = jnp.abs(value(rows)), rows.stop - rows.start
         largest[size] = jnp.maximum(largest[size], x) if size in largest else x
     tops = [jnp.max(x, axis=0, keepdims=True) for x in largest.values()]
     top = tops[0] if len(tops) == 1 else jnp.maximum(*tops)
-    for image, rows in chunks:
-        at = slice(image * padded + rows.start, image * padded + rows.stop)
-        out_ref[at, cut], scale = quantize(value(image, rows), axis=0, top=top)
+    for rows in chunks:
+        out_ref[rows, cut], scale = quantize(value(rows), axis=0, top=top)
     return scale
 
 

@@ -21,6 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from vitkernels.bridge.pallas_schedule import pipelined
 from vitkernels.ops.tpu_rows import (
+    Matrix,
     RowBlocks,
     call,
     clear_sums,
@@ -38,6 +39,7 @@ from vitkernels.ops.tpu_rows import (
 
 _TALL = 128  # rows of LayerNorm's gradient at a time: all their channels are in registers and spills
 _PER_TOKEN = ("x", "branch", "dtotal", "dnormed", "dy", "total")
+_RESULTS = ("normed", "y", "act", "saved", "dx", "dbranch")  # per token
 
 
 def _specs(arrays: dict, blocks: RowBlocks) -> list[pl.BlockSpec]:
@@ -50,6 +52,12 @@ def _specs(arrays: dict, blocks: RowBlocks) -> list[pl.BlockSpec]:
     return specs
 
 
+def _named(refs, names, blocks: RowBlocks) -> dict[str, Any]:
+    """Return a kernel's references by name, those of arrays per token as matrices."""
+    found = dict(zip(names, refs, strict=True))
+    return found | {n: Matrix(ref, blocks) for n, ref in found.items() if n in (*_PER_TOKEN, *_RESULTS)}
+
+
 def _blocks(arrays: dict, outputs: list[tuple[int, object]]) -> RowBlocks:
     """Return the blocks for these inputs by name, and outputs as (width, dtype) per token."""
     tokens = {name: x for name, x in arrays.items() if name in _PER_TOKEN}
@@ -58,27 +66,28 @@ def _blocks(arrays: dict, outputs: list[tuple[int, object]]) -> RowBlocks:
     return RowBlocks.of(B, N, row_bytes(*[(x.shape[2], x.dtype) for x in tokens.values()], *outputs), resident)
 
 
-def _scaled(branch, refs: dict, blocks: RowBlocks, image: int, with_bias: bool):
-    """Return branch (+ bias) · layer scale · sample scale of one image."""
+def _scaled(branch, refs: dict, blocks: RowBlocks, rows: slice, with_bias: bool):
+    """Return branch (+ bias) · layer scale · sample scale of some rows."""
     if with_bias and "branch_bias" in refs:
         branch = branch + refs["branch_bias"][0].astype(f32)
     if "layer_scale" in refs:
         branch = branch * refs["layer_scale"][0].astype(f32)
     if "sample_scale" in refs:
-        branch = branch * _sample_scale(refs, blocks, image)
+        branch = branch * _sample_scale(refs, blocks, rows)
     return branch
 
 
-def _sample_scale(refs: dict, blocks: RowBlocks, image: int):
-    return refs["sample_scale"][pl.program_id(0) * blocks.images + image]
+def _sample_scale(refs: dict, blocks: RowBlocks, rows: slice):
+    first = pl.program_id(0) * blocks.images
+    return blocks.per_image(rows, lambda image: refs["sample_scale"][first + image])
 
 
-def _total(r: dict, blocks: RowBlocks, piece: tuple[int, slice]):
+def _total(r: dict, blocks: RowBlocks, rows: slice):
     """Return rows of the sum, as read or as added up by the forward pass."""
     if "total" in r:
-        return r["total"][piece].astype(f32)
-    branch = _scaled(r["branch"][piece].astype(f32), r, blocks, piece[0], with_bias=True)
-    return (r["x"][piece].astype(f32) + branch).astype(r["x"].dtype).astype(f32)
+        return r["total"][rows].astype(f32)
+    branch = _scaled(r["branch"][rows].astype(f32), r, blocks, rows, with_bias=True)
+    return (r["x"][rows].astype(f32) + branch).astype(r["x"].dtype).astype(f32)
 
 
 def _statistics(total, eps: float):
@@ -99,7 +108,8 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
     Args:
         arrays, given: arrays and their names: x (B, N, C), branch (B, N, C), gamma, beta, branch_bias, layer_scale
             (1, 1, C), sample_scale (B,), weight (1, F, C), bias (1, 1, F). Without a branch, total is x and is not
-            returned; without gamma, x is multiplied as it is. With a weight, y is the product; normed stays in VMEM.
+            returned; without gamma, x is multiplied as it is. With a weight, rounded to `out` in VMEM, y is the
+            product; normed stays in VMEM.
             With weight_scale (1, 1, F), the weight is int8 (1, C, F), and the product's other factor is rounded to int8
             with a scale per row.
         out: dtype of normed and of the product.
@@ -120,7 +130,7 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
         scratch += eight_bit_scratch(blocks, C)
     elif F and "gamma" in named:
         names.append("factor")
-        scratch.append(pltpu.VMEM((blocks.images, blocks.rows, C), jnp.dtype(out)))
+        scratch.append(pltpu.VMEM((blocks.height, C), jnp.dtype(out)))
     kernel = partial(_forward_kernel, names=tuple(names), blocks=blocks, eps=eps, gelu=gelu, keep=keep)
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
     kind = "linear" if F else "residual"
@@ -128,59 +138,58 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
 
 
 def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep: bool):
-    r = dict(zip(names, refs, strict=True))
+    r = _named(refs, names, blocks)
     factor = r["factor"] if "factor" in r else r["x"]
 
-    def prepare(image: int, rows: slice):
+    def prepare(rows: slice):
         """Compute rows of the product's factor: x or the sum, normalized, rounded."""
-        value = r["x"][image, rows].astype(f32)
+        value = r["x"][rows].astype(f32)
         if "branch" in r:
-            value = value + _scaled(r["branch"][image, rows].astype(f32), r, blocks, image, with_bias=True)
-            value = value.astype(r["total"].dtype)
-            r["total"][image, rows] = value
-            value = value.astype(f32)
+            value = value + _scaled(r["branch"][rows].astype(f32), r, blocks, rows, with_bias=True)
+            value = value.astype(r["total"].dtype).astype(f32)
+            r["total"][rows] = value
         if "gamma" in r:
             value = _statistics(value, eps)[0] * r["gamma"][0].astype(f32) + r["beta"][0].astype(f32)
         if "row_scale" in r:
-            factor[image, rows], r["row_scale"][image, rows] = quantize(value, axis=1)
+            factor[rows], r["row_scale"][rows] = quantize(value, axis=1)
         else:
             target: Any = r.get("normed", factor)
-            target[image, rows] = value.astype(target.dtype)
+            target[rows] = value.astype(target.dtype)
 
     pieces = blocks.pieces()
     chunks = [row_chunks(piece) if factor is not r["x"] or "weight" not in r else [] for piece in pieces]
     if "weight" not in r:
         for chunk in chain.from_iterable(chunks):
-            prepare(*chunk)
+            prepare(chunk)
         return
     for chunk in chunks[0]:
-        prepare(*chunk)
+        prepare(chunk)
     columns = column_cuts(r["weight"].shape[2 if "row_scale" in r else 1])
 
     def multiply(item):
-        (piece, cut), (image, rows) = item, pieces[item[0]]
+        piece, cut = item
         if "row_scale" in r:
-            y = product(factor[image, rows], r["weight"][0, :, columns[cut]], 0)
+            y = product(factor[pieces[piece]], r["weight"][0, :, columns[cut]], 0)
         else:
-            y = product(factor[image, rows], r["weight"][0, columns[cut]], 1)
+            y = product(factor[pieces[piece]], r["weight"][0, columns[cut]], 1)
         upcoming = chunks[piece + 1] if piece + 1 < len(chunks) else []
         share = -(-len(upcoming) // len(columns))
         for chunk in upcoming[cut * share : (cut + 1) * share]:
-            prepare(*chunk)
+            prepare(chunk)
         return y
 
     def store(item, y):
-        at = (*pieces[item[0]], columns[item[1]])
+        at = rows, cut = pieces[item[0]], columns[item[1]]
         if "row_scale" in r:
-            y = y * r["row_scale"][at[:2]] * r["weight_scale"][0, :, at[2]]
+            y = y * r["row_scale"][rows] * r["weight_scale"][0, :, cut]
         if "bias" in r:
-            y = y + r["bias"][0, :, at[2]].astype(f32)
+            y = y + r["bias"][0, :, cut].astype(f32)
         if not gelu:
-            r["y"][at] = y.astype(r["y"].dtype)
+            r["y"][at] = y
             return
         act, slope = gelu_and_slope(y, gelu == "tanh", exact=r["act"].dtype == f32)
-        r["act"][at] = act.astype(r["act"].dtype)
-        r["saved"][at] = (slope if keep else y).astype(r["saved"].dtype)
+        r["act"][at] = act
+        r["saved"][at] = slope if keep else y
 
     pipelined([(p, c) for p in range(len(pieces)) for c in range(len(columns))], multiply, store)
 
@@ -200,8 +209,8 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
             weight_scale (1, 1, C), the weight is int8, and dy is rounded to int8 with a scale per row.
         branch_dtype: dtype of dbranch; "" for none, if it equals dx.
 
-    sums (B, S, C) are sums over an image's tokens: of gamma's and beta's gradient, then branch_bias' and layer_scale's,
-    if given. dbias (B, 1, F) are the sums of dy. All are float32. normed, in the dtype of dy, is what the weight's
+    sums (B, S, C) and dbias (B, 1, F), added over B, are float32 sums over all tokens: of gamma's and beta's gradient,
+    then branch_bias' and layer_scale's, if given; dbias of dy. normed, in the dtype of dy, is what the weight's
     gradient needs: recomputed, it takes no memory between the passes.
     """
     named = dict(zip(given, arrays, strict=True))
@@ -229,61 +238,60 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
 
 
 def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps: float):
-    r = dict(zip(names, refs, strict=True))
+    r = _named(refs, names, blocks)
     gamma = r["gamma"][0].astype(f32)
     clear_sums(r["sums"])
     if "dbias" in r:
         clear_sums(r["dbias"])
 
-    def finish(piece, dnormed):
-        image, rows = piece
+    def finish(rows, dnormed):
         inside = blocks.inside(rows)
-        dnormed = _rescaled(r, piece, dnormed)
+        dnormed = _rescaled(r, rows, dnormed)
 
         def add(name, terms):
             k = kept.index(name)
-            r["sums"][image, k : k + 1] += sum_rows(terms, inside)
+            r["sums"][0, k : k + 1] += sum_rows(terms, inside)
 
         if "dbias" in r:
-            r["dbias"][image] += sum_rows(r["dy"][image, rows].astype(f32), inside)
-        normed, rstd = _statistics(_total(r, blocks, piece), eps)
+            r["dbias"][0] += sum_rows(r["dy"][rows].astype(f32), inside)
+        normed, rstd = _statistics(_total(r, blocks, rows), eps)
         if "normed" in r:
-            r["normed"][image, rows] = (normed * gamma + r["beta"][0].astype(f32)).astype(r["normed"].dtype)
+            r["normed"][rows] = normed * gamma + r["beta"][0].astype(f32)
         add("gamma", dnormed * normed)
         add("beta", dnormed)
         dnormed = dnormed * gamma
         along = jnp.mean(dnormed * normed, axis=1, keepdims=True)
         dx = (dnormed - normed * along - jnp.mean(dnormed, axis=1, keepdims=True)) * rstd
         if "dtotal" in r:
-            dx = dx + r["dtotal"][image, rows].astype(f32)
-        r["dx"][image, rows] = dx.astype(r["dx"].dtype)
+            dx = dx + r["dtotal"][rows].astype(f32)
+        r["dx"][rows] = dx
         if "layer_scale" in r:
-            branch = r["branch"][image, rows].astype(f32)
+            branch = r["branch"][rows].astype(f32)
             if "branch_bias" in r:
                 branch = branch + r["branch_bias"][0].astype(f32)
-            scale = _sample_scale(r, blocks, image) if "sample_scale" in r else 1.0
+            scale = _sample_scale(r, blocks, rows) if "sample_scale" in r else 1.0
             add("layer_scale", dx * branch * scale)
         if "dbranch" not in r and "branch_bias" not in r:
             return
-        dbranch = _scaled(dx, r, blocks, image, with_bias=False)
+        dbranch = _scaled(dx, r, blocks, rows, with_bias=False)
         if "dbranch" in r:
-            r["dbranch"][image, rows] = dbranch.astype(r["dbranch"].dtype)
+            r["dbranch"][rows] = dbranch
         if "branch_bias" in r:
             add("branch_bias", dbranch)
 
     pipelined(blocks.pieces(_TALL), partial(_incoming, r), finish)
 
 
-def _incoming(r: dict, piece: tuple[int, slice]):
+def _incoming(r: dict, rows: slice):
     """Return the gradient of the norm of some rows; in 8 bits without its scales."""
     if "dnormed" in r:
-        return r["dnormed"][piece].astype(f32)
+        return r["dnormed"][rows].astype(f32)
     if "row_scale" not in r:
-        return product(r["dy"][piece], r["weight"][0], 0)
-    for chunk in row_chunks(piece):
+        return product(r["dy"][rows], r["weight"][0], 0)
+    for chunk in row_chunks(rows):
         r["factor"][chunk], r["row_scale"][chunk] = quantize(r["dy"][chunk].astype(f32), axis=1)
-    return product(r["factor"][piece], r["weight"][0], 0)
+    return product(r["factor"][rows], r["weight"][0], 0)
 
 
-def _rescaled(r: dict, piece: tuple[int, slice], dnormed):
-    return dnormed * r["row_scale"][piece] * r["weight_scale"][0] if "row_scale" in r else dnormed
+def _rescaled(r: dict, rows: slice, dnormed):
+    return dnormed * r["row_scale"][rows] * r["weight_scale"][0] if "row_scale" in r else dnormed

@@ -26,19 +26,20 @@ def run(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, is_qkv: bool) -> Te
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, is_qkv: bool):
-        rounded, rows = weight.to(x.dtype), _as_tokens(x)
-        ctx.save_for_backward(rows, rounded)
+        rows = _as_tokens(x)
+        factor = tpu_arrays.unrounded(weight, rows, x.dtype)
+        ctx.save_for_backward(rows, factor)
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         ctx.shape, ctx.is_qkv = x.shape, is_qkv
-        return tpu_arrays.linear(rows, rounded, bias).view(*x.shape[:-1], len(weight))
+        return tpu_arrays.linear(rows, factor, bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @differentiable_once("linear by pallas_tpu")
     def backward(ctx, dy):
-        rows, rounded = ctx.saved_tensors
-        dy = dy.reshape(*rows.shape[:-1], len(rounded))
+        rows, factor = ctx.saved_tensors
+        dy = dy.reshape(*rows.shape[:-1], len(factor))
         needs_dx, needs_dweight, needs_dbias, _ = ctx.needs_input_grad
-        dx = tpu_arrays.input_gradient(dy, rounded).view(ctx.shape) if needs_dx else None
+        dx = tpu_arrays.input_gradient(dy, factor).view(ctx.shape) if needs_dx else None
         dweight = tpu_arrays.weight_gradient(dy, rows, ctx.weight_dtype) if needs_dweight else None
         dbias = None
         if needs_dbias:

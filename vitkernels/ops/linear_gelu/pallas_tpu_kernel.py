@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from vitkernels.bridge.pallas_schedule import pipelined
 from vitkernels.ops.layer_norm_residual.pallas_tpu_kernel import norm_forward
 from vitkernels.ops.tpu_rows import (
+    Matrix,
     RowBlocks,
     call,
     column_cuts,
@@ -42,13 +43,13 @@ def gelu_backward(dy, weight, saved, *scale, tanh: bool, kept: bool):
     """Differentiate y = gelu(pre) weightᵀ: return dpre and, unless kept, gelu(pre).
 
     Args:
-        dy: (B, N, O). weight: (1, O, F). saved: (B, N, F), gelu'(pre) if kept, else pre.
+        dy: (B, N, O). weight: (1, O, F), rounded to dy's dtype in VMEM. saved: (B, N, F), gelu'(pre) if kept, else pre.
         scale: (1, 1, F) if the weight is int8; dy is then rounded to int8 with a scale per row.
     """
     B, N, O = dy.shape
     F, dtype = weight.shape[2], dy.dtype
     width = row_bytes((dy.shape[2], dtype), *[(F, dtype)] * (2 if kept else 3))
-    blocks = RowBlocks.of(B, N, width, weight.shape[1] * row_bytes((F, dtype)))
+    blocks = RowBlocks.of(B, N, width, weight.shape[1] * row_bytes((F, weight.dtype)))
     outputs = [(blocks.spec(F), (B, N, F), dtype)] * (1 if kept else 2)
     in_specs = [blocks.spec(O), shared(weight), blocks.spec(F), *map(shared, scale)]
     names = ["dy", "weight", "saved", *["scale"] * len(scale), "dpre", *["act"] * (not kept)]
@@ -60,26 +61,26 @@ def gelu_backward(dy, weight, saved, *scale, tanh: bool, kept: bool):
 
 def _gelu_backward_kernel(*refs, names, blocks: RowBlocks, tanh: bool):
     r = dict(zip(names, refs, strict=True))
-    weight_ref, saved_ref, dpre_ref, act_ref = r["weight"], r["saved"], r["dpre"], r.get("act")
+    r |= {name: Matrix(r[name], blocks) for name in ("dy", "saved", "dpre", "act") if name in r}
+    weight_ref, exact = r["weight"], r["dpre"].dtype == f32
     if "scale" in r:
         for chunk in chain.from_iterable(map(row_chunks, blocks.pieces())):
             r["factor"][chunk], r["row_scale"][chunk] = quantize(r["dy"][chunk].astype(f32), axis=1)
     factor = r.get("factor", r["dy"])
 
     def multiply(item):
-        (image, rows), cut = item
-        return product(factor[image, rows], weight_ref[0, :, cut], 0)
+        rows, cut = item
+        return product(factor[rows], weight_ref[0, :, cut], 0)
 
     def store(item, dact):
-        (image, rows), cut = item
-        at = (image, rows, cut)
+        rows, cut = item
         if "scale" in r:
-            dact = dact * r["row_scale"][image, rows] * r["scale"][0, :, cut]
-        slope = saved_ref[at].astype(f32)
-        if act_ref is not None:
-            act, slope = gelu_and_slope(slope, tanh, exact=dpre_ref.dtype == f32)
-            act_ref[at] = act.astype(dpre_ref.dtype)
-        dpre_ref[at] = (dact * slope).astype(dpre_ref.dtype)
+            dact = dact * r["row_scale"][rows] * r["scale"][0, :, cut]
+        slope = r["saved"][item].astype(f32)
+        if "act" in r:
+            act, slope = gelu_and_slope(slope, tanh, exact)
+            r["act"][item] = act
+        r["dpre"][item] = dact * slope
 
     pipelined([(piece, cut) for cut in column_cuts(weight_ref.shape[2]) for piece in blocks.pieces()], multiply, store)
 

@@ -48,10 +48,10 @@ class HiddenGradients:
 class _Mlp(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight1, bias1, weight2, bias2, tanh: bool, keep: bool):
-        rounded1, factor2 = weight1.to(x.dtype), Factor.of(weight2, x.dtype, False)
         rows = tpu_arrays.tokens(x) if x.ndim > 1 else x[None, None]
-        act, saved = linear_gelu(rows, rounded1, bias1, tanh, keep)
-        ctx.save_for_backward(rows, rounded1, *factor2.kept(), act if keep else None, saved)
+        factor1, factor2 = (Factor.of(w, rows, x.dtype, False) for w in (weight1, weight2))
+        act, saved = linear_gelu(rows, factor1.forward["weight"][0], bias1, tanh, keep)
+        ctx.save_for_backward(rows, *factor1.kept(), *factor2.kept(), act if keep else None, saved)
         ctx.dtypes = [None if p is None else p.dtype for p in (weight1, bias1, weight2, bias2)]
         ctx.tanh, ctx.shape, ctx.features = tanh, x.shape, len(weight2)
         return factor2.multiply(act, bias2).view(*x.shape[:-1], len(weight2))
@@ -59,13 +59,13 @@ class _Mlp(torch.autograd.Function):
     @staticmethod
     @differentiable_once("mlp by pallas_tpu")
     def backward(ctx, dy):
-        rows, rounded1, *kept2, act, saved = ctx.saved_tensors
+        rows, *kept1, weight2, scale2, act, saved = ctx.saved_tensors
         needs = ctx.needs_input_grad
         dtype1, bias_dtype1, dtype2, bias_dtype2 = ctx.dtypes
         dy = dy.reshape(*rows.shape[:-1], ctx.features).contiguous()
-        hidden = HiddenGradients(dy, Factor.from_kept(kept2), act, saved, ctx.tanh)
+        hidden = HiddenGradients(dy, Factor.from_kept((weight2, scale2)), act, saved, ctx.tanh)
         return (
-            tpu_arrays.input_gradient(hidden.dpre, rounded1).view(ctx.shape) if needs[0] else None,
+            Factor.from_kept(kept1).multiply_gradient(hidden.dpre).view(ctx.shape) if needs[0] else None,
             tpu_arrays.weight_gradient(hidden.dpre, rows, dtype1) if needs[1] else None,
             tpu_arrays.column_sums(hidden.dpre).to(bias_dtype1) if needs[2] else None,
             hidden.weight2(dtype2) if needs[3] else None,

@@ -32,7 +32,8 @@ class _NormLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
         *operands, weight, bias, settings, is_qkv = inputs
-        norm, factor = Norm(*operands), Factor.of(weight, settings.out_dtype, settings.eight_bit)
+        norm = Norm(*operands)
+        factor = Factor.of(weight, norm.x, settings.out_dtype, settings.eight_bit)
         total, y = norm.forward(settings, {**factor.forward, "bias": shared(bias)})
         ctx.save_for_backward(total, *factor.kept(), *norm.kept())
         ctx.settings, ctx.is_qkv, ctx.shape, ctx.features = settings, is_qkv, norm.x.shape, len(weight)

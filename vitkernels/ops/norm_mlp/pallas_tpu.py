@@ -39,7 +39,7 @@ class _NormMlp(torch.autograd.Function):
     def forward(ctx, *inputs):
         *operands, weight1, bias1, weight2, settings, tanh, keep = inputs
         norm = Norm(*operands)
-        factor1, factor2 = (Factor.of(w, settings.out_dtype, settings.eight_bit) for w in (weight1, weight2))
+        factor1, factor2 = (Factor.of(w, norm.x, settings.out_dtype, settings.eight_bit) for w in (weight1, weight2))
         extra = {**factor1.forward, "bias": shared(bias1)}
         total, act, saved = norm.forward(settings, extra, gelu="tanh" if tanh else "none", keep=keep)
         factors = *factor1.kept(), *factor2.kept()
