@@ -20,8 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from vitkernels.ops.eight_bit_format import MIN_MAGNITUDE
 
 f32 = jnp.float32
-VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
-_BUDGET = 72 * 2**20  # of blocks, two buffers each; the rest is for the compiler's spills
+VMEM_LIMIT = 80 * 2**20  # of 128 MiB on v5e and v6e; XLA copies the next kernel's weight into the rest
+_BUDGET = 64 * 2**20  # of blocks, two buffers each; the rest of the limit is for the compiler's spills
 _ROWS = 512  # of a block: more hide no more latency and lengthen the compilation
 COLUMNS = 256  # of a product that are computed at a time
 PIECE = 256  # rows of a product that are computed at a time
@@ -100,10 +100,10 @@ class RowBlocks:
         numbers = lax.broadcasted_iota(jnp.int32, (self.images, self.rows, 1), axis)
         return numbers.reshape(self.height, 1)[rows]
 
-    def params(self, parallel: bool = True):
+    def params(self, parallel: bool, vmem_limit: int):
         """Return the compiler's parameters: images in any order if `parallel`, an image's blocks of rows in theirs."""
         images: Literal["parallel", "arbitrary"] = "parallel" if parallel else "arbitrary"
-        return pltpu.CompilerParams(dimension_semantics=(images, "arbitrary"), vmem_limit_bytes=VMEM_LIMIT)
+        return pltpu.CompilerParams(dimension_semantics=(images, "arbitrary"), vmem_limit_bytes=vmem_limit)
 
 
 class Matrix:
@@ -237,15 +237,37 @@ def gelu_and_slope(x, tanh: bool, exact: bool = True):
     return x * cdf, cdf + x * bell / math.sqrt(2 * math.pi)
 
 
-def call(kernel, blocks: RowBlocks, inputs, in_specs, outputs, name: str, scratch=(), parallel: bool = True):
-    """Run a kernel over the blocks. outputs: [(spec, shape, dtype), ...]; scratch: arrays in VMEM."""
+def call(
+    kernel,
+    blocks: RowBlocks,
+    inputs,
+    in_specs,
+    outputs,
+    name: str,
+    scratch=(),
+    *,
+    weight: int = 0,
+    parallel: bool = True,
+    vmem_limit: int = VMEM_LIMIT,
+):
+    """Run a kernel over the blocks.
+
+    Args:
+        outputs: [(spec, shape, dtype), ...]. scratch: arrays in VMEM.
+        weight: numbers in the matrix that each token is multiplied by, or its gradient: for XLA's idea of the time, in
+            which it copies weights into VMEM ahead of the kernels that read them.
+    """
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs]
+    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*inputs, *shapes))
+    flops = 2 * blocks.batch * blocks.tokens * weight
     return pl.pallas_call(
         kernel,
         grid=blocks.grid,
         in_specs=in_specs,
         out_specs=[spec for spec, _, _ in outputs],
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs],
+        out_shape=shapes,
         scratch_shapes=list(scratch),
-        compiler_params=blocks.params(parallel),
+        compiler_params=blocks.params(parallel, vmem_limit),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
         name=name,
     )(*inputs)

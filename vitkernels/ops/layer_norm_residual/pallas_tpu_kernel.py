@@ -133,8 +133,8 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
         scratch.append(pltpu.VMEM((blocks.height, C), jnp.dtype(out)))
     kernel = partial(_forward_kernel, names=tuple(names), blocks=blocks, eps=eps, gelu=gelu, keep=keep)
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
-    kind = "linear" if F else "residual"
-    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_forward", scratch)
+    name, specs = f"layer_norm_{'linear' if F else 'residual'}_forward", _specs(named, blocks)
+    return call(kernel, blocks, arrays, specs, outputs, name, scratch, weight=F * C)
 
 
 def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep: bool):
@@ -233,8 +233,9 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
         names += ["factor", "row_scale"]
         scratch = eight_bit_scratch(blocks, named["dy"].shape[2])
     kernel = partial(_backward_kernel, names=tuple(names), kept=tuple(kept), blocks=blocks, eps=eps)
-    kind = "linear" if "dy" in named else "residual"
-    return call(kernel, blocks, arrays, _specs(named, blocks), outputs, f"layer_norm_{kind}_backward", scratch)
+    name, specs = f"layer_norm_{'linear' if 'dy' in named else 'residual'}_backward", _specs(named, blocks)
+    weight = named["weight"].size if "weight" in named else 0
+    return call(kernel, blocks, arrays, specs, outputs, name, scratch, weight=weight)
 
 
 def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps: float):

@@ -23,7 +23,8 @@ def rows_product(x_BNK, weight, *, axis: int):
     blocks = RowBlocks.of(B, N, row_bytes((K, dtype), (F, dtype)), resident)
     kernel = partial(_kernel, blocks=blocks, axis=axis)
     outputs = [(blocks.spec(F), (B, N, F), dtype)]
-    return call(kernel, blocks, (x_BNK, weight), [blocks.spec(K), shared(weight)], outputs, "rows_product")[0]
+    specs = [blocks.spec(K), shared(weight)]
+    return call(kernel, blocks, (x_BNK, weight), specs, outputs, "rows_product", weight=weight.size)[0]
 
 
 def _kernel(x_ref, weight_ref, y_ref, *, blocks: RowBlocks, axis: int):

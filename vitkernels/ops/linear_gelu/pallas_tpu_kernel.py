@@ -56,7 +56,8 @@ def gelu_backward(dy, weight, saved, *scale, tanh: bool, kept: bool):
     scratch = eight_bit_scratch(blocks, O) if scale else []
     names += ["factor", "row_scale"][: len(scratch)]
     kernel = partial(_gelu_backward_kernel, names=names, blocks=blocks, tanh=tanh)
-    return call(kernel, blocks, (dy, weight, saved, *scale), in_specs, outputs, "linear_into_gelu_backward", scratch)
+    inputs, name = (dy, weight, saved, *scale), "linear_into_gelu_backward"
+    return call(kernel, blocks, inputs, in_specs, outputs, name, scratch, weight=weight.size)
 
 
 def _gelu_backward_kernel(*refs, names, blocks: RowBlocks, tanh: bool):
