@@ -20,7 +20,8 @@ from jax.experimental.pallas import tpu as pltpu
 from vitkernels.ops.eight_bit_format import MIN_MAGNITUDE
 
 f32 = jnp.float32
-VMEM_LIMIT = 80 * 2**20  # of 128 MiB on v5e and v6e; XLA copies the next kernel's weight into the rest
+VMEM_LIMIT = 100 * 2**20  # of 128 MiB on v5e and v6e; the compiler's own default is 16 MiB
+_VMEM_LIMIT_OF_ROUNDING = 80 * 2**20  # of kernels that round their weight: XLA copies the next weight into the rest
 _BUDGET = 64 * 2**20  # of blocks, two buffers each; the rest of the limit is for the compiler's spills
 _ROWS = 512  # of a block: more hide no more latency and lengthen the compilation
 COLUMNS = 256  # of a product that are computed at a time
@@ -131,6 +132,11 @@ class Matrix:
 
 def _round_up(x: int, to: int) -> int:
     return -(-x // to) * to
+
+
+def size_to_round(weight, dtype) -> int:
+    """Return the size of a weight that a product in `dtype` rounds; 0 if it is rounded already."""
+    return 0 if weight.dtype in (dtype, jnp.int8) else weight.size
 
 
 def shared(array) -> pl.BlockSpec:
@@ -246,20 +252,23 @@ def call(
     name: str,
     scratch=(),
     *,
-    weight: int = 0,
+    rounds: int = 0,
     parallel: bool = True,
-    vmem_limit: int = VMEM_LIMIT,
 ):
     """Run a kernel over the blocks.
 
     Args:
         outputs: [(spec, shape, dtype), ...]. scratch: arrays in VMEM.
-        weight: numbers in the matrix that each token is multiplied by, or its gradient: for XLA's idea of the time, in
-            which it copies weights into VMEM ahead of the kernels that read them.
+        rounds: size of the weight, if the kernel rounds it. It is then an argument of the program, which XLA copies
+            into VMEM ahead of the kernel if it knows how long the kernels before take.
     """
     shapes = [jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in outputs]
-    moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*inputs, *shapes))
-    flops = 2 * blocks.batch * blocks.tokens * weight
+    cost, vmem_limit = None, VMEM_LIMIT
+    if rounds:
+        flops = 2 * blocks.batch * blocks.tokens * rounds
+        moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in (*inputs, *shapes))
+        cost = pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0)
+        vmem_limit = _VMEM_LIMIT_OF_ROUNDING
     return pl.pallas_call(
         kernel,
         grid=blocks.grid,
@@ -268,6 +277,6 @@ def call(
         out_shape=shapes,
         scratch_shapes=list(scratch),
         compiler_params=blocks.params(parallel, vmem_limit),
-        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+        cost_estimate=cost,
         name=name,
     )(*inputs)

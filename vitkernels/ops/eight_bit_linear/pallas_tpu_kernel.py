@@ -19,7 +19,6 @@ from vitkernels.bridge.pallas_schedule import pipelined
 from vitkernels.ops.tpu_rows import COLUMNS, Matrix, RowBlocks, call, column_cuts, f32, quantize, row_bytes
 
 _ROWS = 1024  # of a block: each adds the product's sums to those in VMEM once
-_VMEM_LIMIT = 100 * 2**20  # of 128 MiB: float32 sums, and often their transpose, stay there
 _CHUNK = 64  # rows that are read at a time, and that registers hold
 _DEPTH = 128  # rows that the MXU multiplies at a time
 
@@ -44,7 +43,7 @@ def weight_gradient(dy_BNF, x_BNK):
     return call(
         partial(_kernel, blocks=blocks),
         blocks, (narrow, wide), [blocks.spec(C), blocks.spec(W)], [(sums, shape, f32)],
-        "eight_bit_weight_gradient", scratch, weight=C * W, parallel=False, vmem_limit=_VMEM_LIMIT,
+        "eight_bit_weight_gradient", scratch, parallel=False,
     )[0]  # fmt: skip
 
 

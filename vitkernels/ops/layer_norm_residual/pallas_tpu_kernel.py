@@ -34,6 +34,7 @@ from vitkernels.ops.tpu_rows import (
     row_bytes,
     row_chunks,
     shared,
+    size_to_round,
     sum_rows,
 )
 
@@ -134,7 +135,8 @@ def norm_forward(*arrays, given: tuple[str, ...], eps: float, out: str, gelu: st
     kernel = partial(_forward_kernel, names=tuple(names), blocks=blocks, eps=eps, gelu=gelu, keep=keep)
     outputs = [(blocks.spec(width), (B, N, width), dtype) for _, width, dtype in results]
     name, specs = f"layer_norm_{'linear' if F else 'residual'}_forward", _specs(named, blocks)
-    return call(kernel, blocks, arrays, specs, outputs, name, scratch, weight=F * C)
+    rounds = size_to_round(named["weight"], jnp.dtype(out)) if F else 0
+    return call(kernel, blocks, arrays, specs, outputs, name, scratch, rounds=rounds)
 
 
 def _forward_kernel(*refs, names, blocks: RowBlocks, eps: float, gelu: str, keep: bool):
@@ -234,8 +236,8 @@ def norm_backward(*arrays, given: tuple[str, ...], eps: float, branch_dtype: str
         scratch = eight_bit_scratch(blocks, named["dy"].shape[2])
     kernel = partial(_backward_kernel, names=tuple(names), kept=tuple(kept), blocks=blocks, eps=eps)
     name, specs = f"layer_norm_{'linear' if 'dy' in named else 'residual'}_backward", _specs(named, blocks)
-    weight = named["weight"].size if "weight" in named else 0
-    return call(kernel, blocks, arrays, specs, outputs, name, scratch, weight=weight)
+    rounds = size_to_round(named["weight"], named["dy"].dtype) if "dy" in named else 0
+    return call(kernel, blocks, arrays, specs, outputs, name, scratch, rounds=rounds)
 
 
 def _backward_kernel(*refs, names, kept: tuple[str, ...], blocks: RowBlocks, eps: float):

@@ -9,7 +9,7 @@ Shape suffixes: B images, N tokens, K summed, F output features.
 from functools import partial
 
 from vitkernels.bridge.pallas_schedule import pipelined
-from vitkernels.ops.tpu_rows import Matrix, RowBlocks, call, column_cuts, product, row_bytes, shared
+from vitkernels.ops.tpu_rows import Matrix, RowBlocks, call, column_cuts, product, row_bytes, shared, size_to_round
 
 
 def rows_product(x_BNK, weight, *, axis: int):
@@ -24,7 +24,7 @@ def rows_product(x_BNK, weight, *, axis: int):
     kernel = partial(_kernel, blocks=blocks, axis=axis)
     outputs = [(blocks.spec(F), (B, N, F), dtype)]
     specs = [blocks.spec(K), shared(weight)]
-    return call(kernel, blocks, (x_BNK, weight), specs, outputs, "rows_product", weight=weight.size)[0]
+    return call(kernel, blocks, (x_BNK, weight), specs, outputs, "rows_product", rounds=size_to_round(weight, dtype))[0]
 
 
 def _kernel(x_ref, weight_ref, y_ref, *, blocks: RowBlocks, axis: int):

@@ -25,6 +25,7 @@ from vitkernels.ops.tpu_rows import (
     row_bytes,
     row_chunks,
     shared,
+    size_to_round,
 )
 
 _LARGEST_WEIGHT = 16 * 2**20  # bytes, of which VMEM holds two
@@ -57,7 +58,7 @@ def gelu_backward(dy, weight, saved, *scale, tanh: bool, kept: bool):
     names += ["factor", "row_scale"][: len(scratch)]
     kernel = partial(_gelu_backward_kernel, names=names, blocks=blocks, tanh=tanh)
     inputs, name = (dy, weight, saved, *scale), "linear_into_gelu_backward"
-    return call(kernel, blocks, inputs, in_specs, outputs, name, scratch, weight=weight.size)
+    return call(kernel, blocks, inputs, in_specs, outputs, name, scratch, rounds=size_to_round(weight, dtype))
 
 
 def _gelu_backward_kernel(*refs, names, blocks: RowBlocks, tanh: bool):
