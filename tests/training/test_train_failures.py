@@ -78,7 +78,7 @@ def test_out_of_memory__is_explained_and_resumes_with_a_smaller_batch(failure, s
 def test_out_of_memory__of_an_absurdly_large_model(settings, tmp_path):
     words = [word for word in SMALL if "embed_dim" not in word]
     with pytest.raises(OutOfMemoryError):
-        train.run(settings(*words, "+model.kwargs.embed_dim=30000000"), tmp_path)
+        train.run(settings(*words, "+model.kwargs.embed_dim=300000"), tmp_path)
     assert json.loads((tmp_path / "summary.json").read_text())["reason"].startswith("out of memory on CPU")
 
 

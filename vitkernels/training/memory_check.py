@@ -37,8 +37,8 @@ def check_memory(
     batches = f"lower data.batch_size to {fitting} or less" if fitting else "even data.batch_size=1 is too much"
     raise UsageError(
         f"images of {image_size} px are {tokens} tokens each: {what} of attention take at least {_gib(least)} for a "
-        f"batch of {batch_size}, and {runtime.device_name} has {_gib(total)}. Lower model.img_size or use larger "
-        f"patches; {batches}",
+        f"batch of {batch_size}, and {runtime.device_name} has {_gib(total)}. Lower model.img_size, or "
+        f"use larger patches or a narrower model; {batches}",
         code="run.memory",
         image_size=image_size,
         tokens=tokens,
