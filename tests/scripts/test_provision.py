@@ -70,6 +70,7 @@ class Cloud:
     def start(self, *words, **environment):
         # A shell without job control makes its background jobs, and their children, ignore SIGINT.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.output.unlink(missing_ok=True)  # processes left by a killed script still write to the earlier file
         with open(self.output, "w") as output:  # not a pipe: processes left by a killed script would hold it open
             return subprocess.Popen(
                 [str(self.checkout / "scripts/provision_v5litepod.sh"), *words],
