@@ -20,7 +20,9 @@ from vitkernels.attention.pallas_flash.tpu import dispatch
 from vitkernels.bridge.jax_compat import interpreted
 from vitkernels.tpu_estimate import jax_attention
 
-LENGTHS = [1, 49, 196, 197, 256, 257, 577, 1025, *(pytest.param(N, marks=pytest.mark.slow) for N in (640, 729, 4096))]
+pytestmark = pytest.mark.slow
+
+LENGTHS = [1, 49, 196, 197, 256, 257, 577, 640, 729, 1025, 4096]
 D = 64
 QUICK = {"xla_backend_optimization_level": 0}  # compilation dominates the run time
 

@@ -22,6 +22,8 @@ from vitkernels.attention.pallas_flash.tpu.block_plans import PassBlocks
 from vitkernels.attention.pallas_flash.tpu.tiles import TpuProblem
 from vitkernels.bridge.jax_compat import interpreted
 
+pytestmark = pytest.mark.slow
+
 # float32: a few hundred products of rounded inputs, 6e-8 each, and the softmax between two products.
 TOLERANCE = 5e-6
 

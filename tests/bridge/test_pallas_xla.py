@@ -12,9 +12,12 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("jax", "torch_xla")), reason="needs the tpu extra"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        any(importlib.util.find_spec(name) is None for name in ("jax", "torch_xla")), reason="needs the tpu extra"
+    ),
+]
 HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 

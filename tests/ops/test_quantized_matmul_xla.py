@@ -10,7 +10,10 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the tpu extra")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the tpu extra"),
+]
 
 CODE = """
 import itertools, re

@@ -62,6 +62,7 @@ def train_and_release():
         parameter.square().sum().backward()  # its hook finds no sender
 
 
+@pytest.mark.slow
 def test_released_model__is_freed(tmp_path):
     ranks = Ranks.of(1, tmp_path / "log", train_and_release)
     assert ranks.finish(200) == [0], ranks.output()
@@ -146,6 +147,7 @@ def train_unusual_models():
                 expect_close([unusual_gradients(net, model, images[engine.rank])], [mean])
 
 
+@pytest.mark.slow
 def test_unusual_models__are_averaged_or_refused(tmp_path):
     ranks = Ranks.of(2, tmp_path / "log", train_unusual_models)
     assert ranks.finish(400) == [0, 0], ranks.output()

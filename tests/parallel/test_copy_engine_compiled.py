@@ -5,6 +5,7 @@ import copy
 import itertools
 import re
 
+import pytest
 import torch
 from copying import SMALL, create_ddp, expect_averages
 from ranks import Ranks
@@ -13,6 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from vitkernels.parallel.gradient_sends import options_for_sends
+
+pytestmark = pytest.mark.slow
 
 
 def find_sends_in_the_compiled_backward(number, in_float32):

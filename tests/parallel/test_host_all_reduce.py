@@ -22,6 +22,8 @@ from vitkernels import parallel
 from vitkernels.parallel import host_all_reduce
 from vitkernels.runtime.base import Runtime
 
+pytestmark = pytest.mark.slow
+
 WORLDS, PASSES, LONGEST = (1, 2, 3, 4), 8, 60  # seconds per rank
 of_thread = threading.local()
 

@@ -18,6 +18,8 @@ from vitkernels.parallel.replicated_params import parameters_to_replicate
 from vitkernels.quant import train_in_8_bits
 from vitkernels.runtime.base import Runtime
 
+pytestmark = pytest.mark.slow
+
 
 def small(**kwargs):
     torch.manual_seed(0)
@@ -158,7 +160,6 @@ def losses(folder):
     return [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.slow
 def test_checkpoints__resume_across_gathers_strategies_and_worlds(tmp_path):
     """Alternate fp32 and auto on two processes, as fp32 alone; resume on four, with ddp on two, and on one."""
     common = ["runtime.precision=bf16", "ema.decay=0.9", "trainer.eval_every=1", "checkpoints.every_steps=2"]

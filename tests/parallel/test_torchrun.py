@@ -30,6 +30,7 @@ def steps(folder):
     return path.read_text().count('"loss"') if path.exists() else 0
 
 
+@pytest.mark.slow
 def test_resume__on_other_numbers_of_processes_matches_one_process(tmp_path):
     """FSDP on 4; resumed on 2 with two micro-batches, with DDP then FSDP; resumed on one with four.
 
@@ -193,6 +194,7 @@ loader.dataloader = lambda batches, keys, workers, pin: of(batches, keys, 0, pin
 """
 
 
+@pytest.mark.slow
 def test_dead_data_worker__is_reported_by_all(tmp_path):
     folder = tmp_path / "run"
     words = ["data.batch_size=4", "trainer.max_steps=100000", "trainer.eval_every=null", "data.num_workers=1"]
@@ -281,6 +283,7 @@ def train_under_kills(folder: Path, kills: int, seed: int, *words: str) -> list[
     return done
 
 
+@pytest.mark.slow
 def test_random_kills__leave_the_losses_of_an_uninterrupted_run(tmp_path, undisturbed):
     words = [*COMMON, f"trainer.max_steps={STEPS}", "checkpoints.every_steps=3"]
     done = train_under_kills(tmp_path / "run", 3, 2, *words)

@@ -23,6 +23,8 @@ from vitkernels.parallel import Parallel
 from vitkernels.runtime import Runtime, xla
 from vitkernels.training.metrics import StepMetrics
 
+pytestmark = pytest.mark.slow
+
 HAS_XLA = xla.unavailable() is None
 needs_xla = pytest.mark.skipif(not HAS_XLA, reason="torch_xla is not installed")
 if HAS_XLA:
@@ -275,7 +277,6 @@ def losses(folder):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-@pytest.mark.slow
 @needs_xla
 def test_sigterm__to_one_host_stops_both_and_they_resume_from_files_of_the_first(tmp_path):
     folder = tmp_path / "run"

@@ -10,7 +10,7 @@ from ranks import Ranks
 
 from vitkernels.runtime import xla
 
-pytestmark = pytest.mark.skipif(xla.unavailable() is not None, reason="torch_xla is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(xla.unavailable() is not None, reason="torch_xla is not installed")]
 
 COMMON = ["trainer.eval_every=null", "checkpoints.every_steps=2", "++model.kwargs.depth=1"]
 STEPS, IMAGES = 4, 16

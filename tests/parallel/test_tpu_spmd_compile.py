@@ -10,10 +10,13 @@ from ranks import fork
 from vitkernels.runtime import xla
 from vitkernels.tpu_estimate import compiler, record_spmd
 
-pytestmark = pytest.mark.skipif(
-    compiler.unavailable() is not None or xla.unavailable() is not None,
-    reason=f"{compiler.unavailable()} {xla.unavailable()}",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        compiler.unavailable() is not None or xla.unavailable() is not None,
+        reason=f"{compiler.unavailable()} {xla.unavailable()}",
+    ),
+]
 BATCH = 3  # per chip. Neither 3 nor 12, 24 or 48 is a size of the model, so shapes tell activations from weights
 QKV = [288, 96]
 
@@ -52,7 +55,6 @@ def test_compiled_step__runs_kernels_on_own_images_and_sends_no_activations(chip
     assert shard in fsdp["arguments"] and fsdp["results"].count(shard) == 3 and QKV not in fsdp["results"]
 
 
-@pytest.mark.slow
 def test_compiled_step_in_8_bits__each_chip_sums_the_weight_gradients_of_its_own_images(tmp_path):
     words = ["model=vit_digits", "+model.kwargs.depth=1", "attn=pallas_flash", "ops=auto", "quant=int8"]
     results, log = tmp_path / "results.json", tmp_path / "log"

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the tpu extra")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("torch_xla") is None, reason="needs the tpu extra"),
+]
 
 CODE = """
 import copy, re
@@ -76,7 +79,6 @@ def losses(folder, *words, **environment):
     return [line["loss"] for line in lines if "loss" in line], done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_train__int8_tpu_kernels_match_the_losses_of_float32(tmp_path):
     """notes/quant.md states 1 % for the mean of 200 steps in int8, and at most 0.2 % for each of the first 100."""
     expected, _ = losses(tmp_path / "float32", "runtime=cpu", "ops=eager")

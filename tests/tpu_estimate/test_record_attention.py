@@ -13,6 +13,8 @@ from vitkernels.runtime import xla
 from vitkernels.tpu_estimate import attention_contenders, compile_process, compiler, record_attention, report
 from vitkernels.tpu_estimate.estimate import estimate_program
 
+pytestmark = pytest.mark.slow
+
 needs_both = pytest.mark.skipif(
     compiler.unavailable() is not None or xla.unavailable() is not None,
     reason=f"{compiler.unavailable()} {xla.unavailable()}",

@@ -99,6 +99,7 @@ def test_compose__settings_of_fake_data_only_for_fake_data():
     assert record_step.compose(("data.pool_batches=2",)).data.arguments["pool_batches"] == 2
 
 
+@pytest.mark.slow
 @needs_both
 def test_command__step(tmp_path, capsys):
     settings = ["model=vit_digits", "data=digits", "attn=pallas_flash", "ops=eager", "data.batch_size=4"]

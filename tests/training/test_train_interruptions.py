@@ -44,6 +44,7 @@ def test_kill__in_mid_epoch_and_in_a_checkpoint_write_changes_nothing(uninterrup
         assert resumed[key] == summary[key], key
 
 
+@pytest.mark.slow
 def test_sigterm__writes_a_checkpoint_that_another_folder_resumes(uninterrupted, settings, losses, tmp_path):
     """resume=auto in another folder finds the unfinished run next to it and skips a truncated checkpoint."""
     folder = tmp_path / "2026-01-01_00-00-00"
