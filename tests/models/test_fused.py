@@ -11,7 +11,7 @@ from vitkernels import models
 from vitkernels.errors import UsageError
 from vitkernels.models import fused_modules, model_ops
 from vitkernels.models.fused_modules import FusedBlock, FusedBlocks
-from vitkernels.quant import quantize_
+from vitkernels.quant import quantize_, train_in_8_bits
 from vitkernels.registry import op as registry_op
 
 pytestmark = pytest.mark.usefixtures("quick_kernels")
@@ -115,6 +115,54 @@ def test_dropout__applies_in_training_only():
     assert torch.equal(fused(images), fused(images))
 
 
+TOKEN = {"class_token": True, "global_pool": "token"}
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [TOKEN, TOKEN | {"reg_tokens": 2, "init_values": 0.1}, TOKEN | {"drop_path_rate": 0.5}, TOKEN | {"fc_norm": True}],
+    ids=["plain", "registers and scale", "drop path", "norm of the head"],
+)
+def test_class_token__is_the_only_row_of_the_last_mlp(kwargs):
+    """The logits and gradients equal those of all rows, with the same draws of drop path."""
+    _, fused = pair(ALL, **kwargs)
+    images, rows, found = torch.randn(5, 1, 16, 16), [], []
+    fused.blocks[-1].norm2.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[1]))
+    for forward in (fused, lambda x: fused.forward_head(fused.forward_features(x))):
+        torch.manual_seed(1)
+        fused.zero_grad()
+        logits = forward(images)
+        logits.square().mean().backward()
+        found.append((logits, {name: p.grad for name, p in fused.named_parameters()}))
+    (logits, gradients), (want, want_gradients) = found
+    assert rows == [1], "fused blocks read the norm's parameters, so its hook runs for the class token alone"
+    assert (logits - want).norm() <= 1e-5 * want.norm()
+    for name, gradient in want_gradients.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-8, name
+
+
+def test_class_token__all_tokens_where_they_are_asked_for():
+    plain, fused = pair(ALL, **TOKEN)
+    images = torch.randn(2, 1, 16, 16)
+    assert torch.allclose(fused.forward_features(images), plain.forward_features(images), atol=1e-5)
+    fused.set_grad_checkpointing()
+    assert torch.allclose(fused(images), plain(images), atol=1e-5)
+    fused.reset_classifier(10, "avg")
+    plain.reset_classifier(10, "avg")
+    plain.head.load_state_dict(fused.head.state_dict())
+    fused.set_grad_checkpointing(False)
+    assert torch.allclose(fused(images), plain(images), atol=1e-5)
+
+
+def test_class_token__in_8_bits():
+    _, fused = pair({"layer_norm_residual": "reference"}, **TOKEN)
+    train_in_8_bits(fused, "int8", lambda name, _: name != "head")
+    images = torch.randn(3, 1, 16, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = fused(images), fused.forward_head(fused.forward_features(images))
+    assert (got - want).norm() < 0.02 * want.norm()  # bfloat16 rounds activations at different places
+
+
 def test_fused_block__alone_matches_timm():
     plain, fused = pair(ALL)
     tokens = torch.randn(2, 16, 96)
@@ -144,8 +192,9 @@ def test_quantize__before_or_after_set_ops(scheme):
     assert (got - want).norm() < 0.02 * want.norm()  # bfloat16 rounds activations at different places
 
 
-def test_set_ops__compiles_without_graph_breaks():
-    _, fused = pair(ALL)
+@pytest.mark.parametrize("kwargs", [{}, TOKEN], ids=["all tokens", "class token"])
+def test_set_ops__compiles_without_graph_breaks(kwargs):
+    _, fused = pair(ALL, **kwargs)
     images = torch.randn(2, 1, 16, 16)
     want = losses_and_gradients(fused, images)
     got = losses_and_gradients(torch.compile(fused, fullgraph=True, backend="aot_eager"), images)
@@ -211,8 +260,9 @@ def test_quantize__leaves_parametrized_layers():
     assert model.blocks[0].attn.qkv is qkv and type(model.blocks[1].attn.qkv).__name__ == "QuantizedLinear"
 
 
-def test_set_ops__later_call_replaces_the_earlier_one():
-    plain, model = pair(ALL, torch.bfloat16)
+@pytest.mark.parametrize("kwargs", [{}, TOKEN], ids=["all tokens", "class token"])
+def test_set_ops__later_call_replaces_the_earlier_one(kwargs):
+    plain, model = pair(ALL, torch.bfloat16, **kwargs)
     models.set_ops(model, {"patch_embed": "eager"})
     assert str(model) == str(plain)
     images = torch.randn(2, 1, 16, 16)

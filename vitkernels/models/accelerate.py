@@ -16,6 +16,7 @@ from vitkernels.models.adapters import attention_plan
 from vitkernels.models.attention_swap import checked, swap
 from vitkernels.models.fused_modules import FusedLinear, FusedPatchConv, ResidualFusion
 from vitkernels.models.model_ops import MODEL_OPS, set_ops
+from vitkernels.module_swap import original_class
 
 log = logging.getLogger("vitkernels")
 
@@ -71,4 +72,4 @@ def _describe(model: nn.Module, attn: str, vits: int) -> str:
     counts = {name: sum(isinstance(m, kind) for m in model.modules()) for name, kind in kinds.items()}
     fused = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
     fused = fused if vits else "none, because no module is a timm VisionTransformer, Eva, Beit or SwinTransformer"
-    return f"accelerated {type(model).__name__}: attention {attn} in {layers}; fused ops: {fused}"
+    return f"accelerated {original_class(model).__name__}: attention {attn} in {layers}; fused ops: {fused}"

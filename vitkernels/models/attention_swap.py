@@ -10,6 +10,7 @@ from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
 from vitkernels.models.adapters import AttentionPlan, adapted, attention_plan
+from vitkernels.module_swap import original_class
 
 log = logging.getLogger("vitkernels")
 
@@ -39,7 +40,7 @@ def checked(model: nn.Module, attn: str | AttentionBackend) -> AttentionBackend:
     """Return the backend; raise what `set_attention` raises."""
     _check_model(model, attn)
     backend = backend_of(attn)
-    plan, kind = attention_plan(model), type(model).__name__
+    plan, kind = attention_plan(model), original_class(model).__name__
     if "" in plan.replaceable:
         message = f"{kind} is itself an attention module, and only modules inside a model can be replaced in place"
         raise UsageError(message, code="models.attention", model=kind)
@@ -58,14 +59,17 @@ def swap(model: nn.Module, backend: AttentionBackend) -> None:
     if plan.unsupported and not any(p.is_meta for p in model.parameters()):
         log.warning(
             "%s: attention %s computes %d of %d attention layers; timm computes %s",
-            *(type(model).__name__, backend.name, plan.count, plan.count + len(plan.unsupported)),
+            *(original_class(model).__name__, backend.name, plan.count, plan.count + len(plan.unsupported)),
             plan.describe_unsupported(),
         )
 
 
 def why_none(model: nn.Module, plan: AttentionPlan) -> str:
     """Return why a plan replaces no module."""
-    return plan.describe_unsupported() or f"{type(model).__name__} has no attention module, so it is not a transformer"
+    return (
+        plan.describe_unsupported()
+        or f"{original_class(model).__name__} has no attention module, so it is not a transformer"
+    )
 
 
 def backend_of(attn: Any) -> AttentionBackend:

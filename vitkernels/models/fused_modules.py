@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from timm.layers import DropPath, GluMlp, LayerScale, Mlp, SwiGLU
 from timm.layers.activations import GELU, GELUTanh
-from timm.models.vision_transformer import Block
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -160,10 +160,12 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
         is_causal: bool = False,
         branch: Branch | None = None,
         return_branch: bool = False,
+        only_first: bool = False,
     ) -> Tensor | tuple[Tensor, Branch]:
         """Apply timm's block to x + branch.
 
-        Returns the residual stream (B, N, C); with return_branch, the stream and the MLP's branch, not yet added.
+        Returns the residual stream (B, N, C); with only_first, that of the first token (B, 1, C); with return_branch,
+        the stream and the MLP's branch, not yet added.
         """
         if self._joins("linear", getattr(self.attn, "qkv", None), x_BNC) and not self.attn.has_gate:
             x_BNC, qkv_BNF = self._add_norm_and_qkv(x_BNC, branch)
@@ -171,6 +173,8 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
         else:
             x_BNC, normed_BNC = self._add_and_norm(x_BNC, branch, self.norm1)
             attended_BNC = self.attn.attend(normed_BNC, attn_mask, is_causal)
+        if only_first:
+            return self._finish_first(x_BNC, attended_BNC)
         branch = self._project(attended_BNC, self.attn.proj, self.attn.proj_drop, layer_scale(self, 1), self.drop_path1)
         if self._joins("mlp", self.mlp, x_BNC):
             x_BNC, branch = self._add_norm_and_mlp(x_BNC, branch)
@@ -182,6 +186,16 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
         # FSDP frees a block's parameters when the block returns, so the next block gets copies.
         bias_C, layer_scale_C = (None if p is None else p.clone() for p in (branch.bias_C, branch.layer_scale_C))
         return x_BNC, branch._replace(bias_C=bias_C, layer_scale_C=layer_scale_C)
+
+    def _finish_first(self, x_BNC: Tensor, attended_BNE: Tensor) -> Tensor:
+        """Return the first token's residual stream (B, 1, C), computed by timm's modules: one row is little work."""
+        x_B1C, attended_B1E = x_BNC[:, :1], attended_BNE[:, :1]
+        proj = self.attn.proj
+        projected = F.linear(attended_B1E, proj.weight, proj.bias) if type(proj) is FusedLinear else proj(attended_B1E)
+        projected = self.attn.proj_drop(projected)
+        x_B1C = plain_branch(projected, None, layer_scale(self, 1), self.drop_path1).added_to(x_B1C)
+        value_B1C = self.mlp(self.norm2(x_B1C))
+        return plain_branch(value_B1C, None, layer_scale(self, 2), self.drop_path2).added_to(x_B1C)
 
     def _joins(self, op: str, layer: nn.Module | None, x_BNC: Tensor) -> bool:
         """Return whether a kernel computes the LayerNorm together with the first product of `layer`."""
@@ -227,11 +241,32 @@ class FusedBlocks(nn.Sequential):
 
     residual_dtype: torch.dtype | None = None
 
-    def forward(self, x_BNC: Tensor) -> Tensor:
+    def forward(self, x_BNC: Tensor, only_first: bool = False) -> Tensor:
+        """Return the last block's residual stream (B, N, C); with only_first, that of the first token (B, 1, C)."""
         x_BNC, branch = x_BNC.to(self.residual_dtype or x_BNC.dtype), None
-        for block in self:
+        for block in [*self][:-1] if only_first else self:
             x_BNC, branch = block(x_BNC, branch=branch, return_branch=True)
+        if only_first:
+            return self[-1](x_BNC, branch=branch, only_first=True)
         return x_BNC if branch is None else branch.added_to(x_BNC)
+
+
+class ClassTokenViT(SwappedModule, VisionTransformer):
+    """timm's VisionTransformer over FusedBlocks, without what the logits do not depend on.
+
+    If the head reads only the first token, the last block's projection and MLP and the final norm run on that token
+    alone. forward_features and forward_intermediates still return all tokens.
+    """
+
+    if TYPE_CHECKING:  # not at run time: annotations are the settings
+        blocks: Any
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        reads_first = self.global_pool == "token" and self.attn_pool is None
+        if not reads_first or attn_mask is not None or is_causal or self.grad_checkpointing:
+            return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
+        embedded_BNC = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
+        return self.forward_head(self.norm(self.blocks(embedded_BNC, only_first=True)))
 
 
 class FusedPatchConv(SwappedModule, nn.Conv2d):

@@ -20,7 +20,8 @@ class ModelFacts:
 
     parameters: number of parameters.
     train_flops_per_image: FLOPs of the matrix products in forward and backward, two per multiply-add. They are counted
-        with native attention: a kernel that recomputes scores gets no credit for the extra work.
+        with native attention: a kernel that recomputes scores gets no credit for the extra work. They are those of
+        timm's model, also if `set_ops` leaves out rows that the logits do not depend on.
     attention: the distinct attention problems of a training step. attention_calls: how often each occurs in a forward
         pass.
     """

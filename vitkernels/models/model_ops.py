@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.models.vision_transformer import Block
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitkernels import attention, ops
@@ -19,7 +19,7 @@ from vitkernels.models.adapters import adapted
 from vitkernels.models.backend_attention import BackendAttention
 from vitkernels.models.fused_families import FUSED_FAMILIES
 from vitkernels.models.fused_linear import FusedLinear
-from vitkernels.models.fused_modules import GATED_MLPS, FusedBlock, FusedBlocks, FusedPatchConv
+from vitkernels.models.fused_modules import GATED_MLPS, ClassTokenViT, FusedBlock, FusedBlocks, FusedPatchConv
 from vitkernels.models.fusion_checks import (
     block_unsupported,
     fusable_blocks,
@@ -89,12 +89,15 @@ def _apply_layer_norm_residual(model: Any, selection: OpSelection) -> None:
         if all(original_class(block) is Block for block in blocks.values()):
             model.blocks = FusedBlocks(*(FusedBlock.from_module(block, **settings) for block in blocks.values()))
             model.blocks.residual_dtype = selection.residual_dtype
+            if type(model) is VisionTransformer and len(model.blocks):
+                model.__class__ = ClassTokenViT
             return
         settings["residual_dtype"] = selection.residual_dtype
         for path, block in blocks.items():
             model.set_submodule(path, FUSED_FAMILIES[original_class(block)].from_module(block, **settings))
     elif isinstance(getattr(model, "blocks", None), FusedBlocks):  # from an earlier call
         model.blocks = nn.Sequential(*(block.to_original() for block in model.blocks))
+        model.__class__ = original_class(model)
     else:
         for path, block in blocks.items():
             if type(block) in FUSED_FAMILIES.values():
@@ -154,6 +157,9 @@ def set_ops(
     If residual additions are fused, timm's own attention is replaced by the equivalent backend: sdpa, or native if its
     fused_attn is off. Forward hooks run for blocks, qkv and proj, but not for modules inside a block whose parameters
     are passed to a fused op, such as norm1, attn and mlp.fc1.
+
+    If the head of a VisionTransformer reads only the class token, what follows attention in the last block runs on that
+    token alone: the logits do not depend on the other rows. forward_features still returns all tokens.
 
     Args:
         backends: op (a key of MODEL_OPS) -> backend, "auto", "fused" for the device's own kernel (interpreted on a
@@ -222,7 +228,7 @@ def _select(
     reasons = {name: reason for name in selected if (reason := MODEL_OPS[name].unsupported(model)) is not None}
     named = [f"{name}={selected[name]!r} ({reason})" for name, reason in reasons.items() if selected[name] != "auto"]
     if named:
-        kind = type(model).__name__
+        kind = original_class(model).__name__
         message = f'{kind} does not support {", ".join(named)}; set these ops to "eager" or "auto"'
         raise UsageError(message, code="models.op_unsupported", model=kind, reasons=reasons)
     dropped |= reasons
