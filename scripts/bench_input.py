@@ -6,7 +6,7 @@
 
 With --train, the benchmark trains on fake data and on the files: without augmentation, with Mixup, CutMix and erasing,
 with RandAugment, and through timm's loader. The JPEG files are created once, under --root. Prints a table and appends
-its rows to results/input.jsonl.
+each row to results/input.jsonl as soon as it is known.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -37,6 +38,15 @@ LOADERS = {
 }  # fmt: skip
 if torch.cuda.is_available():
     LOADERS["imagefolder, decode=cuda"] = {"decode": "cuda"}
+EVALUATION = "evaluation of the files"
+RUNS = (
+    "data=fake",
+    "files",
+    "files, mixup, cutmix, erasing",
+    "files, RandAugment",
+    "files, timm's create_loader",
+    EVALUATION,
+)
 MIXUP = "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"
 
 
@@ -47,51 +57,61 @@ def main(arguments: list[str] | None = None) -> None:
     if not root.exists():
         mean = pipelines.make_jpegs(root, options.images, width, height)
         print(f"{options.images} JPEG files, {width} × {height}, {mean / 1e3:.0f} KB on average, in {root}")
-    if options.train:
+    if options.train is not None:
         pipelines.lengthen(root, options.batch * (options.steps + 1))
-    shape = (root, options.batch, options.side, options.workers)
-    makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
-    makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}
-    found = pipelines.rates({**makers, "timm's create_loader": partial(pipelines.timm_batches, *shape)},
-                            options.seconds, options.rounds)  # fmt: skip
-    if options.train:
-        found |= training(root, options)
     machine = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "cores": os.cpu_count(),
         "workers": options.workers, "image": [width, height], "batch_size": options.batch, "image_size": options.side,
         "date": time.strftime("%Y-%m-%d"), "commit": git_commit(), "versions": versions(),
     }  # fmt: skip
     options.results.parent.mkdir(parents=True, exist_ok=True)
-    print("\n| pipeline | images/s (least, greatest) |\n|---|---|")
-    with options.results.open("a") as file:
-        for name, rates in found.items():
-            print(f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f}, {max(rates):,.0f}) |")
-            rounded = [round(rate, 1) for rate in rates]
+    found = {}
+    for name, rates in measure(root, options):
+        found[name] = rates
+        rounded = [round(rate, 1) for rate in rates]
+        with options.results.open("a") as file:  # at once: a later pipeline may fail
             file.write(json.dumps(machine | {"pipeline": name, "images_per_s": rounded}) + "\n")
+        print(f"{name}: {statistics.median(rates):,.0f} images/s", flush=True)
+    print("\n| pipeline | images/s (least, greatest) |\n|---|---|")
+    for name, rates in found.items():
+        print(f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f}, {max(rates):,.0f}) |")
 
 
-def training(root: Path, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Return images/s of training on fake data and on the files, in turns, and of evaluating the files."""
+def measure(root: Path, options: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
+    """Yield each pipeline's name and its images/s in each round, as soon as they are known."""
+    shape = (root, options.batch, options.side, options.workers)
+    makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
+    makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}
+    makers["timm's create_loader"] = partial(pipelines.timm_batches, *shape)
+    yield from pipelines.rates(makers, options.seconds, options.rounds).items()
+    if options.train is None:
+        return
     common = [*options.train, f"data.batch_size={options.batch}", f"data.num_workers={options.workers}"]
-    steps = f"trainer.max_steps={options.steps}"
+    yield from training(root, common, options)
+    if EVALUATION in (options.runs or RUNS):
+        yield EVALUATION, pipelines.evaluation_rates(root, common, options.rounds)
+
+
+def training(root: Path, common: list[str], options: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
+    """Yield images/s of training on fake data and on the files, in turns; each run also prints its time's parts."""
     files = ["data=imagefolder", f"data.root={root}", "data.check_images=0"]
-    timm = "data._target_=vitkernels.benchmarks.input.timm_data"
-    variants = {
-        "training, data=fake": ["data=fake", f"data.num_classes={pipelines.CLASSES}"],
-        "training, files": files,
-        "training, files, mixup, cutmix, erasing": [*files, "data.re_prob=0.25", MIXUP],
-        "training, files, RandAugment": [*files, "data.auto_augment=rand-m9-mstd0.5-inc1"],
-        "training, files, timm's create_loader": [*files, timm],
+    words = {
+        "data=fake": ["data=fake", f"data.num_classes={pipelines.CLASSES}"],
+        "files": files,
+        "files, mixup, cutmix, erasing": [*files, "data.re_prob=0.25", MIXUP],
+        "files, RandAugment": [*files, "data.auto_augment=rand-m9-mstd0.5-inc1"],
+        "files, timm's create_loader": [*files, "data._target_=vitkernels.benchmarks.input.timm_data"],
     }
-    found: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(options.rounds):
-        for name, data in variants.items():
-            summary = pipelines.training_summary([*common, steps, *data])
+    chosen = [name for name in RUNS if name != EVALUATION and name in (options.runs or RUNS)]
+    found: dict[str, list[float]] = {name: [] for name in chosen}
+    for number in range(options.rounds):
+        for name in chosen:
+            summary = pipelines.training_summary([*common, f"trainer.max_steps={options.steps}", *words[name]])
             found[name].append(summary["images_per_s"])
             parts = {part: summary[part] for part in PARTS}
-            print(f"{name}: {summary['images_per_s']:.0f} images/s, {parts}", flush=True)
-    found["evaluation of the files"] = pipelines.evaluation_rates(root, common, options.rounds)
-    return found
+            print(f"training, {name}: first step after {summary['first_step_s']} s, {parts}", flush=True)
+            if number == options.rounds - 1:
+                yield f"training, {name}", found[name]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -108,6 +128,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", nargs="*", metavar="SETTING", help="also train and evaluate, with these settings")
     parser.add_argument("--loaders", nargs="*", choices=LOADERS, metavar="NAME",
                         help=f"loaders to time alone next to timm's: {'; '.join(LOADERS)}; default: all")  # fmt: skip
+    parser.add_argument("--runs", nargs="*", choices=RUNS, metavar="NAME",
+                        help=f"what to run with --train: {'; '.join(RUNS)}; default: all")  # fmt: skip
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "input.jsonl")
     return parser.parse_args(arguments)
 
