@@ -154,6 +154,25 @@ def test_class_token__all_tokens_where_they_are_asked_for():
     assert torch.allclose(fused(images), plain(images), atol=1e-5)
 
 
+def _replace_blocks(model):
+    model.blocks = torch.nn.Sequential(*model.blocks[:1])
+
+
+def _replace_forward_features(model):
+    original = model.forward_features
+    model.forward_features = lambda x, **masks: 2 * original(x, **masks)
+
+
+@pytest.mark.parametrize("replace", [_replace_blocks, _replace_forward_features])
+def test_class_token__parts_replaced_after_set_ops_are_used(replace):
+    plain, fused = pair(ALL, **TOKEN)
+    images = torch.randn(2, 1, 16, 16)
+    before = fused(images)
+    replace(plain), replace(fused)
+    assert torch.allclose(fused(images), plain(images), atol=1e-5)
+    assert not torch.allclose(fused(images), before, atol=1e-2)
+
+
 def test_class_token__in_8_bits():
     _, fused = pair({"layer_norm_residual": "reference"}, **TOKEN)
     train_in_8_bits(fused, "int8", lambda name, _: name != "head")

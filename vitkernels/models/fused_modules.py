@@ -255,7 +255,8 @@ class ClassTokenViT(SwappedModule, VisionTransformer):
     """timm's VisionTransformer over FusedBlocks, without what the logits do not depend on.
 
     If the head reads only the first token, the last block's projection and MLP and the final norm run on that token
-    alone. forward_features and forward_intermediates still return all tokens.
+    alone. forward_features and forward_intermediates still return all tokens. timm's forward runs if the blocks or
+    forward_features were replaced since.
     """
 
     if TYPE_CHECKING:  # not at run time: annotations are the settings
@@ -263,7 +264,8 @@ class ClassTokenViT(SwappedModule, VisionTransformer):
 
     def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
         reads_first = self.global_pool == "token" and self.attn_pool is None
-        if not reads_first or attn_mask is not None or is_causal or self.grad_checkpointing:
+        replaced = not isinstance(self.blocks, FusedBlocks) or "forward_features" in self.__dict__
+        if not reads_first or replaced or attn_mask is not None or is_causal or self.grad_checkpointing:
             return super().forward(x, attn_mask=attn_mask, is_causal=is_causal)
         embedded_BNC = self.norm_pre(self.patch_drop(self._pos_embed(self.patch_embed(x))))
         return self.forward_head(self.norm(self.blocks(embedded_BNC, only_first=True)))

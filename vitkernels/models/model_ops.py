@@ -159,7 +159,8 @@ def set_ops(
     are passed to a fused op, such as norm1, attn and mlp.fc1.
 
     If the head of a VisionTransformer reads only the class token, what follows attention in the last block runs on that
-    token alone: the logits do not depend on the other rows. forward_features still returns all tokens.
+    token alone: the logits do not depend on the other rows. Forward hooks of that block, of its norm2 and mlp, and of
+    the final norm then see one token, and those of its fused proj do not run. forward_features returns all tokens.
 
     Args:
         backends: op (a key of MODEL_OPS) -> backend, "auto", "fused" for the device's own kernel (interpreted on a
