@@ -111,7 +111,7 @@ def measured() -> str:
     """Return the main results, each with the best peer measured in the same run."""
     cells = []
     for what, number, variant in (
-        ("`python train.py` without settings for speed, ViT-B/16 at 256 px, batch 128", TRAIN_PY, "train.py"),
+        ("`python train.py` with default settings for speed, ViT-B/16 at 256 px, batch 128", TRAIN_PY, "train.py"),
         ("the same with `speed=max`: a bf16 residual stream", TRAIN_PY, "train.py speed=max"),
         ("training step, ViT-L/16 at 224 px, batch 128; ours with a bf16 residual stream", VIT_L, BEST),
     ):
@@ -128,10 +128,10 @@ def measured() -> str:
             what = f"`{name}` on an H100, forward + backward, ({shape})"
             cells.append(_against(what, peer[1], peer[0], times[name], 3))
     alone, two = _two_gpus()
-    cells.append(("ddp on two H200, ViT-B/16 at 256 px, batch 128 each", f"1 GPU: {alone:.1f} ms", f"{two:.1f} ms",
+    cells.append(("ddp on two H200s, ViT-B/16 at 256 px, batch 128 each", f"1 GPU: {alone:.1f} ms", f"{two:.1f} ms",
                   f"{100 * alone / two:.1f} % efficient"))  # fmt: skip
     return table(
-        ("what, in bf16 on one NVIDIA H200 if nothing else is said", "best peer", "vitkernels", "ratio"), cells
+        ("workload, in bf16 on one NVIDIA H200 unless stated otherwise", "best peer", "vitkernels", "ratio"), cells
     )
 
 
