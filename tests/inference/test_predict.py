@@ -12,6 +12,7 @@ from PIL import Image
 
 from vitkernels.cli.main import main as console
 from vitkernels.inference import open_trained
+from vitkernels.inference.contact_sheet import contact_sheet
 from vitkernels.inference.images import find_images, read_batches
 from vitkernels.inference.run_model import ModelOnFiles
 from vitkernels.runtime import create
@@ -113,6 +114,15 @@ def test_predict_command__writes_json_csv_and_a_contact_sheet(run, pictures, tmp
         assert line["class_1"] == row["predictions"][0]["class"]
         assert float(line["confidence_2"]) == row["predictions"][1]["confidence"]
     assert lines[5]["error"] and not lines[5]["class_1"]
+
+
+def test_contact_sheet__letters_of_other_languages_have_their_own_shapes(tmp_path):
+    """A font without a letter draws the same box for each."""
+    drawn = []
+    for letter in "Äßéñжλ":
+        contact_sheet([(Image.new("RGB", (8, 8)), [letter])], tmp_path / "sheet.png")
+        drawn.append((tmp_path / "sheet.png").read_bytes())
+    assert len(set(drawn)) == len(drawn)
 
 
 def test_predict_command__prints_a_table(run, pictures, capsys):

@@ -21,7 +21,7 @@ def contact_sheet(tiles: Sequence[tuple[Image.Image, Sequence[str]]], path: Path
     lines = max((len(text) for _, text in tiles), default=0)
     width, height = TILE + MARGIN, TILE + lines * LINE + MARGIN
     sheet = Image.new("RGB", (columns * width + MARGIN, math.ceil(len(tiles) / columns) * height + MARGIN), "white")
-    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    draw, font = ImageDraw.Draw(sheet), ImageFont.truetype(_font_file(), size=11)
     for number, (image, text) in enumerate(tiles):
         x, y = MARGIN + number % columns * width, MARGIN + number // columns * height
         scale = TILE / max(image.size)
@@ -34,7 +34,14 @@ def contact_sheet(tiles: Sequence[tuple[Image.Image, Sequence[str]]], path: Path
     write_atomically(path, lambda file: sheet.save(file, "PNG"))
 
 
-def _fitting(line: str, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> str:
+def _font_file() -> Path:
+    """Return matplotlib's DejaVu Sans: Pillow's own font has no letters beyond English."""
+    import matplotlib  # not at the top: it is slow to import
+
+    return Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+
+
+def _fitting(line: str, font: ImageFont.FreeTypeFont) -> str:
     """Return the line, cut off with … if it is wider than a tile."""
     if font.getlength(line) <= TILE:
         return line
