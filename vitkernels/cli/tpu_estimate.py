@@ -11,7 +11,7 @@
 
 Every time is an ESTIMATE. A kernel is a function of JAX arrays that calls pallas_call; it is imported from the current
 folder or from an installed package. `step` takes every setting of `vitkernels train`; a step of ViT-B/16 at batch 128
-takes 2 to 7 minutes of processor time and 4 GB of memory. Needs libtpu: pip install "vitkernels[tpu]" (Linux x86-64).
+takes 2 to 7 minutes of CPU time and 4 GB of memory. Needs libtpu: pip install "vitkernels[tpu]" (Linux x86-64).
 """
 
 import argparse
@@ -52,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("words", nargs="*", metavar="WHAT", help="MODULE:FUNCTION, or step and settings")
     parser.add_argument("--chip", default="v5e", metavar="NAME,...", help="v5e, v5p, v6e, or several (default: v5e)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="of a kernel's compilation")
+    parser.add_argument("--timeout", type=float, default=60, metavar="SECONDS", help="limit for compiling a kernel")
     parser.add_argument("--shapes", metavar="DTYPE[N,...],...", help="the kernel's arrays, such as bf16[128,197,64]")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="keyword arguments of the kernel")
     parser.add_argument(
@@ -61,9 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the step (.png or .svg)")
     parser.add_argument("--top", type=int, default=25, metavar="N", help="kernels to list (default: 25; 0: all)")
     parser.add_argument("--operations", action="store_true", help="also list every operation of the step in order")
-    parser.add_argument("--compare", nargs=2, metavar="A", help="two JSON files, or two settings of the step")
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="two JSON files, or two settings of the step")
     parser.add_argument("--chips", default="4,8,16", metavar="N,...", help="sizes of slices (default: 4,8,16)")
-    parser.add_argument("--strategies", default="ddp,fsdp", metavar="NAME,...", help="default: ddp,fsdp")
+    parser.add_argument(
+        "--strategies", default="ddp,fsdp", metavar="NAME,...", help="ddp, fsdp, or both (default: ddp,fsdp)"
+    )
     parser.add_argument("--against", type=Path, metavar="RUN", help="folder of a run on a TPU")
     return parser
 

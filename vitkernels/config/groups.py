@@ -22,7 +22,7 @@ class TrainerSettings:
     max_steps: int | None = setting(None, "Length of training; overrides max_epochs.", unit=_STEPS, least=1)
     accum_steps: int = setting(
         1,
-        "Batches per optimizer step; left-over batches at the end of an epoch are dropped.",
+        "Batches per optimizer step; leftover batches at the end of an epoch are dropped.",
         unit="batches",
         least=1,
     )
@@ -54,7 +54,7 @@ class EmaSettings:
     """Running average of the weights, evaluated and saved along with them."""
 
     decay: float | None = setting(None, "Decay per step, such as 0.9998; null keeps no average.", least=0, greatest=1)
-    warmup: bool = setting(True, "Ramp the decay up: to 0.999 over 32 k steps, to 0.9999 over 1 M steps.")
+    warmup: bool = setting(True, "Ramp up the decay: it reaches 0.999 after 32 k steps and 0.9999 after 1 M.")
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class OpsSettings:
         None, "Precision of the residual stream; bf16 halves its traffic and rounds it, null is timm's."
     )
     keep_activation: bool = setting(
-        False, "Store the MLP's activation: a faster backward pass, for one more hidden tensor of memory per block."
+        False, "Store the MLP's activation: a faster backward pass, at the cost of one more hidden tensor per block."
     )
 
 
@@ -145,7 +145,7 @@ class QuantSettings:
     """Quantization of linear layers: dtype for training, bits for evaluating trained weights."""
 
     name: str = setting("none", "Name of the scheme.")
-    dtype: Literal["int8", "fp8"] | None = setting(None, "Data type of the products in training.")
+    dtype: Literal["int8", "fp8"] | None = setting(None, "Data type of matrix products in training.")
     weight_bits: Literal[4, 8] | None = setting(None, "Bits of a weight.")
     activation_bits: Literal[8, 16] = setting(16, "Bits of an activation; 16 leaves activations unquantized.")
     block_size: int = setting(-1, "Input features that share a scale; -1 is all of them.", least=-1)
@@ -164,7 +164,7 @@ class ModelSettings:
     in_chans: int | None = setting(None, "Image channels; null is the model's.", least=1)
     drop_path_rate: float | None = setting(None, "Stochastic depth rate; null is the model's.", least=0, greatest=1)
     pretrained: bool = setting(False, "Download and load timm's weights.")
-    kwargs: dict[str, Any] = setting(dict, "Further arguments of timm, e.g. +model.kwargs.dynamic_img_size=true.")
+    kwargs: dict[str, Any] = setting(dict, "Other arguments for timm, e.g. +model.kwargs.dynamic_img_size=true.")
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class OptimSettings:
     layer_decay: float | None = setting(
         None, "Learning rate factor per earlier block, for fine-tuning: 0.65 to 0.8.", least=1e-6, greatest=1
     )
-    kwargs: dict[str, Any] = setting(dict, "Further arguments of the optimizer, e.g. +optim.kwargs.betas=[0.9,0.95].")
+    kwargs: dict[str, Any] = setting(dict, "Other arguments for the optimizer, e.g. +optim.kwargs.betas=[0.9,0.95].")
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class RuntimeSettings:
 
     name: str = setting("auto", "Device: cpu, cuda or xla; auto takes the first available of cuda, xla and cpu.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
-        "auto", "Precision of products, weights stay float32; auto is fp32 on the CPU, bf16 elsewhere."
+        "auto", "Precision of matrix products; weights stay float32. auto is fp32 on the CPU, bf16 elsewhere."
     )
 
 
@@ -243,7 +243,7 @@ class ParallelSettings:
         "auto", "Precision of fsdp's all-gather; auto sends bf16 only for weights that autocast rounds to it."
     )
     reshard: bool = setting(
-        False, "Free gathered parameters of fsdp after forward: slower, for models that do not fit."
+        False, "Free fsdp's gathered parameters after forward: slower, for models that do not fit otherwise."
     )
 
 
@@ -252,7 +252,7 @@ class LoggerSettings:
     """Weights & Biases or MLflow, in addition to metrics.jsonl, TensorBoard and the terminal."""
 
     name: Literal["none", "wandb", "mlflow"] = setting(
-        "none", "Further destination of the figures; metrics.jsonl, TensorBoard and the terminal always get them."
+        "none", "Additional destination for metrics; metrics.jsonl, TensorBoard and the terminal always get them."
     )
     project: str = setting("vitkernels", "Project of Weights & Biases, or experiment of MLflow.")
 
@@ -261,10 +261,10 @@ class LoggerSettings:
 class EvaluationSettings:
     """Classifier that mode=eval evaluates: the trained head, or knn or linear_probe on the frozen features."""
 
-    name: Literal["head", "knn", "linear_probe"] = setting("head", "Classifier of the evaluation images.")
+    name: Literal["head", "knn", "linear_probe"] = setting("head", "Classifier for the evaluation images.")
     neighbors: int = setting(20, "With knn, number of nearest training images that vote.", least=1)
     temperature: float = setting(
         0.07,
-        "With knn, temperature of the votes, which weigh exp(similarity / temperature).",
+        "With knn, temperature of the votes; a vote weighs exp(similarity / temperature).",
         least=1e-3,
     )

@@ -39,7 +39,7 @@ class Config:
 
     mode: Literal["train", "eval"] = setting("train", "Train a model, or evaluate the weights of checkpoint.")
     # NumPy takes seeds of 32 bits, and ranks are added to this one.
-    seed: int = setting(0, "Seed of weights, data order and augmentation.", least=0, greatest=2**31)
+    seed: int = setting(0, "Random seed for weights, data order and augmentation.", least=0, greatest=2**31)
     checkpoint: str | None = setting(
         None, "Weights to start from or to evaluate: a run, a checkpoint, .safetensors or a timm state dict."
     )
