@@ -13,10 +13,9 @@ _FA4 = "flash-attention-4"
 _INTRODUCTION = (
     "Each measurement compares backends at one shape (B, H, N, D) in bfloat16, from packed qkv to (B, N, H · D), so"
     " a peer's time includes the layout copies that a module needs around it. Times are medians in ms with the 20th"
-    ' and 80th percentile. "device" is the time on the GPU, from replays of a CUDA graph, '
-    "for the backward pass the difference of both passes and forward. "
-    '"called" is a call from '
-    "Python on a cold L2 cache, including host time if the host is slower; the last two columns time the kernels "
+    ' and 80th percentile. "device" is the time on the GPU, from replays of a CUDA graph; for the backward pass, it is '
+    'the difference between forward + backward and forward alone. "called" is the time of a call from '
+    "Python on a cold L2 cache, including host time if the host is slower. The last two columns time the kernels "
     "alone, on contiguous tensors. Here `pallas_flash` runs its Mosaic-GPU kernels (Hopper). To measure: `python "
     "scripts/bench_attention.py --backends pallas_flash triton_flash`. FlashAttention-4 is flash-attn-4 4.0.0b36."
     " The page shows the latest measurement of each shape; results/attention.jsonl keeps the earlier ones."
