@@ -47,6 +47,12 @@ def test_choose_for_all__lists_the_backends_that_support_the_model(why):
     assert caught.value.fields["reason"] == attention.unsupported("pallas_flash", PROBLEM)
 
 
+def test_choose_for_all__refuses_a_backend_that_cannot_be_imported(why):
+    with error("attention.unsupported_model", backend=BROKEN) as caught:
+        attention.choose_for_all(BROKEN, [PROBLEM])
+    assert caught.value.fields["reason"].startswith(why)
+
+
 def test_choose_for_all_message__does_not_mention_the_command_line():
     with error("attention.unsupported_model") as caught:
         attention.choose_for_all("pallas_flash", [PROBLEM])

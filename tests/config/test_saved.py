@@ -32,6 +32,14 @@ def completed(settings):
     return complete
 
 
+def test_from_run__leaves_a_reference_to_nothing_to_the_check_of_the_settings(settings):
+    """Hydra's own list of overrides resolves references as it is read."""
+    words = ["trainer.max_steps=${nowhere}"]
+    cfg = from_run(settings(*words), OmegaConf.create(words))
+    with error("config.interpolation", setting="trainer.max_steps"):
+        Config.from_hydra(cfg)
+
+
 def test_find_run__from_every_path_in_it(run):
     step = run / "checkpoints" / "step_00000020"
     for path in (run, run / "checkpoints", step, run / "checkpoints" / "best", run / "model.safetensors"):

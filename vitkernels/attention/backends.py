@@ -142,7 +142,7 @@ def choose_for_all(name: str, problems: Sequence[Problem]) -> str:
             return name  # each call runs the backend that was chosen for it
         name = next(iter(choices))
     for problem in problems:
-        reason = get(name).unsupported(problem)
+        reason = unsupported(name, problem)
         if reason is not None:
             others = [other for other in names() if other not in (name, "auto") and unsupported(other, problem) is None]
             raise UsageError(

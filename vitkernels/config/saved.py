@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from vitkernels.config.schema import Config
 from vitkernels.config.setting import groups_of
@@ -114,7 +114,8 @@ def from_run(cfg: DictConfig, overrides: Sequence[str]) -> DictConfig:
 def _given_by(overrides: Sequence[str]) -> list[str]:
     """Return the dotted names that the command line sets; a group's name stands for all of its settings."""
     groups = groups_of(Config)
-    parsed = OverridesParser.create().parse_overrides(list(overrides))
+    words: Any = OmegaConf.to_container(overrides) if isinstance(overrides, ListConfig) else overrides  # unresolved
+    parsed = OverridesParser.create().parse_overrides(list(words))
     keys = [override.key_or_group for override in parsed if not override.key_or_group.startswith("hydra")]
     # A key inside a group that is also given is redundant.
     return [key for key in keys if "." not in key or not (key.split(".")[0] in groups and key.split(".")[0] in keys)]
