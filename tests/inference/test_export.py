@@ -141,6 +141,14 @@ def test_export__refuses_a_program_that_differs(trained_run, monkeypatch, tmp_pa
     assert not (tmp_path / "model.onnx").exists()
 
 
+def test_export__leaves_the_settings_of_a_run(trained_run):
+    run = trained_run("trainer.max_steps=3")
+    before = (run / "config.json").read_bytes()
+    with error("export.exists", path=str(run)):
+        export(open_trained(run), "timm", run)
+    assert (run / "config.json").read_bytes() == before
+
+
 @pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "timm"])
 def test_export__to_a_single_file_refuses_a_folder(kind, trained_run, tmp_path):
     with error("export.exists"):

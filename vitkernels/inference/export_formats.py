@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from vitkernels.checkpoint.export import export_safetensors
+from vitkernels.config.saved import find_run
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.inference.timm_folder import write_timm_folder
 from vitkernels.inference.trained_model import TrainedModel
@@ -30,13 +31,16 @@ def export(trained: TrainedModel, kind: str, out: Path) -> float | None:
 
     Raises:
         UsageError: "unknown_name" for the format, "export.extra" if packages are missing, "export.exists" for a folder
-            that would be replaced by a file, "export.differs" if the exported program's logits differ by more than
-            TOLERANCE.
+            that would be replaced by a file and for the folder of a run, "export.differs" if the exported program's
+            logits differ by more than TOLERANCE.
     """
     if kind not in FORMATS:
         raise unknown_name("export format", kind, FORMATS)
     if out.is_dir() and kind != "timm":
         message = f"{out} is a folder, and {kind} is one file: name a file, such as {out / 'model'}{_SUFFIX[kind]}"
+        raise UsageError(message, code="export.exists", path=str(out))
+    if kind == "timm" and find_run(out) == out:
+        message = f"{out} is the folder of a run, whose config.json would be lost: name another, such as {out}/export"
         raise UsageError(message, code="export.exists", path=str(out))
     out.parent.mkdir(parents=True, exist_ok=True)
     difference = FORMATS[kind](trained, out)
