@@ -127,7 +127,8 @@ class Checkpoints:
             link.unlink(missing_ok=True)
             link.symlink_to(os.path.relpath(path, self.folder))
             os.replace(link, self.folder / BEST)
-            self._prune(path)  # the earlier best may be older than the newest `keep`
+            if path in self.paths():  # a run resumed from another folder marks that folder's
+                self._prune(path)  # the earlier best may be older than the newest `keep`
         return written
 
     def paths(self) -> list[Path]:
