@@ -88,7 +88,7 @@ def measure(root: Path, options: argparse.Namespace) -> Iterator[tuple[str, list
         return
     common = [*options.train, f"data.batch_size={options.batch}", f"data.num_workers={options.workers}"]
     yield from training(root, common, options)
-    if EVALUATION in (options.runs or RUNS):
+    if EVALUATION in options.runs:
         yield EVALUATION, pipelines.evaluation_rates(root, common, options.rounds)
 
 
@@ -102,7 +102,7 @@ def training(root: Path, common: list[str], options: argparse.Namespace) -> Iter
         "files, RandAugment": [*files, "data.auto_augment=rand-m9-mstd0.5-inc1"],
         "files, timm's create_loader": [*files, "data._target_=vitkernels.benchmarks.input.timm_data"],
     }
-    chosen = [name for name in RUNS if name != EVALUATION and name in (options.runs or RUNS)]
+    chosen = [name for name in words if name in options.runs]
     found: dict[str, list[float]] = {name: [] for name in chosen}
     for number in range(options.rounds):
         for name in chosen:
@@ -128,7 +128,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--train", nargs="*", metavar="SETTING", help="also train and evaluate, with these settings")
     parser.add_argument("--loaders", nargs="*", choices=LOADERS, metavar="NAME",
                         help=f"loaders to time alone next to timm's: {'; '.join(LOADERS)}; default: all")  # fmt: skip
-    parser.add_argument("--runs", nargs="*", choices=RUNS, metavar="NAME",
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, metavar="NAME",
                         help=f"what to run with --train: {'; '.join(RUNS)}; default: all")  # fmt: skip
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "input.jsonl")
     return parser.parse_args(arguments)

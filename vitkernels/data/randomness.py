@@ -29,8 +29,8 @@ def seeded_globals(seed: int, stream: Stream, *key: int) -> Iterator[None]:
     """Seed the global generators of random, numpy and torch (CPU) from (seed, stream, *key); restore them at the end.
 
     For code that draws from the global generators, as timm's and torchvision's transforms do. A loader without workers
-    thereby leaves the training process's streams unchanged. A data worker's are not restored: nothing else draws from
-    them, and it would take 6 % of the worker's time. Not thread-safe: generators are global to the process.
+    thereby leaves the training process's streams unchanged. In a data worker they are not restored: nothing else draws
+    from them, and restoring takes 6 % of the worker's time. Not thread-safe: generators are global to the process.
     """
     in_worker = get_worker_info() is not None
     before = None if in_worker else (random.getstate(), np.random.get_state(), torch.get_rng_state())
