@@ -68,4 +68,8 @@ CALLS = {
         }
         for bits in (8, 16)
     ],
+    "swiglu_norm": [
+        {"x": normal(3, 5, 64), "gate_last": True},
+        {"x": normal(3, 5, 64), "weight_F": normal(32), "bias_F": normal(32), "linear_bias_G": normal(64)},
+    ],
 }  # fmt: skip

@@ -26,6 +26,7 @@ _MODULES = (
     "vitkernels.ops.patch_embed.triton",
     "vitkernels.ops.quantized_matmul.triton",
     "vitkernels.ops.rowwise_quantization",
+    "vitkernels.ops.swiglu_norm.triton",
 )
 
 for _module in _MODULES:

@@ -11,6 +11,7 @@ from torch import nn
 from vitkernels import models
 from vitkernels.models.fused_families import FusedBeitBlock, FusedEvaBlock, FusedSwinBlock
 from vitkernels.models.fused_linear import FusedLinear
+from vitkernels.ops.swiglu_norm import triton as swiglu_norm_triton
 
 SMALL = {"img_size": 32, "patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2, "num_classes": 5}
 SWIN = {"img_size": 64, "embed_dim": 16, "depths": (2, 2, 1, 1), "num_heads": (1, 2, 2, 2), "window_size": 4}
@@ -59,6 +60,33 @@ def test_fused_families__outputs_and_gradients_equal_timms(name):
     torch.testing.assert_close(logits, want, rtol=1e-9, atol=1e-9)
     for key, gradient in want_gradients.items():
         torch.testing.assert_close(found[key], gradient, rtol=1e-7, atol=1e-9 * want.abs().max().item(), msg=key)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("eva02")])
+def test_fused_families__run_a_gated_mlp_in_one_pass_between_its_products(name, monkeypatch):
+    plain = stock(name).float()
+    fused = models.set_ops(copy.deepcopy(plain), {"layer_norm_residual": "triton", "linear": "reference"})
+    calls = []
+    monkeypatch.setattr(swiglu_norm_triton, "swiglu_norm", counted(swiglu_norm_triton.swiglu_norm, calls))
+    images = torch.randn(2, 3, SMALL["img_size"], SMALL["img_size"])
+
+    (want, want_gradients), (logits, found) = (gradients(model, images) for model in (plain, fused))
+
+    assert len(calls) == SMALL["depth"]
+    # float32 sums in another order, through two blocks.
+    torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4 * want.abs().max().item())
+    for key, gradient in want_gradients.items():
+        torch.testing.assert_close(found[key], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max().item(), msg=key)
+
+
+def counted(function, calls: list):
+    """Return the function, which then also appends to `calls`."""
+
+    def counting(*args):
+        calls.append(args)
+        return function(*args)
+
+    return counting
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -71,6 +71,11 @@ def triton_call(*args, kernel, grid, **constexprs):
         _interpret(args, kernel, grid, constexprs)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; 2 for the interpreter, so that it runs more than one program."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 def _tensors(args) -> list[torch.Tensor]:
     args = (arg.base if isinstance(arg, TensorDescriptor) else arg for arg in args)
     return [arg for arg in args if isinstance(arg, torch.Tensor)]

@@ -1,5 +1,6 @@
 """Linear layers over the op `linear`, and several linear layers of one input as one product."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,11 +37,26 @@ def linear_with(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
 def joined_linear(x: Tensor, *layers: Any) -> Tensor:
     """Return the layers' outputs along the last axis: one product if all are plain or all fused (no hooks)."""
-    kinds = {type(layer) for layer in layers}
-    if kinds not in ({nn.Linear}, {FusedLinear}):  # quantized, adapted
+    weight, bias = _joined_parameters(layers)
+    if weight is None:
         return torch.cat([layer(x) for layer in layers], dim=-1)
+    return linear_with(layers[0], x, weight, bias)
+
+
+def joined_product(x: Tensor, *layers: Any) -> tuple[Tensor, Tensor | None]:
+    """Return `joined_linear` without the bias, and the bias; (result, None) if there is none to add."""
+    weight, bias = _joined_parameters(layers)
+    return (joined_linear(x, *layers) if weight is None else linear_with(layers[0], x, weight, None)), bias
+
+
+def _joined_parameters(layers: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
+    """Return the joined weight and bias; no weight if the layers' own modules must run: quantized, adapted."""
+    if {type(layer) for layer in layers} not in ({nn.Linear}, {FusedLinear}):
+        return None, None
+    if len(layers) == 1:
+        return layers[0].weight, layers[0].bias
     bias = None
     if any(layer.bias is not None for layer in layers):
         biases = [layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias for layer in layers]
         bias = torch.cat(biases)
-    return linear_with(layers[0], x, torch.cat([layer.weight for layer in layers]), bias)
+    return torch.cat([layer.weight for layer in layers]), bias

@@ -17,10 +17,10 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vitkernels.models.fused_linear import FusedLinear, joined_linear
+from vitkernels.models.fused_linear import FusedLinear, joined_linear, joined_product
 from vitkernels.module_swap import SwappedModule
-from vitkernels.ops import layer_norm_residual, mlp, norm_linear, norm_mlp, patch_embed
-from vitkernels.registry.op import place_of
+from vitkernels.ops import layer_norm_residual, mlp, norm_linear, norm_mlp, patch_embed, swiglu_norm
+from vitkernels.registry.op import op_of, place_of
 
 # Gated MLPs (Shazeer 2020, arXiv 2002.05202) -> their linear layers.
 GATED_MLPS = {SwiGLU: ("fc1_g", "fc1_x", "fc2"), GluMlp: ("fc1", "fc2")}
@@ -125,19 +125,31 @@ class ResidualFusion:
         return plain_branch(value_BNC, last_bias, layer_scale(self, 2), self.drop_path2)
 
     def _gated_mlp(self, x_BNC: Tensor) -> Branch:
-        """Run a gated MLP with one input product, and its norm, if any, as a fused LayerNorm."""
+        """Run a gated MLP with one input product and, if the op fits, one pass between its products."""
         m = self.mlp
-        if type(m) is SwiGLU:
-            gate, value = joined_linear(x_BNC, m.fc1_g, m.fc1_x).chunk(2, dim=-1)
+        layers = [getattr(m, name) for name in GATED_MLPS[type(m)][:-1]]
+        gate_last = type(m) is GluMlp and m.gate_last
+        if self._fuses_swiglu_norm(x_BNC):
+            product, bias_G = joined_product(x_BNC, *layers)
+            norm = (m.norm.weight, m.norm.bias, m.norm.eps) if has_affine_norm(m) else ()
+            options: dict[str, Any] = {"gate_last": gate_last, "backend": self.ops["layer_norm_residual"]}
+            hidden = swiglu_norm(product, *norm, linear_bias_G=bias_G, **options)
         else:
-            gate, value = m.fc1(x_BNC).chunk(2, dim=-1)
-            gate, value = (value, gate) if m.gate_last else (gate, value)
-        hidden = m.drop1(m.act(gate) * value)
-        if isinstance(m.norm, nn.LayerNorm):
-            _, hidden = self._add_and_norm(hidden, None, m.norm)
-        else:
-            hidden = m.norm(hidden)
+            gate, value = joined_linear(x_BNC, *layers).chunk(2, dim=-1)[:: -1 if gate_last else 1]
+            hidden = m.drop1(m.act(gate) * value)
+            hidden = self._add_and_norm(hidden, None, m.norm)[1] if has_affine_norm(m) else m.norm(hidden)
         return self._project(hidden, m.fc2, m.drop2, layer_scale(self, 2), self.drop_path2)
+
+    def _fuses_swiglu_norm(self, x_BNC: Tensor) -> bool:
+        """Return whether the op swiglu_norm computes the hidden features of a gated MLP.
+
+        It runs on the backend of layer_norm_residual, if it has that backend.
+        """
+        m, op = self.mlp, op_of(swiglu_norm)
+        name = self.ops["layer_norm_residual"]
+        known = place_of(x_BNC.device.type) in op.auto if name == "auto" else name in op.names()
+        fits = type(m.act) is nn.SiLU and (type(m.norm) is nn.Identity or has_affine_norm(m))
+        return known and fits and not (self.training and m.drop1.p > 0)
 
 
 class FusedBlock(SwappedModule, Block, ResidualFusion):
@@ -298,6 +310,11 @@ def plain_branch(
     value_BNC: Tensor, bias_C: Tensor | None, layer_scale_C: Tensor | None, drop_path: nn.Module
 ) -> Branch:
     return Branch(value_BNC, bias_C, layer_scale_C, _sample_scale(drop_path, value_BNC))
+
+
+def has_affine_norm(mlp: Any) -> bool:
+    """Return whether the MLP's norm is a LayerNorm with weight and bias."""
+    return isinstance(mlp.norm, nn.LayerNorm) and mlp.norm.weight is not None and mlp.norm.bias is not None
 
 
 def layer_scale(block: Any, sublayer: int) -> Tensor | None:

@@ -21,6 +21,7 @@ from vitkernels.ops.norm_mlp import norm_mlp
 from vitkernels.ops.paged_attention import paged_attention
 from vitkernels.ops.patch_embed import patch_embed
 from vitkernels.ops.quantized_matmul import quantized_matmul
+from vitkernels.ops.swiglu_norm import swiglu_norm
 
 __all__ = [
     "GeneralizedBoxIoULoss",
@@ -38,4 +39,5 @@ __all__ = [
     "paged_attention",
     "patch_embed",
     "quantized_matmul",
+    "swiglu_norm",
 ]

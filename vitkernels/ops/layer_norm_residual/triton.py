@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitkernels.bridge.operator import differentiable_once, interpretable, operator
-from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
+from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2, triton_call
 from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 
 _LARGEST_C = 8192  # a row must fit in the registers of one program
@@ -195,7 +195,7 @@ def _backward(
         dbranch = torch.empty_like(total, dtype=torch.float32 if total.device.type == "cpu" else branch_dtype)
     block = next_power_of_2(C)
     rows, warps, stages, programs_per_sm = _backward_tile(block, total.element_size())
-    programs = max(1, min(cdiv(M, rows), programs_per_sm * _multiprocessors(total.device)))
+    programs = max(1, min(cdiv(M, rows), programs_per_sm * multiprocessors(total.device)))
     has_bias = branch_bias is not None
     parts = torch.empty(programs, 2 + has_bias + needs_dlayer_scale, C, dtype=torch.float32, device=total.device)
     triton_call(
@@ -217,10 +217,6 @@ def _backward(
 def _readable(x: Tensor | None) -> Tensor | None:
     """Return x contiguous, in a dtype the kernels can read: they ignore strides."""
     return None if x is None else interpretable(x).contiguous()
-
-
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 # --- operators --------------------------------------------------------------------------------------------------------
