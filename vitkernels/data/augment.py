@@ -58,8 +58,10 @@ def _resized(
         encoded = image
         image = decoder.open_in_worker(image.data, "JPEG much larger than the model's images")
         encoded.fallback, encoded.warnings, decoder = image.fallback, image.warnings, decoder.in_worker
-    decoded = decoder.decode(image, reduction)
-    return crop_and_resize(decoded, crop.reduced(image.size, decoded), *size, interpolation, decoder.is_reference)
+    decoded = decoder.decode(image, reduction, rows=crop.top + crop.height)
+    if reduction > 1:
+        crop = crop.reduced(image.size, decoded)
+    return crop_and_resize(decoded, crop, *size, interpolation, decoder.is_reference)
 
 
 class TrainAugmentation:

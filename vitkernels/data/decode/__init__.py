@@ -1,8 +1,9 @@
 """Decoders of encoded images to upright 8-bit RGB, chosen by name.
 
 `pillow` reads every format, and its images are resized by Pillow, too: it is the reference. `turbo` reads JPEG files
-    through simplejpeg, a binding of libjpeg-turbo, at a reduced scale if the crop is much larger than the output, and
-    resizes with torch; Pillow reads all other files. Both apply the EXIF orientation.
+    through simplejpeg, a binding of libjpeg-turbo, and resizes with torch; Pillow reads all other files. It decodes the
+    rows down to the crop's end, or at a reduced scale if the crop is much larger than the output. Both apply the EXIF
+    orientation.
 """
 
 import importlib.util
@@ -49,14 +50,14 @@ class Decoder:
         image.fallback = reason
         return image
 
-    def decode(self, image: ImageFile, reduction: int = 1) -> np.ndarray:
-        """Return image.decode(reduction) of an image opened in a worker.
+    def decode(self, image: ImageFile, reduction: int = 1, rows: int | None = None) -> np.ndarray:
+        """Return image.decode(reduction, rows) of an image opened in a worker.
 
         A JPEG that `turbo` reports as damaged is decoded again by Pillow, which decides whether a damaged file is an
         image, so the decision does not depend on the decoder.
         """
         try:
-            return image.decode(reduction)
+            return image.decode(reduction, rows)
         except NotSupported:
             again = pillow.PillowImage(image.data)
             image.warnings += again.warnings

@@ -28,11 +28,12 @@ class ImageFile(Protocol):
     warnings: list[str]
     fallback: str | None
 
-    def decode(self, reduction: int = 1) -> np.ndarray:
+    def decode(self, reduction: int = 1, rows: int | None = None) -> np.ndarray:
         """Return the upright image, uint8 (H, W, 3).
 
         reduction: one of REDUCTIONS; the image has ceil(side / reduction) pixels per side, or its full size if the
             decoder cannot reduce it.
+        rows: without a reduction, how many rows are needed, from the top; None for all. A decoder may omit the others.
         """
 
 

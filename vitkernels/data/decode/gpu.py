@@ -12,9 +12,9 @@ from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
 from vitkernels.data.decode.contract import NotSupported, upright_size
+from vitkernels.data.decode.jpeg_header import START, is_complete
 from vitkernels.data.decode.pillow import orientation_of
 
-_JPEG, _SCAN, _END = b"\xff\xd8\xff", b"\xff\xda", b"\xff\xd9"
 _SAMPLINGS = ((1, 1), (2, 1), (2, 2))  # of luma, with chroma (1, 1): 4:4:4, 4:2:2 and 4:2:0
 _LARGEST = 16384  # pixels per side
 
@@ -24,7 +24,7 @@ class EncodedJpeg:
 
     def __init__(self, data: bytes):
         self.fallback: str | None = None
-        if not data.startswith(_JPEG):
+        if not data.startswith(START):
             raise NotSupported("not a JPEG file")
         try:
             image = Image.open(io.BytesIO(data))
@@ -38,7 +38,7 @@ class EncodedJpeg:
         self.orientation = orientation_of(image)
         self.size = upright_size(image.size, self.orientation)
 
-    def decode(self, reduction: int = 1) -> np.ndarray:
+    def decode(self, reduction: int = 1, rows: int | None = None) -> np.ndarray:
         raise NotSupported("the device decodes this image")
 
 
@@ -55,7 +55,7 @@ def _unsupported(image: Image.Image, data: bytes) -> str | None:
         return "JPEG with rare chroma subsampling"
     if max(image.size) > _LARGEST:
         return f"JPEG of more than {_LARGEST} pixels per side"
-    if not data.endswith(_END) and data.rfind(_END) < data.rfind(_SCAN):
+    if not is_complete(data):
         return "truncated JPEG"  # nvJPEG might fill in the missing part without an error
     return None
 

@@ -24,7 +24,7 @@ class PillowImage:
             self._orientation = orientation_of(self._image)
         self.size = upright_size(self._image.size, self._orientation)
 
-    def decode(self, reduction: int = 1) -> np.ndarray:
+    def decode(self, reduction: int = 1, rows: int | None = None) -> np.ndarray:
         image = self._image
         with self._recorded():
             if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, turning most such images white
