@@ -25,7 +25,7 @@ except ImportError as error:  # no wheels exist for macOS and Windows
     message = "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
     raise UsageError(message, code="bridge.missing_package", package="triton") from error
 
-_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
+_LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
 def triton_call(*args, kernel, grid, **constexprs):
@@ -36,7 +36,7 @@ def triton_call(*args, kernel, grid, **constexprs):
             outputs, tensors that the caller allocates and the kernel fills.
         grid: a tuple of one to three integers, or a function that computes it from the constexprs.
         constexprs: the kernel's `tl.constexpr` parameters by name, and launch options (num_warps, num_stages, num_ctas,
-            maxnreg).
+            maxnreg, enable_fp_fusion).
 
         output = torch.empty_like(x)
         triton_call(x, y, output, n, kernel=add_kernel, grid=(triton.cdiv(n, 1024),), BLOCK_SIZE=1024)

@@ -2,12 +2,14 @@
 
 A raw batch is a dictionary of tensors with the batch as first dimension. The workers drew every random number in it,
 so a batch is the same on every device, up to the rounding of its arithmetic. All operations are batched PyTorch
-operations with fixed shapes: a lazy or compiling runtime traces them once.
+operations with fixed shapes: a lazy or compiling runtime traces them once. On CUDA one Triton kernel does the work of
+all but the color jitter, with the same arithmetic.
 
 Shapes: B batch, C channels, S image side, N boxes, K classes.
 """
 
 import functools
+import importlib.util
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -47,17 +49,29 @@ class DeviceTransforms:
             cutmix: int64 (B, 4), the box that comes from the mirror row; empty for none.
         """
         targets = raw["targets"]
+        missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else targets[:, 0] < 0
+        by_kernel = raw["pixels"].is_cuda and raw["pixels"].dtype == torch.uint8 and self.mean is not None
+        if by_kernel and _has_triton():
+            return self._images_by_kernel(raw, missing), targets
         rows = {name: raw[name] for name in _PER_PIXEL if name in raw}
         if targets.device.type == "cpu":  # one row at a time stays in the cache
             images = torch.cat([self._images(dict(zip(rows, row, strict=True))) for row in _single_rows(rows)])
         else:
             images = self._images(rows)
-        missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else targets[:, 0] < 0
         if "own_share" in raw:
             images = mix(images, missing, raw["own_share"], raw["other_share"], raw["cutmix"])
-        if missing is not None and (missing.device.type != "cpu" or missing.any()):
+        if missing.device.type != "cpu" or missing.any():
             images = images.masked_fill(_per_row(missing), 0.0)
         return images, targets
+
+    def _images_by_kernel(self, raw: RawBatch, missing: Tensor) -> Tensor:
+        """Return the batch's images, computed by the Triton kernel."""
+        from vitkernels.data.device_transforms_triton import finished_images
+
+        if "jitter" in raw:  # needs an average over each image; flips do not change it
+            raw = raw | {"pixels": jitter_colors(raw["pixels"].float(), raw["jitter"], raw["jitter_order"])}
+        _, mean, std = self._statistics(raw["pixels"].device)
+        return finished_images(raw, missing, mean, std, self.noise)
 
     def _images(self, raw: RawBatch) -> Tensor:
         """Return normalized and erased images."""
@@ -67,10 +81,18 @@ class DeviceTransforms:
         if "jitter" in raw:
             pixels = jitter_colors(pixels.float(), raw["jitter"], raw["jitter_order"])
         if self.mean is not None:
-            mean, std = (_per_channel(tuple(values or ()), pixels.device) for values in (self.mean, self.std))
+            white, mean, std = self._statistics(pixels.device)
             pixels = pixels.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-            pixels.div_(255).sub_(mean).div_(std)
+            pixels.div_(white).sub_(mean).div_(std)
         return self._erased(pixels, raw) if "erase" in raw else pixels
+
+    def _statistics(self, device: torch.device) -> Iterator[Tensor]:
+        """Return the value of white, the mean and the standard deviation, each (1, C, 1, 1).
+
+        White is a tensor, because CUDA multiplies by the reciprocal of a number instead of dividing by it.
+        """
+        values = ((255.0,) * len(self.mean or ()), self.mean, self.std)
+        return (_per_channel(tuple(each or ()), device) for each in values)
 
     def _erased(self, images: Tensor, raw: RawBatch) -> Tensor:
         boxes = raw["erase"]
@@ -179,6 +201,11 @@ def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
 def _cached_per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     """Return values (1, C, 1, 1), copied to the device once: a copy from pageable memory would block the host."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1)
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _per_row(values: Tensor) -> Tensor:
