@@ -28,6 +28,7 @@ from vitkernels.data.loader import DatasetLoader
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
 from vitkernels.data.undecoded import DeviceDecoder, EncodedCrop, Undecoded
+from vitkernels.data.workers import new_batch
 from vitkernels.errors import UsageError
 
 # The values of most ImageNet models.
@@ -121,10 +122,9 @@ class ImageSamples:
     def _pixels(self, images: list[torch.Tensor | EncodedCrop | None]) -> torch.Tensor | Undecoded:
         if self.device_decoder is not None:
             return Undecoded.of(images, self._side)
-        pixels = torch.zeros(len(images), 3, self._side, self._side, dtype=torch.uint8)
+        pixels = new_batch(len(images), 3, self._side, self._side)
         for row, image in enumerate(images):
-            if isinstance(image, torch.Tensor):
-                pixels[row] = image
+            pixels[row] = image if isinstance(image, torch.Tensor) else 0
         return pixels
 
     def _decoder_of(self, epoch: int, index: int) -> Decoder:

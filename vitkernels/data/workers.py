@@ -1,5 +1,6 @@
 """Worker processes that make batches ahead, through torch's DataLoader."""
 
+import math
 import multiprocessing
 import os
 import signal
@@ -8,7 +9,7 @@ import threading
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, get_worker_info
 
 from vitkernels import torchrun_environment
 from vitkernels.data.checks import usable_cores
@@ -40,6 +41,13 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
         multiprocessing_context=process_context(),
         worker_init_fn=_start_worker,
     )
+
+
+def new_batch(*shape: int) -> torch.Tensor:
+    """Return an uninitialized uint8 tensor; a worker's is in shared memory, else the DataLoader would copy it there."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape)), 0, shape)
 
 
 def is_from_dead_worker(error: Exception) -> bool:
