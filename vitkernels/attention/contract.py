@@ -235,7 +235,8 @@ class AttentionBackend:
         """Return why this backend does not support the problem on a machine where it can run; None if it does."""
         return None
 
-    rotates = False  # whether `run` and `run_qkvpacked` also take rope and rope_half; if not, q and k come rotated
+    # Types of device on which `run` and `run_qkvpacked` also take rope and rope_half; on others q and k come rotated.
+    rotates_on: tuple[str, ...] = ()
 
     def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> Tensor:
         """Return (B, H, N, D) in q's dtype. The arguments are checked; every keyword is passed, scale as a float.
@@ -288,7 +289,7 @@ class AttentionBackend:
         if is_causal:
             k_BHMD, v_BHMD, bias, mask = _seen_by_last_query(q_BHND.shape[2], k_BHMD, v_BHMD, bias, mask)
         rotation = {}
-        if rope is not None and runner.rotates and not _needs_gradient(rope):
+        if rope is not None and runner._rotates(rope):
             rotation = {"rope": rope, "rope_half": rope_half}
         elif rope is not None:
             q_BHND, k_BHMD = rotated(q_BHND, rope, rope_half), rotated(k_BHMD, rope, rope_half)
@@ -339,11 +340,15 @@ class AttentionBackend:
         }
         if rope is None:
             return runner.run_qkvpacked(qkv_BN3HD, **keywords)
-        if runner.rotates and not _needs_gradient(rope):
+        if runner._rotates(rope):
             return runner.run_qkvpacked(qkv_BN3HD, rope=rope, rope_half=rope_half, **keywords)
         q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
         q_BHND, k_BHND = rotated(q_BHND, rope, rope_half), rotated(k_BHND, rope, rope_half)
         return runner.run(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+
+    def _rotates(self, rope: Tensor) -> bool:
+        """Return whether the backend rotates q and k itself. It does not compute the gradient of rope."""
+        return rope.device.type in self.rotates_on and not (rope.requires_grad and torch.is_grad_enabled())
 
     # ------------------------------------------------------------------ dispatch
     def _dispatch(self, tensors, bias, mask, segment_ids, is_causal, dropout_p, rope) -> "AttentionBackend":
@@ -382,10 +387,6 @@ def _seen_by_last_query(N: int, k_BHMD: Tensor, v_BHMD: Tensor, bias: Tensor | N
         return k_BHMD, v_BHMD, bias, mask
     extras = (x if x is None or x.shape[-1] == 1 else x[..., :N] for x in (bias, mask))
     return k_BHMD[:, :, :N], v_BHMD[:, :, :N], *extras
-
-
-def _needs_gradient(x: Tensor) -> bool:
-    return x.requires_grad and torch.is_grad_enabled()
 
 
 def rotated(x_BHND: Tensor, rope: Tensor, rope_half: bool) -> Tensor:

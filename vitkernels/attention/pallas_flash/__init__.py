@@ -3,7 +3,8 @@
 On TPU, up to about 1k tokens run in a single pass over full rows of scores (tpu/single_pass.py), longer sequences with
 the online softmax (tpu/online_softmax.py). Both support any number of tokens and mask their padding. The packed entry
 point reads the layout that the projection writes, and writes the layout that the next projection reads, without copies.
-On Hopper GPUs, Mosaic-GPU kernels (hopper/) do the same.
+On Hopper GPUs, Mosaic-GPU kernels (hopper/) do the same. There, rotary embeddings are one pass of a Triton kernel over
+the packed tensor before them, and one over its gradient after them; elsewhere q and k come rotated.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -33,6 +34,7 @@ _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
+    from vitkernels.attention.pallas_flash.hopper.rotation import rotate
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
 
@@ -76,6 +78,7 @@ class PallasFlash(AttentionBackend):
     """Support bf16 and f32 on TPU, with full-precision float32 products; bf16 and fp16 on Hopper. No dropout."""
 
     name = "pallas_flash"
+    rotates_on = ("cuda",)
 
     def unavailable(self) -> str | None:
         return _unavailable
@@ -86,21 +89,36 @@ class PallasFlash(AttentionBackend):
         by_device = _unsupported_on_hopper if problem.device_type == "cuda" else _unsupported_on_tpu
         return by_device(problem) or _unsupported_anywhere(problem)
 
-    def run(self, q_BHND, k_BHMD, v_BHMD, **keywords):
+    def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
         if q_BHND.device.type == "cuda":
             ids = token_ids(q_BHND.shape, k_BHMD.shape[2], keywords["mask"], keywords["segment_ids"])
-            return operators.attend(q_BHND, k_BHMD, v_BHMD, *ids, keywords["is_causal"], keywords["scale"])[0]
+            if rope is not None:
+                q_BHND, k_BHMD = rotate(q_BHND, rope, rope_half, False), rotate(k_BHMD, rope, rope_half, False)
+            rows = _in_rows(q_BHND), _in_rows(k_BHMD), _in_rows(v_BHMD)
+            return operators.attend(*rows, *ids, keywords["is_causal"], keywords["scale"])[0]
         B, H, N, D = q_BHND.shape
         arrays = [x.transpose(1, 2).reshape(B, -1, H * D) for x in (q_BHND, k_BHMD, v_BHMD)]
         return _attend(arrays, H, **keywords).reshape(B, N, H, D).transpose(1, 2)
 
-    def run_qkvpacked(self, qkv_BN3HD, **keywords):
-        if qkv_BN3HD.device.type == "cuda":
-            B, N, _, H, D = qkv_BN3HD.shape
-            ids = token_ids((B, H, N, D), N, keywords["mask"], keywords["segment_ids"])
-            return operators.attend_packed(qkv_BN3HD, *ids, keywords["is_causal"], keywords["scale"])[0]
+    def run_qkvpacked(self, qkv_BN3HD, rope=None, rope_half=False, **keywords):
         B, N, _, H, D = qkv_BN3HD.shape
-        return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
+        if qkv_BN3HD.device.type != "cuda":
+            return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
+        ids = token_ids((B, H, N, D), N, keywords["mask"], keywords["segment_ids"])
+        call = *ids, keywords["is_causal"], keywords["scale"]
+        if rope is None:
+            return operators.attend_packed(qkv_BN3HD, *call)[0]
+        return operators.attend_rotary(qkv_BN3HD, rope, rope_half, *call)[0]
+
+
+def _in_rows(x_BHND):
+    """Return x with the memory layout (B, N, H, D) of the Hopper kernels.
+
+    The operator would copy, too, but save what it was given and copy that again in the backward pass. A compiler fuses
+    this copy with the operation before it.
+    """
+    rows_BNHD = x_BHND.transpose(1, 2)
+    return x_BHND if rows_BNHD.is_contiguous() else rows_BNHD.contiguous().transpose(1, 2)
 
 
 def _attend(arrays, heads, *, bias, mask, segment_ids, is_causal, scale, dropout_p):

@@ -27,7 +27,7 @@ class TritonFlash(AttentionBackend):
     """
 
     name = "triton_flash"
-    rotates = True
+    rotates_on = ("cuda", "cpu")
 
     def __init__(self, tile_sizes: tuple[int, ...] = ()):
         self._tile_sizes = tile_sizes  # (queries, keys) of each pass, 0 to choose by shape; or empty

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels, kernels_for
+from vitkernels.attention.pallas_flash.hopper.rotation import fill_rotated
 from vitkernels.attention.pallas_flash.hopper.tiles import padded
 from vitkernels.attention.pallas_flash.hopper.token_ids import by_queries
 from vitkernels.bridge.operator import aligned, differentiable_once, operator
@@ -191,3 +192,67 @@ def _differentiate_packed(ctx, do, _dlse):
 
 
 attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packed)
+
+
+# --- packed qkv with rotary embeddings --------------------------------------------------------------------------------
+# One operator rotates and attends, so that it owns the packed tensors that the passes over q and k fill: the rotated
+# copy, which is saved instead of qkv, and the gradient, which is rotated back in place.
+
+
+@operator(
+    "pallas_flash_hopper_rotary(Tensor qkv, Tensor rope, bool rope_half, "
+    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+def attend_rotary(qkv: Tensor, rope: Tensor, rope_half: bool, *call) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `attend_packed` for rotated q and k, and qkv with them (B, N, 3, H, D).
+
+    rope, rope_half: see AttentionBackend. call: the other arguments of `attend_packed`.
+    """
+    rotated = qkv.new_empty(qkv.shape)
+    fill_rotated(qkv, rotated, rope, rope_half)
+    return *attend_packed.function(rotated, *call), rotated
+
+
+@attend_rotary.register_fake
+def _(qkv, rope, rope_half, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
+    B, N, _, H, D = qkv.shape
+    lse = qkv.new_empty(B, H, padded(N), dtype=torch.float32)
+    return qkv.new_empty(B, N, H * D), lse, qkv.new_empty(qkv.shape)
+
+
+@operator(
+    "pallas_flash_hopper_rotary_backward(Tensor do, Tensor out, Tensor lse, Tensor rotated, Tensor rope, "
+    "bool rope_half, Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
+    " -> Tensor"
+)
+def attend_rotary_backward(
+    do: Tensor, out: Tensor, lse: Tensor, rotated: Tensor, rope: Tensor, rope_half: bool, *call
+) -> Tensor:
+    """Return dqkv (B, N, 3, H, D)."""
+    dqkv = attend_packed_backward.function(do, out, lse, rotated, *call)
+    dq_and_dk = dqkv[:, :, :2]
+    fill_rotated(dq_and_dk, dq_and_dk, rope, rope_half, inverse=True)
+    return dqkv
+
+
+@attend_rotary_backward.register_fake
+def _(do, out, lse, rotated, rope, rope_half, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
+    return rotated.new_empty(rotated.shape)
+
+
+def _save_rotary(ctx, inputs, output):
+    _, rope, ctx.rope_half, *ids, ctx.is_causal, ctx.scale = inputs
+    ctx.save_for_backward(*output, rope, *ids)
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("pallas_flash")
+def _differentiate_rotary(ctx, do, _dlse, _drotated):
+    if do is None:
+        return (None,) * 9
+    saved, ids = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
+    return attend_rotary_backward(do, *saved, ctx.rope_half, *ids, ctx.is_causal, ctx.scale), *(None,) * 8
+
+
+attend_rotary.register_autograd(_differentiate_rotary, setup_context=_save_rotary)

@@ -1,0 +1,169 @@
+"""Rotary embeddings of q and k, and the inverse for their gradients, in one pass over memory (Triton).
+
+The attention kernels copy q and k from memory to tensor cores without passing through registers, so they cannot rotate
+them. The pass reads any layout of rows and writes the one that the kernels read, which saves layout copies.
+
+Shape suffixes: B batch, N tokens, P = 1 (q or k alone), 2 (q, k) or 3 (q, k, v), H heads, D head dim.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vitkernels.bridge.operator import aligned, interpretable, operator
+from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
+
+TOKENS, HEADS, WARPS = 32, 4, 4  # of a program, which loads the sines of its tokens once for all its heads
+
+
+@triton.jit
+def _load_partners(ptr, rows, inside, other, D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr):
+    """Return the columns that rotate together as two tiles: the halves of the head dim, or even and odd columns.
+
+    rows, inside: the offsets of rows, and whether to load them, as columns; otherwise they are `other`.
+    """
+    if HALVES:
+        columns = tl.arange(0, WIDTH // 2)[None, :]
+        inside = inside & (columns < D // 2)
+        a = tl.load(ptr + rows + columns, mask=inside, other=other)
+        b = tl.load(ptr + rows + columns + D // 2, mask=inside, other=other)
+    else:
+        columns = tl.arange(0, WIDTH)[None, :]
+        x = tl.load(ptr + rows + columns, mask=inside & (columns < D), other=other)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], WIDTH // 2, 2)))
+    return a, b
+
+
+@triton.jit
+def _store_partners(ptr, rows, inside, a, b, D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr):
+    a, b = a.to(ptr.dtype.element_ty), b.to(ptr.dtype.element_ty)
+    if HALVES:
+        columns = tl.arange(0, WIDTH // 2)[None, :]
+        inside = inside & (columns < D // 2)
+        tl.store(ptr + rows + columns, a, mask=inside)
+        tl.store(ptr + rows + columns + D // 2, b, mask=inside)
+    else:
+        columns = tl.arange(0, WIDTH)[None, :]
+        x = tl.reshape(tl.join(a, b), (a.shape[0], WIDTH))
+        tl.store(ptr + rows + columns, x, mask=inside & (columns < D))
+
+
+@triton.jit
+def _load_sines(ptr, n, stride, skipped, N, D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr):
+    """Return the partners' sines and cosines: 0 and 1 for tokens that are not rotated."""
+    rows, inside = (n - skipped) * stride, (n >= skipped) & (n < N)
+    sin_a, sin_b = _load_partners(ptr, rows, inside, 0.0, D, WIDTH, HALVES)
+    cos_a, cos_b = _load_partners(ptr + D, rows, inside, 1.0, D, WIDTH, HALVES)
+    return sin_a.to(tl.float32), sin_b.to(tl.float32), cos_a.to(tl.float32), cos_b.to(tl.float32)
+
+
+@triton.jit
+def _turned(a, b, sines, INVERSE: tl.constexpr):
+    """Rotate partners in float32; with INVERSE, multiply by the transposed matrix, as gradients are."""
+    sin_a, sin_b, cos_a, cos_b = sines
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    if INVERSE:
+        y_a, y_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+    else:
+        y_a, y_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    return y_a, y_b
+
+
+@triton.jit
+def _rotation_kernel(
+    x_ptr, out_ptr, rope_ptr,
+    x_b, x_n, x_p, x_h, out_b, out_n, out_p, out_h, rope_b, rope_h, rope_n, N, H, skipped,
+    D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr, INVERSE: tl.constexpr, PARTS: tl.constexpr,
+    SINES_PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """Fill TOKENS rows of HEADS heads of out with x, of which parts 0 and 1 are rotated; out may be x.
+
+    skipped: the number of first tokens, which are not rotated. WIDTH: the power of two from D on.
+    """
+    tiles = tl.cdiv(N, TOKENS)
+    b = (tl.program_id(0) // tiles).to(tl.int64)
+    n = (tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS))[:, None]
+    first = tl.program_id(1) * HEADS
+    x_ptr += tl.multiple_of(b * x_b, 8)  # strides are multiples of 8; the hint enables 16-byte accesses
+    out_ptr += tl.multiple_of(b * out_b, 8)
+    rope_ptr += b * rope_b
+    x_rows, out_rows = n * tl.multiple_of(x_n, 8), n * tl.multiple_of(out_n, 8)
+    if not SINES_PER_HEAD:
+        sines = _load_sines(rope_ptr, n, rope_n, skipped, N, D, WIDTH, HALVES)
+    for h in range(first, tl.minimum(first + HEADS, H)):
+        if SINES_PER_HEAD:
+            sines = _load_sines(rope_ptr + h * rope_h, n, rope_n, skipped, N, D, WIDTH, HALVES)
+        for p in tl.static_range(PARTS):
+            x_at = tl.multiple_of(p * x_p + h * x_h, 8)
+            out_at = tl.multiple_of(p * out_p + h * out_h, 8)
+            x1, x2 = _load_partners(x_ptr + x_at, x_rows, n < N, 0.0, D, WIDTH, HALVES)
+            if p < 2:
+                x1, x2 = _turned(x1, x2, sines, INVERSE)
+            _store_partners(out_ptr + out_at, out_rows, n < N, x1, x2, D, WIDTH, HALVES)
+
+
+def fill_rotated(x_BNPHD: Tensor, out_BNPHD: Tensor, rope: Tensor, rope_half: bool, inverse: bool = False) -> None:
+    """Fill out with x: q and k rotated as `contract.rotated` does, v as it is.
+
+    Args:
+        x_BNPHD: of any layout.
+        out_BNPHD: contiguous, or contiguous but for its third dimension; may be x itself.
+        rope, rope_half: see AttentionBackend.
+        inverse: apply the transposed rotation, which takes gradients of rotated q and k to those of q and k.
+    """
+    B, N, P, H, D = x_BNPHD.shape
+    x, out, rope = _readable(interpretable(x_BNPHD)), interpretable(out_BNPHD), interpretable(rope)
+    rope = rope if rope.stride(-1) == 1 else rope.contiguous()
+    sines_per_head = rope.ndim > 2 and rope.shape[-3] > 1
+    rope = rope.expand(B, H, *rope.shape[-2:])
+    triton_call(
+        x, out, rope, *x.stride()[:4], *out.stride()[:4], *rope.stride()[:3], N, H, N - rope.shape[2],
+        kernel=_rotation_kernel, grid=(B * cdiv(N, TOKENS), cdiv(H, HEADS)),
+        D=D, WIDTH=next_power_of_2(D), HALVES=rope_half, INVERSE=inverse, PARTS=P,
+        SINES_PER_HEAD=sines_per_head, TOKENS=TOKENS, HEADS=HEADS, num_warps=WARPS,
+    )  # fmt: skip
+    if out is not out_BNPHD:
+        out_BNPHD.copy_(out)
+
+
+def _readable(x_BNPHD: Tensor) -> Tensor:
+    """Return x if kernels can load 16 bytes at a time from its rows, else a copy."""
+    in_rows = x_BNPHD.stride(4) == 1 and all(stride % 8 == 0 for stride in x_BNPHD.stride()[:4])
+    return x_BNPHD if in_rows and x_BNPHD.data_ptr() % 16 == 0 else aligned(x_BNPHD)
+
+
+@operator("pallas_flash_hopper_rotate(Tensor x, Tensor rope, bool rope_half, bool inverse) -> Tensor")
+def rotate(x: Tensor, rope: Tensor, rope_half: bool, inverse: bool) -> Tensor:
+    """Return q or k (B, H, N, D) rotated, as rows (B, N, H, D) in memory. See `fill_rotated`."""
+    out = _rows_like(x)
+    fill_rotated(_one_part(x), _one_part(out), rope, rope_half, inverse)
+    return out
+
+
+@rotate.register_fake
+def _(x, rope, rope_half, inverse):
+    return _rows_like(x)
+
+
+def _rows_like(x_BHND: Tensor) -> Tensor:
+    B, H, N, D = x_BHND.shape
+    return x_BHND.new_empty(B, N, H, D).transpose(1, 2)
+
+
+def _one_part(x_BHND: Tensor) -> Tensor:
+    return x_BHND.transpose(1, 2).unsqueeze(2)
+
+
+def _save(ctx, inputs, output):
+    _, rope, ctx.rope_half, ctx.inverse = inputs
+    ctx.save_for_backward(rope)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, do):
+    if do is None:
+        return (None,) * 4
+    return rotate(do, *ctx.saved_tensors, ctx.rope_half, not ctx.inverse), None, None, None
+
+
+rotate.register_autograd(_differentiate, setup_context=_save)
