@@ -394,6 +394,31 @@ def test_fused_backward__while_another_kernel_holds_multiprocessors():
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N, D, rope_half", [(261, 64, True), (257, 64, False), (197, 88, True), (577, 40, False)])
+def test_rope__on_gpu(N, D, rope_half, dtype):
+    """A packed call, its rerun, the call compiled, and the call with q, k and v as views of the packed tensor."""
+    from vitkernels.testing.attention_reference import rotary_table, unpacked
+
+    backend = attention.get("pallas_flash")
+    rope = rotary_table("cuda", N - 1, D, rope_half)
+    qkv = torch.randn(3, N, 3, 5, D, device="cuda").to(dtype).requires_grad_()
+    do = torch.randn(3, N, 5 * D, device="cuda").to(dtype)
+    packed = lambda qkv: backend.qkvpacked(qkv, rope=rope, rope_half=rope_half)  # noqa: E731
+    views = lambda qkv: backend(*unpacked(qkv), rope=rope, rope_half=rope_half).transpose(1, 2).flatten(2)  # noqa: E731
+    leaf = qkv.detach().double().requires_grad_()
+    exact = reference(*unpacked(leaf), rope=rope, rope_half=rope_half).transpose(1, 2).flatten(2)
+    wanted = exact, *torch.autograd.grad(exact, leaf, do.double())
+    results = []
+    for attend in (packed, packed, torch.compile(packed, fullgraph=True), views):
+        out = attend(qkv)
+        results.append((out, *torch.autograd.grad(out, qkv, do)))
+        assert all(error(x, y) < TOLERANCE[dtype] for x, y in zip(results[-1], wanted, strict=True))
+    for others in results[1:3]:
+        assert all(map(torch.equal, results[0], others))
+
+
+@gpu
 def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
     attend = attention.get("pallas_flash").qkvpacked
     data = torch.randn(2, 197, 3, 4, 64, device="cuda", dtype=torch.bfloat16)

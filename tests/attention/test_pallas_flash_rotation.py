@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from hopper import error, needs_new_jax
 
 from vitkernels.attention.contract import rotated
+from vitkernels.attention.pallas_flash import _in_rows
 from vitkernels.attention.pallas_flash.hopper.rotation import TOKENS, fill_rotated, rotate
 from vitkernels.testing.attention_reference import TOLERANCE, reference, rotary_table, rotations, unpacked
 
@@ -109,6 +110,13 @@ def test_rotate__passes_opcheck(device):
     q = unpacked(qkv)[0].requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
     torch.library.opcheck(rotate.traced, (q, rope, True, False), test_utils=checks)
+
+
+def test_in_rows__copies_only_what_is_not():
+    q = unpacked(torch.randn(2, 37, 3, H, 64))[0]
+    rows = _in_rows(q)
+    assert rows.transpose(1, 2).is_contiguous() and torch.equal(rows, q)
+    assert _in_rows(rows) is rows
 
 
 # --- the operators ----------------------------------------------------------------------------------------------------

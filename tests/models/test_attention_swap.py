@@ -108,6 +108,25 @@ def test_swapped_classes__survive_copies_and_pickle(name, kwargs):
         torch.testing.assert_close(again(x), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["vit_small_patch16_dinov3", "eva02_base_patch14_224"])
+def test_rotary_models__hand_over_the_packed_projection(name):
+    """Also with separate projections (EVA-02); rotation and attention then need no copies of q, k and v."""
+    calls = []
+
+    class Rotating(Native):
+        name = "rotating"
+        rotates_on = ("cpu",)
+
+        def run_qkvpacked(self, qkv_BN3HD, *, rope, rope_half, **keywords):
+            calls.append((qkv_BN3HD, rope))
+            return super().run_qkvpacked(qkv_BN3HD, **keywords)
+
+    model = models.set_attention(tiny(name, img_size=28 if "eva" in name else 32), Rotating())
+    model(torch.randn(2, 3, *[28 if "eva" in name else 32] * 2))
+    assert len(calls) == 2
+    assert all(qkv.is_contiguous() and rope.shape == (4, 2 * qkv.shape[-1]) for qkv, rope in calls)
+
+
 def test_timm_feature_extraction__traces_a_swapped_model():
     model, x = models.set_attention(tiny(), "native"), torch.randn(2, 3, 32, 32)
     features = create_feature_extractor(model, {"blocks.0.attn": "attn", "head": "logits"})(x)

@@ -177,6 +177,17 @@ class AttentionConformance(AttentionHarness):
         self.check_packed(draw_packed(device, 2, 37, 2, D), rope=rope, rope_half=rope_half, scale=0.5 * D**-0.5)
 
     @pytest.mark.parametrize("rope_half", [False, True])
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_rope__in_half_precision(self, device, dtype, rope_half):
+        """Packed, with tables in float32 and in the dtype of q, and separate."""
+        if device == "cpu" and self.slow_on_cpu and device not in self.attend.rotates_on:
+            pytest.skip("q and k come rotated; runs on a GPU")
+        rope = rotary_table(device, 45, 64, rope_half)
+        for table in (rope, rope.to(dtype)):
+            self.check_packed(draw_packed(device, 2, 50, 2, 64, dtype), rope=table, rope_half=rope_half)
+        self.check(draw(device, 2, 2, 50, 64, dtype), rope=rope, rope_half=rope_half)
+
+    @pytest.mark.parametrize("rope_half", [False, True])
     def test_rope__with_everything_else(self, device, rope_half):
         extras = {
             "bias": torch.randn(2, 1, 50, 50, device=device, requires_grad=True),
