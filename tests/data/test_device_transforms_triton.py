@@ -1,4 +1,4 @@
-"""The kernel that finishes batches on CUDA gives the bits of the plain transforms."""
+"""The kernels that finish batches on CUDA give the bits of the plain transforms."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ import torch
 from vitkernels.data.device_transforms import DeviceTransforms
 
 pytest.importorskip("triton")
-from vitkernels.data import device_transforms_triton as kernel
+from vitkernels.data import device_transforms_kernels
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 MIXED = ("own_share", "other_share", "cutmix")
@@ -21,7 +21,8 @@ RECIPES = {
     "noise": (("flip", "erase", "erase_seed"), True),
     "mixed": (("flip", *MIXED), False),
     "everything": (("flip", "erase", "erase_seed", *MIXED), True),
-    "jittered": (("flip", "jitter", "jitter_order", "erase", "erase_colors", *MIXED), False),
+    "jittered": (("jitter", "jitter_order"), False),
+    "jittered and all": (("flip", "jitter", "jitter_order", "erase", "erase_colors", *MIXED), False),
 }
 
 
@@ -38,9 +39,11 @@ def draw(names, B, side):
     cutmix[1::2] = 0
     missing = torch.zeros(B, dtype=torch.bool)
     missing[[1, *([2, B - 3] if B > 6 else [])]] = True
+    factors = torch.rand(B, 3) + 0.5
+    factors[::3, 1] = 1
     draws = {
         "flip": torch.rand(B) < 0.5,
-        "jitter": torch.rand(B, 3) + 0.5,
+        "jitter": factors,
         "jitter_order": torch.stack([torch.randperm(4) for _ in range(B)]),
         "erase": boxes,
         "erase_colors": torch.randn(B, 2, 3),
@@ -63,10 +66,10 @@ def interpreted_erfinv(monkeypatch):
         found = torch.erfinv(torch.from_numpy(x.handle.data)).numpy()
         return tl.core.tensor(TensorHandle(found, tl.float32), x.type)
 
-    monkeypatch.setattr(kernel, "libdevice", SimpleNamespace(erfinv=erfinv))
+    monkeypatch.setattr(device_transforms_kernels, "libdevice", SimpleNamespace(erfinv=erfinv))
 
 
-def by_kernel(transforms, raw):
+def by_kernels(transforms, raw):
     """Return the images as DeviceTransforms computes them on CUDA."""
     return transforms._images_by_kernel(raw, raw["missing"])
 
@@ -74,11 +77,11 @@ def by_kernel(transforms, raw):
 @pytest.mark.usefixtures("interpreted_erfinv")
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("B", "side"), [(2, 40), (7, 33), (8, 32)])
-def test_kernel__equals_the_plain_transforms_bit_for_bit(recipe, B, side):
+def test_kernels__equal_the_plain_transforms_bit_for_bit(recipe, B, side):
     torch.manual_seed(side)
     names, noise = RECIPES[recipe]
     transforms, raw = DeviceTransforms(MEAN, STD, noise=noise), draw(names, B, side)
-    assert torch.equal(by_kernel(transforms, raw), transforms(raw)[0])
+    assert torch.equal(by_kernels(transforms, raw), transforms(raw)[0])
 
 
 @pytest.mark.gpu

@@ -2,8 +2,8 @@
 
 A raw batch is a dictionary of tensors with the batch as first dimension. The workers drew every random number in it,
 so a batch is the same on every device, up to the rounding of its arithmetic. All operations are batched PyTorch
-operations with fixed shapes: a lazy or compiling runtime traces them once. On CUDA one Triton kernel does the work of
-all but the color jitter, with the same arithmetic.
+operations with fixed shapes: a lazy or compiling runtime traces them once. On CUDA, Triton kernels do the same work
+with the same arithmetic (device_transforms_triton).
 
 Shapes: B batch, C channels, S image side, N boxes, K classes.
 """
@@ -65,11 +65,9 @@ class DeviceTransforms:
         return images, targets
 
     def _images_by_kernel(self, raw: RawBatch, missing: Tensor) -> Tensor:
-        """Return the batch's images, computed by the Triton kernel."""
+        """Return the batch's images, computed by the Triton kernels."""
         from vitkernels.data.device_transforms_triton import finished_images
 
-        if "jitter" in raw:  # needs an average over each image; flips do not change it
-            raw = raw | {"pixels": jitter_colors(raw["pixels"].float(), raw["jitter"], raw["jitter_order"])}
         _, mean, std = self._statistics(raw["pixels"].device)
         return finished_images(raw, missing, mean, std, self.noise)
 

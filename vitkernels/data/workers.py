@@ -47,7 +47,7 @@ def new_batch(*shape: int) -> torch.Tensor:
     """Return an uninitialized uint8 tensor; a worker's is in shared memory, else the DataLoader would copy it there."""
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape)), 0, shape)
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
 
 
 def is_from_dead_worker(error: Exception) -> bool:
