@@ -10,7 +10,9 @@ from triton.runtime.errors import OutOfResources
 
 from vitkernels import attention
 from vitkernels.attention import Problem
-from vitkernels.attention.triton_flash.launch import TileConfig, launch_fitting, readable, split_head_dim, tail_tile
+from vitkernels.attention.triton_flash.inputs import readable, split_head_dim
+from vitkernels.attention.triton_flash.launch import launch_fitting
+from vitkernels.attention.triton_flash.tiling import TileConfig, tail_tile
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLASH = attention.get("triton_flash")
@@ -76,7 +78,7 @@ def test_tiles__run_as_configured(device, packed, monkeypatch):
     for cache in ("_forward_launches", "_backward_launches"):
         monkeypatch.setattr(operators, cache, {})
     chosen = FLASH.configured(tiles={"forward": "32x16", "dq": None, "dkdv": "16x32"})
-    qkv = torch.randn(1, 40, 3, 1, 32, device=device, requires_grad=True)
+    qkv = torch.randn(1, 70, 3, 1, 32, device=device, requires_grad=True)
 
     def result(backend):
         out = backend.qkvpacked(qkv) if packed else backend(*qkv.permute(2, 0, 3, 1, 4).unbind(0))
@@ -85,7 +87,7 @@ def test_tiles__run_as_configured(device, packed, monkeypatch):
     expected = result(FLASH)
     assert seen == [None] * 3
     for got, wanted in zip(result(chosen), expected, strict=True):
-        # Different tiles sum 40 float32 products in a different order.
+        # Different tiles sum 70 float32 products in a different order.
         torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     assert [tiles and (tiles.n, tiles.m) for tiles in seen[3:]] == [(32, 16), None, (16, 32)]
 

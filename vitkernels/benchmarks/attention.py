@@ -125,7 +125,8 @@ def kernel_times(name: str, shape: tuple[int, int, int, int]) -> tuple[Timing, T
 
 
 def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Timing]:
-    from vitkernels.attention.triton_flash.launch import FlashInputs, backward, forward
+    from vitkernels.attention.triton_flash.inputs import FlashInputs
+    from vitkernels.attention.triton_flash.launch import backward, forward
 
     B, H, N, D = shape
     qkv, dqkv = (torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -136,7 +137,7 @@ def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Tim
     dq, dk, dv = dqkv.permute(2, 0, 3, 1, 4).unbind(0)
     forward(call, out, lse)
     return Timing.of_calls(lambda: forward(call, out, lse)), Timing.of_calls(
-        lambda: backward(call, out, lse, do, dq, dk, dv)
+        lambda: backward(call, out, lse, do, (dq, dk, dv))
     )
 
 

@@ -19,6 +19,7 @@ from vitkernels.attention.triton_flash.tiles import (
     modified_scores,
     outer,
     owned_tile,
+    rows_of_entry,
     rows_of_head,
     score_factor,
     statistics_of_head,
@@ -235,17 +236,18 @@ def dkdv_kernel(
 
 @triton.jit
 def dbias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dbias_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, partial_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, B, H, N, M, bias_heads, batch_step, head_step, scale,
+    rope_b, rope_h, rope_n, skipped, H, N, M, bias_heads, shared_heads, shared, run, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dbias (batch or 1, heads or 1, N, M), contiguous; a program per tile sums over the broadcast dimensions.
+    """Compute partial sums of dbias, (runs, batch or 1, heads or 1, N, M), contiguous.
 
-    batch_step and head_step: the distance between batch entries and heads that share one bias; B and H if none do.
+    One bias is shared by `shared` heads of the call, of which each batch entry has `shared_heads`. Program (tile of a
+    bias, number of a run) sums over `run` of them, in one loop, whose loads Triton can prefetch.
     """
     tiles_m = tl.cdiv(M, TILE_M)
     tiles = tl.cdiv(N, TILE_N) * tiles_m
@@ -254,25 +256,27 @@ def dbias_kernel(
     n = tile // tiles_m * TILE_N + tl.arange(0, TILE_N)
     m = tile % tiles_m * TILE_M + tl.arange(0, TILE_M)
     total = tl.zeros([TILE_N, TILE_M], tl.float32)
-    for b in range(owner // bias_heads, B, batch_step):
-        for h in range(owner % bias_heads, H, head_step):
-            head = b * H + h
-            b64 = tl.cast(b, tl.int64)
-            extras = (
-                bias_ptr, b64 * bias_b + h * bias_h, bias_n, bias_m,
-                mask_ptr, b64 * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b64 * segment_b, segment_n,
-            )  # fmt: skip
-            rope = rope_ptr, b64 * rope_b + h * rope_h, rope_n, skipped
-            q1, q2 = load_rotated(rows_of_head(q_ptr, head, H, q_b, q_h, q_n), rope, n, N, D, QK1, QK2, True)
-            k1, k2 = load_rotated(rows_of_head(k_ptr, head, H, k_b, k_h, k_m), rope, m, M, D, QK1, QK2, True)
-            v1, v2 = load_rows(rows_of_head(v_ptr, head, H, v_b, v_h, v_m), m, M, D, D1, D2, True)
-            do1, do2 = load_rows(rows_of_head(do_ptr, head, H, do_b, do_h, do_n), n, N, D, D1, D2, True)
-            head64 = tl.cast(head, tl.int64)
-            base, log_sum = load_statistics(statistics_of_head(lse_ptr, head64, N, extras), n, N, extras, True)
-            delta = tl.load(delta_ptr + head64 * N + n, mask=n < N, other=0.0)
-            s = inner(q1, q2, k1, k2, QK2, PRECISION) * score_factor(scale, extras)
-            s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
-            p = weights_of(s, base[:, None], log_sum[:, None], extras)
-            total += p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
-    at = dbias_ptr + tl.cast(owner, tl.int64) * N * M + n[:, None] * M + m[None, :]
-    tl.store(at, total, mask=(n[:, None] < N) & (m[None, :] < M))
+    first = tl.program_id(1) * run
+    for i in range(first, tl.minimum(first + run, shared)):
+        b = tl.cast(owner // bias_heads + i // shared_heads, tl.int64)
+        h = owner % bias_heads + i % shared_heads
+        head = b * H + h
+        extras = (
+            bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
+            mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
+        )  # fmt: skip
+        rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
+        q1, q2 = load_rotated(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), rope, n, N, D, QK1, QK2, True)
+        k1, k2 = load_rotated(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), rope, m, M, D, QK1, QK2, True)
+        v1, v2 = load_rows(rows_of_entry(v_ptr, b, h, v_b, v_h, v_m), m, M, D, D1, D2, True)
+        do1, do2 = load_rows(rows_of_entry(do_ptr, b, h, do_b, do_h, do_n), n, N, D, D1, D2, True)
+        base, log_sum = load_statistics(statistics_of_head(lse_ptr, head, N, extras), n, N, extras, True)
+        delta = tl.load(delta_ptr + head * N + n, mask=n < N, other=0.0)
+        s = inner(q1, q2, k1, k2, QK2, PRECISION) * score_factor(scale, extras)
+        s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
+        p = weights_of(s, base[:, None], log_sum[:, None], extras)
+        total += p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
+    owners = tl.num_programs(0) // tiles
+    at = tl.cast(tl.program_id(1), tl.int64) * owners + owner
+    inside = (n[:, None] < N) & (m[None, :] < M)
+    tl.store(partial_ptr + at * N * M + n[:, None] * M + m[None, :], total, mask=inside)

@@ -22,6 +22,7 @@ from vitkernels.attention.triton_flash.tiles import (
     score_factor,
     statistics_of_head,
     store_rows,
+    store_statistics,
     tiles_in_common,
     zeros,
 )
@@ -104,11 +105,7 @@ def _attend_rows(
         row_max = tl.where(row_sum == 0.0, float("inf"), row_max)
         row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     share = 1.0 / row_sum
-    if extras[0] is not None:
-        tl.store(lse_ptr + n, row_max, mask=n < N)
-        tl.store(lse_ptr + N + n, tl.log2(row_sum), mask=n < N)
-    else:
-        tl.store(lse_ptr + n, row_max + tl.log2(row_sum), mask=n < N)
+    store_statistics(lse_ptr, row_max, row_sum, n, N, extras)
     store_rows(out, acc1 * share[:, None], acc2 * share[:, None], n, N, D, D1, D2, RAGGED)
 
 

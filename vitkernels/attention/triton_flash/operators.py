@@ -4,19 +4,12 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from vitkernels.attention.triton_flash.launch import (
-    FlashInputs,
-    backward,
-    bias_gradient,
-    forward,
-    requested_tiles,
-    statistics_shape,
-)
+from vitkernels.attention.triton_flash.inputs import FlashInputs, statistics_shape
+from vitkernels.attention.triton_flash.launch import backward, forward
 from vitkernels.bridge.operator import BoundedCache, aligned, differentiable_once, interpretable, operator
 
 
@@ -61,7 +54,7 @@ def attend(
     inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out_BHND = _rows_like(inputs.q)
     lse_BHN = inputs.new_statistics()
-    forward(inputs, out_BHND, lse_BHN, requested_tiles(inputs, tiles, 0))
+    forward(inputs, out_BHND, lse_BHN, tiles)
     return out_BHND.to(q.dtype), lse_BHN
 
 
@@ -96,10 +89,9 @@ def attend_backward(
     """Return dq, dk, dv and dbias; dbias is empty if not needed."""
     inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out, do = interpretable(out), interpretable(do)
-    grads = [_rows_like(x) for x in (inputs.q, inputs.k, inputs.v)]
-    delta, _ = backward(inputs, out, lse, do, *grads, tiles)  # type: ignore[call-arg, arg-type]  # three grads
-    dbias = _dbias(inputs, bias, lse, do, delta) if needs_dbias else q.new_empty(0)
-    return *(x.to(q.dtype) for x in grads), dbias  # type: ignore[return-value]  # three grads
+    dq, dk, dv = (_rows_like(x) for x in (inputs.q, inputs.k, inputs.v))
+    dbias, _ = backward(inputs, out, lse, do, (dq, dk, dv), tiles, _shape(bias, needs_dbias))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), _like(bias, dbias, q)
 
 
 @attend_backward.register_fake
@@ -108,8 +100,13 @@ def _(do, out, lse, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
 
-def _dbias(inputs: FlashInputs, bias: Any, lse: Tensor, do: Tensor, delta: Tensor) -> Tensor:
-    return bias_gradient(inputs, tuple(bias.shape), lse, do, delta).to(bias.dtype)
+def _shape(bias: Tensor | None, needs_dbias: bool) -> tuple[int, ...] | None:
+    return tuple(bias.shape) if needs_dbias and bias is not None else None
+
+
+def _like(bias: Tensor | None, dbias: Tensor | None, q: Tensor) -> Tensor:
+    """Return dbias in the bias's shape and dtype; an empty tensor if it was not needed."""
+    return q.new_empty(0) if bias is None or dbias is None else dbias.view(bias.shape).to(bias.dtype)
 
 
 def _save(ctx, inputs, output):
@@ -193,7 +190,7 @@ def attend_packed(
         return out_BNE, lse_BHN
     inputs = _inputs(*_views(given), bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     lse_BHN = inputs.new_statistics()
-    launch = forward(inputs, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, requested_tiles(inputs, tiles, 0))
+    launch = forward(inputs, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, tiles)
     _remember(_forward_launches, layout, inputs, qkv, [launch])
     return out_BNE.to(qkv.dtype), lse_BHN
 
@@ -237,17 +234,20 @@ def attend_packed_backward(
     inputs = _inputs(*_views(interpretable(qkv)), bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out_BHND, do_BHND = (interpretable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = inputs.q.new_empty(qkv.shape)
-    delta, launches = backward(inputs, out_BHND, lse, do_BHND, *_views(dqkv), tiles)
+    dbias, launches = backward(inputs, out_BHND, lse, do_BHND, _views(dqkv), tiles, _shape(bias, needs_dbias))
     _remember(_backward_launches, layout, inputs, qkv, launches)
-    dbias = _dbias(inputs, bias, lse, do_BHND, delta) if needs_dbias else qkv.new_empty(0)
-    return dqkv.to(qkv.dtype), dbias
+    return dqkv.to(qkv.dtype), _like(bias, dbias, qkv)
 
 
 def _relaunch_backward(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dqkv: Tensor) -> None:
-    delta_BHN = torch.empty_like(lse)
     q, k, v = _addresses(qkv)
     dq, dk, dv = _addresses(dqkv)
-    do_address, statistics = do.data_ptr(), (lse.data_ptr(), delta_BHN.data_ptr(), *_NO_EXTRAS)
+    do_address = do.data_ptr()
+    if len(launches) == 1:  # all tokens in one tile
+        launches[0](q, k, v, do_address, dq, dk, dv, lse.data_ptr(), None, *_NO_EXTRAS)
+        return
+    delta_BHN = torch.empty_like(lse)
+    statistics = lse.data_ptr(), delta_BHN.data_ptr(), *_NO_EXTRAS
     launch_dq, launch_dkdv = launches
     launch_dq(q, k, v, out.data_ptr(), do_address, dq, *statistics)
     launch_dkdv(q, k, v, do_address, dk, dv, *statistics)

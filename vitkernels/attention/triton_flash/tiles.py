@@ -185,9 +185,17 @@ def owned_tile(program, tokens, TILE: tl.constexpr):
 
 @triton.jit
 def rows_of_head(ptr, head, H, stride_b, stride_h, stride_n):
-    """Return (pointer, row stride) of a head. Strides are multiples of 8; the hint enables 16-byte loads."""
-    b = (head // H).to(tl.int64)
-    return ptr + tl.multiple_of(b * stride_b + head % H * stride_h, 8), tl.multiple_of(stride_n, 8)
+    """Return (pointer, row stride) of a head, numbered over batch and heads."""
+    return rows_of_entry(ptr, (head // H).to(tl.int64), head % H, stride_b, stride_h, stride_n)
+
+
+@triton.jit
+def rows_of_entry(ptr, b, h, stride_b, stride_h, stride_n):
+    """Return (pointer, row stride) of head h of batch entry b, in int64.
+
+    Strides are multiples of 8; the hint enables 16-byte loads.
+    """
+    return ptr + tl.multiple_of(b * stride_b + h * stride_h, 8), tl.multiple_of(stride_n, 8)
 
 
 # --- scores and weights -----------------------------------------------------------------------------------------------
@@ -223,6 +231,16 @@ def statistics_of_head(ptr, head, N, extras):
 
 
 @triton.jit
+def store_statistics(ptr, row_max, row_sum, n, N, extras):
+    """Store the log-sum-exps of queries n; with a bias, their maxima and log2-sums."""
+    if extras[0] is not None:
+        tl.store(ptr + n, row_max, mask=n < N)
+        tl.store(ptr + N + n, tl.log2(row_sum), mask=n < N)
+    else:
+        tl.store(ptr + n, row_max + tl.log2(row_sum), mask=n < N)
+
+
+@triton.jit
 def load_statistics(ptr, n, N, extras, MASKED: tl.constexpr):
     """Load what `weights_of` needs of queries n; with MASKED, queries from N on have weights of 0."""
     base = tl.load(ptr + n, mask=n < N, other=float("inf")) if MASKED else tl.load(ptr + n)
@@ -244,20 +262,35 @@ def modified_scores(s, n, m, N, M, extras, CAUSAL: tl.constexpr):
 
     n and m hold the token numbers, shaped as a column and a row of s or the other way around.
     """
-    bias_ptr, bias_at, bias_n, bias_m, mask_ptr, mask_at, mask_n, mask_m, segment_ptr, segment_at, segment_n = extras
-    keep = (n < N) & (m < M)
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + bias_at + n * bias_n + m * bias_m, mask=keep, other=0.0)
-        s += bias.to(tl.float32)
+    inside = (n < N) & (m < M)
+    if extras[0] is not None:
+        s += load_bias(n, m, inside, extras)
+    keep = attended(n, m, N, M, inside, extras)
+    if CAUSAL:
+        keep = keep & (n >= m)
+    return tl.where(keep, s, float("-inf"))
+
+
+@triton.jit
+def load_bias(n, m, inside, extras):
+    """Load the bias of queries n and keys m in float32, where `inside` is true."""
+    bias_ptr, bias_at, bias_n, bias_m = extras[0], extras[1], extras[2], extras[3]
+    return tl.load(bias_ptr + bias_at + n * bias_n + m * bias_m, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def attended(n, m, N, M, inside, extras):
+    """Return where mask and segments let query n attend to key m, given where both exist."""
+    keep = inside
+    mask_ptr, mask_at, mask_n, mask_m = extras[4], extras[5], extras[6], extras[7]
+    segment_ptr, segment_at, segment_n = extras[8], extras[9], extras[10]
     if mask_ptr is not None:
-        keep = keep & (tl.load(mask_ptr + mask_at + n * mask_n + m * mask_m, mask=keep, other=0) != 0)
+        keep = keep & (tl.load(mask_ptr + mask_at + n * mask_n + m * mask_m, mask=inside, other=0) != 0)
     if segment_ptr is not None:
         of_n = tl.load(segment_ptr + segment_at + n * segment_n, mask=n < N, other=0)
         of_m = tl.load(segment_ptr + segment_at + m * segment_n, mask=m < M, other=0)
         keep = keep & (of_n == of_m)
-    if CAUSAL:
-        keep = keep & (n >= m)
-    return tl.where(keep, s, float("-inf"))
+    return keep
 
 
 @triton.jit

@@ -1,0 +1,113 @@
+"""triton_flash's loops over batch entries: the single-tile kernels of short sequences, and the gradient of a bias."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from vitkernels.attention.triton_flash import launch, tiling
+from vitkernels.attention.triton_flash.single_tile import single_tile_backward_kernel, single_tile_forward_kernel
+from vitkernels.testing.attention_harness import AttentionHarness
+from vitkernels.testing.attention_reference import draw, draw_packed
+
+FORWARD, BACKWARD = single_tile_forward_kernel, single_tile_backward_kernel
+# Runs of one entry, of several with a shorter last one, and of the entire batch.
+PROGRAMS = (1, 4, 64)
+
+
+@pytest.mark.parametrize("entries, owners", [(8192, 4), (128, 32), (1, 1), (0, 5), (7, 3), (100, 5000)])
+def test_runs__cover_the_entries_and_bound_the_programs(entries, owners):
+    parts, length = tiling.runs(entries, owners, torch.device("cpu"))
+    assert parts * length >= entries > (parts - 1) * length or (entries, parts) == (0, 1)
+    assert parts * owners <= max(owners, tiling.PROGRAMS_PER_MULTIPROCESSOR)
+
+
+class TestRuns(AttentionHarness):
+    backend = "triton_flash"
+
+    @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def device(self, request):
+        return request.param
+
+    @pytest.fixture(params=PROGRAMS, autouse=True)
+    def programs(self, request, device, monkeypatch):
+        """Set how many programs the runs fill: few of them loop over the batch, as large batches do on a GPU."""
+        monkeypatch.setattr(tiling, "PROGRAMS_PER_MULTIPROCESSOR", request.param)
+        monkeypatch.setattr(tiling, "_multiprocessors", lambda device: 1)
+        monkeypatch.setattr(launch, "_bound", {})
+
+    @pytest.fixture
+    def launched(self, monkeypatch):
+        """Record the kernels that run."""
+        seen, run = [], launch._launch
+        monkeypatch.setattr(launch, "_launch", lambda *args: seen.append(args[1]) or run(*args))
+        return seen
+
+    @pytest.mark.parametrize(
+        "B, H, N, M, D",
+        [(9, 2, 49, 49, 32), (3, 1, 33, 50, 64), (5, 2, 16, 7, 40), (2, 3, 64, 64, 24), (4, 1, 1, 9, 16)],
+    )
+    def test_shapes(self, device, launched, B, H, N, M, D):
+        leaves = draw(device, B, H, N, D, M=M)
+        self.check(leaves)
+        self.check(leaves, bias=torch.randn(1, H, N, M, device=device, requires_grad=True))
+        assert launched == [FORWARD, BACKWARD] * 2
+
+    @pytest.mark.parametrize("shape", [(2, 20, 20), (20, 20), (1, 2, 1, 20), (20,), (1, 2, 20, 20)])
+    def test_bias__shared_by_the_batch(self, device, launched, shape):
+        bias = torch.randn(shape, device=device, requires_grad=True)
+        self.check(draw(device, 5, 2, 20, 32), bias=bias)
+        self.check(draw(device, 5, 2, 20, 32), bias=bias.detach())
+        assert launched == [FORWARD, BACKWARD] * 2
+
+    @pytest.mark.parametrize("shape", [(5, 2, 20, 20), (5, 1, 1, 20)])
+    def test_bias__of_each_entry(self, device, launched, shape):
+        """Only its gradient needs the general kernels."""
+        bias = torch.randn(shape, device=device)
+        self.check(draw(device, 5, 2, 20, 32), bias=bias)
+        assert launched == [FORWARD, BACKWARD]
+        self.check(draw(device, 5, 2, 20, 32), bias=bias.requires_grad_())
+        assert launched[2] is FORWARD and BACKWARD not in launched[3:]
+
+    def test_windows(self, device, launched):
+        """A shifted window's segments differ from entry to entry, and a bias is shared by all of them."""
+        extras = {
+            "bias": torch.randn(2, 49, 49, device=device, requires_grad=True),
+            "segment_ids": torch.randint(0, 3, (7, 49), device=device),
+        }
+        self.check(draw(device, 7, 2, 49, 32), **extras)
+        self.check(draw(device, 3, 2, 49, 32, torch.float16), **extras | {"segment_ids": extras["segment_ids"][:3]})
+        assert launched == [FORWARD, BACKWARD] * 2
+
+    @pytest.mark.parametrize("shape", [(5, 1, 1, 20), (5, 2, 20, 20), (20, 20)])
+    def test_mask(self, device, shape):
+        mask = torch.rand(shape, device=device) < 0.5
+        mask[..., 0, :] = False  # queries, or an entire head, without keys
+        extras = {"bias": torch.randn(1, 2, 20, 20, device=device, requires_grad=True), "mask": mask}
+        self.check(draw(device, 5, 2, 20, 32), **extras)
+        self.check(draw(device, 5, 2, 20, 32), **extras, is_causal=True, scale=-0.3)
+
+    def test_packed(self, device, launched):
+        self.check_packed(draw_packed(device, 3, 50, 2, 64))
+        self.check_packed(
+            draw_packed(device, 3, 50, 2, 64), segment_ids=torch.arange(50, device=device).expand(3, 50) // 20
+        )
+        assert launched == [FORWARD, BACKWARD] * 2
+
+    @pytest.mark.parametrize("shape", [(1, 2, 70, 70), (70, 70), (1, 1, 1, 70), (3, 1, 70, 70), (3, 2, 70, 70)])
+    def test_bias_gradient__of_several_tiles(self, device, launched, shape):
+        bias = torch.randn(shape, device=device, requires_grad=True)
+        self.check(draw(device, 3, 2, 70, 32), bias=bias)
+        assert FORWARD not in launched and BACKWARD not in launched
+
+    @pytest.mark.parametrize("N", [49, 70])
+    def test_bias_gradient__is_bit_equal_in_reruns(self, device, N):
+        leaves = draw(device, 3, 2, N, 32)
+        bias = torch.randn(1, 2, N, N, device=device, requires_grad=True)
+
+        def run():
+            out = self.attend(*leaves, bias=bias)
+            return out, *torch.autograd.grad(out, (*leaves, bias), torch.ones_like(out).cumsum(0))
+
+        for first, second in zip(run(), run(), strict=True):
+            assert torch.equal(first, second)

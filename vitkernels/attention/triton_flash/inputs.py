@@ -1,0 +1,122 @@
+"""The tensors of one attention call, in the form that the flash-attention kernels read.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from vitkernels.bridge.operator import aligned
+from vitkernels.bridge.triton import next_power_of_2
+
+
+@dataclass(frozen=True)
+class FlashInputs:
+    """The inputs that all kernels of one attention call share. Tensors are (B, H, N or M, D) views of any layout."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None  # bias and mask expanded to (B, H, N, M); segment_ids is (B, N)
+    mask: Tensor | None
+    segment_ids: Tensor | None
+    rope: Tensor | None  # sines and cosines, expanded to (B, H, rotated tokens, 2 D)
+    rope_half: bool
+    is_causal: bool
+    scale: float
+
+    @classmethod
+    def of(cls, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale) -> "FlashInputs":
+        shape = (*q.shape[:3], k.shape[2])
+        return cls(
+            q=readable(q),
+            k=readable(k),
+            v=readable(v),
+            bias=None if bias is None else bias.expand(shape),
+            mask=None if mask is None else mask.expand(shape).view(torch.uint8),
+            segment_ids=segment_ids,
+            rope=None if rope is None else _expanded_rope(rope, q.shape),
+            rope_half=rope_half,
+            is_causal=is_causal,
+            scale=scale,
+        )
+
+    @property
+    def general(self) -> bool:
+        """Return whether the call is more than softmax(q kᵀ) v. A scale <= 0 counts: it turns max(s) into min(s)."""
+        return any(x is not None for x in self.extras[:3]) or self.is_causal or self.scale <= 0 or self.k.shape[2] == 0
+
+    @property
+    def extras(self) -> tuple[Tensor | None, ...]:
+        return self.bias, self.mask, self.segment_ids, self.rope
+
+    @property
+    def extra_strides(self) -> tuple[int, ...]:
+        """Return the strides of the extras, and the number of first tokens that are not rotated."""
+        of_bias = (0,) * 4 if self.bias is None else self.bias.stride()
+        of_mask = (0,) * 4 if self.mask is None else self.mask.stride()
+        of_segments = (0,) * 2 if self.segment_ids is None else self.segment_ids.stride()
+        rope, N = self.rope, self.q.shape[2]
+        of_rope = (0,) * 4 if rope is None else (*rope.stride()[:3], N - rope.shape[2])
+        return *of_bias, *of_mask, *of_segments, *of_rope
+
+    @cached_property
+    def layout(self) -> tuple:
+        """Return everything that a launch depends on except the tensors' addresses."""
+        q, k, v = self.q, self.k, self.v
+        of_extras = [x if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
+        of_rope = self.rope_half, None if self.rope is None else self.rope.shape[2]
+        return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras, *of_rope,
+                self.is_causal, self.scale)  # fmt: skip
+
+    @property
+    def constants(self) -> dict:
+        D = self.q.shape[3]
+        D1, D2 = split_head_dim(D)
+        halves = self.rope is not None and self.rope_half
+        QK1, QK2 = (max(16, next_power_of_2(D // 2)),) * 2 if halves else (D1, D2)
+        return {"D": D, "D1": D1, "D2": D2, "QK1": QK1, "QK2": QK2, "PRECISION": "ieee"}
+
+    def new_statistics(self) -> Tensor:
+        """Return an uninitialized tensor for the log-sum-exps; see forward_kernel."""
+        return self.q.new_empty(statistics_shape(self.q, self.bias), dtype=torch.float32)
+
+
+def statistics_shape(q_BHND: Tensor, bias: Tensor | None) -> tuple[int, ...]:
+    """Return the shape of the saved log-sum-exps: (B, H, N), or with a bias (B, H, 2, N)."""
+    B, H, N, _ = q_BHND.shape
+    return (B, H, N) if bias is None else (B, H, 2, N)
+
+
+def _expanded_rope(rope: Tensor, shape: tuple[int, ...]) -> Tensor:
+    rope = rope if rope.stride(-1) == 1 else rope.contiguous()
+    return rope.expand(*shape[:2], *rope.shape[-2:])
+
+
+def readable(x_BHND: Tensor) -> Tensor:
+    """Return x if kernels can load 16 bytes at a time from its rows (as in model layouts), else a copy."""
+    b, h, n = strides(x_BHND)
+    aligned_rows = x_BHND.stride(3) == 1 and (b | h | n) % 8 == 0
+    return x_BHND if aligned_rows and x_BHND.data_ptr() % 16 == 0 else aligned(x_BHND)
+
+
+def strides(x_BHND: Tensor) -> tuple[int, int, int]:
+    """Return the strides of batch, heads and tokens; 0 for a dimension of size 1, whose stride is arbitrary."""
+    B, H, N, _ = x_BHND.shape
+    b, h, n, _ = x_BHND.stride()
+    return b if B > 1 else 0, h if H > 1 else 0, n if N > 1 else 0
+
+
+def split_head_dim(D: int) -> tuple[int, int]:
+    """Return the two power-of-two tiles of a head dim: 64 -> 64, 0; 80 -> 64, 16; 88 -> 64, 32; 104 -> 128, 0.
+
+    A second tile of 16 or 32 columns next to one of 128 spills 1.4 KB per thread, so it has 64 there.
+    """
+    power = next_power_of_2(D)
+    if power == D:
+        return D, 0
+    rest = max(64 if power == 256 else 16, next_power_of_2(D - power // 2))
+    return (power // 2, rest) if power // 2 + rest < power else (power, 0)
