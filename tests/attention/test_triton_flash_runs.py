@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from vitkernels.attention.triton_flash import launch, tiling
 from vitkernels.attention.triton_flash.single_tile import single_tile_backward_kernel, single_tile_forward_kernel
+from vitkernels.bridge.triton import multiprocessors
 from vitkernels.testing.attention_harness import AttentionHarness
 from vitkernels.testing.attention_reference import draw, draw_packed
 
@@ -17,9 +18,10 @@ PROGRAMS = (1, 4, 64)
 
 @pytest.mark.parametrize("entries, owners", [(8192, 4), (128, 32), (1, 1), (0, 5), (7, 3), (100, 5000)])
 def test_runs__cover_the_entries_and_bound_the_programs(entries, owners):
-    parts, length = tiling.runs(entries, owners, torch.device("cpu"))
+    device = torch.device("cpu")
+    parts, length = tiling.runs(entries, owners, device)
     assert parts * length >= entries > (parts - 1) * length or (entries, parts) == (0, 1)
-    assert parts * owners <= max(owners, tiling.PROGRAMS_PER_MULTIPROCESSOR)
+    assert parts * owners <= max(owners, tiling.PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device))
 
 
 class TestRuns(AttentionHarness):

@@ -13,7 +13,7 @@ from functools import cache
 import torch
 
 from vitkernels.attention.triton_flash.inputs import FlashInputs, split_head_dim
-from vitkernels.bridge.triton import cdiv, next_power_of_2
+from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class TileConfig:
 
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
+_multiprocessors = cache(multiprocessors)  # asked in every call
 
 
 def runs(entries: int, owners: int, device: torch.device) -> tuple[int, int]:
@@ -51,11 +52,6 @@ def runs(entries: int, owners: int, device: torch.device) -> tuple[int, int]:
     wanted = max(1, PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // owners)
     length = max(1, cdiv(entries, wanted))
     return max(1, cdiv(entries, length)), length
-
-
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def tail_tile(length: int, tile: int) -> int:
