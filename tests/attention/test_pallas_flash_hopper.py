@@ -230,6 +230,59 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 
 @needs_new_jax
 @pytest.mark.parametrize(
+    "H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts",
+    [
+        (2, 100, 100, 32, (1, 2), False, True, 2, 3, 2),
+        (2, 70, 130, 40, (3, 1), False, False, 1, 2, 2),
+        (2, 150, 150, 32, (1, 1), True, False, 2, 1, 3),
+        (1, 65, 65, 64, (3, 1), True, True, 2, 4, 1),
+    ],
+)
+def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts):
+    """Biases shared by images, heads or both, with rows that are -inf or very negative everywhere."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.backward import Backward
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+    from vitkernels.attention.pallas_flash.hopper.bias_gradient import BiasGradient
+    from vitkernels.attention.pallas_flash.hopper.forward import Forward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.token_ids import by_keys, by_queries, token_ids
+
+    B = 3
+    q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
+    bias = torch.randn(*shape, N, M)
+    bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(torch.float32).min, -torch.inf
+    bias.requires_grad_()
+    segment_ids = torch.arange(N).expand(B, -1) // 40 if with_ids else None
+    ids = token_ids((B, H, N, D), M, None, segment_ids)
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact_bias = bias.detach().double().requires_grad_()
+    exact = reference(*leaves, bias=exact_bias, segment_ids=segment_ids, is_causal=is_causal, scale=0.1)
+    wanted = exact, *torch.autograd.grad(exact, [*leaves, exact_bias], do.double().transpose(1, 2))
+
+    prepared = padded_bias(bias, None, N, M)
+    schedule = Schedule(64, 2, warpgroups)
+    problem = (B, H, N, M, D, "bfloat16", 0.1, is_causal, H, (0, 0, 0), schedule, True, blocks, with_ids, shape)
+    q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
+    of_queries, of_keys = ([jnp.asarray(x.numpy()) for x in by(ids)] for by in (by_queries, by_keys))
+    given, transposed = (jnp.asarray(x.detach().numpy()) for x in (prepared, prepared.mT))
+    out, lse = Forward(*problem)(q, k, v, given, *of_queries)
+    backward = Backward(*problem)
+    dq, delta = backward.dq(q, k, v, out, do, lse, given, *of_queries)
+    dk, dv = backward.dkdv(q, k, v, do, lse, delta, transposed, *of_keys)
+    sums = BiasGradient(*problem, parts=parts)(q, k, v, do, lse, delta, given, *of_queries)
+
+    for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=False):
+        x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
+        assert error(x, y) < TOLERANCE[torch.bfloat16], name
+    total = torch.tensor(sums.tolist()).sum(0).nan_to_num()  # tiles of padding are never written
+    (dbias,) = torch.autograd.grad(prepared, bias, total)
+    assert error(dbias, wanted[4]) < TOLERANCE[torch.bfloat16]
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
     "N, D, has_ids",
     [
         (197, 64, False),

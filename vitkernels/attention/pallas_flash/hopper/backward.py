@@ -29,8 +29,8 @@ class Backward(RingKernel):
 
     # --- dq -----------------------------------------------------------------------------------------------------------
 
-    def dq(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *ids):
-        """Return dq in an array like q's, and delta = rowsum(dO O), (B, H, padded N) like lse. ids: see Forward."""
+    def dq(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *extras):
+        """Return dq in an array like q's, and delta = rowsum(dO O), (B, H, padded N) like lse. extras: see Forward."""
         scratch = {
             "q_smem": self.own_tiles(),
             "do_smem": self.own_tiles(),
@@ -49,10 +49,11 @@ class Backward(RingKernel):
         kernel = self.kernel(
             self._dq_body, self.queries, (self.rows(self.queries, self.all_heads), self.vector()), scratch
         )
-        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *ids)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *extras)
 
     def _dq_body(self, q_ref, k_ref, v_ref, out_ref, do_ref, lse_ref, *refs, **scratch):
-        *ids, dq_ref, delta_ref = refs
+        bias_ref, ids, (dq_ref, delta_ref) = self.extras(refs)
+        scratch["bias_ref"] = bias_ref
         spans_ref = ids[2] if ids else None
 
         def load_own(item, warpgroup):
@@ -108,12 +109,15 @@ class Backward(RingKernel):
 
     def _add_to_dq(self, item, step, keys, dq, first_query, q, do, lse, delta, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(keys)
+        first_key = (item.first + step) * self.schedule.tile
+        bias = self.bias_tile(scratch["bias_ref"], item.batch, item.head, first_query, first_key, columns)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
         scores, dp = tiles.products((q, tiles.first_rows(k, columns)), (do, tiles.first_rows(v, columns)))
-        weights = jnp.exp2(scores * (self.scale * LOG2E) - along_rows(lse, scores.shape))
+        scores = tiles.biased(scores * (self.scale * LOG2E), bias)
+        weights = jnp.exp2(scores - along_rows(lse, scores.shape))
         if self.is_causal or keys < columns:
-            key = tiles.position(scores.shape, 1) + (item.first + step) * self.schedule.tile
+            key = tiles.position(scores.shape, 1) + first_key
             keep = key < self.keys
             if self.is_causal:
                 keep = keep & (key <= tiles.position(scores.shape, 0) + first_query)
@@ -147,8 +151,11 @@ class Backward(RingKernel):
 
     # --- dk, dv -------------------------------------------------------------------------------------------------------
 
-    def dkdv(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, *ids):
-        """Return dk and dv in arrays like k's and v's. ids: see Forward; the spans are those of queries by keys."""
+    def dkdv(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, *extras):
+        """Return dk and dv in arrays like k's and v's.
+
+        extras: see Forward; the bias is transposed, and the spans are those of queries by keys.
+        """
         vectors = plgpu.SMEM((self.schedule.stages, self.schedule.tile), jnp.float32)
         scratch = {
             "k_smem": self.own_tiles(),
@@ -166,10 +173,11 @@ class Backward(RingKernel):
             scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
         keys = self.rows(self.keys, self.all_heads)
         kernel = self.kernel(self._dkdv_body, self.keys, (keys, keys), scratch)
-        return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, *ids)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, *extras)
 
     def _dkdv_body(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *refs, **scratch):
-        *ids, dk_ref, dv_ref = refs
+        bias_ref, ids, (dk_ref, dv_ref) = self.extras(refs)
+        scratch["bias_ref"] = bias_ref
         spans_ref = ids[2] if ids else None
 
         def load_own(item, warpgroup):
@@ -222,6 +230,8 @@ class Backward(RingKernel):
 
     def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)
+        first_query = (item.first + step) * self.schedule.tile
+        bias = self.bias_tile(scratch["bias_ref"], item.batch, item.head, first_key, first_query, columns)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.
@@ -231,9 +241,10 @@ class Backward(RingKernel):
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             for name in ("lse_smem", "delta_smem")
         )
-        weights = jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape))
+        scores = tiles.biased(scores * (self.scale * LOG2E), bias)
+        weights = jnp.exp2(scores - along_columns(lse, scores.shape))
         if self.is_causal:
-            query = tiles.position(scores.shape, 1) + (item.first + step) * self.schedule.tile
+            query = tiles.position(scores.shape, 1) + first_query
             weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)
         weights = self._of_same_id(weights, ids, slot, scratch)
         ds = tiles.widened((weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype))

@@ -20,10 +20,10 @@ LOWEST = -1e30  # below every score, but finite, so that a tile without keys for
 class Forward(RingKernel):
     """The forward kernel: call it with JAX arrays, or compile it with vitkernels.bridge.mosaic_gpu.Kernel."""
 
-    def __call__(self, q_BNHD, k_BMHD, v_BMHD, *ids):
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N); +inf for a query without keys.
 
-        ids: with has_ids, those of queries (B, padded N) and of keys (B, padded M), and the spans of keys that queries
+        extras: with bias_shape, the bias; see padded_bias. Then the ids: with has_ids, those of queries (B, padded N) and of keys (B, padded M), and the spans of keys that queries
             need; see span_of.
         """
         scratch = {
@@ -40,14 +40,15 @@ class Forward(RingKernel):
         if self.has_ids:
             scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
         kernel = self.kernel(self._body, self.queries, (self.rows(self.queries, self.heads), self.vector()), scratch)
-        return kernel(q_BNHD, k_BMHD, v_BMHD, *ids)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, *extras)
 
     @property
     def steps(self) -> int:
         return pl.cdiv(self.keys, self.schedule.tile)
 
     def _body(self, q_ref, k_ref, v_ref, *refs, **scratch):
-        *ids, out_ref, lse_ref = refs
+        bias_ref, ids, (out_ref, lse_ref) = self.extras(refs)
+        scratch["bias_ref"] = bias_ref
         spans_ref = ids[2] if ids else None
 
         def load_queries(item, warpgroup):
@@ -111,6 +112,9 @@ class Forward(RingKernel):
         s, slot = self.schedule, self.slot(item, step)
         # 72 of 128 columns took longer than all 128 (577 tokens: 0.300 ms instead of 0.296).
         columns = tiles.padded_columns(keys) if 2 * keys <= s.tile else s.tile
+        first_key = (item.first + step) * s.tile
+        # Requested before the keys are awaited, which hides part of its latency.
+        bias = self.bias_tile(scratch["bias_ref"], item.batch, item.head, first_query, first_key, columns)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
 
         def scores_of(acc_ref):
@@ -124,9 +128,7 @@ class Forward(RingKernel):
             of_keys = plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             keep = tiles.same_id(ids, of_keys)
         plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
-        weights, out, highest, total = self.softmax_step(
-            scores, first_query, (item.first + step) * s.tile, keys, carry, keep
-        )
+        weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep, bias)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
         out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
@@ -138,14 +140,16 @@ class Forward(RingKernel):
     def initial_carry(self) -> tuple:
         return self.zeros(), filled((ROWS,), LOWEST, BY_ROW), filled((ROWS,), 0, BY_ROW)
 
-    def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None) -> tuple:
+    def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None, bias=None) -> tuple:
         """Return the rounded weights of `keys` keys from first_key on, and the rescaled output, maximum and sum.
 
-        keep: where a query attends to a key; None: everywhere.
+        keep: where a query attends to a key; None: everywhere. bias: in log2 units.
         """
         out, highest, total = carry
         scale = self.scale * LOG2E
-        if scale <= 0:
+        if bias is not None:
+            scores, scale = tiles.biased(scores * scale, bias), 1.0
+        elif scale <= 0:
             scores, scale = scores * scale, 1.0
         if self.is_causal or keys < scores.shape[1]:
             scores = self._masked(scores, first_query, first_key)
@@ -160,7 +164,7 @@ class Forward(RingKernel):
 
     def finalize(self, out, highest, total) -> tuple:
         """Return the output, and the log-sum-exp in log2 units."""
-        if self.has_ids:  # a query without keys: out is 0, and every weight of the backward pass
+        if self.has_ids or self.bias_shape:  # a query without keys: out is 0, and every weight of the backward pass
             has_key = total > 0
             inverse = jnp.where(has_key, 1 / total, 0.0)
             lse = jnp.where(has_key, highest + jnp.log(total) * LOG2E, jnp.inf)

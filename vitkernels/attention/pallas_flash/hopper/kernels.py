@@ -1,6 +1,6 @@
 """The compiled Hopper kernels of `pallas_flash` for one attention call, and the choice among them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from vitkernels.attention.pallas_flash.hopper.backward import Backward
+from vitkernels.attention.pallas_flash.hopper.bias_gradient import BiasGradient
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
 from vitkernels.attention.pallas_flash.hopper.fused_order import Delta
 from vitkernels.attention.pallas_flash.hopper.schedule import (
     MULTIPROCESSORS,
     Schedule,
+    bias_gradient_parts,
+    bias_gradient_schedule,
     dkdv_schedule,
     dq_schedule,
     fits_short_backward,
@@ -43,8 +46,9 @@ class AttentionKernels:
     packed: bool  # q, k and v, and their gradients, share one array of 3 H heads
     device: torch.device
     has_ids: bool = False  # ids of queries and keys follow each kernel's inputs
+    bias_shape: tuple[int, int] | None = None  # images and heads of a bias, which precedes the ids
 
-    def _build(self, kind: type, schedule: Schedule | None) -> Any:
+    def _build(self, kind: type, schedule: Schedule | None, **options: int) -> Any:
         return kind(
             batch=self.batch,
             heads=self.heads,
@@ -59,21 +63,24 @@ class AttentionKernels:
             schedule=schedule,
             multiprocessors=_multiprocessors(self.device),
             has_ids=self.has_ids,
+            bias_shape=self.bias_shape,
+            **options,
         )
 
     @property
     def _is_masked(self) -> bool:
         """Return whether the kernels mask individual weights, which costs registers."""
-        return self.is_causal or self.has_ids
+        return self.is_causal or self.has_ids or self.bias_shape is not None
 
     @cached_property
     def forward(self) -> Kernel:
-        """Return the forward kernel, called as (q, k, v, *ids, out, lse)."""
+        """Return the forward kernel, called as (q, k, v, *bias, *ids, out, lse)."""
         if fits_short_forward(self.queries, self.keys, self.head_dim, self._is_masked):
             kernel = self._build(ShortForward, None)
         else:
-            kernel = self._build(Forward, forward_schedule(self.queries, self.keys, self.head_dim))
-        return Kernel(kernel, (*_inputs(kernel), *_ids(kernel, kernel.queries)))
+            has_bias = self.bias_shape is not None
+            kernel = self._build(Forward, forward_schedule(self.queries, self.keys, self.head_dim, has_bias))
+        return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
 
     @cached_property
     def short_backward(self) -> Kernel:
@@ -106,36 +113,66 @@ class AttentionKernels:
 
     @cached_property
     def dq(self) -> Kernel:
-        """Return the dq kernel, called as (q, k, v, out, do, lse, *ids, dq, delta)."""
+        """Return the dq kernel, called as (q, k, v, out, do, lse, *bias, *ids, dq, delta)."""
         kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self._is_masked))
         do = kernel.rows(self.queries, self.heads)
-        return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector(), *_ids(kernel, kernel.queries)))
+        return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector(), *_extras(kernel, kernel.queries)))
 
     @cached_property
     def dkdv(self) -> Kernel:
-        """Return the dkdv kernel, called as (q, k, v, do, lse, delta, *ids, dk, dv)."""
+        """Return the dkdv kernel, called as (q, k, v, do, lse, delta, *transposed bias, *ids, dk, dv)."""
         kernel = self._build(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self._is_masked))
         do = kernel.rows(self.queries, self.heads)
-        return Kernel(kernel.dkdv, (*_inputs(kernel), do, kernel.vector(), kernel.vector(), *_ids(kernel, kernel.keys)))
+        vector = kernel.vector()
+        return Kernel(kernel.dkdv, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.keys)))
+
+    @cached_property
+    def _bias_gradient(self) -> BiasGradient:
+        assert self.bias_shape is not None
+        schedule = bias_gradient_schedule(self.queries, self.head_dim)
+        kernel: BiasGradient = self._build(BiasGradient, schedule)
+        images, heads = kernel.sharing
+        elements = self.bias_shape[0] * self.bias_shape[1] * padded(self.queries) * padded(self.keys)
+        parts = bias_gradient_parts(kernel.work_items(self.queries), images * heads, elements)
+        return replace(kernel, parts=parts)
+
+    @cached_property
+    def bias_gradient(self) -> Kernel:
+        """Return the kernel of the bias's gradient, called as (q, k, v, do, lse, delta, bias, *ids, sums)."""
+        kernel = self._bias_gradient
+        do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
+        return Kernel(kernel, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.queries)))
 
     def vector(self) -> Tensor:
         """Return an uninitialized (B, H, padded N), for log-sum-exp or delta."""
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
 
-    def run_backward(self, q, k, v, out, lse, do, ids, dq, dk, dv) -> None:
-        """Fill dq, dk and dv. ids: what `token_ids` returned."""
+    def run_backward(self, q, k, v, out, lse, do, bias, ids, dq, dk, dv, needs_dbias: bool) -> Tensor | None:
+        """Fill dq, dk and dv, and return the gradient of the bias if it is needed.
+
+        bias, ids: what `padded_bias` and `token_ids` returned.
+        """
         if fits_short_backward(self.queries, self.keys, self.head_dim, self._is_masked):
             self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
-            return
+            return None
         delta = self.vector()
         if self._fused is not None:
             counters = torch.empty_like(delta, dtype=torch.int32)
             sums = torch.empty(self._fused.sums.shape, device=self.device)
             self.delta(out, do, delta, counters)
             self.fused_backward(q, k, v, do, lse, delta, counters, dq, dk, dv, sums)
-            return
-        self.dq(q, k, v, out, do, lse, *by_queries(ids), dq, delta)
-        self.dkdv(q, k, v, do, lse, delta, *by_keys(ids), dk, dv)
+            return None
+        biases = () if bias is None else (bias,)
+        self.dq(q, k, v, out, do, lse, *biases, *by_queries(ids), dq, delta)
+        transposed = () if bias is None else (bias.mT.contiguous(),)
+        self.dkdv(q, k, v, do, lse, delta, *transposed, *by_keys(ids), dk, dv)
+        return self._run_bias_gradient(q, k, v, do, lse, delta, bias, ids) if needs_dbias else None
+
+    def _run_bias_gradient(self, q, k, v, do, lse, delta, bias, ids) -> Tensor:
+        # Zeros: no work item writes the padding.
+        parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape)
+        self.bias_gradient(q, k, v, do, lse, delta, bias, *by_queries(ids), parts)
+        return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
 def _multiprocessors(device: torch.device) -> int:
@@ -151,6 +188,9 @@ def _inputs(kernel: HopperKernel) -> tuple:
     return tuple(kernel.rows(n, kernel.all_heads) for n in (kernel.queries, kernel.keys, kernel.keys))
 
 
-def _ids(kernel: HopperKernel, own: int) -> tuple:
+def _extras(kernel: HopperKernel, own: int) -> tuple:
+    """Return the shapes of the bias, transposed if `own` rows are keys, and of the ids, as far as the call has them."""
+    other = kernel.queries + kernel.keys - own
+    bias = () if kernel.bias_shape is None else (kernel.bias_array(own, other),)
     ids = kernel.id_vector(kernel.queries), kernel.id_vector(kernel.keys), kernel.span_vector(own)
-    return ids if kernel.has_ids else ()
+    return *bias, *(ids if kernel.has_ids else ())

@@ -93,6 +93,11 @@ class RingKernel(tiles.HopperKernel):
     def work_items(self, own_rows: int) -> int:
         return self.batch * self.heads * self.tiles(own_rows)
 
+    def divided(self, index, own_rows: int) -> tuple:
+        """Return batch, head and tile of the item with this index."""
+        head, tile = lax.div(index, self.tiles(own_rows)), lax.rem(index, self.tiles(own_rows))
+        return lax.div(head, self.heads), lax.rem(head, self.heads), tile
+
     def blocks(self, own_rows: int) -> int:
         return min(self.multiprocessors, self.work_items(own_rows))
 
@@ -195,15 +200,14 @@ class RingKernel(tiles.HopperKernel):
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
         """
-        tiles, blocks, items = self.tiles(rows), self.blocks(rows), self.work_items(rows)
+        blocks, items = self.blocks(rows), self.work_items(rows)
         share = items // blocks
 
         def index(number):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def body(number, streamed):
-            head, tile = lax.div(index(number), tiles), lax.rem(index(number), tiles)
-            item = WorkItem(lax.div(head, self.heads), lax.rem(head, self.heads), tile, number, streamed)
+            item = WorkItem(*self.divided(index(number), rows), number, streamed)
             first, steps = span_of(item)
             process(item._replace(first=first, steps=steps))
             return streamed + steps

@@ -40,12 +40,12 @@ def widths(head_dim: int) -> tuple[int, ...]:
     return (64,) * full + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
 
 
-def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+def forward_schedule(queries: int, keys: int, head_dim: int, has_bias: bool = False) -> Schedule:
     columns = sum(widths(head_dim))
     if columns > 96:
-        return Schedule(128, 2, min(2, _tiles(queries)), buffers=1)
+        return Schedule(64 if has_bias else 128, 2, min(2, _tiles(queries)), buffers=1)
     warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
-    if keys <= 3 * ROWS:
+    if keys <= 3 * ROWS or has_bias:  # a bias of 128 keys would exceed the registers
         return Schedule(64, 4, warpgroups)
     return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
 
@@ -98,6 +98,22 @@ def _idle(rows: int, warpgroups: int) -> float:
     """Return the fraction of a head's warpgroups without rows."""
     items = -(-_tiles(rows) // warpgroups)
     return 1 - _tiles(rows) / (items * warpgroups)
+
+
+def bias_gradient_schedule(queries: int, head_dim: int) -> Schedule:
+    warpgroups = min(2, _tiles(queries))
+    slot = (2 * warpgroups + 2) * 2 * ROWS * sum(widths(head_dim))  # bytes of queries, output gradients, keys and values
+    return Schedule(ROWS, min(4, (_SHARED_MEMORY - 2 * _BARRIERS_AND_VECTORS) // slot), warpgroups)
+
+
+def bias_gradient_parts(tiles: int, pairs: int, elements: int) -> int:
+    """Return into how many parts the (image, head) pairs that share a bias are divided: four work items per block.
+
+    tiles: work items of one part. elements: of the padded bias; the parts' sums take at most 128 MB. No part is empty.
+    """
+    wanted = -(-4 * MULTIPROCESSORS // tiles)
+    per_part = -(-pairs // max(1, min(wanted, pairs, 2**25 // elements)))
+    return -(-pairs // per_part)
 
 
 # --- the kernels for short sequences ----------------------------------------------------------------------------------

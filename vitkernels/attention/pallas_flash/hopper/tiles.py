@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS, ROWS, Schedule, widths
 
 LOG2E = math.log2(math.e)
+LOW = -(2.0**93)  # a bias at most this low, in log2 units, replaces its score; see padded_bias
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 WGMMA = plgpu.Layout.WGMMA
@@ -47,6 +48,8 @@ class HopperKernel:
     interpret: bool = False
     multiprocessors: int = MULTIPROCESSORS
     has_ids: bool = False  # the kernels also take ids of queries and keys; a query attends to the keys with its id
+    # Images and heads of a bias, each 1 if it is broadcast; the kernels take it before the ids. See bias.py.
+    bias_shape: tuple[int, int] | None = None
 
     @property
     def padded_queries(self) -> int:
@@ -70,6 +73,23 @@ class HopperKernel:
 
     def id_vector(self, tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, padded(tokens)), jnp.int32)
+
+    def bias_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
+        assert self.bias_shape is not None
+        return jax.ShapeDtypeStruct((*self.bias_shape, padded(rows), padded(columns)), jnp.float32)
+
+    def bias_tile(self, bias_ref, image, head, first_row, first_column, columns: int):
+        """Return ROWS rows and `columns` columns of an item's bias, in registers and log2 units; None without a bias."""
+        if self.bias_shape is None:
+            return None
+        image, head = (x if n > 1 else 0 for x, n in zip((image, head), self.bias_shape, strict=True))
+        tile = bias_ref.at[image, head, pl.ds(first_row, ROWS), pl.ds(first_column, columns)]
+        return plgpu.load(tile, layout=WGMMA, optimized=False)
+
+    def extras(self, refs) -> tuple:
+        """Split a kernel's arguments after q, k and v or the vectors: the bias or None, the ids, and the results."""
+        bias, rest = (None, refs) if self.bias_shape is None else (refs[0], refs[1:])
+        return (bias, rest[:3], rest[3:]) if self.has_ids else (bias, (), rest)
 
     def span_vector(self, tokens: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, 2, padded(tokens) // ROWS), jnp.int32)
@@ -196,6 +216,11 @@ def widened(x: jax.Array) -> jax.Array:
 
 def filled(shape: tuple[int, ...], value: float, layout, dtype=jnp.float32) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def biased(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """Return scores + bias, both in log2 units; where the bias is at most LOW, bias - LOW."""
+    return scores if bias is None else bias + jnp.where(bias <= LOW, -LOW, scores)
 
 
 def along_rows(x: jax.Array, shape) -> jax.Array:
