@@ -5,7 +5,6 @@ The conformance suite also runs them on a Hopper GPU.
 
 import dataclasses
 import importlib
-import inspect
 import math
 
 import pytest
@@ -283,25 +282,30 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    "N, D, has_ids",
+    "N, D, has_ids, bias_shape",
     [
-        (197, 64, False),
-        (256, 40, False),
-        (577, 88, False),
-        (4096, 128, False),
-        (4096, 56, False),
-        (1024, 40, False),
-        (197, 64, True),
+        (197, 64, False, None),
+        (256, 40, False, None),
+        (577, 88, False, None),
+        (4096, 128, False, None),
+        (4096, 56, False, None),
+        (1024, 40, False, None),
+        (197, 64, True, None),
+        (197, 64, True, (1, 8)),
+        (577, 88, False, (2, 1)),
     ],
 )
-def test_kernels__lower_without_a_gpu(N, D, has_ids):
+def test_kernels__lower_without_a_gpu(N, D, has_ids, bias_shape):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
     from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
 
-    call = AttentionKernels(2, 8, N, N, D, torch.bfloat16, False, D**-0.5, True, torch.device("cuda"), has_ids)
+    options = True, torch.device("cuda"), has_ids, bias_shape
+    call = AttentionKernels(2, 8, N, N, D, torch.bfloat16, False, D**-0.5, *options)
     kernels = [call.forward, call.dq, call.dkdv]
-    if fits_short_backward(N, N, D, has_ids):
+    if bias_shape is not None:
+        kernels.append(call.bias_gradient)
+    elif fits_short_backward(N, N, D, has_ids):
         kernels.append(call.short_backward)
     if (N, D) == (4096, 56):
         kernels += [call.delta, call.fused_backward]
@@ -310,28 +314,30 @@ def test_kernels__lower_without_a_gpu(N, D, has_ids):
 
 
 @needs_new_jax
-def test_operators__trace_with_ids():
-    """Schemas name the functions' arguments, and fake outputs have the layouts' shapes."""
+def test_operators__trace_with_ids_and_a_bias():
+    """Fake outputs have the layouts' shapes."""
     from torch._subclasses import FakeTensorMode
 
     from vitkernels.attention.pallas_flash.hopper import operators
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
     ops = (operators.attend, operators.attend_backward, operators.attend_packed, operators.attend_packed_backward)
-    for op in ops:
-        named = [argument.name for argument in op.traced._schema.arguments]
-        assert named == list(inspect.signature(op.function).parameters)
     attend, backward, attend_packed, packed_backward = (op.traced for op in ops)
     with FakeTensorMode():
         qkv = torch.empty(2, 70, 3, 3, 64, dtype=torch.bfloat16)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         ids = token_ids(q.shape, 70, torch.ones(2, 1, 1, 70, dtype=torch.bool), None)
-        out, lse = attend_packed(qkv, *ids, False, 0.1)
+        bias = padded_bias(torch.empty(3, 70, 70), None, 70, 70)
+        call = bias, *ids, False, 0.1
+        out, lse = attend_packed(qkv, *call)
         assert out.shape == (2, 70, 192) and lse.shape == (2, 3, 256)
-        assert packed_backward(out, out, lse, qkv, *ids, False, 0.1).shape == qkv.shape
-        out, lse = attend(q, k, v, *ids, False, 0.1)
+        dqkv, dbias = packed_backward(out, out, lse, qkv, True, *call)
+        assert dqkv.shape == qkv.shape and dbias.shape == bias.shape == (1, 3, 256, 256)
+        out, lse = attend(q, k, v, *call)
         assert out.shape == q.shape
-        assert [x.shape for x in backward(out, out, lse, q, k, v, *ids, False, 0.1)] == [q.shape] * 3
+        *dqkv, dbias = backward(out, out, lse, q, k, v, False, *call)
+        assert [x.shape for x in dqkv] == [q.shape] * 3 and not dbias.numel()
 
 
 def test_unsupported__names_the_missing_requirement():
@@ -353,10 +359,9 @@ def test_unsupported__message(monkeypatch):
     half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
     reason = lambda **changes: module.BACKEND.unsupported(dataclasses.replace(half, **changes))  # noqa: E731
     assert reason() is None
-    assert "do not support bias" in reason(bias_shape=(50, 50))
+    assert reason(bias_shape=(50, 50)) is None
     assert reason(has_segment_ids=True) is None
-    assert all(reason(has_mask=True, mask_shape=shape) is None for shape in ((50,), (1, 50), (1, 1, 1, 50)))
-    assert "not (50, 50)" in reason(has_mask=True, mask_shape=(50, 50))
+    assert all(reason(has_mask=True, mask_shape=shape) is None for shape in ((50,), (1, 1, 1, 50), (50, 50)))
     assert "float32" in reason(dtype=torch.float32)
     assert "not 136" in reason(head_dim=136)
     assert "dropout" in reason(dropout_p=0.1)

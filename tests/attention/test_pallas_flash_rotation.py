@@ -1,6 +1,7 @@
 """Rotary embeddings of `pallas_flash` on Hopper: the kernel, interpreted, and the operators around stand-in kernels."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -137,31 +138,41 @@ class StandIn:
     packed: bool
     device: torch.device
     has_ids: bool = False
+    bias_shape: tuple[int, int] | None = None
 
     def vector(self):
         from vitkernels.attention.pallas_flash.hopper.tiles import padded
 
         return torch.zeros(self.batch, self.heads, padded(self.queries), device=self.device)
 
-    def _weights(self, q, k):
+    def _weights(self, q, k, bias=None):
         scores = q @ k.mT * self.scale
+        if bias is not None:
+            scores = scores + bias[:, :, : self.queries, : self.keys] * math.log(2)
         if self.is_causal:
             scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
         return scores.softmax(-1)
 
-    def forward(self, q, k, v, out, lse):
+    def forward(self, q, k, v, *bias_out_lse):
+        *bias, out, _ = bias_out_lse
         assert q is k is v and q.is_contiguous()
         q, k, v = (x.double() for x in unpacked(q))
-        out.copy_((self._weights(q, k) @ v).transpose(1, 2).flatten(2))
+        out.copy_((self._weights(q, k, *bias) @ v).transpose(1, 2).flatten(2))
 
-    def run_backward(self, q, k, v, out, lse, do, ids, dq, dk, dv):
+    def run_backward(self, q, k, v, out, lse, do, bias, ids, dq, dk, dv, needs_dbias):
         assert q is k is v and dq is dk is dv
         q, k, v = (x.double() for x in unpacked(q))
         do = do.double().unflatten(2, (self.heads, -1)).transpose(1, 2)
-        p = self._weights(q, k)
-        ds = p * (do @ v.mT - (do @ v.mT * p).sum(-1, keepdim=True)) * self.scale
+        p = self._weights(q, k, bias)
+        ds = p * (do @ v.mT - (do @ v.mT * p).sum(-1, keepdim=True))
+        dbias = None
+        if needs_dbias:
+            dbias = torch.zeros_like(bias)
+            dbias[:, :, : self.queries, : self.keys] = ds.sum(0, keepdim=True) * math.log(2)
+        ds = ds * self.scale
         for to, x in zip(unpacked(dq), (ds @ k, ds.mT @ q, p.mT @ do), strict=True):
             to.copy_(x)
+        return dbias
 
 
 @pytest.fixture
@@ -173,7 +184,7 @@ def operators(monkeypatch):
     return operators
 
 
-NO_IDS = (None,) * 4
+NOTHING = (None,) * 5  # no bias and no ids
 
 
 @needs_new_jax
@@ -182,7 +193,7 @@ NO_IDS = (None,) * 4
 def test_rotary_attention(operators, dtype, rope_half):
     qkv, rope = draw("cpu", 64, (2, 1), 37, 33, dtype)
     qkv.requires_grad_()
-    attend = lambda: operators.attend_rotary(qkv, rope, rope_half, *NO_IDS, False, 0.1)  # noqa: E731
+    attend = lambda: operators.attend_rotary(qkv, rope, rope_half, *NOTHING, False, 0.1)  # noqa: E731
     given = qkv.detach().clone()
     out = attend()[0]
     do = torch.randn_like(out)
@@ -197,12 +208,39 @@ def test_rotary_attention(operators, dtype, rope_half):
 
 
 @needs_new_jax
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rotary_attention__with_a_bias(operators, compiled):
+    """The gradient reaches the bias, and is None for one that needs none."""
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+
+    torch._dynamo.reset()
+    qkv, rope = draw("cpu", 64, (), 37, 33, torch.float32)
+    H = qkv.shape[3]
+    qkv, bias = qkv.requires_grad_(), torch.randn(H, 37, 37).requires_grad_()
+
+    def attend(qkv, bias):
+        call = padded_bias(bias, None, 37, 37), *NOTHING[1:], False, 0.1
+        return operators.attend_rotary(qkv, rope, False, *call)[0]
+
+    run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
+    found = run(qkv, bias)
+    do = torch.randn_like(found)
+    leaves = [x.detach().double().requires_grad_() for x in (qkv, bias)]
+    exact = reference(*unpacked(leaves[0]), bias=leaves[1], rope=rope, rope_half=False, scale=0.1)
+    wanted = torch.autograd.grad(exact.transpose(1, 2).flatten(2), leaves, do.double())
+    for x, y in zip(torch.autograd.grad(found, (qkv, bias), do), wanted, strict=True):
+        assert error(x, y) < TOLERANCE[torch.float32]
+    (alone,) = torch.autograd.grad(run(qkv, bias.detach()), qkv, do)
+    assert error(alone, wanted[0]) < TOLERANCE[torch.float32]
+
+
+@needs_new_jax
 def test_rotary_attention__saves_only_rotated_qkv(operators):
     """The projection's output is free after the forward pass, so that memory is as without rope."""
     qkv, rope = draw("cpu", 64, (), 37, 33)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        operators.attend_rotary(qkv.requires_grad_(), rope, False, *NO_IDS, False, 0.1)
+        operators.attend_rotary(qkv.requires_grad_(), rope, False, *NOTHING, False, 0.1)
     packed = [x for x in saved if x is not None and x.shape == qkv.shape]
     assert len(packed) == 1 and packed[0].data_ptr() != qkv.data_ptr()
 
@@ -214,7 +252,7 @@ def test_rotary_attention__compiled(operators):
     rope = rotary_table("cpu", 33, 64, True)
 
     def model(x):
-        return operators.attend_rotary(x * 1.5, rope, True, *NO_IDS, True, 0.1)[0].relu()
+        return operators.attend_rotary(x * 1.5, rope, True, *NOTHING, True, 0.1)[0].relu()
 
     out, compiled = model(qkv), torch.compile(model, fullgraph=True, backend="aot_eager")(qkv)
     assert torch.equal(compiled, out)
@@ -224,12 +262,12 @@ def test_rotary_attention__compiled(operators):
 @needs_new_jax
 def test_rotary_operators__pass_opcheck(operators):
     qkv, rope = draw("cpu", 32, (), 9, 8)
-    call = (*NO_IDS, False, 0.1)
+    call = (*NOTHING, False, 0.1)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
     torch.library.opcheck(operators.attend_rotary.traced, (qkv.requires_grad_(), rope, True, *call), test_utils=checks)
     out, lse, turned = operators.attend_rotary(qkv.detach(), rope, True, *call)
     torch.library.opcheck(
         operators.attend_rotary_backward.traced,
-        (torch.randn_like(out), out, lse, turned, rope, True, *call),
+        (torch.randn_like(out), out, lse, turned, rope, True, False, *call),
         test_utils=checks[:2],
     )

@@ -34,6 +34,7 @@ _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
     from vitkernels.attention.pallas_flash.hopper.rotation import rotate
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
@@ -45,17 +46,7 @@ def _unsupported_on_hopper(problem: Problem) -> str | None:
         return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}"
     if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
         return f"its kernels for NVIDIA support head dims 32 to 128 in steps of 8, not {problem.head_dim}"
-    if problem.bias_shape is not None:
-        return "its kernels for NVIDIA do not support bias; use triton_flash or sdpa"
-    if problem.has_mask and not _masks_keys(problem.mask_shape):
-        shape = problem.mask_shape
-        return f"its kernels for NVIDIA support masks of keys, (batch or 1, 1, 1, keys), not {shape}; use triton_flash"
     return None
-
-
-def _masks_keys(mask_shape: tuple[int, ...] | None) -> bool:
-    """Return whether a mask is the same for all queries and heads of an image."""
-    return mask_shape is not None and all(size == 1 for size in mask_shape[-3:-1])
 
 
 def _unsupported_on_tpu(problem: Problem) -> str | None:
@@ -91,11 +82,11 @@ class PallasFlash(AttentionBackend):
 
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
         if q_BHND.device.type == "cuda":
-            ids = token_ids(q_BHND.shape, k_BHMD.shape[2], keywords["mask"], keywords["segment_ids"])
+            call = _hopper_call(q_BHND.shape, k_BHMD.shape[2], **keywords)
             if rope is not None:
                 q_BHND, k_BHMD = rotate(q_BHND, rope, rope_half, False), rotate(k_BHMD, rope, rope_half, False)
             rows = _in_rows(q_BHND), _in_rows(k_BHMD), _in_rows(v_BHMD)
-            return operators.attend(*rows, *ids, keywords["is_causal"], keywords["scale"])[0]
+            return operators.attend(*rows, *call)[0]
         B, H, N, D = q_BHND.shape
         arrays = [x.transpose(1, 2).reshape(B, -1, H * D) for x in (q_BHND, k_BHMD, v_BHMD)]
         return _attend(arrays, H, **keywords).reshape(B, N, H, D).transpose(1, 2)
@@ -104,11 +95,19 @@ class PallasFlash(AttentionBackend):
         B, N, _, H, D = qkv_BN3HD.shape
         if qkv_BN3HD.device.type != "cuda":
             return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
-        ids = token_ids((B, H, N, D), N, keywords["mask"], keywords["segment_ids"])
-        call = *ids, keywords["is_causal"], keywords["scale"]
+        call = _hopper_call((B, H, N, D), N, **keywords)
         if rope is None:
             return operators.attend_packed(qkv_BN3HD, *call)[0]
         return operators.attend_rotary(qkv_BN3HD, rope, rope_half, *call)[0]
+
+
+def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
+    """Return the arguments that describe a call to the Hopper operators."""
+    # A mask that is the same for all queries and heads of an image becomes ids, whose kernels skip masked tiles.
+    of_keys = mask is not None and all(size == 1 for size in mask.shape[-3:-1])
+    prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys)
+    ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids)
+    return prepared, *ids, is_causal, scale
 
 
 def _in_rows(x_BHND):

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from vitkernels.attention.pallas_flash.hopper.tiles import LOG2E, LOW, padded
 
-# The least finite value, in log2 units. LOW + _LEAST is above the start of the kernels' running maximum, so that a row of
-# such values is not mistaken for one without keys.
+# The least finite value, in log2 units. LOW + _LEAST is above the start of the kernels' running maximum, so that a row
+# of such values is not mistaken for one without keys.
 _LEAST = 4 * LOW
 
 

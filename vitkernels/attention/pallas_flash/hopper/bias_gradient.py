@@ -17,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream, WorkItem
+from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -34,6 +35,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
 class BiasGradient(RingKernel):
     """The kernel of a call; batch and heads are those of q. parts: P."""
 
+    schedule: Schedule
     parts: int = 1
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, bias, *ids):
@@ -174,9 +176,7 @@ class BiasGradient(RingKernel):
             q, do = at(scratch["q_smem"], place), at(scratch["do_smem"], place)
             k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
             scores, dp = tiles.products((q, k), (do, v))
-            lse, delta = (
-                plgpu.load(scratch[name].at[place], layout=BY_ROW) for name in ("lse_smem", "delta_smem")
-            )
+            lse, delta = (plgpu.load(scratch[name].at[place], layout=BY_ROW) for name in ("lse_smem", "delta_smem"))
             scores = tiles.biased(scores * (self.scale * LOG2E), bias)
             weights = jnp.exp2(scores - along_rows(lse, scores.shape))
             keep = self._keeps(place, slot, first_row, first_key, scores.shape, scratch)

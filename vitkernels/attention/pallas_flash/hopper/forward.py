@@ -23,8 +23,8 @@ class Forward(RingKernel):
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N); +inf for a query without keys.
 
-        extras: with bias_shape, the bias; see padded_bias. Then the ids: with has_ids, those of queries (B, padded N) and of keys (B, padded M), and the spans of keys that queries
-            need; see span_of.
+        extras: with bias_shape, the bias; see padded_bias. Then, with has_ids, the ids of queries (B, padded N) and of
+            keys (B, padded M), and the spans of keys that queries need; see span_of.
         """
         scratch = {
             "q_smem": self.own_tiles(),

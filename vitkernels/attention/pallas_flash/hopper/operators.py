@@ -2,6 +2,9 @@
 
 Imported only if the kernels can run, because older JAX lacks the features they need.
 
+The last arguments of each operator describe the call: the bias of `padded_bias`, the ids of `token_ids`, is_causal and
+scale. Its backward operator also takes them, and whether the bias needs its gradient; if not, that is empty.
+
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
 """
 
@@ -14,6 +17,49 @@ from vitkernels.attention.pallas_flash.hopper.tiles import padded
 from vitkernels.attention.pallas_flash.hopper.token_ids import by_queries
 from vitkernels.bridge.operator import aligned, differentiable_once, operator
 
+_CALL = "Tensor? bias, Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale"
+_ARGUMENTS = 7  # of a call
+
+
+def _kernels(B, H, N, M, D, dtype, device, packed: bool, call: tuple) -> AttentionKernels:
+    bias, q_ids, *_, is_causal, scale = call
+    bias_shape = None if bias is None else tuple(bias.shape[:2])
+    return kernels_for(B, H, N, M, D, dtype, is_causal, scale, packed, device, q_ids is not None, bias_shape)
+
+
+def _tensors_of(call: tuple) -> tuple[tuple[Tensor, ...], tuple]:
+    """Return the bias, if there is one, and the ids of a call."""
+    bias, *ids = call[:5]
+    return () if bias is None else (bias,), tuple(ids)
+
+
+def _gradient_or_empty(bias_gradient: Tensor | None, like: Tensor) -> Tensor:
+    return like.new_empty(0, dtype=torch.float32) if bias_gradient is None else bias_gradient
+
+
+def _fake_bias_gradient(call: tuple, needed: bool, like: Tensor) -> Tensor:
+    return like.new_empty(call[0].shape if needed else 0, dtype=torch.float32)
+
+
+def _save_call(ctx, call: tuple, *saved: Tensor) -> None:
+    *tensors, ctx.is_causal, ctx.scale = call
+    ctx.save_for_backward(*saved, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _saved_call(ctx) -> tuple:
+    return *ctx.saved_tensors[-5:], ctx.is_causal, ctx.scale
+
+
+def _needs_bias_gradient(ctx) -> bool:
+    return ctx.needs_input_grad[-_ARGUMENTS]
+
+
+def _gradients(*inputs: Tensor, bias: Tensor, ctx) -> tuple:
+    """Return the gradients of an operator's arguments: those of its inputs, then that of its call's bias."""
+    return *inputs, bias if _needs_bias_gradient(ctx) else None, *(None,) * (_ARGUMENTS - 1)
+
+
 # --- separate q, k, v -------------------------------------------------------------------------------------------------
 
 
@@ -21,40 +67,24 @@ def _rows_of(*tensors_BHND: Tensor) -> list[Tensor]:
     return [aligned(x.transpose(1, 2)) for x in tensors_BHND]
 
 
-def _kernels_separate(q: Tensor, k: Tensor, is_causal: bool, scale: float, has_ids: bool) -> AttentionKernels:
+def _kernels_separate(q: Tensor, k: Tensor, call: tuple) -> AttentionKernels:
     B, H, N, D = q.shape
-    return kernels_for(B, H, N, k.shape[2], D, q.dtype, is_causal, scale, False, q.device, has_ids)
+    return _kernels(B, H, N, k.shape[2], D, q.dtype, q.device, False, call)
 
 
-@operator(
-    "pallas_flash_hopper(Tensor q, Tensor k, Tensor v, "
-    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
-    " -> (Tensor, Tensor)"
-)
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_ids: Tensor | None,
-    k_ids: Tensor | None,
-    q_spans: Tensor | None,
-    k_spans: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units for the backward pass.
-
-    q_ids, k_ids: see `token_ids`.
-    """
-    kernels = _kernels_separate(q, k, is_causal, scale, q_ids is not None)
+@operator(f"pallas_flash_hopper(Tensor q, Tensor k, Tensor v, {_CALL}) -> (Tensor, Tensor)")
+def attend(q: Tensor, k: Tensor, v: Tensor, *call) -> tuple[Tensor, Tensor]:
+    """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units for the backward pass."""
+    kernels = _kernels_separate(q, k, call)
     q, k, v = _rows_of(q, k, v)
     out, lse = torch.empty_like(q), kernels.vector()
-    kernels.forward(q, k, v, *by_queries((q_ids, k_ids, q_spans, k_spans)), out, lse)
+    bias, ids = _tensors_of(call)
+    kernels.forward(q, k, v, *bias, *by_queries(ids), out, lse)
     return out.transpose(1, 2), lse
 
 
 @attend.register_fake
-def _(q, k, v, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
+def _(q, k, v, *call):
     B, H, N, _ = q.shape
     return _rows_like(q), q.new_empty(B, H, padded(N), dtype=torch.float32)
 
@@ -66,47 +96,36 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 
 @operator(
     "pallas_flash_hopper_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
-    " -> (Tensor, Tensor, Tensor)"
+    f"bool bias_gradient, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def attend_backward(
-    do: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    q_ids: Tensor | None,
-    k_ids: Tensor | None,
-    q_spans: Tensor | None,
-    k_spans: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return dq, dk and dv."""
-    kernels = _kernels_separate(q, k, is_causal, scale, q_ids is not None)
+    do: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, bias_gradient: bool, *call
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v and the bias."""
+    kernels = _kernels_separate(q, k, call)
     do, out, q, k, v = _rows_of(do, out, q, k, v)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    kernels.run_backward(q, k, v, out, lse, do, (q_ids, k_ids, q_spans, k_spans), dq, dk, dv)
-    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)
+    dbias = kernels.run_backward(q, k, v, out, lse, do, call[0], call[1:5], dq, dk, dv, bias_gradient)
+    return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), _gradient_or_empty(dbias, q)
 
 
 @attend_backward.register_fake
-def _(do, out, lse, q, k, v, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
-    return _rows_like(q), _rows_like(k), _rows_like(v)
+def _(do, out, lse, q, k, v, bias_gradient, *call):
+    return _rows_like(q), _rows_like(k), _rows_like(v), _fake_bias_gradient(call, bias_gradient, q)
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
+    q, k, v, *call = inputs
+    _save_call(ctx, call, *output, q, k, v)
 
 
 @differentiable_once("pallas_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
-        return (None,) * 9
-    return *attend_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 6
+        return (None,) * (3 + _ARGUMENTS)
+    saved = ctx.saved_tensors[:5]
+    *dqkv, dbias = attend_backward(do, *saved, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    return _gradients(*dqkv, bias=dbias, ctx=ctx)
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
@@ -115,80 +134,63 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # --- packed qkv -------------------------------------------------------------------------------------------------------
 
 
-def _kernels_packed(qkv: Tensor, is_causal: bool, scale: float, has_ids: bool) -> AttentionKernels:
+def _kernels_packed(qkv: Tensor, call: tuple) -> AttentionKernels:
     B, N, _, H, D = qkv.shape
-    return kernels_for(B, H, N, N, D, qkv.dtype, is_causal, scale, True, qkv.device, has_ids)
+    return _kernels(B, H, N, N, D, qkv.dtype, qkv.device, True, call)
 
 
-@operator(
-    "pallas_flash_hopper_packed(Tensor qkv, "
-    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
-    " -> (Tensor, Tensor)"
-)
-def attend_packed(
-    qkv: Tensor,
-    q_ids: Tensor | None,
-    k_ids: Tensor | None,
-    q_spans: Tensor | None,
-    k_spans: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+@operator(f"pallas_flash_hopper_packed(Tensor qkv, {_CALL}) -> (Tensor, Tensor)")
+def attend_packed(qkv: Tensor, *call) -> tuple[Tensor, Tensor]:
     """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
     B, N, _, H, D = qkv.shape
-    kernels = _kernels_packed(qkv, is_causal, scale, q_ids is not None)
+    kernels = _kernels_packed(qkv, call)
     qkv = aligned(qkv)
     out, lse = qkv.new_empty(B, N, H * D), kernels.vector()
-    kernels.forward(qkv, qkv, qkv, *by_queries((q_ids, k_ids, q_spans, k_spans)), out, lse)
+    bias, ids = _tensors_of(call)
+    kernels.forward(qkv, qkv, qkv, *bias, *by_queries(ids), out, lse)
     return out, lse
 
 
 @attend_packed.register_fake
-def _(qkv, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
+def _(qkv, *call):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, padded(N), dtype=torch.float32)
 
 
 @operator(
     "pallas_flash_hopper_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
-    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale) -> Tensor"
+    f"bool bias_gradient, {_CALL}) -> (Tensor, Tensor)"
 )
 def attend_packed_backward(
-    do: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    qkv: Tensor,
-    q_ids: Tensor | None,
-    k_ids: Tensor | None,
-    q_spans: Tensor | None,
-    k_spans: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
-    """Return dqkv (B, N, 3, H, D); the kernels write dq, dk and dv into one array."""
-    kernels = _kernels_packed(qkv, is_causal, scale, q_ids is not None)
+    do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, bias_gradient: bool, *call
+) -> tuple[Tensor, Tensor]:
+    """Return dqkv (B, N, 3, H, D), one array that the kernels write dq, dk and dv into, and the bias's gradient."""
+    kernels = _kernels_packed(qkv, call)
     qkv, do = aligned(qkv), aligned(do)
     dqkv = torch.empty_like(qkv)
-    kernels.run_backward(qkv, qkv, qkv, out, lse, do, (q_ids, k_ids, q_spans, k_spans), dqkv, dqkv, dqkv)
-    return dqkv
+    dbias = kernels.run_backward(
+        qkv, qkv, qkv, out, lse, do, call[0], call[1:5], dqkv, dqkv, dqkv, bias_gradient
+    )  # fmt: skip
+    return dqkv, _gradient_or_empty(dbias, qkv)
 
 
 @attend_packed_backward.register_fake
-def _(do, out, lse, qkv, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
-    return qkv.new_empty(qkv.shape)
+def _(do, out, lse, qkv, bias_gradient, *call):
+    return qkv.new_empty(qkv.shape), _fake_bias_gradient(call, bias_gradient, qkv)
 
 
 def _save_packed(ctx, inputs, output):
-    *tensors, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(*output, *tensors)
-    ctx.set_materialize_grads(False)
+    qkv, *call = inputs
+    _save_call(ctx, call, *output, qkv)
 
 
 @differentiable_once("pallas_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
-        return (None,) * 7
-    return attend_packed_backward(do, *ctx.saved_tensors, ctx.is_causal, ctx.scale), *(None,) * 6
+        return (None,) * (1 + _ARGUMENTS)
+    saved = ctx.saved_tensors[:3]
+    dqkv, dbias = attend_packed_backward(do, *saved, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    return _gradients(dqkv, bias=dbias, ctx=ctx)
 
 
 attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packed)
@@ -199,15 +201,11 @@ attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packe
 # copy, which is saved instead of qkv, and the gradient, which is rotated back in place.
 
 
-@operator(
-    "pallas_flash_hopper_rotary(Tensor qkv, Tensor rope, bool rope_half, "
-    "Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
-    " -> (Tensor, Tensor, Tensor)"
-)
+@operator(f"pallas_flash_hopper_rotary(Tensor qkv, Tensor rope, bool rope_half, {_CALL}) -> (Tensor, Tensor, Tensor)")
 def attend_rotary(qkv: Tensor, rope: Tensor, rope_half: bool, *call) -> tuple[Tensor, Tensor, Tensor]:
     """Return the results of `attend_packed` for rotated q and k, and qkv with them (B, N, 3, H, D).
 
-    rope, rope_half: see AttentionBackend. call: the other arguments of `attend_packed`.
+    rope, rope_half: see AttentionBackend.
     """
     rotated = qkv.new_empty(qkv.shape)
     fill_rotated(qkv, rotated, rope, rope_half)
@@ -215,7 +213,7 @@ def attend_rotary(qkv: Tensor, rope: Tensor, rope_half: bool, *call) -> tuple[Te
 
 
 @attend_rotary.register_fake
-def _(qkv, rope, rope_half, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
+def _(qkv, rope, rope_half, *call):
     B, N, _, H, D = qkv.shape
     lse = qkv.new_empty(B, H, padded(N), dtype=torch.float32)
     return qkv.new_empty(B, N, H * D), lse, qkv.new_empty(qkv.shape)
@@ -223,36 +221,35 @@ def _(qkv, rope, rope_half, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
 
 @operator(
     "pallas_flash_hopper_rotary_backward(Tensor do, Tensor out, Tensor lse, Tensor rotated, Tensor rope, "
-    "bool rope_half, Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale)"
-    " -> Tensor"
+    f"bool rope_half, bool bias_gradient, {_CALL}) -> (Tensor, Tensor)"
 )
 def attend_rotary_backward(
-    do: Tensor, out: Tensor, lse: Tensor, rotated: Tensor, rope: Tensor, rope_half: bool, *call
-) -> Tensor:
-    """Return dqkv (B, N, 3, H, D)."""
-    dqkv = attend_packed_backward.function(do, out, lse, rotated, *call)
+    do: Tensor, out: Tensor, lse: Tensor, rotated: Tensor, rope: Tensor, rope_half: bool, bias_gradient: bool, *call
+) -> tuple[Tensor, Tensor]:
+    """Return dqkv (B, N, 3, H, D) and the bias's gradient."""
+    dqkv, dbias = attend_packed_backward.function(do, out, lse, rotated, bias_gradient, *call)
     dq_and_dk = dqkv[:, :, :2]
     fill_rotated(dq_and_dk, dq_and_dk, rope, rope_half, inverse=True)
-    return dqkv
+    return dqkv, dbias
 
 
 @attend_rotary_backward.register_fake
-def _(do, out, lse, rotated, rope, rope_half, q_ids, k_ids, q_spans, k_spans, is_causal, scale):
-    return rotated.new_empty(rotated.shape)
+def _(do, out, lse, rotated, rope, rope_half, bias_gradient, *call):
+    return rotated.new_empty(rotated.shape), _fake_bias_gradient(call, bias_gradient, rotated)
 
 
 def _save_rotary(ctx, inputs, output):
-    _, rope, ctx.rope_half, *ids, ctx.is_causal, ctx.scale = inputs
-    ctx.save_for_backward(*output, rope, *ids)
-    ctx.set_materialize_grads(False)
+    _, rope, ctx.rope_half, *call = inputs
+    _save_call(ctx, call, *output, rope)
 
 
 @differentiable_once("pallas_flash")
 def _differentiate_rotary(ctx, do, _dlse, _drotated):
     if do is None:
-        return (None,) * 9
-    saved, ids = ctx.saved_tensors[:4], ctx.saved_tensors[4:]
-    return attend_rotary_backward(do, *saved, ctx.rope_half, *ids, ctx.is_causal, ctx.scale), *(None,) * 8
+        return (None,) * (3 + _ARGUMENTS)
+    saved = ctx.saved_tensors[:4]
+    dqkv, dbias = attend_rotary_backward(do, *saved, ctx.rope_half, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    return _gradients(dqkv, None, None, bias=dbias, ctx=ctx)
 
 
 attend_rotary.register_autograd(_differentiate_rotary, setup_context=_save_rotary)

@@ -102,7 +102,7 @@ def _idle(rows: int, warpgroups: int) -> float:
 
 def bias_gradient_schedule(queries: int, head_dim: int) -> Schedule:
     warpgroups = min(2, _tiles(queries))
-    slot = (2 * warpgroups + 2) * 2 * ROWS * sum(widths(head_dim))  # bytes of queries, output gradients, keys and values
+    slot = (2 * warpgroups + 2) * 2 * ROWS * sum(widths(head_dim))  # bytes of q, do, k and v
     return Schedule(ROWS, min(4, (_SHARED_MEMORY - 2 * _BARRIERS_AND_VECTORS) // slot), warpgroups)
 
 

@@ -79,7 +79,7 @@ class HopperKernel:
         return jax.ShapeDtypeStruct((*self.bias_shape, padded(rows), padded(columns)), jnp.float32)
 
     def bias_tile(self, bias_ref, image, head, first_row, first_column, columns: int):
-        """Return ROWS rows and `columns` columns of an item's bias, in registers and log2 units; None without a bias."""
+        """Return ROWS × columns of a head's bias, in registers and log2 units; None without a bias."""
         if self.bias_shape is None:
             return None
         image, head = (x if n > 1 else 0 for x, n in zip((image, head), self.bias_shape, strict=True))
