@@ -71,14 +71,13 @@ class TestRuns(AttentionHarness):
         self.check(draw(device, 5, 2, 20, 32), bias=bias.requires_grad_())
         assert launched[2] is FORWARD and BACKWARD not in launched[3:]
 
-    def test_windows(self, device, launched):
+    @pytest.mark.parametrize("N, dtype", [(9, torch.int64), (32, torch.int16), (49, torch.int32)])
+    def test_windows(self, device, launched, N, dtype):
         """A shifted window's segments differ from entry to entry, and a bias is shared by all of them."""
-        extras = {
-            "bias": torch.randn(2, 49, 49, device=device, requires_grad=True),
-            "segment_ids": torch.randint(0, 3, (7, 49), device=device),
-        }
-        self.check(draw(device, 7, 2, 49, 32), **extras)
-        self.check(draw(device, 3, 2, 49, 32, torch.float16), **extras | {"segment_ids": extras["segment_ids"][:3]})
+        bias = torch.randn(2, N, N, device=device, requires_grad=True)
+        ids = torch.randint(-1, 2, (7, N), device=device).to(dtype)
+        self.check(draw(device, 7, 2, N, 32), bias=bias, segment_ids=ids)
+        self.check(draw(device, 3, 2, N, 32, torch.float16), bias=bias, segment_ids=ids[:3])
         assert launched == [FORWARD, BACKWARD] * 2
 
     @pytest.mark.parametrize("shape", [(5, 1, 1, 20), (5, 2, 20, 20), (20, 20)])

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from vitkernels.attention.triton_flash.tiles import (
-    attended,
     exponential,
     inner,
     load_bias,
@@ -42,11 +41,21 @@ def _added_scores(n, m, N, M, extras, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _scores(q1, q2, k1, k2, factor, added, n, m, N, M, extras, D2: tl.constexpr, PRECISION: tl.constexpr):
-    s = inner(q1, q2, k1, k2, D2, PRECISION) * factor + added
-    if extras[4] is not None or extras[8] is not None:
+def _hidden(s, n, m, N, M, extras):
+    """Return the scores with -inf where mask or segments of this entry hide a key."""
+    mask_ptr, mask_at, mask_n, mask_m = extras[4], extras[5], extras[6], extras[7]
+    segment_ptr, segment_at, segment_n = extras[8], extras[9], extras[10]
+    if mask_ptr is not None:
         inside = (n[:, None] < N) & (m[None, :] < M)
-        s = tl.where(attended(n[:, None], m[None, :], N, M, inside, extras), s, float("-inf"))
+        kept = tl.load(mask_ptr + mask_at + n[:, None] * mask_n + m[None, :] * mask_m, mask=inside, other=0)
+        s = tl.where(kept != 0, s, float("-inf"))
+    if segment_ptr is not None:
+        # As many elements as threads, else Triton gives each thread its own loads of the ids of 16 keys.
+        WIDE: tl.constexpr = 128
+        wide = tl.arange(0, WIDE)
+        ids = tl.load(segment_ptr + segment_at + wide * segment_n, mask=wide < N, other=0)
+        ids = tl.sum(tl.reshape(ids, (WIDE // n.shape[0], n.shape[0])), 0)
+        s = tl.where(ids[:, None] == ids[None, :], s, float("-inf"))
     return s
 
 
@@ -77,7 +86,7 @@ def single_tile_forward_kernel(
         q1, q2 = load_rows(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), n, N, D, D1, D2, True)
         k1, k2 = load_rows(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), m, M, D, D1, D2, True)
         v1, v2 = load_rows(rows_of_entry(v_ptr, b, h, v_b, v_h, v_m), m, M, D, D1, D2, True)
-        s = _scores(q1, q2, k1, k2, factor, added, n, m, N, M, extras, D2, PRECISION)
+        s = _hidden(inner(q1, q2, k1, k2, D2, PRECISION) * factor + added, n, m, N, M, extras)
         row_max = tl.max(s, 1)
         base = tl.where(row_max == float("-inf"), 0.0, row_max)
         p = exponential(s - base[:, None], extras)
@@ -125,9 +134,10 @@ def single_tile_backward_kernel(
         v1, v2 = load_rows(rows_of_entry(v_ptr, b, h, v_b, v_h, v_m), m, M, D, D1, D2, True)
         do1, do2 = load_rows(rows_of_entry(do_ptr, b, h, do_b, do_h, do_n), n, N, D, D1, D2, True)
         base, log_sum = load_statistics(statistics_of_head(lse_ptr, b * H + h, N, extras), n, N, extras, True)
-        s = _scores(q1, q2, k1, k2, factor, added, n, m, N, M, extras, D2, PRECISION)
+        s = inner(q1, q2, k1, k2, D2, PRECISION)
+        dp = inner(do1, do2, v1, v2, D2, PRECISION)  # before s is used, so that both products run at once
+        s = _hidden(s * factor + added, n, m, N, M, extras)
         p = weights_of(s, base[:, None], log_sum[:, None], extras)
-        dp = inner(do1, do2, v1, v2, D2, PRECISION)
         ds = p * (dp - tl.sum(p * dp, 1)[:, None])
         if partial_ptr is not None:
             total += ds

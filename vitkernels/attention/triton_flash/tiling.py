@@ -96,13 +96,13 @@ def single_tile_runs(inputs: FlashInputs) -> tuple[int, int]:
 
 
 def single_forward_tiles(inputs: FlashInputs) -> TileConfig:
-    """Return tiles that hold all tokens. The loop over batch entries prefetches the next one's."""
-    return TileConfig(*_covering(inputs), 4, 2)
+    """Return tiles that hold all tokens. With fewer stages, loads of the next batch entry wait for the products."""
+    return TileConfig(*_covering(inputs), 4, 3)
 
 
 def single_backward_tiles(inputs: FlashInputs) -> TileConfig:
     """Return tiles that hold all tokens, as `single_forward_tiles`."""
-    return TileConfig(*_covering(inputs), 4, 2)
+    return TileConfig(*_covering(inputs), 4, 3)
 
 
 def _covering(inputs: FlashInputs) -> tuple[int, int]:
