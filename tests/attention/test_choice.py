@@ -74,6 +74,32 @@ def test_auto__passes_over_a_broken_backend_and_logs_why(why, monkeypatch, caplo
     assert "auto chose sdpa" in caplog.text and f"not {BROKEN}: {why}" in caplog.text
 
 
+def test_choose__tries_a_slower_backend_last(monkeypatch):
+    monkeypatch.setitem(backends.OP.auto, "cpu", ("native", "sdpa"))
+    windows = Problem(8, 2, 49, 49, 32, torch.float32, "cpu", bias_shape=(1, 2, 49, 49))
+    assert backends.choose(windows) == ("native", {})
+    monkeypatch.setattr(type(attention.get("native")), "is_slower", lambda self, problem: problem.q_tokens == 49)
+    assert backends.choose(windows) == ("sdpa", {})
+    monkeypatch.setattr(type(attention.get("sdpa")), "refusal", lambda self, problem: "for the test")
+    assert backends.choose(windows) == ("native", {"sdpa": "for the test"})
+
+
+@pytest.mark.parametrize(
+    "tokens, changes, expected",
+    [
+        (49, {"bias_shape": (1, 2, 49, 49)}, True),
+        (49, {"has_segment_ids": True}, True),
+        (49, {}, False),
+        (197, {"bias_shape": (1, 2, 197, 197)}, False),
+        (49, {"bias_shape": (1, 2, 49, 49), "device_type": "xla"}, False),
+    ],
+    ids=str,
+)
+def test_pallas_flash__is_slower_for_windows_on_cuda(tokens, changes, expected):
+    problem = Problem(8, 2, tokens, tokens, 32, torch.bfloat16, **{"device_type": "cuda"} | changes)
+    assert attention.get("pallas_flash").is_slower(problem) is expected
+
+
 def test_get__raises_the_import_error_of_a_broken_backend(why):
     with pytest.raises((ImportError, ZeroDivisionError, TypeError)):
         attention.get(BROKEN)

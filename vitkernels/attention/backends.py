@@ -106,13 +106,15 @@ def unsupported(name: str, problem: Problem) -> str | None:
 
 
 def candidates(device_type: str) -> tuple[str, ...]:
-    """Return the backends that `auto` tries on a type of device, fastest first."""
+    """Return the backends that `auto` tries on a type of device, fastest first; see AttentionBackend.is_slower."""
     return OP.auto.get(place_of(device_type), (OP.fallback,))
 
 
 def choose(problem: Problem) -> tuple[str, dict[str, str]]:
     """Return the fastest backend that supports the problem, and why each faster one was passed over."""
-    return OP.choose(candidates(problem.device_type), problem)
+    order = candidates(problem.device_type)
+    slower = [name for name in order if OP.broken(name) is None and get(name).is_slower(problem)]
+    return OP.choose([*(name for name in order if name not in slower), *slower], problem)
 
 
 @cache

@@ -235,6 +235,10 @@ class AttentionBackend:
         """Return why this backend does not support the problem on a machine where it can run; None if it does."""
         return None
 
+    def is_slower(self, problem: Problem) -> bool:
+        """Return whether `auto` tries the backends after this one first for the problem, because they are faster."""
+        return False
+
     # Types of device on which `run` and `run_qkvpacked` also take rope and rope_half; on others q and k come rotated.
     rotates_on: tuple[str, ...] = ()
 

@@ -80,6 +80,11 @@ class PallasFlash(AttentionBackend):
         by_device = _unsupported_on_hopper if problem.device_type == "cuda" else _unsupported_on_tpu
         return by_device(problem) or _unsupported_anywhere(problem)
 
+    def is_slower(self, problem: Problem) -> bool:
+        """Return True for windows on CUDA: triton_flash has kernels for a bias or segments of at most 64 tokens."""
+        extras = problem.bias_shape is not None or problem.has_segment_ids
+        return problem.device_type == "cuda" and extras and max(problem.q_tokens, problem.kv_tokens) <= 64
+
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
         if q_BHND.device.type == "cuda":
             call = _hopper_call(q_BHND.shape, k_BHMD.shape[2], **keywords)

@@ -126,12 +126,12 @@ def swiglu_norm_backward_kernel(
 
 def _forward_tile(block: int) -> tuple[int, int]:
     """Return rows and warps per program."""
-    return max(1, 1024 // block), 4 if block <= 1024 else 8
+    return max(1, 4096 // block), 4 if block <= 1024 else 8
 
 
 def _backward_tile(block: int) -> tuple[int, int, int, int]:
     """Return rows per iteration, warps, pipeline stages, and programs per multiprocessor."""
-    return max(1, 1024 // block), 4 if block <= 1024 else 8, 2, 4 if block <= 1024 else 2
+    return max(1, 2048 // block), 4 if block <= 1024 else 8, 3, 4 if block <= 1024 else 2
 
 
 def _columns(F: int, gate_last: bool) -> dict[str, int]:
