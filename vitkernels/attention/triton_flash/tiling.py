@@ -97,7 +97,7 @@ def single_tile_runs(inputs: FlashInputs) -> tuple[int, int]:
 
 def single_forward_tiles(inputs: FlashInputs) -> TileConfig:
     """Return tiles that hold all tokens. With fewer stages, loads of the next batch entry wait for the products."""
-    return TileConfig(*_covering(inputs), 4, 3)
+    return TileConfig(*_covering(inputs), 4, 3 if inputs.segment_ids is None else 4)
 
 
 def single_backward_tiles(inputs: FlashInputs) -> TileConfig:
