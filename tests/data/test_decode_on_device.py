@@ -18,8 +18,8 @@ from test_decode import encoded, photo
 
 from vitkernels.data import IGNORE, imagefolder, images
 from vitkernels.data.decode import Decoder, choose_decoder
+from vitkernels.data.device_crops import DeviceCrop, DeviceCropper, DeviceCrops
 from vitkernels.data.geometry import Crop
-from vitkernels.data.undecoded import DeviceDecoder, EncodedCrop, Undecoded
 
 CPU = torch.device("cpu")
 MIXED = {"mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}}
@@ -41,7 +41,7 @@ def on_cpu(monkeypatch):
     """Let decode=cuda decode on the CPU, by Pillow."""
     monkeypatch.setattr(images, "choose_decoder", lambda name, on_gpu: choose_decoder(name, on_gpu=True))
     monkeypatch.setattr(images, "nvjpeg", pillow_decode)
-    monkeypatch.setattr(images, "DeviceDecoder", partial(DeviceDecoder, device=CPU))
+    monkeypatch.setattr(images, "DeviceCropper", partial(DeviceCropper, device=CPU))
 
 
 def write(path, image: Image.Image, **options) -> None:
@@ -111,9 +111,9 @@ def test_orientation__is_applied_on_the_device(orientation, fails):
     data = encoded(photo(60, 40), exif=exif) + b"POISON" * fails
     image = Decoder("cuda").open(data)
     width, height = image.size
-    plan = EncodedCrop(data, image.orientation, image.size, Crop(0, 0, height, width), height, width, "bicubic")
-    square = Undecoded.of([plan], max(width, height))
-    pixels, problems = DeviceDecoder(pillow_decode, [0, 0, 0], CPU)(square)
+    plan = DeviceCrop(data, image.orientation, image.size, Crop(0, 0, height, width), height, width, "bicubic")
+    square = DeviceCrops.of([plan], max(width, height))
+    pixels, problems = DeviceCropper([0, 0, 0], pillow_decode, CPU)(square)
     top, left = (60 - height) // 2, (60 - width) // 2
     expected = Decoder("pillow").decode(Decoder("pillow").open(data))
     assert np.array_equal(pixels[0, :, top : top + height, left : left + width].permute(1, 2, 0).numpy(), expected)

@@ -24,8 +24,8 @@ from vitkernels.data.checks import check_number, check_range, value_error
 from vitkernels.data.decode import Decoder, ImageFile
 from vitkernels.data.decode.contract import REDUCTIONS
 from vitkernels.data.decode.gpu import EncodedJpeg
+from vitkernels.data.device_crops import LARGEST, DeviceCrop
 from vitkernels.data.geometry import TORCH_MODES, Crop, center, crop_and_resize
-from vitkernels.data.undecoded import EncodedCrop
 from vitkernels.errors import UsageError, unknown_name
 
 _SECTIONS = {"rand": ("m", "n", "p", "mstd", "mmax", "inc"), "augmix": ("m", "w", "d", "a", "b", "mstd")}  # timm's
@@ -36,28 +36,34 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 class PreparedImage(NamedTuple):
     """One sample as a worker prepares it.
 
-    pixels: uint8 (3, S, S), or the encoded image for the device to decode.
+    pixels: uint8 (3, S, S), or what the device makes them from.
     draws: the random numbers that DeviceTransforms applies; the same names and shapes for each sample of a split.
     """
 
-    pixels: torch.Tensor | EncodedCrop
+    pixels: torch.Tensor | DeviceCrop
     draws: dict[str, torch.Tensor]
 
 
 def _resized(
-    image: ImageFile, decoder: Decoder, crop: Crop, size: tuple[int, int], interpolation: str
-) -> torch.Tensor | EncodedCrop:
-    """Return the crop of an image, resized to uint8 (3, height, width), or the EncodedCrop of it.
+    image: ImageFile, decoder: Decoder, crop: Crop, size: tuple[int, int], interpolation: str, side: int
+) -> torch.Tensor | DeviceCrop:
+    """Return the crop of an image, resized to uint8 (3, height, width), or the DeviceCrop of it.
+
+    side: of the center square of the resized image, the only part that is used.
 
     A worker decodes images that are reduced by 8 or more: libjpeg then skips most of the work, which nvJPEG cannot.
     """
     reduction = crop.reduction(*size)
     if isinstance(image, EncodedJpeg):
         if reduction < REDUCTIONS[-1]:
-            return EncodedCrop(image.data, image.orientation, image.size, crop, *size, interpolation)
+            return DeviceCrop(image.data, image.orientation, image.size, crop, *size, interpolation)
         encoded = image
         image = decoder.open_in_worker(image.data, "JPEG much larger than the model's images")
         encoded.fallback, encoded.warnings, decoder = image.fallback, image.warnings, decoder.in_worker
+    needed = crop.needed(*size, side)
+    if decoder.passes_on_pixels and needed.height * needed.width <= LARGEST * side**2:
+        decoded = decoder.decode(image, rows=needed.top + needed.height)
+        return DeviceCrop.of_pixels(decoded, needed, crop, size, interpolation)
     decoded = decoder.decode(image, reduction, rows=crop.top + crop.height)
     if reduction > 1:
         crop = crop.reduced(image.size, decoded)
@@ -135,7 +141,7 @@ class TrainAugmentation:
         crop = Crop(*self._crop.get_params(like, self._crop.scale, self._crop.ratio)).within(height, width)
         several = len(self._interpolations) > 1
         interpolation = random.choice(self._interpolations) if several else self._interpolations[0]
-        pixels = _resized(image, decoder, crop, (size, size), interpolation)
+        pixels = _resized(image, decoder, crop, (size, size), interpolation, size)
         if isinstance(pixels, torch.Tensor) and self.worker_steps:
             return PreparedImage(self.augment_in_worker(pixels), self._draw_boxes())
         return PreparedImage(pixels, self._draw_flip_and_jitter() | self._draw_boxes())
@@ -200,7 +206,8 @@ class EvalPreprocessing:
     def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage:
         width, height = image.size
         everything = Crop(0, 0, height, width)
-        pixels = _resized(image, decoder, everything, self._resized_size(height, width), self.interpolation)
+        size = self._resized_size(height, width)
+        pixels = _resized(image, decoder, everything, size, self.interpolation, self.image_size)
         if isinstance(pixels, torch.Tensor):
             pixels = center(pixels, self.image_size, self.border)
         return PreparedImage(pixels, {})

@@ -51,7 +51,7 @@ class DeviceTransforms:
         targets = raw["targets"]
         missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else targets[:, 0] < 0
         by_kernel = raw["pixels"].is_cuda and raw["pixels"].dtype == torch.uint8 and self.mean is not None
-        if by_kernel and _has_triton():
+        if by_kernel and has_triton():
             return self._images_by_kernel(raw, missing), targets
         rows = {name: raw[name] for name in _PER_PIXEL if name in raw}
         if targets.device.type == "cpu":  # one row at a time stays in the cache
@@ -202,7 +202,8 @@ def _cached_per_channel(values: tuple[float, ...], device: torch.device) -> Tens
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton is installed; no wheels exist for macOS and Windows."""
     return importlib.util.find_spec("triton") is not None
 
 

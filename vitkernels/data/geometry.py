@@ -3,6 +3,7 @@
 Shapes: H, W of the decoded image, h, w of the crop, C channels.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -40,6 +41,12 @@ class Crop(NamedTuple):
         spare = min(self.height // (_RESERVE * height), self.width // (_RESERVE * width))
         return max(n for n in REDUCTIONS if n <= max(spare, 1))
 
+    def needed(self, height: int, width: int, side: int) -> "Crop":
+        """Return the part that the center square of this crop's bilinear or bicubic resize is computed from."""
+        top, rows = _span(self.height, height, side)
+        left, columns = _span(self.width, width, side)
+        return Crop(self.top + top, self.left + left, rows, columns)
+
     def reduced(self, full: tuple[int, int], pixels: np.ndarray) -> "Crop":
         """Return this crop in pixels of a decoded image whose full size (width, height) is `full`."""
         height, width = pixels.shape[:2]
@@ -49,6 +56,15 @@ class Crop(NamedTuple):
         top, left = round(self.top * y), round(self.left * x)
         rows, columns = min(round(self.height * y), height - top), min(round(self.width * x), width - left)
         return Crop(top, left, rows, columns).within(height, width)
+
+
+def _span(length: int, resized: int, side: int) -> tuple[int, int]:
+    """Return the first and the number of the pixels of a row, resized from `length`, that its center depends on."""
+    scale = length / resized
+    reach = 2 * max(scale, 1) + 1  # of the bicubic filter, which antialiasing stretches; and one for the rounding
+    first = center_offset(resized, side)
+    begin = max(0, math.floor(first * scale - reach))
+    return begin, min(length, math.ceil((first + side) * scale + reach)) - begin
 
 
 def crop_and_resize(
@@ -73,6 +89,11 @@ def crop_and_resize(
     return F.interpolate(batch, size=(height, width), mode=interpolation, antialias=True)[0]
 
 
+def center_offset(length: int, side: int) -> int:
+    """Return where the center `side` pixels of `length` begin; negative if the missing ones are added on both ends."""
+    return round((length - side) / 2.0) if length >= side else -((side - length) // 2)
+
+
 def center(pixels: torch.Tensor, size: int, border: Sequence[int]) -> torch.Tensor:
     """Crop the center of pixels (3, H, W) to (3, size, size); shorter sides are padded with this color."""
     height, width = pixels.shape[1:]
@@ -81,8 +102,8 @@ def center(pixels: torch.Tensor, size: int, border: Sequence[int]) -> torch.Tens
     if height < size or width < size:
         color = torch.tensor(border, dtype=pixels.dtype, device=pixels.device)
         padded = color[:, None, None].repeat(1, max(height, size), max(width, size))
-        top, left = max(size - height, 0) // 2, max(size - width, 0) // 2
+        top, left = max(-center_offset(height, size), 0), max(-center_offset(width, size), 0)
         padded[:, top : top + height, left : left + width] = pixels
         pixels, (height, width) = padded, padded.shape[1:]
-    top, left = round((height - size) / 2.0), round((width - size) / 2.0)
+    top, left = center_offset(height, size), center_offset(width, size)
     return pixels[:, top : top + size, left : left + size]

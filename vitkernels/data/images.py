@@ -16,19 +16,19 @@ from PIL import Image, UnidentifiedImageError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from vitkernels.data.augment import EvalPreprocessing, PreparedImage, TrainAugmentation
+from vitkernels.data.batch_memory import CropBatch, PixelBatch
 from vitkernels.data.checks import as_list, check_number, is_numbers
 from vitkernels.data.contract import IGNORE, Data
 from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
 from vitkernels.data.decode.gpu import nvjpeg
-from vitkernels.data.device_transforms import DeviceTransforms
+from vitkernels.data.device_crops import DeviceCropper
+from vitkernels.data.device_transforms import DeviceTransforms, has_triton
 from vitkernels.data.headers import check_headers
 from vitkernels.data.image_source import ImageSource, SourceError
 from vitkernels.data.input_spec import InputSpec
 from vitkernels.data.loader import DatasetLoader
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
-from vitkernels.data.undecoded import DeviceDecoder, EncodedCrop, Undecoded
-from vitkernels.data.workers import new_batch
 from vitkernels.errors import UsageError
 
 # The values of most ImageNet models.
@@ -65,7 +65,7 @@ class ImageSamples:
         device_transforms: DeviceTransforms,
         *,
         seed: int,
-        device_decoder: DeviceDecoder | None = None,
+        cropper: DeviceCropper | None = None,
         device_share: float = 1.0,
     ):
         self.source = source
@@ -73,10 +73,10 @@ class ImageSamples:
         self.decoder = decoder
         self.device_transforms = device_transforms
         self.seed = seed
-        self.device_decoder = device_decoder
+        self.cropper = cropper
         self.device_share = device_share
         self._blank = self._prepare_blank()
-        assert isinstance(self._blank.pixels, torch.Tensor), "the blank image is decoded in the worker"
+        assert isinstance(self._blank.pixels, torch.Tensor), "Pillow's images are resized in the worker"
         self._side = self._blank.pixels.shape[-1]
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class ImageSamples:
         return prepared, problems
 
     def load(self, ids: list[int], epoch: int) -> tuple[dict[str, Any], torch.Tensor, list[SampleProblem]]:
-        images: list[torch.Tensor | EncodedCrop | None] = []
+        images = self._new_batch(len(ids))
         draws = {name: torch.stack([draw] * len(ids)) for name, draw in self._blank.draws.items()}
         known = self.source.targets
         dtype = torch.int64 if known.ndim == 1 else torch.float32
@@ -111,21 +111,18 @@ class ImageSamples:
         for row, index in enumerate(ids):
             image, found = self[epoch, index]
             problems += found
-            images.append(None if image is None else image.pixels)
+            images.put(None if image is None else image.pixels)
             if image is None:
                 continue
             for name, draw in image.draws.items():
                 draws[name][row] = draw
             targets[row] = torch.as_tensor(known[index])
-        return {"pixels": self._pixels(images), **draws}, targets, problems
+        return {"pixels": images.finished(), **draws}, targets, problems
 
-    def _pixels(self, images: list[torch.Tensor | EncodedCrop | None]) -> torch.Tensor | Undecoded:
-        if self.device_decoder is not None:
-            return Undecoded.of(images, self._side)
-        pixels = new_batch(len(images), 3, self._side, self._side)
-        for row, image in enumerate(images):
-            pixels[row] = image if isinstance(image, torch.Tensor) else 0
-        return pixels
+    def _new_batch(self, rows: int) -> PixelBatch | CropBatch:
+        if self.cropper is None:
+            return PixelBatch(rows, self._side)
+        return CropBatch(rows, self._side, encoded=self.cropper.decode is not None)
 
     def _decoder_of(self, epoch: int, index: int) -> Decoder:
         """Return the decoder of an image, which depends only on the arguments and the seed."""
@@ -148,10 +145,10 @@ class ImageSamples:
 
     def _prepare_blank(self) -> PreparedImage:
         """Prepare a black image, for the draws' names and shapes."""
-        file = io.BytesIO()
+        file, decoder = io.BytesIO(), Decoder("pillow")
         Image.new("RGB", (64, 64)).save(file, "png")
         with seeded_globals(self.seed, Stream.SAMPLE):
-            return self.prepare(self.decoder.open(file.getvalue()), self.decoder)
+            return self.prepare(decoder.open(file.getvalue()), decoder)
 
 
 @dataclass(frozen=True)
@@ -213,14 +210,14 @@ class ImageSettings:
 
         def loader(split: str, training: bool) -> DatasetLoader:
             prepared_by = prepare["train" if training else "val"]
-            in_worker, on_device = _decoders(decoder, prepared_by, border, split, log)
+            in_worker, cropper = _divided(decoder, prepared_by, border, split, on_gpu=spec.pin_memory, log=log)
             samples = ImageSamples(
                 sources[split],
                 prepared_by,
                 in_worker,
                 finish,
                 seed=spec.seed,
-                device_decoder=on_device,
+                cropper=cropper,
                 device_share=self.cuda_share,
             )
             mixed = mixing if training else None
@@ -243,16 +240,24 @@ class ImageSettings:
         )
 
 
-def _decoders(
-    decoder: Decoder, prepare: Prepare, border: list[int], split: str, log: logging.Logger
-) -> tuple[Decoder, DeviceDecoder | None]:
-    """Return the workers' decoder of a split, and the device's if it decodes."""
+def _divided(
+    decoder: Decoder, prepare: Prepare, border: list[int], split: str, *, on_gpu: bool, log: logging.Logger
+) -> tuple[Decoder, DeviceCropper | None]:
+    """Return the workers' decoder of a split, and what the device does if it decodes or resizes."""
+    if prepare.needs_worker is None:
+        if decoder.name == "cuda":
+            return decoder, DeviceCropper(border, nvjpeg)
+        if _device_resizes(decoder, on_gpu):
+            return Decoder(decoder.name, passes_on_pixels=True), DeviceCropper(border)
     if decoder.name != "cuda":
         return decoder, None
-    if prepare.needs_worker is None:
-        return decoder, DeviceDecoder(nvjpeg, border)
     log.info("%s: decode=%s for %s", prepare.needs_worker, decoder.in_worker.name, split)
     return decoder.in_worker, None
+
+
+def _device_resizes(decoder: Decoder, on_gpu: bool) -> bool:
+    """Return whether the device resizes what workers decode: in one kernel; without it, workers are faster."""
+    return on_gpu and not decoder.is_reference and has_triton()
 
 
 def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:

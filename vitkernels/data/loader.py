@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader
 
 from vitkernels.data.checks import check_common
 from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, RawBatch, Shard
+from vitkernels.data.device_crops import DeviceCropper
 from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.samples import SampleBatches, SampleProblem, Samples
-from vitkernels.data.undecoded import DeviceDecoder
 from vitkernels.data.workers import dataloader, is_from_dead_worker, worker_count
 from vitkernels.errors import UsageError
 
@@ -93,7 +93,7 @@ class DatasetLoader:
         self.bad_images: dict[str, str] = {}
         self.fallbacks: Counter[str] = Counter()  # samples that the faster decoder left to Pillow, by reason
         self._logged_fallbacks = False
-        self._decode: DeviceDecoder | None = getattr(samples, "device_decoder", None)
+        self._crop: DeviceCropper | None = getattr(samples, "cropper", None)
         self._finish = getattr(samples, "device_transforms", None) or DeviceTransforms()
         self._batches = SampleBatches(samples, batch_size, seed, training, mixing, shard)
         self.batches_per_epoch = self._batches.per_epoch
@@ -144,8 +144,8 @@ class DatasetLoader:
         images, targets, _ = self._batches.samples.load(ids, 0)
         if not isinstance(images, dict):
             return images
-        if self._decode is not None:
-            images = images | {"pixels": self._decode(images["pixels"])[0].cpu()}
+        if self._crop is not None:
+            images = images | {"pixels": self._crop(images["pixels"])[0].cpu()}
         return self.finish({**images, "targets": targets})[0]
 
     def _handle_problems(self, batches: Iterator, serial: int, epoch: int, batch: int) -> Iterator[Batch | RawBatch]:
@@ -168,15 +168,15 @@ class DatasetLoader:
             finished, problems = made
             if problems:
                 self._report(problems)
-            yield finished if self._decode is None else self._decoded(self._decode, finished, epoch, batch)
+            yield finished if self._crop is None else self._cropped(self._crop, finished, epoch, batch)
             batch += 1
 
-    def _decoded(self, decode: DeviceDecoder, raw: dict[str, Any], epoch: int, batch: int) -> RawBatch:
-        """Return the batch with pixels decoded on the device; rows that no decoder can read hold no sample.
+    def _cropped(self, crop: DeviceCropper, raw: dict[str, Any], epoch: int, batch: int) -> RawBatch:
+        """Return the batch with pixels made on the device; rows that no decoder can read hold no sample.
 
         The partner of such a row in Mixup or CutMix stays unmixed, in its pixels and its target.
         """
-        pixels, failed = decode(raw["pixels"])
+        pixels, failed = crop(raw["pixels"])
         raw = raw | {"pixels": pixels}
         unmixed = raw.pop("unmixed_targets", None)
         if failed:
@@ -199,7 +199,7 @@ class DatasetLoader:
     @property
     def _other_decoder(self) -> str:
         """Return the name, for messages, of the decoder of images that the requested one does not support."""
-        return "Pillow" if self._decode is None else "the CPU"
+        return "Pillow" if self._crop is None or self._crop.decode is None else "the CPU"
 
     def _report(self, problems: list[SampleProblem]) -> None:
         names = self.describe([problem.index for problem in problems])

@@ -10,12 +10,12 @@ import torch
 from torch.utils.data import Dataset
 
 from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, RawBatch, Shard, pad_rows
+from vitkernels.data.device_crops import DeviceCrops
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.randomness import Stream, generator
-from vitkernels.data.undecoded import Undecoded
 
-Images = torch.Tensor | dict[str, Any]  # a RawBatch, or one whose "pixels" are Undecoded
+Images = torch.Tensor | dict[str, Any]  # a RawBatch, or one whose "pixels" are DeviceCrops
 
 
 class SampleProblem(NamedTuple):
@@ -97,7 +97,7 @@ class SampleBatches(Dataset):
         raw = {name: _padded(values, padding) for name, values in raw.items()}
         targets = pad_rows(targets, padding, IGNORE)
         if self.mixing is not None:
-            before = {"unmixed_targets": targets} if isinstance(raw["pixels"], Undecoded) else {}
+            before = {"unmixed_targets": targets} if isinstance(raw["pixels"], DeviceCrops) else {}
             raw |= before | self.mixed(raw["pixels"], targets, epoch, batch)
         elif isinstance(images, dict):
             raw["targets"] = targets
@@ -105,19 +105,19 @@ class SampleBatches(Dataset):
             return (raw["pixels"], targets), problems
         return raw, problems
 
-    def mixed(self, pixels: torch.Tensor | Undecoded, targets: torch.Tensor, epoch: int, batch: int) -> RawBatch:
+    def mixed(self, pixels: torch.Tensor | DeviceCrops, targets: torch.Tensor, epoch: int, batch: int) -> RawBatch:
         """Return the mixed "targets" of a batch, and the draws that mix its images accordingly."""
         assert self.mixing is not None
         # One mixture per batch is that of the global batch; mixtures per row are drawn by each process.
         number = batch if self.mixing.one_per_batch else batch * self.shard.world + self.shard.rank
-        side = pixels.side if isinstance(pixels, Undecoded) else pixels.shape[-1]
+        side = pixels.side if isinstance(pixels, DeviceCrops) else pixels.shape[-1]
         targets, draws = self.mixing.draw(targets, side, epoch, number)
         return {**draws, "targets": targets}
 
 
-def _padded(values: torch.Tensor | Undecoded, count: int) -> torch.Tensor | Undecoded:
-    return values.padded(count) if isinstance(values, Undecoded) else pad_rows(values, count)
+def _padded(values: torch.Tensor | DeviceCrops, count: int) -> torch.Tensor | DeviceCrops:
+    return values.padded(count) if isinstance(values, DeviceCrops) else pad_rows(values, count)
 
 
-def _no_rows(values: torch.Tensor | Undecoded) -> torch.Tensor | Undecoded:
-    return Undecoded.of([], values.side) if isinstance(values, Undecoded) else values[:0]
+def _no_rows(values: torch.Tensor | DeviceCrops) -> torch.Tensor | DeviceCrops:
+    return DeviceCrops.of([], values.side) if isinstance(values, DeviceCrops) else values[:0]

@@ -25,12 +25,14 @@ class Decoder:
 
     name: "pillow", "turbo" or "cuda".
     is_reference: whether images are also resized by Pillow, which makes them equal to timm's bit for bit.
+    passes_on_pixels: whether workers leave it to the device to resize decoded crops.
     in_worker: the decoder that worker processes use: this one, or for "cuda" the one for files that nvJPEG does not
         support.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, passes_on_pixels: bool = False):
         self.name = name
+        self.passes_on_pixels = passes_on_pixels
         self.is_reference = name == "pillow"
         self.in_worker = Decoder("turbo" if _has_turbo() else "pillow") if name == "cuda" else self
         self._open: Callable[[bytes], ImageFile] = _IMAGES[name]

@@ -1,0 +1,170 @@
+"""Decoded crops that workers pass on and the device resizes: on the CPU by plain PyTorch, on a GPU by the kernel."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from finished_batches import finished_epoch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_decode import encoded, photo
+from test_decode_on_device import MIXED, build, raw_epoch, worst, write
+
+from vitkernels.data import images, workers
+from vitkernels.data.device_crops import DeviceCrop, DeviceCropper, DeviceCrops
+from vitkernels.data.geometry import Crop
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Photos of up to 2 x 2 times the model's 48 pixels, one of them as PNG, in two classes."""
+    for split, count in (("train", 12), ("val", 5)):
+        for target, name in enumerate("ab"):
+            for number in range(count):
+                size = (70 + 3 * number, 60 + 11 * (number % 4))
+                kind = "png" if number == 3 else "jpg"
+                write(tmp_path / "r" / split / name / f"{number}.{kind}", photo(*size, seed=number + 50 * target))
+    return tmp_path / "r"
+
+
+@pytest.fixture
+def on_device(monkeypatch, root):
+    """on_device(...) builds loaders whose crops are resized on the "device", the CPU."""
+    monkeypatch.setattr(images, "_device_resizes", lambda decoder, on_gpu: not decoder.is_reference)
+    monkeypatch.setattr(images, "DeviceCropper", partial(DeviceCropper, device=CPU))
+    return partial(build, root, "auto")
+
+
+@pytest.mark.parametrize("settings", [
+    {}, MIXED, {"color_jitter": 0.4, "re_prob": 0.5}, {"crop_mode": "border"}, {"crop_mode": "squash", "crop_pct": 1.0},
+    {"interpolation": "bilinear"}, {"interpolation": "random"},
+], ids=str)  # fmt: skip
+def test_device__pixels_and_draws_match_pillow(on_device, root, settings):
+    ours, pillows = on_device(**settings), build(root, "pillow", **settings)
+    for split in ("train", "val"):
+        made = getattr(ours, split)._batches[0, 0][0]["pixels"]
+        assert len(made.plans) == 8 and not len(made.pixels) and not made.encoded
+        # The device rounds once, in float32; Pillow rounds to 8 bits after each of its two passes.
+        assert worst(raw_epoch(getattr(ours, split)), raw_epoch(getattr(pillows, split))) <= 2
+    assert ours.val.fallbacks.keys() == {"not a JPEG file"}
+
+
+def test_large_crops__are_resized_in_the_worker(on_device, root, monkeypatch):
+    for name in "ab":
+        write(root / "val" / name / "0.jpg", photo(300, 220))
+    ours = on_device().val
+    made = ours._batches[0, 0][0]["pixels"]
+    assert made.pixel_rows.tolist() == [0, 5] and len(made.plans) == 6
+    monkeypatch.undo()
+    expected = raw_epoch(build(root, "auto").val)[0]["pixels"]
+    found = raw_epoch(ours)[0]["pixels"]
+    assert torch.equal(found[[0, 5]], expected[[0, 5]]) and (found.int() - expected.int()).abs().max() <= 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_needed_part__makes_the_same_square_as_the_whole_image(data):
+    width, height = data.draw(st.integers(2, 120)), data.draw(st.integers(2, 120))
+    size, side = (data.draw(st.integers(2, 90)), data.draw(st.integers(2, 90))), data.draw(st.integers(1, 48))
+    pixels, everything = np.array(photo(width, height)), Crop(0, 0, height, width)
+    mode, made = data.draw(st.sampled_from(["bilinear", "bicubic"])), []
+    for part in (everything, everything.needed(*size, side)):
+        crop = DeviceCrop.of_pixels(pixels, part, everything, size, mode)
+        batch = DeviceCrops.of([crop], side, torch.from_numpy(crop.data.reshape(-1)))
+        made.append(DeviceCropper((9, 99, 199), device=CPU)(batch)[0])
+    assert torch.equal(*made)
+
+
+def test_evaluation__passes_on_only_what_the_center_needs(on_device, root):
+    for name in "ab":
+        (root / "val" / name / "3.png").unlink()
+        for path in (root / "val" / name).iterdir():
+            write(path, photo(54, 110))
+    made = on_device(crop_pct=1.0).val._batches[0, 0][0]["pixels"]
+    for _, pixels, crop in made.crops():
+        width, height = crop.image_size
+        assert width == 54 and 54 < height < 64 and len(pixels) == 3 * width * height
+
+
+@pytest.mark.parametrize("settings", [{}, MIXED], ids=["plain", "mixed"])
+def test_corrupt_files__are_masked_and_counted_as_by_other_decoders(on_device, root, settings):
+    (root / "train" / "a" / "1.jpg").write_bytes(encoded(photo(60, 50))[:700])
+    (root / "train" / "b" / "2.jpg").write_bytes(b"\xff\xd8\xff no image")
+    ours, pillows = on_device(max_bad_share=1, **settings), build(root, "pillow", max_bad_share=1, **settings)
+    for one, other in zip(finished_epoch(ours.train, 0), finished_epoch(pillows.train, 0), strict=True):
+        assert torch.equal(one[1], other[1]) and (one[0] - other[0]).abs().max() < 2.01 / 255 / 0.224
+    assert ours.train.bad_images.keys() == pillows.train.bad_images.keys() and len(ours.train.bad_images) == 2
+
+
+@pytest.mark.parametrize("settings", [{"auto_augment": "rand-m9-mstd0.5-inc1"}, {"interpolation": "lanczos"}], ids=str)
+def test_steps_that_need_a_worker__keep_the_resize_there(on_device, root, monkeypatch, settings):
+    ours = on_device(**settings).train
+    monkeypatch.undo()
+    assert worst(raw_epoch(ours), raw_epoch(build(root, "auto", **settings).train)) == 0
+    assert isinstance(ours._batches[0, 0][0]["pixels"], torch.Tensor)
+
+
+def test_worker__puts_pixels_into_shared_memory_that_the_loader_need_not_copy(on_device, monkeypatch):
+    batches = on_device().train._batches
+    alone = batches[0, 1][0]["pixels"]
+    monkeypatch.setattr(workers, "get_worker_info", lambda: "of a worker")
+    shared = batches[0, 1][0]["pixels"]
+    assert shared.data.is_shared() and not alone.data.is_shared() and torch.equal(shared.data, alone.data)
+
+
+def test_resume__continues_with_the_same_batches(on_device):
+    whole = raw_epoch(on_device(**MIXED).train, 1)
+    assert len(whole) == 3 and worst(raw_epoch(on_device(**MIXED).train, 1, start=1), whole[1:]) == 0
+
+
+@pytest.mark.slow
+def test_workers__make_the_batches_of_one_process(on_device):
+    assert worst(raw_epoch(on_device(num_workers=2).train), raw_epoch(on_device().train)) == 0
+
+
+def test_pictures__of_single_images_are_on_the_cpu(on_device, root):
+    ours, pillows = on_device().val.load([0, 7]), build(root, "pillow").val.load([0, 7])
+    assert ours.device == CPU and (ours - pillows).abs().max() < 2.01 / 255 / 0.224
+
+
+# ---- on the GPU ----
+
+
+@pytest.fixture
+def on_gpu(root):
+    if not torch.cuda.is_available():
+        pytest.skip("no NVIDIA GPU")
+    return partial(build, root, "auto", pin_memory=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, {"interpolation": "bilinear"}, {"crop_mode": "border"}], ids=str)
+def test_on_gpu__pixels_match_pillow(on_gpu, root, settings):
+    ours, pillows = on_gpu(**settings), build(root, "pillow", **settings)
+    for split in ("train", "val"):
+        batches = raw_epoch(getattr(ours, split))
+        assert batches[0]["pixels"].is_cuda
+        on_cpu = [{name: values.cpu() for name, values in batch.items()} for batch in batches]
+        assert worst(on_cpu, raw_epoch(getattr(pillows, split))) <= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("settings", [{}, MIXED], ids=["plain", "mixed"])
+def test_on_gpu__resume_is_exact_bit_for_bit_with_any_number_of_workers(on_gpu, settings):
+    whole = raw_epoch(on_gpu(num_workers=2, **settings).train, 1)
+    assert worst(raw_epoch(on_gpu(**settings).train, 1, start=1), whole[1:]) == 0
+
+
+@pytest.mark.gpu
+def test_on_gpu__feed_hands_over_what_the_loader_makes(on_gpu):
+    from vitkernels import runtime
+
+    data = on_gpu(num_workers=2)
+    expected = raw_epoch(data.train, 0)
+    for _ in range(3):
+        fed = list(runtime.create("cuda", "bf16").feed(data.train.epoch(0)))
+        for one, other in zip(fed, expected, strict=True):
+            assert all(one[name].is_cuda and torch.equal(one[name].cpu(), other[name].cpu()) for name in other)

@@ -1,0 +1,51 @@
+"""The memory that a batch's images are put into, one after another, as they are made.
+
+Shapes: B rows, S image side.
+"""
+
+import numpy as np
+from torch import Tensor
+
+from vitkernels.data.device_crops import LARGEST, DeviceCrop, DeviceCrops
+from vitkernels.data.workers import new_batch
+
+
+class PixelBatch:
+    """The pixels of a batch, uint8 (B, 3, S, S)."""
+
+    def __init__(self, rows: int, side: int):
+        self._pixels = new_batch(rows, 3, side, side)
+        self._count = 0
+
+    def put(self, image: Tensor | DeviceCrop | None) -> None:
+        """Put the next image, uint8 (3, S, S); None has no sample."""
+        assert not isinstance(image, DeviceCrop), "a batch without a DeviceCropper"
+        self._pixels[self._count] = 0 if image is None else image
+        self._count += 1
+
+    def finished(self) -> Tensor:
+        return self._pixels
+
+
+class CropBatch:
+    """The DeviceCrops of a batch; encoded: whether they are files rather than decoded pixels."""
+
+    def __init__(self, rows: int, side: int, encoded: bool):
+        self._side = side
+        self._images: list[Tensor | DeviceCrop | None] = []
+        # Room for the largest crops: memory that no crop reaches is never mapped.
+        self._memory = None if encoded else new_batch(rows * LARGEST * 3 * side**2)
+        self._used = 0
+
+    def put(self, image: Tensor | DeviceCrop | None) -> None:
+        """Put the next image; copy decoded pixels, which are in the cache now, so that their image can be freed."""
+        if self._memory is not None and isinstance(image, DeviceCrop) and isinstance(image.data, np.ndarray):
+            place = self._memory[self._used : self._used + image.data.size].numpy().reshape(image.data.shape)
+            place[...] = image.data
+            self._used += place.size
+            image = image._replace(data=place)
+        self._images.append(image)
+
+    def finished(self) -> DeviceCrops:
+        data = None if self._memory is None else self._memory[: self._used]
+        return DeviceCrops.of(self._images, self._side, data)
