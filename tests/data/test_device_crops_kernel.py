@@ -9,6 +9,8 @@ from vitkernels.data.device_crops import FIELDS, DeviceCrop, DeviceCrops, resize
 from vitkernels.data.geometry import Crop
 
 pytest.importorskip("triton")
+import triton.language as tl
+
 from vitkernels.data.device_crops_kernel import resize_crops
 
 BORDER = (1, 128, 255)
@@ -58,6 +60,26 @@ def test_kernel__copies_pixels_that_are_not_resized():
     crops = [DeviceCrop.of_pixels(pixels, everything, everything, (24, 24), mode) for mode in ("bicubic", "bilinear")]
     ours, _ = both(batch_of(crops, 24))
     assert all(np.array_equal(image.permute(1, 2, 0).numpy(), pixels) for image in ours)
+
+
+def test_kernel__reads_only_the_crops(monkeypatch):
+    """A tile may extend beyond the square, which is the only part of the resized image whose pixels are passed on."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    read, load = [], InterpreterBuilder.create_masked_load
+
+    def recorded(self, ptrs, mask, *args):
+        if ptrs.dtype.element_ty == tl.uint8:
+            read.append(ptrs.data[mask.data])
+        return load(self, ptrs, mask, *args)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", recorded)
+    pixels, everything, size, side = np.asarray(photo(120, 90)), Crop(0, 0, 90, 120), (90, 120), 44
+    crop = DeviceCrop.of_pixels(pixels, everything.needed(*size, side), everything, size, "bicubic")
+    batch = batch_of([crop], side)
+    both(batch)
+    first, last = batch.data.data_ptr(), batch.data.data_ptr() + len(batch.data) - 1
+    assert read and min(x.min() for x in read) >= first and max(x.max() for x in read) <= last
 
 
 def with_gaps(crops: list[DeviceCrop]) -> DeviceCrops:

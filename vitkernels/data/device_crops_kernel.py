@@ -47,9 +47,11 @@ def crop_kernel(
     height, width = tl.load(plan + 9).to(tl.int32), tl.load(plan + 10).to(tl.int32)
     start, down, right, channel = _layout(data_ptr, plan)
 
-    top, left = tl.program_id(1) * ROWS, tl.program_id(2) * COLUMNS
-    y = top + tl.load(plan + 12).to(tl.int32) + tl.arange(0, ROWS)
-    x = left + tl.load(plan + 13).to(tl.int32) + tl.arange(0, COLUMNS)
+    square_y = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    square_x = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    # Places beyond the square repeat its last one: the data need not hold the pixels that they would be made from.
+    y = tl.load(plan + 12).to(tl.int32) + tl.minimum(square_y, SIDE - 1)
+    x = tl.load(plan + 13).to(tl.int32) + tl.minimum(square_x, SIDE - 1)
     center_y, shrink_y, first_y, stop_y = _reached(y, crop_height, height, cubic)
     center_x, shrink_x, first_x, stop_x = _reached(x, crop_width, width, cubic)
     taps = tl.max(stop_x - first_x, 0)
@@ -76,9 +78,8 @@ def crop_kernel(
 
     share = 1 / (total_y[:, None] * total_x[None, :])
     inside = ((y >= 0) & (y < height))[:, None] & ((x >= 0) & (x < width))[None, :]
-    square_y, square_x = top + tl.arange(0, ROWS)[:, None], left + tl.arange(0, COLUMNS)[None, :]
-    stored = (square_y < SIDE) & (square_x < SIDE)
-    place = pixels_ptr + row * (3 * SIDE * SIDE) + square_y * SIDE + square_x
+    stored = (square_y < SIDE)[:, None] & (square_x < SIDE)[None, :]
+    place = pixels_ptr + row * (3 * SIDE * SIDE) + square_y[:, None] * SIDE + square_x[None, :]
     tl.store(place, _gray_levels(red * share, inside, border_red), mask=stored)
     tl.store(place + SIDE * SIDE, _gray_levels(green * share, inside, border_green), mask=stored)
     tl.store(place + 2 * SIDE * SIDE, _gray_levels(blue * share, inside, border_blue), mask=stored)
