@@ -281,6 +281,21 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
 
 
 @needs_new_jax
+@pytest.mark.parametrize("N", [70, 768])
+@pytest.mark.parametrize("masked", [False, True])
+def test_padded_bias__is_contiguous(N, masked):
+    """Kernels ignore strides. A table of relative positions is often a permuted view; 768 tokens need no padding."""
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+
+    mask = torch.ones(2, 1, N, N, dtype=torch.bool) if masked else None
+    for bias in (torch.randn(N, N, 3).permute(2, 0, 1), torch.randn(2, 3, N, N).mT):
+        prepared = padded_bias(bias, mask, N, N)
+        assert prepared.is_contiguous()
+        expected = bias.expand(prepared.shape[0], 3, N, N) * math.log2(math.e)
+        assert torch.allclose(prepared[:, :, :N, :N], expected)  # both are rounded once, to float32
+
+
+@needs_new_jax
 @pytest.mark.parametrize(
     "N, D, has_ids, bias_shape",
     [

@@ -258,7 +258,7 @@ class AttentionConformance(AttentionHarness):
         )
 
     def test_strides__of_extras(self, device):
-        """Elements with gaps between them that must not be read, and stride 0."""
+        """Elements with gaps between them that must not be read, stride 0, and heads innermost."""
 
         def apart(x, between):
             return torch.stack([x, torch.full_like(x, between)], -1)[..., 0]
@@ -269,6 +269,8 @@ class AttentionConformance(AttentionHarness):
         self.check(draw(device, 2, 2, 50, 64), bias=bias, mask=mask, segment_ids=apart(ids, 7))
         bias = torch.randn(50, device=device).expand(2, 2, 50, 50).requires_grad_()
         self.check(draw(device, 2, 2, 50, 64), bias=bias, mask=mask[:, :1].expand(2, 2, 50, 50))
+        bias = torch.randn(50, 50, 2, device=device).permute(2, 0, 1).requires_grad_()
+        self.check(draw(device, 2, 2, 50, 64), bias=bias, mask=mask[:, :1])
 
     def test_result__survives_the_next_call(self, device):
         """A call overwrites neither an earlier result nor what its backward pass saved."""

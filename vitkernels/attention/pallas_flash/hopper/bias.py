@@ -17,6 +17,7 @@ _LEAST = 4 * LOW
 def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: int) -> Tensor | None:
     """Return the sum of bias and mask (-inf where it is False): (B or 1, H or 1, padded N, padded M); None for neither.
 
+    It is contiguous, as the kernels assume: elementwise operations would keep the layout of a permuted bias.
     This runs outside the operators: a compiled model computes it once for all layers that share a bias, and autograd
     differentiates it. In float32 a very negative value absorbs its score: a row of finfo.min averages its keys, as in
     SDPA. So the kernels replace the score by -LOW where the bias is at most LOW, and rows with a maximum below LOW are
@@ -37,4 +38,4 @@ def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: in
     shifted = ((total - top) * LOG2E).clamp(min=_LEAST) + LOW
     raised = torch.where(top < LOW, shifted, (total * LOG2E).clamp(min=_LEAST + LOW))
     raised = torch.where(total == -torch.inf, total, raised)
-    return F.pad(raised, (0, padded(keys) - keys, 0, padded(queries) - queries))
+    return F.pad(raised, (0, padded(keys) - keys, 0, padded(queries) - queries)).contiguous()
