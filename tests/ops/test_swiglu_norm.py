@@ -101,6 +101,33 @@ def test_swiglu_norm__is_bitwise_reproducible_and_compiles_to_one_graph():
         assert torch.equal(value, again[name]) and torch.equal(value, compiled[name]), name
 
 
+def test_swiglu_norm__backward_has_fewer_stages_where_shared_memory_is_small(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from vitkernels.ops.swiglu_norm import triton as module
+
+    tried, launch = [], module.triton_call
+
+    def launch_on_small_gpu(*args, **options):
+        if "STAGES" in options:
+            tried.append(options["STAGES"])
+            if options["STAGES"] > 1:
+                raise OutOfResources(294_968, 101_376, "shared memory")
+        launch(*args, **options)
+
+    monkeypatch.setattr(module, "triton_call", launch_on_small_gpu)
+    check("cpu", "triton", (4, 96), (*NORM, "linear_bias_G"), torch.float32)
+    assert tried == [3, 2, 1]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("F", [5461, 8192])
+def test_swiglu_norm__with_the_longest_rows_on_gpu(F, dtype):
+    """Their backward pass with three stages would need up to 401 KB of shared memory; Hopper has 227."""
+    check("cuda", "triton", (300, 2 * F), (*NORM, "linear_bias_G"), dtype)
+
+
 @pytest.mark.parametrize(
     "change,code,fields",
     [

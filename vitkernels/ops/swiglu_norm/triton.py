@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2, triton_call
@@ -130,7 +131,7 @@ def _forward_tile(block: int) -> tuple[int, int]:
 
 
 def _backward_tile(block: int) -> tuple[int, int, int, int]:
-    """Return rows per iteration, warps, pipeline stages, and programs per multiprocessor."""
+    """Return rows per iteration, warps, the most pipeline stages, and programs per multiprocessor."""
     return max(1, 2048 // block), 4 if block <= 1024 else 8, 3, 4 if block <= 1024 else 2
 
 
@@ -175,11 +176,16 @@ def swiglu_norm_backward(dout, x, weight, linear_bias, mean, rstd, gate_last):
     sums = 2 * (weight is not None) + 2 * (linear_bias is not None)
     parts = torch.empty(programs, sums, columns["F"], dtype=torch.float32, device=x.device)
     dx = torch.empty_like(interpretable(x), memory_format=torch.contiguous_format)
-    triton_call(
-        *map(_readable, (dout, x, linear_bias, weight)), mean, rstd, dx, parts, M,
-        kernel=swiglu_norm_backward_kernel, grid=(programs,),
-        **columns, ROWS=rows, STAGES=stages, num_warps=warps,
-    )  # fmt: skip
+    tensors = *map(_readable, (dout, x, linear_bias, weight)), mean, rstd, dx, parts
+    options = {"kernel": swiglu_norm_backward_kernel, "grid": (programs,), "ROWS": rows, "num_warps": warps}
+    while True:
+        try:
+            triton_call(*tensors, M, **options, **columns, STAGES=stages)
+            break
+        except OutOfResources:  # a long row's stages exceed the GPU's shared memory; a single stage needs little
+            if stages == 1:
+                raise
+            stages -= 1
     return dx.to(x.dtype), sums_over_rows(parts)
 
 
