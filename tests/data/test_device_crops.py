@@ -1,5 +1,6 @@
 """Decoded crops that workers pass on and the device resizes: on the CPU by plain PyTorch, on a GPU by the kernel."""
 
+import os
 from functools import partial
 
 import numpy as np
@@ -113,6 +114,15 @@ def test_worker__puts_pixels_into_shared_memory_that_the_loader_need_not_copy(on
     monkeypatch.setattr(workers, "get_worker_info", lambda: "of a worker")
     shared = batches[0, 1][0]["pixels"]
     assert shared.data.is_shared() and not alone.data.is_shared() and torch.equal(shared.data, alone.data)
+
+
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux")
+def test_worker__takes_shared_memory_only_for_what_it_writes(monkeypatch):
+    monkeypatch.setattr(workers, "get_worker_info", lambda: "of a worker")
+    memory = workers.new_batch(2**24)
+    memory[:1000] = 7
+    file, size = memory.untyped_storage()._share_fd_cpu_()
+    assert size == 2**24 and os.fstat(file).st_blocks * 512 <= 2**21  # one page, which may be a huge one
 
 
 def test_resume__continues_with_the_same_batches(on_device):

@@ -44,10 +44,26 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
 
 
 def new_batch(*shape: int) -> torch.Tensor:
-    """Return an uninitialized uint8 tensor; a worker's is in shared memory, else the DataLoader would copy it there."""
+    """Return an uninitialized uint8 tensor; a worker's is in shared memory, else the DataLoader would copy it there.
+
+    Memory is provided for what is written, page by page.
+    """
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(math.prod(shape))).view(shape)
+    return torch.empty(0, dtype=torch.uint8).set_(_shared_memory(math.prod(shape))).view(shape)
+
+
+def _shared_memory(size: int) -> torch.UntypedStorage:
+    """Return shared memory. From 2.10 on, torch's own reserves all of its size at once, in the often small /dev/shm."""
+    if not hasattr(os, "memfd_create"):  # not Linux
+        return torch.UntypedStorage._new_shared(size)
+    file = os.memfd_create("batch")
+    try:
+        os.ftruncate(file, size)
+        # It duplicates the file descriptor.
+        return torch.UntypedStorage._new_shared_fd_cpu(file, size)  # type: ignore[attr-defined]  # defined in C++
+    finally:
+        os.close(file)
 
 
 def is_from_dead_worker(error: Exception) -> bool:
