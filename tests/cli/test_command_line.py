@@ -26,7 +26,9 @@ def test_run__results_folder_cannot_be_created(words, setting, monkeypatch, caps
     monkeypatch.setattr("sys.argv", ["train.py", *words])
     monkeypatch.setattr(command_line.hydra, "main", lambda **_: lambda job: main)
     assert command_line.run(main, CONF) == 2
-    (line,) = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert not printed.out
     assert line.startswith("error: ") and "[Errno 30]" in line and line.endswith(f"{setting}=FOLDER")
 
 
@@ -47,8 +49,17 @@ def test_run__library_error_names_the_setting(monkeypatch, capsys):
 
     monkeypatch.setattr("sys.argv", ["train.py"])
     assert command_line.run(main, CONF) == 2
-    line = capsys.readouterr().out
+    line = capsys.readouterr().err
     assert "'adamw'" in line and line.endswith("Setting: optim.opt=...\n")
+
+
+def test_run__unknown_option_is_one_line(monkeypatch, capsys):
+    """Hydra would print eight lines of usage first."""
+    monkeypatch.setattr("sys.argv", ["train.py", "--resume", "runs/a"])
+    assert command_line.run(lambda: None, CONF) == 2
+    printed = capsys.readouterr()
+    (line,) = printed.err.splitlines()
+    assert line.startswith("error: ") and "resume=VALUE" in line and not printed.out
 
 
 def test_run__current_folder_is_importable(monkeypatch, tmp_path):
@@ -81,10 +92,10 @@ def test_backend_without_yaml__is_among_the_choices(attn_mine):
     assert "mine" in str(explanation("attn=mien"))
 
 
-def explanation(override: str) -> UsageError:
+def explanation(*overrides: str) -> UsageError:
     with initialize_config_dir(CONF, version_base="1.3"), pytest.raises(HydraException) as caught:
-        compose("config", overrides=[override])
-    return explained(caught.value, CONF)
+        compose("config", overrides=list(overrides))
+    return explained(caught.value, CONF, overrides)
 
 
 @pytest.mark.parametrize(
@@ -114,6 +125,25 @@ def explanation(override: str) -> UsageError:
 def test_explained__names_value_and_fix(override, code, fields, fix):
     with error(f"cli.{code}", **fields) as caught:
         raise explanation(override)
+    assert fix in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "fix"),
+    [
+        (["model.depth=3"], "+model.kwargs.depth=3"),
+        (["model.nosuch=3"], "--help"),
+        (
+            ["model=timm", "model.name=swin_tiny_patch4_window7_224", "model.window_size=8"],
+            "+model.kwargs.window_size=8",
+        ),
+        (["model=timm", "model.name=swin_tiny_patch4_window7_224", "model.depth=3"], "--help"),
+        (["model.num_classes=3"], "the data set determines"),
+    ],
+)
+def test_explained__model_setting_that_is_an_argument_of_timm(overrides, fix):
+    with error("cli.setting", setting=overrides[-1].partition("=")[0]) as caught:
+        raise explanation(*overrides)
     assert fix in str(caught.value)
 
 

@@ -11,7 +11,7 @@ def test_doctor__knows_every_runtime_and_backend(capsys):
     assert {*doctor.runtimes(), "auto"} == set(runtime.names())
     assert set(doctor.backends()) == set(attention.names())
     assert doctor.runtimes()["cpu"] is None and doctor.backends()["native"] is None
-    doctor.main()
+    doctor.main([])
     printed = capsys.readouterr().out
     for word in ("torch", "CPU:", "runs", *attention.names()):
         assert word in printed

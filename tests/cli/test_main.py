@@ -41,7 +41,7 @@ def test_train__passes_its_arguments_to_the_script(started):
         (["runs/a", "data.root=x"], ['checkpoint="runs/a"', "data.root=x"]),
         (["checkpoint=runs/a"], ["checkpoint=runs/a"]),
         (["attn=sdpa", "checkpoint=runs/a"], ["attn=sdpa", "checkpoint=runs/a"]),
-        (["--help"], ["--help"]),
+        (["--cfg", "job"], ["--cfg", "job"]),
     ],
 )
 def test_eval__first_argument_is_the_run(started, words, expected):
@@ -119,7 +119,25 @@ def test_help__needs_no_torch():
 
 
 def test_doctor__takes_no_arguments(capsys):
-    assert console.main(["doctor", "x"]) == 2 and "doctor" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as end:
+        console.main(["doctor", "x"])
+    assert end.value.code == 2 and "doctor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [name for name in console._COMMANDS if name not in ("train", "eval")])
+def test_help_of_a_command__is_its_own(capsys, command):
+    with pytest.raises(SystemExit) as end:
+        console.main([command, "--help"])
+    printed = capsys.readouterr()
+    assert end.value.code == 0 and not printed.err and printed.out.startswith(f"usage: vitkernels {command} ")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["runs/a", "--help"]])
+def test_help_of_eval__says_how_it_differs_from_train(started, capsys, words):
+    assert console.main(["eval", *words]) == 0 and not started
+    printed = capsys.readouterr()
+    assert printed.out.startswith("usage: vitkernels eval ") and not printed.err
+    assert "Unlike train" in printed.out and max(map(len, printed.out.splitlines())) <= 120
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC, errno.EACCES, errno.ENOTDIR])

@@ -35,5 +35,5 @@ def test_new_project__passes_its_tests_and_trains(tmp_path):
 def test_new__refuses_a_folder_with_content(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("kept")
     assert console.main(["new", str(tmp_path)]) == 2
-    assert "not an empty folder" in capsys.readouterr().out
+    assert "not an empty folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

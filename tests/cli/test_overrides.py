@@ -9,6 +9,8 @@ from expecting import error
 from vitkernels.cli.overrides import (
     allow_settings_of_a_run,
     check_added,
+    check_groups,
+    check_options,
     options_last,
     parse,
     prepare,
@@ -52,6 +54,34 @@ def test_quote_value__leaves_valid_and_ambiguous_values_alone(value):
 )
 def test_options_last__keeps_their_values(words, expected):
     assert options_last(words.split()) == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "fix"),
+    [
+        (["--resume", "runs/a"], "resume=VALUE"),
+        (["--data.batch-size=3"], "data.batch_size=VALUE"),
+        (["--lr", "3"], "Did you mean optim.lr? "),
+        (["--cfg", "nosuch"], "'job'"),
+        (["--config-dir"], "expected one argument"),
+    ],
+)
+def test_check_options__names_the_fix_in_one_line(words, fix):
+    with error("cli.options") as caught:
+        check_options(words, CONF)
+    assert fix in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_check_options__accepts_hydras():
+    check_options(["a=1", "-m", "--cfg", "job", "-cd", "mine", "--info"], CONF)
+    check_options(["--help"], CONF)
+
+
+@pytest.mark.parametrize(("word", "value"), [("model=3", 3), ("data={batch_size: 4}", {"batch_size": 4})])
+def test_check_groups__refuses_numbers_and_mappings(word, value):
+    with error("cli.option", group=word.partition("=")[0], name=value):
+        check_groups([word], CONF)
+    check_groups(["model=timm", "seed=3", "data=fake,digits", "trainer={max_steps: 3}", "--info"], CONF)
 
 
 @pytest.mark.parametrize(

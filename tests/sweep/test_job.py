@@ -51,7 +51,7 @@ def test_add_sweep_folder__slurm_launcher_without_slurm(monkeypatch, tmp_path, c
         job.add_sweep_folder(argv)
     monkeypatch.setattr("sys.argv", argv)
     assert command_line.run(None, CONF) == 2
-    assert capsys.readouterr().out.startswith("error: hydra/launcher=slurm needs Slurm's srun")
+    assert capsys.readouterr().err.startswith("error: hydra/launcher=slurm needs Slurm's srun")
     (tmp_path / "srun").touch(0o755)
     assert set(argv) < set(job.add_sweep_folder(argv))
 

@@ -15,6 +15,8 @@ import yaml
 import train
 from vitkernels.cli import command_line, wording
 from vitkernels.sweep import job, slots
+from vitkernels.training.log_file import LogFile
+from vitkernels.training.terminal_log import TerminalLog
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["runtime=cpu", "data.batch_size=16", "+model.kwargs.embed_dim=64", "+model.kwargs.num_heads=2"]
@@ -42,7 +44,7 @@ def start(tmp_path, monkeypatch):
     os.environ.pop(slots._SWEEP_GPUS, None)
     root.setLevel(level)
     for handler in root.handlers[:]:
-        if type(handler) in (logging.StreamHandler, logging.FileHandler):  # Hydra's; pytest's are subclasses
+        if isinstance(handler, TerminalLog | LogFile):
             root.removeHandler(handler)
             handler.close()
 

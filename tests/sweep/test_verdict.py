@@ -386,7 +386,7 @@ def test_compare_existing__refuses_folders_without_a_run(runs, tmp_path, capsys)
     with error("compare.single"):
         verdict.compare_existing(runs[:1])
     assert console.main(["compare", str(runs[0]), str(tmp_path / "none")]) == 2
-    assert "error: " in capsys.readouterr().out
+    assert "error: " in capsys.readouterr().err
 
 
 def test_compare_existing__shows_the_verdict_of_a_sweep_again(tmp_path, capsys):

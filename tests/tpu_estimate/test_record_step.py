@@ -171,3 +171,13 @@ def test_binned__averages_over_time():
     ]
     assert step_picture.binned(rows, "mxu_share", 4.0, bins=2) == [0.5, 0.25]
     assert step_picture.binned(rows, "mxu_share", 4.0, bins=8) == [1.0, 1.0, 0, 0, 0, 0, 0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    "words", [["step", "--compare", "attn=sdpa", "attn=native"], ["--compare", "a.json", "b.json"]]
+)
+@pytest.mark.parametrize("output", ["--picture", "--json"])
+def test_compare__refuses_files_about_one_step_and_says_how_to_get_them(words, output, capsys):
+    assert command([*words, output, "file"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {output} with --compare") and "tpu-estimate --compare a.json b.json" in line

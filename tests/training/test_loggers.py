@@ -1,14 +1,17 @@
-"""The loggers of a run: resumed files, and a disk that is full for a while."""
+"""The loggers of a run: resumed files, a disk that is full for a while, and the terminal."""
 
 import json
+import logging
 import threading
 
 import pytest
+from rich.console import Console
 
-from vitkernels.training.loggers import JsonLinesLogger, run_loggers
+from vitkernels.training.loggers import ConsoleLogger, JsonLinesLogger, console, run_loggers
 from vitkernels.training.loggers.base import DiskGuard
 from vitkernels.training.loggers.tensorboard import TensorBoardLogger
 from vitkernels.training.metrics import StepRecord
+from vitkernels.training.terminal_log import TerminalLog
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread
@@ -89,3 +92,35 @@ class Full:
 
     def close(self):
         self.closed = True
+
+
+def log_through(handler, level, text):
+    record = logging.LogRecord("vitkernels", level, __file__, 1, text, None, None)
+    handler.handle(record)
+
+
+def test_terminal_log__errors_go_to_stderr(capsys):
+    handler = TerminalLog()
+    for level in (logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL):
+        log_through(handler, level, f"line {level}")
+    printed = capsys.readouterr()
+    assert printed.out.split("\n") == ["line 20", "line 30", ""] and printed.err.split("\n") == [
+        "line 40",
+        "line 50",
+        "",
+    ]
+
+
+def test_progress_bar__log_lines_are_above_it(monkeypatch, capsys):
+    monkeypatch.setattr(console, "Console", lambda: Console(force_terminal=True, color_system=None, width=120))
+    handler, bar = TerminalLog(), ConsoleLogger(total_steps=3)
+    log_through(handler, logging.INFO, "a line")
+    bar.window(3, "", "loss 1")
+    log_through(handler, logging.ERROR, "an error")
+    bar.close()
+    log_through(handler, logging.ERROR, "an error after it")
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert printed.err == "an error after it\n"
+    assert any(line.endswith("a line") for line in lines) and any(line.endswith("an error") for line in lines)
+    assert "3/3" in lines[-2] and "loss 1" in lines[-2]  # the last line shows the cursor again

@@ -1,10 +1,11 @@
 """Runs that fail in training: non-finite losses and gradients, and a lack of memory."""
 
 import json
+import subprocess
 
 import pytest
 import torch
-from small_runs import SMALL
+from small_runs import ROOT, SMALL, command
 
 import train
 from vitkernels.training import trainer
@@ -89,3 +90,13 @@ def test_other_runtime_errors__are_not_reported_as_out_of_memory(settings, monke
     monkeypatch.setattr(trainer.Trainer, "train_step", broken)
     with pytest.raises(RuntimeError, match="shapes"):
         train.run(settings(*SMALL), tmp_path)
+
+
+def test_error_of_a_run__is_on_stderr_and_in_the_log_file(tmp_path):
+    words = [*SMALL, "optim=sgd", "optim.lr=1e30", "schedule=constant", "trainer.clip_grad=null"]
+    run = subprocess.run(
+        command(*words, f"hydra.run.dir={tmp_path}"), cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    (line,) = run.stderr.splitlines()
+    assert run.returncode == 1 and line.startswith("error: loss is "), run
+    assert "error: " not in run.stdout and line in (tmp_path / "train.log").read_text()

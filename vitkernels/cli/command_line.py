@@ -48,7 +48,7 @@ def run(main: Callable[[], None], config_dir: str) -> int:
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        return _failed(explained(error, config_dir))
+        return _failed(explained(error, config_dir, sys.argv[1:]))
     except BrokenPipeError:  # the reader of --help, such as `head`, closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -78,5 +78,5 @@ def add_backends(config_dir: str) -> None:
 
 
 def _failed(message: object) -> int:
-    print(f"error: {message}", flush=True)
+    print(f"error: {message}", file=sys.stderr)
     return 2

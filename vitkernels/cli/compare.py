@@ -1,6 +1,7 @@
 """`vitkernels compare RUN RUN ...`: the verdict table of finished runs."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from vitkernels.errors import UsageError
@@ -24,10 +25,10 @@ def main(words: list[str]) -> int:
             options.out.mkdir(parents=True, exist_ok=True)
             verdict.write(rows, options.out)
     except UsageError as error:
-        print(f"error: {error}", flush=True)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: could not write the comparison: {error}; choose another folder with --out", flush=True)
+        print(f"error: could not write the comparison: {error}; choose another folder with --out", file=sys.stderr)
         return 2
     verdict.show(rows, options.out)
     return 0

@@ -1,5 +1,10 @@
-"""`vitkernels doctor`: print versions, devices, what runs on this machine, and how to fix what does not."""
+"""`vitkernels doctor`: print versions, devices, what runs on this machine, and how to fix what does not.
 
+It prints one line for each device, each runtime (runtime=NAME) and each attention backend (attn=NAME). The line of one
+that cannot run here says why, and what to install or set. It changes nothing.
+"""
+
+import argparse
 import platform
 
 from vitkernels import attention
@@ -9,7 +14,11 @@ from vitkernels.runtime import cuda, xla
 _INTERPRETED_ON_CPU = ("triton_flash", "pallas_flash")
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="vitkernels doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args(arguments)
     for name, version in {**versions(), "git commit": git_commit()}.items():
         print(f"{name:14}{version or '-'}")
     print()

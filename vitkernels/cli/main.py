@@ -32,6 +32,21 @@ USAGE = """usage: vitkernels COMMAND ...
   --version                       print the version
 """
 
+EVAL_USAGE = """usage: vitkernels eval RUN [SETTING=VALUE ...]
+
+Evaluate trained weights; the same as `vitkernels train mode=eval checkpoint=RUN ...`. RUN is the folder of a run, a
+checkpoint in it, a .safetensors file or a timm state dict.
+
+Unlike train, eval
+- changes no weights: it writes eval.json, figures per class and pictures to a new folder (hydra.run.dir=FOLDER)
+- takes model and data from RUN, if that is a run; settings on the command line take precedence
+- reads evaluation=head, knn or linear_probe, and quant=... for the accuracy after quantization
+
+All other settings are those of train: `vitkernels train --help` lists them.
+
+  -h, --help                      print this text
+"""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one subcommand; return its exit status."""
@@ -90,6 +105,9 @@ def complete(words: list[str]) -> int:
 
 def evaluate(words: list[str]) -> int:
     """Run train.py with mode=eval; a first word that is a path is the checkpoint."""
+    if {"-h", "--help"} & set(words):
+        print(EVAL_USAGE, end="")
+        return 0
     if words and not words[0].startswith(("-", "checkpoint=")) and ("=" not in words[0] or os.path.exists(words[0])):
         from vitkernels.sweep.job import quoted
 
@@ -118,15 +136,11 @@ def new(words: list[str]) -> int:
     return run(words)
 
 
-def doctor(words: list[str]) -> int:
+def doctor(words: list[str]) -> None:
     """Print what this machine can run."""
     from vitkernels.cli.doctor import main as run
 
-    if words:
-        print(f"error: doctor takes no arguments; got {' '.join(words)}", file=sys.stderr)
-        return 2
-    run()
-    return 0
+    run(words)
 
 
 def tune(words: list[str]) -> None:

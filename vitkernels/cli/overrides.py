@@ -3,12 +3,15 @@
 import os
 import re
 from pathlib import Path
+from typing import NoReturn
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from vitkernels.cli.known_settings import OPEN, flat_names, read_owners, suggestion
+from vitkernels.config.location import PROGRAM
 from vitkernels.errors import UsageError
 from vitkernels.sweep.job import quoted
 
@@ -24,8 +27,8 @@ _USES_OF_PLUS = (
 def prepare(words: list[str], config_dir: str) -> list[str]:
     """Return the arguments as Hydra reads them: values quoted, options last, ++ before settings of an earlier run.
 
-    Raises UsageError for a setting that nothing reads, a value without a name, and an empty folder, which Hydra takes
-    for the current one.
+    Raises UsageError for an option or a setting that nothing reads, a value without a name, and an empty folder, which
+    Hydra takes for the current one.
     """
     for word in words:
         if word.startswith("="):
@@ -34,6 +37,8 @@ def prepare(words: list[str], config_dir: str) -> list[str]:
             message = f"{word} is empty; write {word}. for the current folder"
             raise UsageError(message, code="cli.no_folder", setting=word[:-1])
     words = options_last([quote_value(word) for word in words])
+    check_options(words, config_dir)
+    check_groups(words, config_dir)
     check_added(words, config_dir)
     return allow_settings_of_a_run(words)
 
@@ -69,6 +74,40 @@ def options_last(words: list[str]) -> list[str]:
         is_value = bool(options) and bool(_WITH_VALUE.fullmatch(options[-1])) and "=" not in word
         (options if is_value or word.startswith("-") else settings).append(word)
     return [*settings, *options]
+
+
+def check_options(words: list[str], config_dir: str) -> None:
+    """Raise UsageError "cli.options" for options that Hydra, which prints its whole usage then, does not accept."""
+
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(f"{message}; `{PROGRAM} --hydra-help` lists the options", code="cli.options", reason=message)
+
+    parser = get_args_parser()
+    parser.error = refuse  # type: ignore[method-assign]
+    _, unknown = parser.parse_known_args(words)
+    if not unknown:
+        return
+    name = unknown[0].lstrip("-").partition("=")[0].replace("-", "_")
+    owners = read_owners(config_dir)
+    hint = "" if name in owners else suggestion(name, owners)
+    example = f"{name if name in owners else 'NAME'}=VALUE"
+    message = f"no option {unknown[0]}. {hint}A setting has no dashes: {example}; `{PROGRAM} --help` lists all settings"
+    raise UsageError(message, code="cli.options", reason=f"no option {unknown[0]}")
+
+
+def check_groups(words: list[str], config_dir: str) -> None:
+    """Raise UsageError "cli.option" for a group that is set to a number or a mapping, as in model=3."""
+    for word in words:
+        override = None if word.startswith("-") else parse(word)
+        if override is None or not isinstance(value := override.value(), int | float | dict):
+            continue
+        group = override.key_or_group
+        options = sorted(path.stem for path in (Path(config_dir) / group).glob("*.yaml"))
+        if options:
+            message = (
+                f"{word}: {group} is a group, and its options are {', '.join(options)}; choose one with {group}=NAME"
+            )
+            raise UsageError(message, code="cli.option", group=group, name=value, choices=options)
 
 
 def check_added(words: list[str], config_dir: str) -> None:

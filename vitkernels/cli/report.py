@@ -1,6 +1,7 @@
 """`vitkernels report RUN`: one HTML page about a run."""
 
 import argparse
+import sys
 from pathlib import Path
 
 from vitkernels.errors import UsageError
@@ -20,9 +21,9 @@ def main(words: list[str]) -> int:
     try:
         print(write_report(options.run, options.out))
     except UsageError as error:
-        print(f"error: {error}", flush=True)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"error: could not write the page: {error}; choose another file with --out", flush=True)
+        print(f"error: could not write the page: {error}; choose another file with --out", file=sys.stderr)
         return 2
     return 0

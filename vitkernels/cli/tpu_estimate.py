@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # for a kernel in the user's own module
     try:
+        _check_outputs(options)
         if options.compare and not options.words:
             return compare_files(options)
         if options.words[:1] == ["scaling"]:
@@ -136,8 +137,9 @@ def estimate_step(options: argparse.Namespace) -> int:
     variants = [[*options.words[1:], *shlex.split(words)] for words in options.compare or [""]]
     for words in variants:
         record_step.compose(tuple(words))  # raises before anything is compiled
-    if len(options.chosen) > 1 or (options.compare and (options.json or options.picture)):
-        raise UsageError("one chip and one step per file: repeat the command", code="tpu_estimate.words", word="step")
+    if len(options.chosen) > 1:
+        message = f"--chip {options.chip}: a step is estimated for one chip; repeat the command for each"
+        raise UsageError(message, code="tpu_estimate.words", word="step")
     (chip,) = options.chosen
     found = []
     for words in variants:
@@ -164,6 +166,19 @@ def compare_files(options: argparse.Namespace) -> int:
     first, second = (step_comparison.read(Path(name)) for name in options.compare)
     print(step_comparison.text(first, second))
     return 0
+
+
+def _check_outputs(options: argparse.Namespace) -> None:
+    """Raise UsageError for a comparison that is to write a file about one step."""
+    given = [f"--{name}" for name in ("json", "picture") if getattr(options, name) is not None]
+    if options.compare and given:
+        raise UsageError(
+            f"{' and '.join(given)} with --compare: each file is about one step. Estimate the two steps one by one, "
+            "each with `vitkernels tpu-estimate step SETTINGS --json a.json --picture a.png`, then compare the results "
+            "with `vitkernels tpu-estimate --compare a.json b.json`",
+            code="tpu_estimate.compare",
+            given=given,
+        )
 
 
 def estimate_scaling(options: argparse.Namespace) -> int:

@@ -1,13 +1,17 @@
 """Phrase errors for the command line: Hydra's in one sentence, the library's with the setting to change."""
 
 import re
+from collections.abc import Sequence
 
 from hydra.errors import MissingConfigException, OverrideParseException
 
 from vitkernels.cli.known_settings import OPEN, read_owners, suggestion
 from vitkernels.cli.overrides import parse
+from vitkernels.config.checks import NOT_IN_MODEL_KWARGS
+from vitkernels.config.compose import compose
 from vitkernels.config.location import PROGRAM
 from vitkernels.errors import UsageError, unknown_name
+from vitkernels.models.create import takes_argument
 from vitkernels.sweep.job import quoted
 
 _IN_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
@@ -57,6 +61,7 @@ _SETTING_OF_KIND = {
     "8-bit dtype": "quant.dtype",
     "attention backend": "attn",
     "crop_mode": "data.crop_mode",
+    "decode": "data.decode",
     "interpolation": "data.interpolation",
     "mixup mode": "data.mixup.mode",
     "mixup setting": "data.mixup",
@@ -97,8 +102,8 @@ def setting_of(error: UsageError) -> str | None:
     return _SETTING_OF_CODE.get(error.code)
 
 
-def explained(error: Exception, config_dir: str) -> UsageError:
-    """Return Hydra's error as one sentence that names the value, the choices and the fix.
+def explained(error: Exception, config_dir: str, words: Sequence[str] = ()) -> UsageError:
+    """Return Hydra's error about the command line `words` as one sentence: the value, the choices and the fix.
 
     Codes: cli.option for an unknown option of a group, cli.syntax, cli.several_values, cli.setting for an unknown
     setting, cli.hydra for the rest.
@@ -117,7 +122,7 @@ def explained(error: Exception, config_dir: str) -> UsageError:
         return UsageError(message, code="cli.several_values", setting=name, value=value)
     override = re.match(r"Could not override '([^']+)'", text)
     if override and "not in" in f"{error} {error.__cause__}":  # "not in struct", or not in one of Hydra's own
-        return no_setting(override[1], read_owners(config_dir))
+        return _model_argument(override[1], words) or no_setting(override[1], read_owners(config_dir))
     cause = error.__cause__
     return UsageError(f"{text} ({str(cause).splitlines()[0]})" if cause else text, code="cli.hydra")
 
@@ -139,6 +144,26 @@ def _how_to_write(word: str) -> str:
     if equals and parse(f"{name}={quoted(value)}"):
         return f"a value with =, commas or blanks needs quotes: '{name}=\"{value}\"'"
     return "a setting is name=value, e.g. attn=sdpa or data.batch_size=64"
+
+
+def _model_argument(key: str, words: Sequence[str]) -> UsageError | None:
+    """Return the error for an unknown setting of `model` that is an argument of timm; None if it is not."""
+    group, _, name = key.partition(".")
+    given = next((word for word in words if word.startswith(f"{key}=")), "")
+    override = parse(given)
+    if group != "model" or override is None:
+        return None
+    if name in NOT_IN_MODEL_KWARGS:
+        hint = NOT_IN_MODEL_KWARGS[name]
+    else:
+        try:
+            model = compose([word for word in words if word.startswith(("model=", "model.name=", "experiment="))]).model
+        except UsageError:
+            return None
+        if not takes_argument(model.name, name, override.value()):
+            return None
+        hint = f"the model {model.name} takes it as an argument, +model.kwargs.{given.removeprefix('model.')}"
+    return UsageError(f"no setting {key!r}: {hint}", code="cli.setting", setting=key, owners=[])
 
 
 def no_setting(key: str, owners: dict[str, list[str]]) -> UsageError:

@@ -18,7 +18,7 @@ from vitkernels.config.groups import (
 from vitkernels.errors import UsageError
 
 # Arguments that the trainer passes to timm, and why model.kwargs cannot.
-_NOT_IN_MODEL_KWARGS = {
+NOT_IN_MODEL_KWARGS = {
     "num_classes": "the data set determines the number of classes",
     **{name: f"set model.{name}" for name in ("img_size", "in_chans", "drop_path_rate", "pretrained")},
 }
@@ -93,7 +93,7 @@ def check_schedule(schedule: ScheduleSettings, lr: float) -> None:
 
 def check_model(model: ModelSettings) -> None:
     """Raise UsageError for an argument of timm that has its own setting."""
-    for name, instead in _NOT_IN_MODEL_KWARGS.items():
+    for name, instead in NOT_IN_MODEL_KWARGS.items():
         if name in model.kwargs:
             raise _conflict(
                 f"model.kwargs.{name} is not allowed: {instead}", f"model.kwargs.{name}", model.kwargs[name]

@@ -74,6 +74,15 @@ def timm_model(name: str, **kwargs: Any) -> nn.Module:
     return _build(name, **kwargs)
 
 
+def takes_argument(name: str, argument: str, value: Any) -> bool:
+    """Return whether the model takes an argument of this name, even if not this value."""
+    try:
+        _build_on_meta(name, {argument: value})
+    except UsageError as error:
+        return error.code == "models.arguments" and "unexpected keyword" not in str(error)
+    return True
+
+
 def input_spec(name: str, img_size: int | None = None, in_chans: int | None = None) -> tuple[int, int]:
     """Return (image size in pixels, channels) of the model's input; arguments other than None take precedence."""
     size: Any

@@ -3,8 +3,6 @@
 import logging
 
 from rich.console import Console
-from rich.highlighter import NullHighlighter
-from rich.logging import RichHandler
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from vitkernels.training.loggers.base import NullLogger
@@ -42,12 +40,5 @@ def _progress_bar(total: int, completed: int) -> Progress | None:
         console=console,
     )
     bar.add_task("", total=total, completed=completed)
-    # Log lines must be printed above the bar, not through it.
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if type(h) is logging.StreamHandler]:
-        root.removeHandler(handler)
-        above = RichHandler(handler.level, console, show_time=False, show_level=False, show_path=False)
-        above.highlighter = NullHighlighter()
-        root.addHandler(above)
-    bar.start()
+    bar.start()  # until it stops, it prints what is written to sys.stdout and sys.stderr above itself
     return bar
