@@ -40,6 +40,7 @@ from vitkernels.errors import UsageError
         ("+model.kwargs.img_size=[64,32]", "conflict", {"setting": "model.kwargs.img_size"}),
         ("+model.kwargs.num_classes=7", "conflict", {"setting": "model.kwargs.num_classes", "value": 7}),
         ("seed=4294967296", "range", {"setting": "seed"}),
+        ("model.drop_path_rate=1.0", "range", {"setting": "model.drop_path_rate", "value": 1.0}),
         ("optim.lr=inf", "range", {"setting": "optim.lr"}),
         ("model.img_size=1000000", "range", {"setting": "model.img_size"}),
         ("data._target_=os.path.join", "target", {"setting": "data._target_", "value": "os.path.join"}),
@@ -75,6 +76,10 @@ def test_wrong_setting__refused_with_code_and_fields(settings, override, code, f
         ("optim.lr=inf", "optim.lr must be a finite number of at least 0; got inf."),
         ("mode=evaluate", "mode must be one of train, eval; got 'evaluate'. Did you mean eval?"),
         ("sweep.slots=0", "sweep.slots must be an integer of at least 1, auto, gpus or null; got 0."),
+        ("model.drop_path_rate=1", "model.drop_path_rate must be a number of at least 0 and below 1 or null; got 1."),
+        ("model.kwargs=3", "model.kwargs must be a mapping; got 3. Add entries one by one: +model.kwargs.NAME=VALUE."),
+        ("++quant.skip=head", "quant.skip must be a list of strings; got 'head'. A list is written quant.skip=[a,b]."),
+        ("ema=0.9", "ema must be a mapping; got 0.9. Set its settings one by one, such as ema.decay=null"),
     ],
 )
 def test_wrong_setting__message(settings, override, message):

@@ -150,7 +150,7 @@ def test_digits__refuses_batches_that_are_too_large_or_odd_with_mixup():
 def test_digits__invalid_value_message():
     with error("data.value") as refused:
         build(scale=(1.1, 0.9))
-    assert str(refused.value) == "scale=[1.1, 0.9]: expected [least, greatest], both above 0"
+    assert str(refused.value) == "scale=[1.1, 0.9]: expected [least, greatest], both above 0, such as [0.8, 1.0]"
 
 
 def test_digits__arguments_of_the_call_are_checked():

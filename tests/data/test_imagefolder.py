@@ -304,9 +304,10 @@ def test_imagefolder__refuses_unknown_names(setting, value, make_root):
     ("kwargs", "code", "fields"),
     [
         ({"in_chans": 1}, "data.in_chans", {"in_chans": 1}),
-        ({"mean": [0.5]}, "data.value", {"setting": "mean, std"}),
-        ({"mean": "grey"}, "data.value", {"setting": "mean, std"}),
-        ({"std": [0.2, 0, 0.2]}, "data.value", {"setting": "mean, std"}),
+        ({"mean": [0.5]}, "data.value", {"setting": "mean", "value": [0.5]}),
+        ({"mean": "grey"}, "data.value", {"setting": "mean", "value": "grey"}),
+        ({"std": 0.2}, "data.value", {"setting": "std", "value": 0.2}),
+        ({"std": [0.2, 0, 0.2]}, "data.value", {"setting": "std", "value": [0.2, 0, 0.2]}),
         ({"auto_augment": "rand-zz"}, "data.augmentation", {"section": "zz"}),
         ({"auto_augment": "rand-m9-x2"}, "data.augmentation", {"section": "x2"}),
         ({"auto_augment": "original-m9"}, "data.augmentation", {"section": "m9"}),

@@ -117,6 +117,7 @@ def test_mixing__refuses_invalid_values(setting, value):
         ({}, 7, "data.mixup", {"batch_size": 7}),
         ({"mixup_alpha": 0, "cutmix_alpha": 0}, 8, "data.mixup", {"mixup_alpha": 0, "cutmix_alpha": 0}),
         (True, 8, "data.value", {"setting": "mixup"}),
+        (-1, 8, "data.value", {"setting": "mixup", "value": -1}),
         ({"mixup_alfa": 1.0}, 8, "unknown_name", {"name": "mixup_alfa", "near": ["mixup_alpha"]}),
         ({"mode": "pairs"}, 8, "unknown_name", {"name": "pairs", "near": ["pair"]}),
     ],
@@ -126,6 +127,12 @@ def test_mixing__refuses_settings_that_cannot_work(settings, batch_size, code, f
         build_mixing(settings, num_classes=K, seed=0, batch_size=batch_size)
     found = {name: refused.value.fields[name] for name in fields}
     assert found | {"near": found.get("near", [])[:1]} == {"near": []} | fields
+
+
+def test_build_mixing__number_is_answered_by_an_example():
+    with error("data.value") as refused:
+        build_mixing(-1, num_classes=K, seed=0, batch_size=8)
+    assert str(refused.value) == "mixup=-1: expected null, or a mapping such as {mixup_alpha: 0.8, cutmix_alpha: 1.0}"
 
 
 def test_build_mixing__none_disables_mixing():

@@ -162,7 +162,7 @@ class ModelSettings:
     name: str = setting("vit_digits", "Name of the model.")
     img_size: int | None = setting(None, "Image size; null is the model's.", unit="pixels", least=1, greatest=16384)
     in_chans: int | None = setting(None, "Image channels; null is the model's.", least=1)
-    drop_path_rate: float | None = setting(None, "Stochastic depth rate; null is the model's.", least=0, greatest=1)
+    drop_path_rate: float | None = setting(None, "Stochastic depth rate; null is the model's.", least=0, below=1)
     pretrained: bool = setting(False, "Download and load timm's weights.")
     kwargs: dict[str, Any] = setting(dict, "Other arguments for timm, e.g. +model.kwargs.dynamic_img_size=true.")
 

@@ -29,7 +29,7 @@ from vitkernels.config.groups import (
     SweepSettings,
     TrainerSettings,
 )
-from vitkernels.config.setting import checked, groups_of, read_group, setting, settings_of, unknown_setting
+from vitkernels.config.setting import checked, groups_of, in_yaml, read_group, setting, settings_of, unknown_setting
 from vitkernels.errors import UsageError
 
 
@@ -108,8 +108,13 @@ class Config:
         for name, group in groups.items():
             values = plain.get(name, {})
             if not isinstance(values, Mapping):
+                first = settings_of(group)[0]
                 raise UsageError(
-                    f"{name} must be a mapping; got {values!r}", code="config.type", setting=name, value=values
+                    f"{name} must be a mapping; got {values!r}. Set its settings one by one, such as "
+                    f"{name}.{first.name}={in_yaml(first.default)}",
+                    code="config.type",
+                    setting=name,
+                    value=values,
                 )
             arguments[name] = read_group(group, values, f"{name}.")
         config = cls(**arguments)

@@ -23,6 +23,7 @@ class Description:
         unit: the unit of its numbers, if any.
         least: smallest allowed number.
         greatest: largest allowed number.
+        below: bound that all allowed numbers are below.
         key: the setting's name in the configuration, if it is not the field's name.
         collects_rest: True for a mapping that takes all keys of its group that have no field.
     """
@@ -31,6 +32,7 @@ class Description:
     unit: str | None = None
     least: float | None = None
     greatest: float | None = None
+    below: float | None = None
     key: str | None = None
     collects_rest: bool = False
 
@@ -143,7 +145,7 @@ def checked(setting: Setting, value: Any, prefix: str = "") -> Any:
         return tuple(value) if isinstance(value, list) else value
     choices = [in_yaml(choice) for choice in setting.choices]
     near = difflib.get_close_matches(str(value), choices, n=2, cutoff=0.6) if isinstance(value, str) else []
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    hint = f" Did you mean {' or '.join(near)}?" if near else _example(setting, name)
     allowed = expected(setting)
     if isinstance(value, float) and not math.isfinite(value):
         allowed = allowed.replace("a number", "a finite number")
@@ -154,6 +156,14 @@ def checked(setting: Setting, value: Any, prefix: str = "") -> Any:
         value=value,
         choices=choices,
     )
+
+
+def _example(setting: Setting, name: str) -> str:
+    """Return how a mapping or a list is written on the command line; "" for settings of one value."""
+    kinds = {typing.get_origin(kind) for kind in setting.types}
+    if dict in kinds:
+        return f" Add entries one by one: +{name}.NAME=VALUE."
+    return f" A list is written {name}=[a,b]." if tuple in kinds else ""
 
 
 def _fault(setting: Setting, value: Any) -> str:
@@ -181,8 +191,9 @@ def _fits(value: Any, kind: Any, description: Description) -> bool:
 
 
 def _in_range(value: float, description: Description) -> bool:
-    least, greatest = description.least, description.greatest
-    return (least is None or least <= value) and (greatest is None or value <= greatest)
+    least, greatest, below = description.least, description.greatest, description.below
+    within = (least is None or least <= value) and (greatest is None or value <= greatest)
+    return within and (below is None or value < below)
 
 
 def expected(setting: Setting) -> str:
@@ -200,7 +211,8 @@ def expected(setting: Setting) -> str:
 def _span(description: Description) -> str:
     if description.greatest is not None:
         return f" from {description.least} to {description.greatest}"
-    return "" if description.least is None else f" of at least {description.least}"
+    least = "" if description.least is None else f" of at least {description.least}"
+    return least if description.below is None else f"{least} and below {description.below}"
 
 
 def in_yaml(value: Any) -> str:

@@ -34,7 +34,7 @@ def check_range(name: str, value: Any, limit: float | None = None) -> None:
     """Raise UsageError unless the value is [least, greatest], both above 0 and at most `limit` (None: no limit)."""
     if not (is_numbers(value, 2) and 0 < value[0] <= value[1] and (limit is None or value[1] <= limit)):
         most = "" if limit is None else f" and at most {limit}"
-        raise value_error(name, value, f"[least, greatest], both above 0{most}")
+        raise value_error(name, value, f"[least, greatest], both above 0{most}, such as [0.8, 1.0]")
 
 
 def check_common(batch_size: int, seed: int, pin_memory: bool, num_workers: int = 0) -> None:

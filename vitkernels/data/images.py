@@ -17,7 +17,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from vitkernels.data.augment import EvalPreprocessing, PreparedImage, TrainAugmentation
 from vitkernels.data.batch_memory import CropBatch, PixelBatch
-from vitkernels.data.checks import as_list, check_number, is_numbers
+from vitkernels.data.checks import as_list, check_number, is_numbers, value_error
 from vitkernels.data.contract import IGNORE, Data
 from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
 from vitkernels.data.decode.gpu import nvjpeg
@@ -270,12 +270,9 @@ def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:
         )
     own = {name: as_list(value) for name, value in given.items() if value is not None}
     prepared: dict[str, Any] = PREPROCESSING | own
-    mean, std = prepared["mean"], prepared["std"]
-    if not (is_numbers(mean, 3) and is_numbers(std, 3) and min(std) > 0):
-        raise UsageError(
-            f"mean={mean}, std={std}: expected three values each (red, green, blue), with std above 0",
-            code="data.value",
-            setting="mean, std",
-            value=[mean, std],
-        )
+    if not is_numbers(prepared["mean"], 3):
+        raise value_error("mean", prepared["mean"], "a number each for red, green and blue, such as [0.5, 0.5, 0.5]")
+    if not (is_numbers(prepared["std"], 3) and min(prepared["std"]) > 0):
+        expected = "a number above 0 each for red, green and blue, such as [0.5, 0.5, 0.5]"
+        raise value_error("std", prepared["std"], expected)
     return prepared, prepared | ({"interpolation": "bicubic"} if prepared["interpolation"] == "random" else {})

@@ -55,7 +55,7 @@ class Mixing:
         if cutmix_minmax is None and not (mixup_alpha > 0 or cutmix_alpha > 0):
             raise UsageError(
                 f"mixup_alpha={mixup_alpha} and cutmix_alpha={cutmix_alpha} without cutmix_minmax mix nothing: set one "
-                "of them above 0, or disable mixing with mixup=None",
+                "of them above 0, or disable mixing with mixup=null",
                 code="data.mixup",
                 mixup_alpha=mixup_alpha,
                 cutmix_alpha=cutmix_alpha,
@@ -150,13 +150,13 @@ def build_mixing(settings: Mapping[str, Any] | None, *, num_classes: int, seed: 
     if settings is None:
         return None
     if not isinstance(settings, Mapping):
-        raise value_error("mixup", settings, "None, or settings such as {mixup_alpha: 0.8}")
+        raise value_error("mixup", settings, "null, or a mapping such as {mixup_alpha: 0.8, cutmix_alpha: 1.0}")
     for name in settings:
         if name not in SETTINGS:
             raise unknown_name("mixup setting", str(name), SETTINGS)
     if batch_size % 2:
         raise UsageError(
-            f"batch_size={batch_size} is odd, but mixup pairs rows of a batch: use an even batch size or mixup=None",
+            f"batch_size={batch_size} is odd, but mixup pairs rows of a batch: use an even batch size or mixup=null",
             code="data.mixup",
             batch_size=batch_size,
         )
