@@ -6,6 +6,8 @@ from typing import Self, TypeVar
 
 from torch import nn
 
+from vitkernels.errors import UsageError
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -38,6 +40,16 @@ class SwappedModule(nn.Module):
     def to_original(self) -> nn.Module:
         """Return an instance of the replaced class that shares this module's state."""
         return instance_sharing_state(original_class(self), self, without=_settings(self))
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        """Raise UsageError "models.torchscript": torch.jit.script cannot compile the functions that call kernels."""
+        name = type(self).__name__
+        raise UsageError(
+            f"TorchScript cannot compile {name}: restore fused ops with set_ops(model, {{}}), and use no quantization, "
+            "before torch.jit.script; or use torch.export or torch.compile",
+            code="models.torchscript",
+            module=name,
+        )
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:

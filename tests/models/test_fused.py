@@ -1,6 +1,7 @@
 """set_ops: fused ops in a timm model compute the same function of the same parameters."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -376,3 +377,27 @@ def test_options__require_their_op():
         models.set_ops(tiny(), {"patch_embed": "triton"}, torch.bfloat16)
     with error("models.op_option", option="keep_activation", op="mlp"):
         models.set_ops(tiny(), {"layer_norm_residual": "triton"}, keep_activation=True)
+
+
+@pytest.mark.parametrize(
+    ("ops", "module"),
+    [
+        ({"layer_norm_residual": "reference", "mlp": "reference"}, "ClassTokenViT"),
+        ({"linear": "reference"}, "FusedLinear"),
+        ({"patch_embed": "reference"}, "FusedPatchConv"),
+    ],
+)
+def test_torchscript__of_fused_ops_is_refused_and_works_without_them(ops, module):
+    model, x = models.create_model("vit_digits", "sdpa", depth=2).eval(), torch.randn(2, 1, 16, 16)
+    expected = model(x)
+    models.set_ops(model, ops)
+    with error("models.torchscript", module=module) as caught:
+        torch.jit.script(model)
+    assert "set_ops(model, {})" in str(caught.value)
+    scripted = torch.jit.script(models.set_ops(model, {}))
+    torch.testing.assert_close(scripted(x), expected)  # PyTorch's tolerances: another order of float32 sums
+
+
+def test_torchscript__reads_the_signature_of_fused_blocks():
+    """A comment at the signature would be a type comment for it."""
+    assert torch.jit.annotations.get_type_line(inspect.getsource(FusedBlock.forward)) is None

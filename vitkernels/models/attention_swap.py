@@ -10,6 +10,7 @@ from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
 from vitkernels.models.adapters import AttentionPlan, adapted, attention_plan
+from vitkernels.models.wrapped import check_attention_unwrapped
 from vitkernels.module_swap import original_class
 
 log = logging.getLogger("vitkernels")
@@ -30,7 +31,8 @@ def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
     Raises:
         UsageError: "models.attention" if no backend can compute any of the model's attention; "models.model_type" and
             "models.attn_type" for arguments of other types; "unknown_name" for the backend; "registry.unavailable" for
-            a backend that cannot run on this machine. The model is unchanged then.
+            a backend that cannot run on this machine; "models.wrapped" for attention modules that fully_shard or
+            torch.compile was applied to one by one. The model is unchanged then.
     """
     swap(model, checked(model, attn))
     return model
@@ -41,6 +43,7 @@ def checked(model: nn.Module, attn: str | AttentionBackend) -> AttentionBackend:
     _check_model(model, attn)
     backend = backend_of(attn)
     plan, kind = attention_plan(model), original_class(model).__name__
+    check_attention_unwrapped(model, plan)
     if "" in plan.replaceable:
         message = f"{kind} is itself an attention module, and only modules inside a model can be replaced in place"
         raise UsageError(message, code="models.attention", model=kind)

@@ -165,7 +165,7 @@ class FusedBlock(SwappedModule, Block, ResidualFusion):
         norm2: Any
         mlp: Any
 
-    def forward(  # type: ignore[override]  # FusedBlocks calls it with a branch
+    def forward(
         self,
         x_BNC: Tensor,
         attn_mask: Tensor | None = None,

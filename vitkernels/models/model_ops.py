@@ -28,6 +28,7 @@ from vitkernels.models.fusion_checks import (
     projections,
     projections_unsupported,
 )
+from vitkernels.models.wrapped import check_unwrapped
 from vitkernels.module_swap import original_class
 from vitkernels.registry.op import op_of, place_of
 
@@ -174,8 +175,10 @@ def set_ops(
     Raises:
         UsageError: "unknown_name" for an op or backend; "models.op_unsupported" if a named backend's op does not fit
             the architecture (with "auto", timm's modules are kept and the reason is logged); "models.op_requires" for
-            mlp without layer_norm_residual; "models.op_option" for an option of an op that is not fused.
+            mlp without layer_norm_residual; "models.op_option" for an option of an op that is not fused;
+            "models.wrapped" for a model that fully_shard, FSDP, DDP or DataParallel wrapped, or with compiled parts.
     """
+    check_unwrapped(model)
     for name, backend in backends.items():
         if name not in MODEL_OPS:
             raise unknown_name("op of a model", name, MODEL_OPS)
