@@ -355,6 +355,23 @@ def test_operators__trace_with_ids_and_a_bias():
         assert [x.shape for x in dqkv] == [q.shape] * 3 and not dbias.numel()
 
 
+@needs_new_jax
+def test_operators__trace_with_a_symbolic_number_of_tokens():
+    """A second length makes torch.compile treat the number of tokens as a symbol."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    from vitkernels.attention.pallas_flash.hopper import operators
+
+    sizes = [DimDynamic.STATIC, DimDynamic.DYNAMIC, *[DimDynamic.STATIC] * 3]
+    context = StatelessSymbolicContext(dynamic_sizes=sizes)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    qkv = mode.from_tensor(torch.empty(2, 70, 3, 3, 64), symbolic_context=context)
+    with mode:
+        out, lse = operators.attend_packed.traced(qkv, *[None] * 5, False, 0.1)
+        assert out.shape[::2] == (2, 192) and all(isinstance(x.shape[i], torch.SymInt) for x, i in ((out, 1), (lse, 2)))
+
+
 def test_unsupported__names_the_missing_requirement():
     half = Problem(1, 2, 50, 50, 64, torch.bfloat16, "cuda")
     reason = attention.get("pallas_flash").unsupported(half)

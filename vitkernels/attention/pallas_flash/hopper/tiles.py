@@ -127,8 +127,11 @@ class PerHeadKernel(HopperKernel):
 
 
 def padded(tokens: int) -> int:
-    """Round up to 64 rows per warpgroup in every schedule: copies of vectors are not bounds-checked."""
-    return max(pl.cdiv(tokens, rows) * rows for rows in (192, 256))
+    """Round up to 64 rows per warpgroup in every schedule: copies of vectors are not bounds-checked.
+
+    Symbolic numbers of torch.compile pass too, which JAX's cdiv does not take.
+    """
+    return max(-(-tokens // rows) * rows for rows in (192, 256))
 
 
 def tile(rows: int, head_dim: int, dtype, *leading: int) -> tuple:
