@@ -114,6 +114,17 @@ def test_peak_memory__falls_back_without_proc_status(status, monkeypatch):
 
 
 @pytest.mark.gpu
+def test_cuda__feeds_again_into_the_same_memory():
+    gpu, batch = runtime.create("cuda"), (torch.zeros(2**23).pin_memory(),)
+    reserved = []
+    for _ in range(4):
+        assert len(list(gpu.feed([batch]))) == 1
+        gpu.synchronize()
+        reserved.append(torch.cuda.memory_reserved())
+    assert reserved[1:] == reserved[:-1]
+
+
+@pytest.mark.gpu
 def test_cuda__feeds_every_batch_in_order():
     gpu = runtime.create("cuda")
     batches = [(torch.full((4, 4), float(i)).pin_memory(), torch.tensor([i])) for i in range(5)]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,13 +46,18 @@ class CudaRuntime(Runtime):
     def optimizer_kwargs(self, name: str) -> dict:
         return {"fused": True} if name in _FUSED_OPTIMIZERS else {}
 
+    @cached_property
+    def _copies(self) -> torch.cuda.Stream:
+        """Return the side stream of every feed: torch's allocator would keep the memory of each new stream for it."""
+        return torch.cuda.Stream(self.device, priority=_URGENT)
+
     def feed(self, batches: Iterable[Tensors]) -> Iterator[Tensors]:
         """Copy one batch ahead on a side stream, from pinned memory, without blocking the host.
 
         What `batches` itself does on the device, such as decoding, runs on this stream, too. It takes precedence over
         the step's kernels: it is little work, and the next step waits for it.
         """
-        copies = torch.cuda.Stream(self.device, priority=_URGENT)
+        copies = self._copies
         compute = torch.cuda.current_stream(self.device)
 
         def start_copy(tensor: Tensor) -> Tensor:
