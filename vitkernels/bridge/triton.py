@@ -19,6 +19,7 @@ try:
     import triton.compiler.code_generator  # copies triton.language names: import before the interpreter patches them
     import triton.language as tl
     from triton.runtime import interpreter
+    from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
     from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:  # no wheels exist for macOS and Windows
@@ -69,6 +70,18 @@ def triton_call(*args, kernel, grid, **constexprs):
                 _launch(args, kernel, grid, constexprs, signature)
     else:
         _interpret(args, kernel, grid, constexprs)
+
+
+def with_fitting_stages(launch, stages: int) -> None:
+    """Call launch(stages), or with the most pipeline stages whose tiles fit into this GPU's shared memory."""
+    while True:
+        try:
+            launch(stages)
+            return
+        except OutOfResources:
+            if stages == 1:
+                raise
+            stages -= 1
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vitkernels.bridge.operator import differentiable_once, interpretable, operator
-from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2, triton_call
+from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2, triton_call, with_fitting_stages
 from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 
 _LARGEST_C = 8192  # a row must fit in the registers of one program
@@ -198,14 +198,16 @@ def _backward(
     programs = max(1, min(cdiv(M, rows), programs_per_sm * multiprocessors(total.device)))
     has_bias = branch_bias is not None
     parts = torch.empty(programs, 2 + has_bias + needs_dlayer_scale, C, dtype=torch.float32, device=total.device)
-    triton_call(
+    tensors = (
         *map(_readable, (dtotal, dnormed, total)), mean, rstd, _readable(weight),
         *map(_readable, (branch if needs_dlayer_scale else None, branch_bias, layer_scale, sample_scale)),
-        dx, dbranch, parts, M, M // max(total.shape[0], 1),
-        kernel=_backward_kernel, grid=(programs,),
-        C=C, BLOCK_C=block, ROWS=rows, STAGES=stages, SUM_BRANCH=has_bias, SUM_SCALE=needs_dlayer_scale,
-        num_warps=warps,
+        dx, dbranch, parts,
     )  # fmt: skip
+    options = {"C": C, "BLOCK_C": block, "ROWS": rows, "SUM_BRANCH": has_bias, "SUM_SCALE": needs_dlayer_scale}
+    options |= {"kernel": _backward_kernel, "grid": (programs,), "num_warps": warps}
+    with_fitting_stages(
+        lambda stages: triton_call(*tensors, M, M // max(total.shape[0], 1), **options, STAGES=stages), stages
+    )
     sums = parts.new_empty(parts.shape[1:])
     triton_call(
         parts, sums, programs, sums.numel(),

@@ -9,10 +9,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 from vitkernels.bridge.operator import differentiable_once, interpretable, operator
-from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2, triton_call
+from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2, triton_call, with_fitting_stages
 from vitkernels.ops.linear.gradients import sums_over_rows
 from vitkernels.ops.refusals import unless_dtypes, unless_triton_device
 
@@ -178,14 +177,7 @@ def swiglu_norm_backward(dout, x, weight, linear_bias, mean, rstd, gate_last):
     dx = torch.empty_like(interpretable(x), memory_format=torch.contiguous_format)
     tensors = *map(_readable, (dout, x, linear_bias, weight)), mean, rstd, dx, parts
     options = {"kernel": swiglu_norm_backward_kernel, "grid": (programs,), "ROWS": rows, "num_warps": warps}
-    while True:
-        try:
-            triton_call(*tensors, M, **options, **columns, STAGES=stages)
-            break
-        except OutOfResources:  # a long row's stages exceed the GPU's shared memory; a single stage needs little
-            if stages == 1:
-                raise
-            stages -= 1
+    with_fitting_stages(lambda stages: triton_call(*tensors, M, **options, **columns, STAGES=stages), stages)
     return dx.to(x.dtype), sums_over_rows(parts)
 
 
