@@ -1,6 +1,7 @@
-"""Run train.py in processes whose arithmetic is the same on every x86-64 machine, and read the figures they leave."""
+"""Run train.py in processes whose arithmetic hardly depends on the x86-64 machine, and read the figures they leave."""
 
 import contextlib
+import functools
 import json
 import os
 import platform
@@ -18,7 +19,7 @@ TRAIN_PY = Path(os.environ.get("VITKERNELS_TRAIN_PY") or HERE.parents[1] / "trai
 
 # One thread, so that the order of sums does not depend on the number of cores, and only instructions that every x86-64
 # CPU has. Each of the last six variables except OPENBLAS_CORETYPE changed the last bits of losses. The C library still
-# chooses its own instructions: with FMA, on every x86-64 CPU of the last ten years.
+# chooses its own instructions: with FMA, on every x86-64 CPU of the last ten years. `elementwise` shows the rest.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -144,13 +145,33 @@ class Runs:
 
 def versions(case: Case) -> dict[str, str | None]:
     """Return what a case's figures depend on besides the code: package versions and the kind of machine."""
-    found: dict[str, str | None] = {"machine": f"{platform.system()} {platform.machine()}"}
+    found: dict[str, str | None] = {
+        "machine": f"{platform.system()} {platform.machine()}",
+        "elementwise": elementwise(),
+    }
     for package in (*PACKAGES, *case.packages):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
     return found
+
+
+@functools.cache
+def elementwise() -> str:
+    """Return a checksum of torch's square roots and other functions of one variable in the runs' processes.
+
+    MKL computes them, and rounds a fifth of all square roots differently on other CPUs, whatever MKL_CBWR says.
+    """
+    code = (
+        "import torch, zlib; x = torch.arange(1, 100_001) / 10_000\n"
+        "functions = torch.sqrt, torch.rsqrt, torch.exp, torch.log, torch.tanh, torch.erf, torch.sin\n"
+        "print(zlib.crc32(torch.cat([f(x) for f in functions]).numpy().tobytes()))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=True
+    )
+    return process.stdout.strip()
 
 
 def figures(folder: Path) -> dict:
