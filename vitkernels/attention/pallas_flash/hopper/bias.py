@@ -34,8 +34,9 @@ def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: in
     total = total[(None,) * (4 - total.ndim)]
     total = total.expand(*total.shape[:2], queries, keys)
     top = total.detach().amax(-1, keepdim=True)
-    top = torch.where(top.isinf(), 0.0, top)
-    shifted = ((total - top) * LOG2E).clamp(min=_LEAST) + LOW
-    raised = torch.where(top < LOW, shifted, (total * LOG2E).clamp(min=_LEAST + LOW))
+    is_low = (top < LOW) & ~top.isinf()
+    # Few steps over arrays of this size: without a compiler, each takes memory, and some is kept for the gradient.
+    shifted = (total - torch.where(is_low, top, 0.0)) * LOG2E + torch.where(is_low, LOW, 0.0)
+    raised = shifted.clamp(min=_LEAST + LOW)
     raised = torch.where(total == -torch.inf, total, raised)
     return F.pad(raised, (0, padded(keys) - keys, 0, padded(queries) - queries)).contiguous()
