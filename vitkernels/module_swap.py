@@ -45,8 +45,8 @@ class SwappedModule(nn.Module):
         """Raise UsageError "models.torchscript": torch.jit.script cannot compile the functions that call kernels."""
         name = type(self).__name__
         raise UsageError(
-            f"TorchScript cannot compile {name}: restore fused ops with set_ops(model, {{}}), and use no quantization, "
-            "before torch.jit.script; or use torch.export or torch.compile",
+            f"TorchScript cannot compile {name}: before torch.jit.script, restore timm's modules with "
+            "set_ops(model, {}), and do not quantize; or use torch.export or torch.compile",
             code="models.torchscript",
             module=name,
         )

@@ -36,7 +36,7 @@ def test_get__names_the_attribute_that_an_entry_point_lacks(monkeypatch):
 
 
 def test_doctor__names_a_broken_backend(why, capsys):
-    doctor.main()
+    doctor.main([])
     printed = capsys.readouterr().out
     assert f"attn={BROKEN:14}cannot run: {why}" in printed and "attn=native        runs\n" in printed
 

@@ -113,7 +113,7 @@ def test_rotate__passes_opcheck(device):
     torch.library.opcheck(rotate.traced, (q, rope, True, False), test_utils=checks)
 
 
-def test_in_rows__copies_only_what_is_not():
+def test_in_rows__copies_only_other_layouts():
     q = unpacked(torch.randn(2, 37, 3, H, 64))[0]
     rows = _in_rows(q)
     assert rows.transpose(1, 2).is_contiguous() and torch.equal(rows, q)

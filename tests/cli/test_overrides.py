@@ -72,7 +72,7 @@ def test_check_options__names_the_fix_in_one_line(words, fix):
     assert fix in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_check_options__accepts_hydras():
+def test_check_options__accepts_options_of_hydra():
     check_options(["a=1", "-m", "--cfg", "job", "-cd", "mine", "--info"], CONF)
     check_options(["--help"], CONF)
 

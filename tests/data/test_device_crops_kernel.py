@@ -21,7 +21,7 @@ def batch_of(crops: list[DeviceCrop], side: int) -> DeviceCrops:
 
 
 def both(batch: DeviceCrops, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the pixels that the kernel and plain PyTorch make, over a value that neither writes."""
+    """Return the pixels that the kernel and plain PyTorch write over a value that neither computes."""
     ours, plain = (torch.full((batch.rows, 3, batch.side, batch.side), 77, dtype=torch.uint8) for _ in range(2))
     ours = ours.to(device)
     resize_crops(batch.data.to(device), batch.plans.to(device), ours, BORDER)
@@ -31,7 +31,7 @@ def both(batch: DeviceCrops, device: str = "cpu") -> tuple[torch.Tensor, torch.T
 
 def random_crop(draw: np.random.Generator, planar: bool) -> DeviceCrop:
     """Return a crop of a photo, with only the pixels that it needs; planar: of a file in some orientation."""
-    # From two pixels on: torch 2.9 resizes images of one column wrongly on the CPU.
+    # At least two pixels per side: torch 2.9 resizes images of one column wrongly on the CPU.
     width, height = (int(x) for x in draw.integers(2, 91, 2))
     top, left = int(draw.integers(height - 1)), int(draw.integers(width - 1))
     crop = Crop(top, left, int(draw.integers(2, height - top + 1)), int(draw.integers(2, width - left + 1)))

@@ -1,4 +1,4 @@
-"""The kernels that finish batches on CUDA give the bits of the plain transforms."""
+"""The kernels that transform batches on CUDA equal the plain transforms bit for bit."""
 
 from types import SimpleNamespace
 

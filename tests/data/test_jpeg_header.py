@@ -1,4 +1,4 @@
-"""Decoding only the upper rows of a JPEG file: pixels and decisions equal to those of the whole file."""
+"""Decoding only the upper rows of a JPEG file gives the same pixels, and refuses the same files, as decoding it all."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Run train.py in processes whose arithmetic hardly depends on the x86-64 machine, and read the figures they leave."""
+"""Run train.py in processes whose arithmetic is nearly the same on all x86-64 machines, and read their figures."""
 
 import contextlib
 import functools
@@ -19,7 +19,8 @@ TRAIN_PY = Path(os.environ.get("VITKERNELS_TRAIN_PY") or HERE.parents[1] / "trai
 
 # One thread, so that the order of sums does not depend on the number of cores, and only instructions that every x86-64
 # CPU has. Each of the last six variables except OPENBLAS_CORETYPE changed the last bits of losses. The C library still
-# chooses its own instructions: with FMA, on every x86-64 CPU of the last ten years. `elementwise` shows the rest.
+# chooses its own instructions: with FMA, on every x86-64 CPU of the last ten years. What still differs between machines
+# changes the checksum of `elementwise`.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -159,9 +160,9 @@ def versions(case: Case) -> dict[str, str | None]:
 
 @functools.cache
 def elementwise() -> str:
-    """Return a checksum of torch's square roots and other functions of one variable in the runs' processes.
+    """Return a checksum of square roots and other elementwise functions, computed by torch as in the runs' processes.
 
-    MKL computes them, and rounds a fifth of all square roots differently on other CPUs, whatever MKL_CBWR says.
+    MKL computes them. On some CPUs it rounds a fifth of all square roots differently, whatever MKL_CBWR says.
     """
     code = (
         "import torch, zlib; x = torch.arange(1, 100_001) / 10_000\n"

@@ -1,7 +1,7 @@
 """Losses, gradient norms and evaluations of 20 steps on the CPU equal the recorded ones bit for bit.
 
-record.py records them; runs.py says what makes them the same on machines whose elementwise functions round alike. Where
-these or versions differ from the recorded ones, comparing.py has tolerances.
+record.py records them; runs.py explains why machines whose elementwise functions round alike give the same figures.
+Where these functions or package versions differ from the recorded ones, the tolerances of comparing.py apply.
 """
 
 import pytest

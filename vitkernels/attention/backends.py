@@ -106,7 +106,10 @@ def unsupported(name: str, problem: Problem) -> str | None:
 
 
 def candidates(device_type: str) -> tuple[str, ...]:
-    """Return the backends that `auto` tries on a type of device, fastest first; see AttentionBackend.is_slower."""
+    """Return the backends that `auto` tries on a type of device, usually the fastest first.
+
+    `choose` tries those last that are slower for its problem; see AttentionBackend.is_slower.
+    """
     return OP.auto.get(place_of(device_type), (OP.fallback,))
 
 

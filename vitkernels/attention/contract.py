@@ -236,10 +236,10 @@ class AttentionBackend:
         return None
 
     def is_slower(self, problem: Problem) -> bool:
-        """Return whether `auto` tries the backends after this one first for the problem, because they are faster."""
+        """Return whether later backends in the order of `auto` are faster; `auto` then tries this one last."""
         return False
 
-    # Types of device on which `run` and `run_qkvpacked` also take rope and rope_half; on others q and k come rotated.
+    # Types of device on which `run` and `run_qkvpacked` also take rope and rope_half. Elsewhere q and k come rotated.
     rotates_on: tuple[str, ...] = ()
 
     def run(self, q_BHND, k_BHMD, v_BHMD, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> Tensor:
@@ -351,7 +351,7 @@ class AttentionBackend:
         return runner.run(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
 
     def _rotates(self, rope: Tensor) -> bool:
-        """Return whether the backend rotates q and k itself. It does not compute the gradient of rope."""
+        """Return whether the backend itself rotates q and k. No backend computes the gradient of rope."""
         return rope.device.type in self.rotates_on and not (rope.requires_grad and torch.is_grad_enabled())
 
     # ------------------------------------------------------------------ dispatch

@@ -73,7 +73,7 @@ def triton_call(*args, kernel, grid, **constexprs):
 
 
 def with_fitting_stages(launch, stages: int) -> None:
-    """Call launch(stages), or with the most pipeline stages whose tiles fit into this GPU's shared memory."""
+    """Call `launch` with `stages` pipeline stages, or with the most below that whose tiles fit into shared memory."""
     while True:
         try:
             launch(stages)

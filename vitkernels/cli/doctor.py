@@ -1,7 +1,7 @@
 """`vitkernels doctor`: print versions, devices, what runs on this machine, and how to fix what does not.
 
-It prints one line for each device, each runtime (runtime=NAME) and each attention backend (attn=NAME). The line of one
-that cannot run here says why, and what to install or set. It changes nothing.
+It prints one line for each device, each runtime (runtime=NAME) and each attention backend (attn=NAME). If one cannot
+run here, its line says why, and what to install or set. The command changes nothing.
 """
 
 import argparse

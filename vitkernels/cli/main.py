@@ -38,11 +38,11 @@ Evaluate trained weights; the same as `vitkernels train mode=eval checkpoint=RUN
 checkpoint in it, a .safetensors file or a timm state dict.
 
 Unlike train, eval
-- changes no weights: it writes eval.json, figures per class and pictures to a new folder (hydra.run.dir=FOLDER)
+- changes no weights; it writes eval.json, results per class and pictures to a new folder (hydra.run.dir=FOLDER)
 - takes model and data from RUN, if that is a run; settings on the command line take precedence
-- reads evaluation=head, knn or linear_probe, and quant=... for the accuracy after quantization
+- accepts evaluation=head, knn or linear_probe, and quant=... for the accuracy after quantization
 
-All other settings are those of train: `vitkernels train --help` lists them.
+`vitkernels train --help` lists all other settings, which are those of train.
 
   -h, --help                      print this text
 """

@@ -77,7 +77,7 @@ def options_last(words: list[str]) -> list[str]:
 
 
 def check_options(words: list[str], config_dir: str) -> None:
-    """Raise UsageError "cli.options" for options that Hydra, which prints its whole usage then, does not accept."""
+    """Raise UsageError "cli.options" for options that Hydra does not accept; it would print its entire usage."""
 
     def refuse(message: str) -> NoReturn:
         raise UsageError(f"{message}; `{PROGRAM} --hydra-help` lists the options", code="cli.options", reason=message)
@@ -104,9 +104,7 @@ def check_groups(words: list[str], config_dir: str) -> None:
         group = override.key_or_group
         options = sorted(path.stem for path in (Path(config_dir) / group).glob("*.yaml"))
         if options:
-            message = (
-                f"{word}: {group} is a group, and its options are {', '.join(options)}; choose one with {group}=NAME"
-            )
+            message = f"{word}: {group} is a group with the options {', '.join(options)}; choose one with {group}=NAME"
             raise UsageError(message, code="cli.option", group=group, name=value, choices=options)
 
 

@@ -169,11 +169,11 @@ def compare_files(options: argparse.Namespace) -> int:
 
 
 def _check_outputs(options: argparse.Namespace) -> None:
-    """Raise UsageError for a comparison that is to write a file about one step."""
+    """Raise UsageError for a comparison with --json or --picture, whose files describe one step."""
     given = [f"--{name}" for name in ("json", "picture") if getattr(options, name) is not None]
     if options.compare and given:
         raise UsageError(
-            f"{' and '.join(given)} with --compare: each file is about one step. Estimate the two steps one by one, "
+            f"{' and '.join(given)} with --compare: such a file describes one step. Estimate the two steps one by one, "
             "each with `vitkernels tpu-estimate step SETTINGS --json a.json --picture a.png`, then compare the results "
             "with `vitkernels tpu-estimate --compare a.json b.json`",
             code="tpu_estimate.compare",

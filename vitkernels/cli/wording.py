@@ -103,7 +103,7 @@ def setting_of(error: UsageError) -> str | None:
 
 
 def explained(error: Exception, config_dir: str, words: Sequence[str] = ()) -> UsageError:
-    """Return Hydra's error about the command line `words` as one sentence: the value, the choices and the fix.
+    """Return Hydra's error about the arguments `words` as one sentence: the value, the choices and the fix.
 
     Codes: cli.option for an unknown option of a group, cli.syntax, cli.several_values, cli.setting for an unknown
     setting, cli.hydra for the rest.
@@ -147,7 +147,7 @@ def _how_to_write(word: str) -> str:
 
 
 def _model_argument(key: str, words: Sequence[str]) -> UsageError | None:
-    """Return the error for an unknown setting of `model` that is an argument of timm; None if it is not."""
+    """Return the error for an unknown setting model.NAME if NAME is an argument of the model in timm, else None."""
     group, _, name = key.partition(".")
     given = next((word for word in words if word.startswith(f"{key}=")), "")
     override = parse(given)
@@ -162,7 +162,7 @@ def _model_argument(key: str, words: Sequence[str]) -> UsageError | None:
             return None
         if not takes_argument(model.name, name, override.value()):
             return None
-        hint = f"the model {model.name} takes it as an argument, +model.kwargs.{given.removeprefix('model.')}"
+        hint = f"the model {model.name} takes it as an argument: +model.kwargs.{given.removeprefix('model.')}"
     return UsageError(f"no setting {key!r}: {hint}", code="cli.setting", setting=key, owners=[])
 
 

@@ -23,7 +23,7 @@ class Description:
         unit: the unit of its numbers, if any.
         least: smallest allowed number.
         greatest: largest allowed number.
-        below: bound that all allowed numbers are below.
+        below: exclusive upper bound of allowed numbers.
         key: the setting's name in the configuration, if it is not the field's name.
         collects_rest: True for a mapping that takes all keys of its group that have no field.
     """
@@ -159,7 +159,7 @@ def checked(setting: Setting, value: Any, prefix: str = "") -> Any:
 
 
 def _example(setting: Setting, name: str) -> str:
-    """Return how a mapping or a list is written on the command line; "" for settings of one value."""
+    """Return a hint that shows how to write a mapping or a list on the command line; "" for other settings."""
     kinds = {typing.get_origin(kind) for kind in setting.types}
     if dict in kinds:
         return f" Add entries one by one: +{name}.NAME=VALUE."

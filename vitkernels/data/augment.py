@@ -36,7 +36,7 @@ INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
 class PreparedImage(NamedTuple):
     """One sample as a worker prepares it.
 
-    pixels: uint8 (3, S, S), or what the device makes them from.
+    pixels: uint8 (3, S, S), or the crop from which the device computes them.
     draws: the random numbers that DeviceTransforms applies; the same names and shapes for each sample of a split.
     """
 
@@ -49,7 +49,7 @@ def _resized(
 ) -> torch.Tensor | DeviceCrop:
     """Return the crop of an image, resized to uint8 (3, height, width), or the DeviceCrop of it.
 
-    side: of the center square of the resized image, the only part that is used.
+    side: that of the center square of the resized image, which is the only part that is used.
 
     A worker decodes images that are reduced by 8 or more: libjpeg then skips most of the work, which nvJPEG cannot.
     """

@@ -1,4 +1,4 @@
-"""The memory that a batch's images are put into, one after another, as they are made.
+"""Collect the images of a batch, one after another, in memory that the DataLoader need not copy.
 
 Shapes: B rows, S image side.
 """
@@ -18,7 +18,7 @@ class PixelBatch:
         self._count = 0
 
     def put(self, image: Tensor | DeviceCrop | None) -> None:
-        """Put the next image, uint8 (3, S, S); None has no sample."""
+        """Put the next image, uint8 (3, S, S), or None for a black row without a sample."""
         assert not isinstance(image, DeviceCrop), "a batch without a DeviceCropper"
         self._pixels[self._count] = 0 if image is None else image
         self._count += 1
@@ -28,17 +28,17 @@ class PixelBatch:
 
 
 class CropBatch:
-    """The DeviceCrops of a batch; encoded: whether they are files rather than decoded pixels."""
+    """The DeviceCrops of a batch. encoded: whether they hold files rather than decoded pixels."""
 
     def __init__(self, rows: int, side: int, encoded: bool):
         self._side = side
         self._images: list[Tensor | DeviceCrop | None] = []
-        # Room for the largest crops: memory that no crop reaches is never mapped.
+        # Room for the largest crops: the operating system provides only the pages that are written.
         self._memory = None if encoded else new_batch(rows * LARGEST * 3 * side**2)
         self._used = 0
 
     def put(self, image: Tensor | DeviceCrop | None) -> None:
-        """Put the next image; copy decoded pixels, which are in the cache now, so that their image can be freed."""
+        """Put the next image. Decoded pixels are copied while in the cache, so that their image can be freed."""
         if self._memory is not None and isinstance(image, DeviceCrop) and isinstance(image.data, np.ndarray):
             place = self._memory[self._used : self._used + image.data.size].numpy().reshape(image.data.shape)
             place[...] = image.data

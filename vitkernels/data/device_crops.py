@@ -1,6 +1,6 @@
-"""Images that the device crops and resizes: what workers pass on, and the work on the device.
+"""Images that the device crops and resizes: what workers pass on, and what the device does with it.
 
-Shapes: B rows, N of them for the device, M with pixels from a worker, S image side, H, W of a decoded image, h, w of a
+Shapes: B rows, of which N are resized on the device and M in a worker, S image side, H, W of a decoded image, h, w of a
 resized one.
 """
 
@@ -18,10 +18,10 @@ from vitkernels.data.decode.contract import upright_size
 from vitkernels.data.device_transforms import has_triton
 from vitkernels.data.geometry import TORCH_MODES, Crop, center, center_offset
 
-_DECODED_AT_A_TIME = 2**28  # bytes of decoded images that are held before they are resized
-LARGEST = 4  # decoded pixels that are passed on per pixel of the square; workers resize larger crops
-_INTERLEAVED = 0  # the orientation of decoded pixels uint8 (H, W, 3), which are upright
-# What a device must know of an image; device_crops_kernel.py reads them by their places. begin: where it begins in
+_DECODED_AT_A_TIME = 2**28  # bytes of decoded images that are held at once, before they are resized
+LARGEST = 4  # most decoded pixels passed on per pixel of the square; workers resize larger crops
+_INTERLEAVED = 0  # stands for the orientation of decoded pixels uint8 (H, W, 3), which are upright
+# What the device must know about an image; device_crops_kernel.py reads the fields by position. begin: the offset in
 # DeviceCrops.data. square_top, square_left: of the square (S, S) in the resized image; negative if that is smaller.
 FIELDS = (
     *("row", "begin", "orientation", "image_width", "image_height", *Crop._fields),
@@ -32,10 +32,10 @@ FIELDS = (
 class DeviceCrop(NamedTuple):
     """An image, and the part of it that is resized to (height, width).
 
-    data: a JPEG file, or decoded pixels uint8 (H, W, 3), of which the resized image's center square needs no others.
-    orientation: 1 to 8, that of the file; 0 for decoded pixels.
+    data: a JPEG file, or decoded pixels uint8 (H, W, 3), at least those that the center square depends on.
+    orientation: the EXIF orientation of the file, 1 to 8; 0 for decoded pixels.
     image_size: W and H of the upright image.
-    crop: in pixels of this image; it may extend beyond decoded pixels.
+    crop: in pixels of the upright image; it may extend beyond decoded pixels.
     """
 
     data: bytes | np.ndarray
@@ -48,13 +48,13 @@ class DeviceCrop(NamedTuple):
 
     @classmethod
     def of_pixels(cls, pixels: np.ndarray, part: Crop, crop: Crop, size: tuple[int, int], interpolation: str) -> Self:
-        """Return a crop of an image uint8 (H, W, 3), resized to `size`, to be computed from only this part of it."""
+        """Return a crop that is resized to `size`, with only this part of the image uint8 (H, W, 3)."""
         data = pixels[part.top : part.top + part.height, part.left : part.left + part.width]
         crop = crop._replace(top=crop.top - part.top, left=crop.left - part.left)
         return cls(data, _INTERLEAVED, (part.width, part.height), crop, *size, interpolation)
 
     def plan(self, side: int) -> list[int]:
-        """Return the values of FIELDS from "orientation" on, for an image of this side."""
+        """Return the values of FIELDS from "orientation" on, for a square of this side."""
         square = center_offset(self.height, side), center_offset(self.width, side)
         mode = TORCH_MODES.index(self.interpolation)
         return [self.orientation, *self.image_size, *self.crop, self.height, self.width, mode, *square]
@@ -64,10 +64,12 @@ class DeviceCrops(NamedTuple):
     """The images of a batch, in place of its pixels (B, 3, S, S).
 
     rows, side: B and S.
-    data: uint8, of N images one after another: files or decoded pixels. plans: int64 (N, len(FIELDS)). One tensor
-        each, since every tensor that a worker sends costs a file descriptor.
+    data: uint8, N images one after another: files or decoded pixels.
+    plans: int64 (N, len(FIELDS)). One tensor for all images, because each tensor that a worker sends takes a file
+        descriptor.
     encoded: whether the images are files.
-    pixels: uint8 (M, 3, S, S), of images resized in workers; pixel_rows: int64 (M,). Other rows have no sample.
+    pixels, pixel_rows: uint8 (M, 3, S, S), images resized in workers, and int64 (M,), their rows. Rows that neither
+        plans nor pixel_rows name have no sample.
     """
 
     rows: int
@@ -80,7 +82,7 @@ class DeviceCrops(NamedTuple):
 
     @classmethod
     def of(cls, images: Sequence[Tensor | DeviceCrop | None], side: int, data: Tensor | None = None) -> "DeviceCrops":
-        """Return the batch of these images; None has no sample.
+        """Return the batch of these images, where None is a row without a sample.
 
         data: the crops' decoded pixels one after another; None if the crops are files.
         """
@@ -139,8 +141,8 @@ class DeviceCropper:
     def __call__(self, batch: DeviceCrops) -> tuple[Tensor, list[Undecodable]]:
         """Return pixels uint8 (B, 3, S, S) on the device, and the rows that `decode` could not read.
 
-        Given the same decoded pixels, a resized image differs from Pillow's by at most two gray levels: it is computed
-        in float32 and rounded once, and Pillow rounds after each of two passes.
+        A resized image differs from Pillow's, of the same decoded pixels, by at most two gray levels: it is computed in
+        float32 and rounded once, whereas Pillow rounds after each of its two passes.
         """
         device = self.device or torch.device("cuda", torch.cuda.current_device())
         pixels = torch.zeros(batch.rows, 3, batch.side, batch.side, dtype=torch.uint8, device=device)
@@ -164,7 +166,7 @@ class DeviceCropper:
             return list(self.decode([file for _, file, _ in part]))
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:  # for the whole batch: it does not name the image
+        except RuntimeError as error:  # it is about the whole batch and does not name the image
             if len(part) > 1:
                 return [image for one in part for image in self._decoded([one], problems)]
             row, file, crop = part[0]
@@ -190,7 +192,7 @@ def resize_plainly(data: Tensor, plans: Tensor, pixels: Tensor, border: Sequence
     data: decoded images uint8, one after another: interleaved (H, W, 3), or (3, H, W) and not yet upright.
     """
     for row, flat, crop in _crops(data, plans):
-        width, height = upright_size(crop.image_size, crop.orientation)  # as stored: it is its own inverse
+        width, height = upright_size(crop.image_size, crop.orientation)  # as stored: the function is its own inverse
         if crop.orientation == _INTERLEAVED:
             image = flat[: 3 * height * width].view(height, width, 3).permute(2, 0, 1)
         else:
@@ -240,7 +242,7 @@ def _cut(image: Tensor, crop: DeviceCrop) -> Tensor:
     top, left, height, width = crop.crop
     part = image[:, max(top, 0) : top + height, max(left, 0) : left + width].float()
     beyond = max(-left, 0), max(left + width - image.shape[2], 0), max(-top, 0), max(top + height - image.shape[1], 0)
-    part = F.pad(part, beyond)[None]  # with any color: the square does not depend on it
+    part = F.pad(part, beyond)[None]  # any color will do: the square does not depend on it
     size = (crop.height, crop.width)
     if (height, width) != size:
         part = F.interpolate(part, size=size, mode=crop.interpolation, antialias=True)

@@ -1,8 +1,8 @@
-"""One Triton kernel that crops and resizes every image of a batch, whatever their sizes.
+"""One Triton kernel that crops and resizes all images of a batch, whatever their sizes.
 
-A program makes a tile of one image in all three channels. It resizes each source row that the tile needs to the tile's
-columns, and adds it to the tile's rows. Sums are in float32. The weights are Pillow's: a cubic (a = -0.5) or triangular
-filter, stretched by the reduction, cut at the crop's edges, and normalized.
+A program computes a tile of one resized image, in all three channels. It resizes each source row that the tile needs to
+the tile's columns, and adds it to the tile's rows, in float32. The weights are Pillow's: a cubic (a = -0.5) or
+triangular filter, stretched by the reduction, cut at the crop's edges, and normalized.
 
 Shapes: N images, B rows, S image side.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vitkernels.bridge.triton import cdiv, triton_call
 
-# One warp: several would split the tile's rows, and each resize the source rows for itself.
+# One warp: several would divide the tile's rows, and each would resize all source rows again.
 _TILE = {"ROWS": 8, "COLUMNS": 64, "num_warps": 1}
 
 
@@ -24,9 +24,9 @@ def resize_crops(data: Tensor, plans: Tensor, pixels: Tensor, border: Sequence[i
     """Write the rows of pixels, uint8 (B, 3, S, S), that the plans name.
 
     Args:
-        data: decoded images, uint8, one after another, all tensors on one device.
+        data: uint8, decoded images one after another, on the device of the other tensors.
         plans: int64 (N, len(device_crops.FIELDS)), contiguous; see there.
-        border: red, green and blue outside of the resized images.
+        border: red, green and blue, 0 to 255, of what lies outside of the resized images.
     """
     side = pixels.shape[-1]
     if len(plans):
@@ -40,7 +40,7 @@ def crop_kernel(
     data_ptr, plans_ptr, pixels_ptr, border_red, border_green, border_blue, SIDE: tl.constexpr, FIELDS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Make a tile of ROWS by COLUMNS pixels of one image. The numbers in `plan + number` are those of FIELDS."""
+    """Compute a tile of ROWS by COLUMNS pixels of one image. `plan + i` points to the field device_crops.FIELDS[i]."""
     plan = plans_ptr + tl.program_id(0) * FIELDS
     row, cubic = tl.load(plan), tl.load(plan + 11) == 1
     crop_height, crop_width = tl.load(plan + 7).to(tl.int32), tl.load(plan + 8).to(tl.int32)
@@ -49,7 +49,7 @@ def crop_kernel(
 
     square_y = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     square_x = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    # Places beyond the square repeat its last one: the data need not hold the pixels that they would be made from.
+    # Positions beyond the square repeat its last one, because `data` may lack the pixels that they depend on.
     y = tl.load(plan + 12).to(tl.int32) + tl.minimum(square_y, SIDE - 1)
     x = tl.load(plan + 13).to(tl.int32) + tl.minimum(square_x, SIDE - 1)
     center_y, shrink_y, first_y, stop_y = _reached(y, crop_height, height, cubic)
@@ -87,7 +87,7 @@ def crop_kernel(
 
 @triton.jit
 def _layout(data_ptr, plan):
-    """Return the address of the crop's first pixel, and the steps to the pixels below and right and to a channel."""
+    """Return the address of the crop's first pixel, and the steps to the next row, pixel and channel."""
     begin, orientation = tl.load(plan + 1), tl.load(plan + 2).to(tl.int32)
     width, height = tl.load(plan + 3).to(tl.int32), tl.load(plan + 4).to(tl.int32)
     turned = orientation >= 5
@@ -105,7 +105,7 @@ def _layout(data_ptr, plan):
 
 @triton.jit
 def _reached(place, size, resized, cubic):
-    """Return the center of each resized place among the crop's pixels, the filter's shrinkage, and its reach."""
+    """Return the filter of each resized position: its center in the crop, 1 / stretch, first pixel and end."""
     place = tl.minimum(tl.maximum(place, 0), resized - 1)
     scale = size.to(tl.float32) / resized.to(tl.float32)
     stretch = tl.maximum(scale, 1.0)

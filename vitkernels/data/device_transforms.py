@@ -85,9 +85,9 @@ class DeviceTransforms:
         return self._erased(pixels, raw) if "erase" in raw else pixels
 
     def _statistics(self, device: torch.device) -> Iterator[Tensor]:
-        """Return the value of white, the mean and the standard deviation, each (1, C, 1, 1).
+        """Return the value of white, mean and standard deviation of the channels, each (1, C, 1, 1).
 
-        White is a tensor, because CUDA multiplies by the reciprocal of a number instead of dividing by it.
+        White is a tensor, because on CUDA PyTorch multiplies by the reciprocal of a number instead of dividing by it.
         """
         values = ((255.0,) * len(self.mean or ()), self.mean, self.std)
         return (_per_channel(tuple(each or ()), device) for each in values)

@@ -1,9 +1,9 @@
-"""Device code of DeviceTransforms on CUDA: color jitter, and all the rest in one kernel.
+"""Device code of DeviceTransforms on CUDA: two kernels for color jitter, and one for everything else.
 
-The arithmetic is that of device_transforms, rounding by rounding, if products and sums are not contracted. Only the
-inverse error function is libdevice's.
+Every operation rounds as in device_transforms, if the compiler does not fuse products and sums. Only the inverse error
+function differs: it is libdevice's.
 
-Shapes: B batch, C channels, S image side, T tiles of BLOCK places, N boxes.
+Shapes: B batch, C channels, S image side, T tiles of BLOCK positions, N boxes. `place` is a position in a channel.
 """
 # mypy: disable-error-code="no-untyped-def"
 
@@ -16,7 +16,7 @@ from triton.language.extra import libdevice
 def gray_sums_kernel(
     pixels_ptr, factors_ptr, order_ptr, sums_ptr, SIDE: tl.constexpr, OPERATIONS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum a tile's gray values as they are before the contrast changes, into int32 (B, T)."""
+    """Sum a tile's gray values, as they are before the change of contrast, into int32 (B, T)."""
     tile, row = tl.program_id(0), tl.program_id(1)
     place = tile * BLOCK + tl.arange(0, BLOCK)
     red, green, blue = _colors(pixels_ptr, row, place, SIDE)
@@ -34,7 +34,7 @@ def jitter_kernel(
     pixels_ptr, factors_ptr, order_ptr, sums_ptr, jittered_ptr,
     SIDE: tl.constexpr, OPERATIONS: tl.constexpr, BLOCK: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Adjust a tile of pixels uint8 (B, 3, S, S); TILES is the next power of two of T."""
+    """Adjust the colors of a tile of pixels uint8 (B, 3, S, S). TILES: the least power of two that is at least T."""
     tile, tiles, row = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
     place = tile * BLOCK + tl.arange(0, BLOCK)
     number = tl.arange(0, TILES)
@@ -88,9 +88,9 @@ def finish_kernel(
     pixels_ptr, flip_ptr, mean_ptr, std_ptr, boxes_ptr, seeds_ptr, colors_ptr, missing_ptr, own_ptr, other_ptr,
     cutmix_ptr, images_ptr, B, SIDE: tl.constexpr, BOXES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Make BLOCK places of one channel of a row, and with shares also of its mirror row B-1-row.
+    """Compute BLOCK positions of one channel of a row and, if rows are mixed, of its mirror row B-1-row.
 
-    Optional pointers are None. The rows form the last axis of the grid, the channels the one before.
+    Pointers of steps that the batch lacks are None. The grid is (blocks of positions, channels, rows).
     """
     channel, row = tl.program_id(1), tl.program_id(2)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -119,7 +119,7 @@ def _row(
 ):  # fmt: skip
     """Return flipped, normalized and erased values of a row."""
     source = place
-    if flip_ptr is not None:  # noqa: SIM102 (known when the kernel is compiled, unlike the next)
+    if flip_ptr is not None:  # noqa: SIM102 (decided at compile time, unlike the next)
         if tl.load(flip_ptr + row):
             source = place + (SIDE - 1 - 2 * (place % SIDE))
     pixels = tl.load(_plane(pixels_ptr, row, channel, SIDE) + source, mask=place < SIDE * SIDE, other=0)
@@ -129,7 +129,7 @@ def _row(
         box = row * BOXES + number
         top, bottom, left, right = _edges(boxes_ptr + box * 4)
         first = tl.program_id(0) * BLOCK
-        # Most programs lie outside of the box, and noise takes more instructions than everything else.
+        # Few programs overlap the box, and noise takes more instructions than everything else.
         if (first < bottom * SIDE) & (first + BLOCK > top * SIDE) & (left < right):
             inside = _is_inside(place, top, bottom, left, right, SIDE)
             if seeds_ptr is not None:

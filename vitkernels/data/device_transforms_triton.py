@@ -1,7 +1,7 @@
-"""Launch the Triton kernels that are DeviceTransforms on CUDA.
+"""Launch the Triton kernels that implement DeviceTransforms on CUDA.
 
-Color jitter takes two passes over the pixels, as it needs the average of each image. One kernel flips, normalizes,
-erases and mixes: it reads each pixel once and writes each value once.
+Color jitter takes two passes over the pixels, because it needs the average of each image. One more kernel flips,
+normalizes, erases and mixes: it reads each pixel once and writes each value once.
 
 Shapes: B batch, C channels, S image side.
 """
@@ -13,8 +13,8 @@ from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 from vitkernels.data.contract import RawBatch
 from vitkernels.data.device_transforms_kernels import finish_kernel, gray_sums_kernel, jitter_kernel
 
-_BLOCK = 1024  # places of a program, all in one image
-_EXACT = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiplication and addition rounds once instead of twice
+_BLOCK = 1024  # positions per program, all in one channel
+_EXACT = {"num_warps": 4, "enable_fp_fusion": False}  # a fused multiply-add rounds once, not twice
 
 
 def jittered(pixels: Tensor, factors: Tensor, order: Tensor) -> Tensor:

@@ -59,9 +59,9 @@ class Crop(NamedTuple):
 
 
 def _span(length: int, resized: int, side: int) -> tuple[int, int]:
-    """Return the first and the number of the pixels of a row, resized from `length`, that its center depends on."""
+    """Return the first and the number of the `length` pixels that the center `side` of `resized` ones depend on."""
     scale = length / resized
-    reach = 2 * max(scale, 1) + 1  # of the bicubic filter, which antialiasing stretches; and one for the rounding
+    reach = 2 * max(scale, 1) + 1  # of the bicubic filter, which antialiasing stretches, and one pixel for rounding
     first = center_offset(resized, side)
     begin = max(0, math.floor(first * scale - reach))
     return begin, min(length, math.ceil((first + side) * scale + reach)) - begin
@@ -90,7 +90,7 @@ def crop_and_resize(
 
 
 def center_offset(length: int, side: int) -> int:
-    """Return where the center `side` pixels of `length` begin; negative if the missing ones are added on both ends."""
+    """Return where the center `side` of `length` pixels begin; negative if there are fewer, padded at both ends."""
     return round((length - side) / 2.0) if length >= side else -((side - length) // 2)
 
 

@@ -210,7 +210,7 @@ class ImageSettings:
 
         def loader(split: str, training: bool) -> DatasetLoader:
             prepared_by = prepare["train" if training else "val"]
-            in_worker, cropper = _divided(decoder, prepared_by, border, split, on_gpu=spec.pin_memory, log=log)
+            in_worker, cropper = _division_of_work(decoder, prepared_by, border, split, on_gpu=spec.pin_memory, log=log)
             samples = ImageSamples(
                 sources[split],
                 prepared_by,
@@ -240,10 +240,10 @@ class ImageSettings:
         )
 
 
-def _divided(
+def _division_of_work(
     decoder: Decoder, prepare: Prepare, border: list[int], split: str, *, on_gpu: bool, log: logging.Logger
 ) -> tuple[Decoder, DeviceCropper | None]:
-    """Return the workers' decoder of a split, and what the device does if it decodes or resizes."""
+    """Return the decoder of the workers for a split, and the DeviceCropper if the device decodes or resizes."""
     if prepare.needs_worker is None:
         if decoder.name == "cuda":
             return decoder, DeviceCropper(border, nvjpeg)
@@ -256,7 +256,7 @@ def _divided(
 
 
 def _device_resizes(decoder: Decoder, on_gpu: bool) -> bool:
-    """Return whether the device resizes what workers decode: in one kernel; without it, workers are faster."""
+    """Return whether the device resizes what workers decode. Without the Triton kernel, workers are faster."""
     return on_gpu and not decoder.is_reference and has_triton()
 
 

@@ -172,7 +172,7 @@ class DatasetLoader:
             batch += 1
 
     def _cropped(self, crop: DeviceCropper, raw: dict[str, Any], epoch: int, batch: int) -> RawBatch:
-        """Return the batch with pixels made on the device; rows that no decoder can read hold no sample.
+        """Return the batch with pixels computed on the device; rows that no decoder can read hold no sample.
 
         The partner of such a row in Mixup or CutMix stays unmixed, in its pixels and its target.
         """

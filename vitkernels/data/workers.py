@@ -44,9 +44,9 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
 
 
 def new_batch(*shape: int) -> torch.Tensor:
-    """Return an uninitialized uint8 tensor; a worker's is in shared memory, else the DataLoader would copy it there.
+    """Return an uninitialized uint8 tensor. In a worker it is in shared memory, where the DataLoader would copy it to.
 
-    Memory is provided for what is written, page by page.
+    The operating system provides memory only for the pages that are written.
     """
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
@@ -54,7 +54,7 @@ def new_batch(*shape: int) -> torch.Tensor:
 
 
 def _shared_memory(size: int) -> torch.UntypedStorage:
-    """Return shared memory. From 2.10 on, torch's own reserves all of its size at once, in the often small /dev/shm."""
+    """Return shared memory. From 2.10 on, torch reserves all of it at once, in /dev/shm, which is often small."""
     if not hasattr(os, "memfd_create"):  # not Linux
         return torch.UntypedStorage._new_shared(size)
     file = os.memfd_create("batch")

@@ -31,8 +31,8 @@ def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
     Raises:
         UsageError: "models.attention" if no backend can compute any of the model's attention; "models.model_type" and
             "models.attn_type" for arguments of other types; "unknown_name" for the backend; "registry.unavailable" for
-            a backend that cannot run on this machine; "models.wrapped" for attention modules that fully_shard or
-            torch.compile was applied to one by one. The model is unchanged then.
+            a backend that cannot run on this machine; "models.wrapped" if fully_shard or torch.compile was applied to
+            an attention module itself. The model is unchanged then.
     """
     swap(model, checked(model, attn))
     return model

@@ -75,7 +75,7 @@ def timm_model(name: str, **kwargs: Any) -> nn.Module:
 
 
 def takes_argument(name: str, argument: str, value: Any) -> bool:
-    """Return whether the model takes an argument of this name, even if not this value."""
+    """Return whether the model takes an argument of this name, even if it rejects this value."""
     try:
         _build_on_meta(name, {argument: value})
     except UsageError as error:

@@ -44,13 +44,13 @@ def joined_linear(x: Tensor, *layers: Any) -> Tensor:
 
 
 def joined_product(x: Tensor, *layers: Any) -> tuple[Tensor, Tensor | None]:
-    """Return `joined_linear` without the bias, and the bias; (result, None) if there is none to add."""
+    """Return `joined_linear` without its bias, and the bias; None for the bias if nothing remains to be added."""
     weight, bias = _joined_parameters(layers)
     return (joined_linear(x, *layers) if weight is None else linear_with(layers[0], x, weight, None)), bias
 
 
 def _joined_parameters(layers: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
-    """Return the joined weight and bias; no weight if the layers' own modules must run: quantized, adapted."""
+    """Return the joined weight and bias. No weight if the modules themselves must run: quantized or adapted layers."""
     if {type(layer) for layer in layers} not in ({nn.Linear}, {FusedLinear}):
         return None, None
     if len(layers) == 1:

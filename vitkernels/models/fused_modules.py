@@ -125,7 +125,7 @@ class ResidualFusion:
         return plain_branch(value_BNC, last_bias, layer_scale(self, 2), self.drop_path2)
 
     def _gated_mlp(self, x_BNC: Tensor) -> Branch:
-        """Run a gated MLP with one input product and, if the op fits, one pass between its products."""
+        """Run a gated MLP with one input product and, if the op swiglu_norm fits, one pass between its products."""
         m = self.mlp
         layers = [getattr(m, name) for name in GATED_MLPS[type(m)][:-1]]
         gate_last = type(m) is GluMlp and m.gate_last
@@ -143,7 +143,7 @@ class ResidualFusion:
     def _fuses_swiglu_norm(self, x_BNC: Tensor) -> bool:
         """Return whether the op swiglu_norm computes the hidden features of a gated MLP.
 
-        It runs on the backend of layer_norm_residual, if it has that backend.
+        It needs a backend of the name that is chosen for layer_norm_residual.
         """
         m, op = self.mlp, op_of(swiglu_norm)
         name = self.ops["layer_norm_residual"]

@@ -176,7 +176,8 @@ def set_ops(
         UsageError: "unknown_name" for an op or backend; "models.op_unsupported" if a named backend's op does not fit
             the architecture (with "auto", timm's modules are kept and the reason is logged); "models.op_requires" for
             mlp without layer_norm_residual; "models.op_option" for an option of an op that is not fused;
-            "models.wrapped" for a model that fully_shard, FSDP, DDP or DataParallel wrapped, or with compiled parts.
+            "models.wrapped" for a model that is or contains a wrapped module (fully_shard, FSDP, DDP, DataParallel), or
+            contains a compiled one.
     """
     check_unwrapped(model)
     for name, backend in backends.items():

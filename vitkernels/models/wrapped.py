@@ -1,4 +1,4 @@
-"""Refuse to replace modules that a wrapper or compiler already holds: it would go on using the old ones."""
+"""Refuse to replace modules that a wrapper or a compiler already holds, because it would keep using the old ones."""
 
 from torch import nn
 from torch._dynamo import OptimizedModule
@@ -18,9 +18,9 @@ _WRAPPERS = {
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Raise UsageError "models.wrapped" if the model or a part of it is wrapped, or a part of it is compiled.
+    """Raise UsageError "models.wrapped" if the model or one of its modules is wrapped, or one of these is compiled.
 
-    A compiled model whose parts are not compiled is accepted: torch.compile compiles it again.
+    A model that was compiled as a whole is accepted, because torch.compile then compiles it again.
     """
     for path, module in model.named_modules():
         if (wrapper := _wrapper(module)) is not None and (path or wrapper != "torch.compile"):
@@ -28,9 +28,9 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_attention_unwrapped(model: nn.Module, plan: AttentionPlan) -> None:
-    """Raise UsageError "models.wrapped" if an attention module itself, not what contains it, is sharded or compiled."""
+    """Raise UsageError "models.wrapped" if an attention module itself is sharded or compiled; its parents may be."""
     for path in (*plan.replaceable, *plan.unsupported):
-        for each in (path, path.removesuffix("._orig_mod")):  # where a compiled module keeps the original
+        for each in (path, path.removesuffix("._orig_mod")):  # the compiled module and its original
             if (wrapper := _wrapper(model.get_submodule(each))) is not None:
                 raise _error("set_attention", wrapper, each)
 

@@ -47,8 +47,8 @@ class CudaRuntime(Runtime):
         return {"fused": True} if name in _FUSED_OPTIMIZERS else {}
 
     @cached_property
-    def _copies(self) -> torch.cuda.Stream:
-        """Return the side stream of every feed: torch's allocator would keep the memory of each new stream for it."""
+    def _copy_stream(self) -> torch.cuda.Stream:
+        """Return the side stream that all feeds share. Memory freed on one stream is not reused on another."""
         return torch.cuda.Stream(self.device, priority=_URGENT)
 
     def feed(self, batches: Iterable[Tensors]) -> Iterator[Tensors]:
@@ -57,7 +57,7 @@ class CudaRuntime(Runtime):
         What `batches` itself does on the device, such as decoding, runs on this stream, too. It takes precedence over
         the step's kernels: it is little work, and the next step waits for it.
         """
-        copies = self._copies
+        copies = self._copy_stream
         compute = torch.cuda.current_stream(self.device)
 
         def start_copy(tensor: Tensor) -> Tensor:

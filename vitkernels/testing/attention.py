@@ -179,7 +179,7 @@ class AttentionConformance(AttentionHarness):
     @pytest.mark.parametrize("rope_half", [False, True])
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_rope__in_half_precision(self, device, dtype, rope_half):
-        """Packed, with tables in float32 and in the dtype of q, and separate."""
+        """Packed calls, with sines and cosines in float32 and in the dtype of q, and a separate call."""
         if device == "cpu" and self.slow_on_cpu and device not in self.attend.rotates_on:
             pytest.skip("q and k come rotated; runs on a GPU")
         rope = rotary_table(device, 45, 64, rope_half)
@@ -258,7 +258,7 @@ class AttentionConformance(AttentionHarness):
         )
 
     def test_strides__of_extras(self, device):
-        """Elements with gaps between them that must not be read, stride 0, and heads innermost."""
+        """Elements with gaps between them, which must not be read; stride 0; and heads as the innermost dimension."""
 
         def apart(x, between):
             return torch.stack([x, torch.full_like(x, between)], -1)[..., 0]

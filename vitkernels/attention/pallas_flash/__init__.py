@@ -3,8 +3,9 @@
 On TPU, up to about 1k tokens run in a single pass over full rows of scores (tpu/single_pass.py), longer sequences with
 the online softmax (tpu/online_softmax.py). Both support any number of tokens and mask their padding. The packed entry
 point reads the layout that the projection writes, and writes the layout that the next projection reads, without copies.
-On Hopper GPUs, Mosaic-GPU kernels (hopper/) do the same. There, rotary embeddings are one pass of a Triton kernel over
-the packed tensor before them, and one over its gradient after them; elsewhere q and k come rotated.
+On Hopper GPUs, Mosaic-GPU kernels (hopper/) do the same. There a Triton kernel applies rotary embeddings, in one pass
+over the packed tensor before the attention and one over its gradient afterwards. On other devices q and k are rotated
+before the call.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -81,7 +82,7 @@ class PallasFlash(AttentionBackend):
         return by_device(problem) or _unsupported_anywhere(problem)
 
     def is_slower(self, problem: Problem) -> bool:
-        """Return True for windows on CUDA: triton_flash has kernels for a bias or segments of at most 64 tokens."""
+        """Return True on CUDA for up to 64 tokens with a bias or segments, for which triton_flash has own kernels."""
         extras = problem.bias_shape is not None or problem.has_segment_ids
         return problem.device_type == "cuda" and extras and max(problem.q_tokens, problem.kv_tokens) <= 64
 
@@ -108,7 +109,7 @@ class PallasFlash(AttentionBackend):
 
 def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
     """Return the arguments that describe a call to the Hopper operators."""
-    # A mask that is the same for all queries and heads of an image becomes ids, whose kernels skip masked tiles.
+    # A mask that is the same for all queries and heads of an image becomes ids: the kernels then skip masked tiles.
     of_keys = mask is not None and all(size == 1 for size in mask.shape[-3:-1])
     prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys)
     ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids)
@@ -118,8 +119,8 @@ def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dr
 def _in_rows(x_BHND):
     """Return x with the memory layout (B, N, H, D) of the Hopper kernels.
 
-    The operator would copy, too, but save what it was given and copy that again in the backward pass. A compiler fuses
-    this copy with the operation before it.
+    Otherwise the operator would copy x in both passes, because it saves its arguments and not their copies. A compiler
+    fuses this copy with the operation before it.
     """
     rows_BNHD = x_BHND.transpose(1, 2)
     return x_BHND if rows_BNHD.is_contiguous() else rows_BNHD.contiguous().transpose(1, 2)

@@ -246,8 +246,8 @@ def dbias_kernel(
 ):  # fmt: skip
     """Compute partial sums of dbias, (runs, batch or 1, heads or 1, N, M), contiguous.
 
-    One bias is shared by `shared` heads of the call, of which each batch entry has `shared_heads`. Program (tile of a
-    bias, number of a run) sums over `run` of them, in one loop, whose loads Triton can prefetch.
+    `shared` heads of the call share one bias, `shared_heads` of them in each batch entry. A program sums one tile of a
+    bias over a run of `run` such heads, in one loop, so that Triton can prefetch its loads.
     """
     tiles_m = tl.cdiv(M, TILE_M)
     tiles = tl.cdiv(N, TILE_N) * tiles_m

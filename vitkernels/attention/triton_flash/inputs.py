@@ -55,7 +55,7 @@ class FlashInputs:
 
     @property
     def extra_strides(self) -> tuple[int, ...]:
-        """Return the strides of the extras, and the number of first tokens that are not rotated."""
+        """Return the strides of the extras, and the number of leading tokens that are not rotated."""
         of_bias = (0,) * 4 if self.bias is None else self.bias.stride()
         of_mask = (0,) * 4 if self.mask is None else self.mask.stride()
         of_segments = (0,) * 2 if self.segment_ids is None else self.segment_ids.stride()
@@ -65,7 +65,7 @@ class FlashInputs:
 
     @cached_property
     def layout(self) -> tuple:
-        """Return everything that a launch depends on except the tensors' addresses."""
+        """Return everything that a launch depends on, except for the addresses of the tensors."""
         q, k, v = self.q, self.k, self.v
         of_extras = [x if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
         of_rope = self.rope_half, None if self.rope is None else self.rope.shape[2]

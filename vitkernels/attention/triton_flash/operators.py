@@ -90,8 +90,8 @@ def attend_backward(
     inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out, do = interpretable(out), interpretable(do)
     dq, dk, dv = (_rows_like(x) for x in (inputs.q, inputs.k, inputs.v))
-    dbias, _ = backward(inputs, out, lse, do, (dq, dk, dv), tiles, _shape(bias, needs_dbias))
-    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), _like(bias, dbias, q)
+    dbias, _ = backward(inputs, out, lse, do, (dq, dk, dv), tiles, _dbias_shape(bias, needs_dbias))
+    return dq.to(q.dtype), dk.to(q.dtype), dv.to(q.dtype), _dbias_or_empty(bias, dbias, q)
 
 
 @attend_backward.register_fake
@@ -100,11 +100,11 @@ def _(do, out, lse, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
 
-def _shape(bias: Tensor | None, needs_dbias: bool) -> tuple[int, ...] | None:
+def _dbias_shape(bias: Tensor | None, needs_dbias: bool) -> tuple[int, ...] | None:
     return tuple(bias.shape) if needs_dbias and bias is not None else None
 
 
-def _like(bias: Tensor | None, dbias: Tensor | None, q: Tensor) -> Tensor:
+def _dbias_or_empty(bias: Tensor | None, dbias: Tensor | None, q: Tensor) -> Tensor:
     """Return dbias in the bias's shape and dtype; an empty tensor if it was not needed."""
     return q.new_empty(0) if bias is None or dbias is None else dbias.view(bias.shape).to(bias.dtype)
 
@@ -234,9 +234,9 @@ def attend_packed_backward(
     inputs = _inputs(*_views(interpretable(qkv)), bias, mask, segment_ids, rope, rope_half, is_causal, scale)
     out_BHND, do_BHND = (interpretable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = inputs.q.new_empty(qkv.shape)
-    dbias, launches = backward(inputs, out_BHND, lse, do_BHND, _views(dqkv), tiles, _shape(bias, needs_dbias))
+    dbias, launches = backward(inputs, out_BHND, lse, do_BHND, _views(dqkv), tiles, _dbias_shape(bias, needs_dbias))
     _remember(_backward_launches, layout, inputs, qkv, launches)
-    return dqkv.to(qkv.dtype), _like(bias, dbias, qkv)
+    return dqkv.to(qkv.dtype), _dbias_or_empty(bias, dbias, qkv)
 
 
 def _relaunch_backward(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, dqkv: Tensor) -> None:

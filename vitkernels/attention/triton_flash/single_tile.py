@@ -1,9 +1,8 @@
 """Flash attention for short sequences: all tokens of a head in one tile, such as the 49 of a window.
 
 A program owns one head in a run of consecutive batch entries. Over its run it keeps the bias, and the sum of the bias's
-gradient, in registers, and it prefetches the next entry. The softmax needs no running maximum, and the backward pass no
-second pass over the scores: one kernel computes them once and writes dq, dk, dv and dbias. Without atomics, every run
-gives the same bits.
+gradient, in registers, and it prefetches the next entry. The softmax needs no running maximum. One backward kernel
+computes the scores once, and writes dq, dk, dv and dbias. It uses no atomics, so repeated calls give the same bits.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -30,7 +29,7 @@ from vitkernels.attention.triton_flash.tiles import (
 
 @triton.jit
 def _added_scores(n, m, N, M, extras, CAUSAL: tl.constexpr):
-    """Return what the scores of all entries of a run have in common: the bias, and -inf where no token attends."""
+    """Return what is added to the scores of every entry of a run: the bias, or -inf where a query must not attend."""
     inside = (n[:, None] < N) & (m[None, :] < M)
     added = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
     if extras[0] is not None:
@@ -50,7 +49,7 @@ def _hidden(s, n, m, N, M, extras):
         kept = tl.load(mask_ptr + mask_at + n[:, None] * mask_n + m[None, :] * mask_m, mask=inside, other=0)
         s = tl.where(kept != 0, s, float("-inf"))
     if segment_ptr is not None:
-        # As many elements as threads, else Triton gives each thread its own loads of the ids of 16 keys.
+        # One element per thread. With fewer elements, each thread would load the ids of its own 16 keys.
         WIDE: tl.constexpr = 128
         wide = tl.arange(0, WIDE)
         ids = tl.load(segment_ptr + segment_at + wide * segment_n, mask=wide < N, other=0)
@@ -114,8 +113,8 @@ def single_tile_backward_kernel(
 ):  # fmt: skip
     """Compute dq, dk, dv and, unless partial_ptr is None, a partial sum of dbias (runs, H, N, M) for each run.
 
-    delta = rowsum(dout * out) is the mean of dout vᵀ over a row's weights, all of which are here: the kernel does not
-    read out. Programs are those of `single_tile_forward_kernel`.
+    delta = rowsum(dout * out) is the mean of each row of dout vᵀ under the attention weights. The tile holds entire
+    rows, so the kernel need not read out. Programs are those of `single_tile_forward_kernel`.
     """
     h, first = tl.program_id(0) % H, tl.program_id(0) // H * run
     n, m = tl.arange(0, TILE_N), tl.arange(0, TILE_M)

@@ -185,13 +185,13 @@ def owned_tile(program, tokens, TILE: tl.constexpr):
 
 @triton.jit
 def rows_of_head(ptr, head, H, stride_b, stride_h, stride_n):
-    """Return (pointer, row stride) of a head, numbered over batch and heads."""
+    """Return (pointer, row stride) of a head; `head` counts the heads of all batch entries."""
     return rows_of_entry(ptr, (head // H).to(tl.int64), head % H, stride_b, stride_h, stride_n)
 
 
 @triton.jit
 def rows_of_entry(ptr, b, h, stride_b, stride_h, stride_n):
-    """Return (pointer, row stride) of head h of batch entry b, in int64.
+    """Return (pointer, row stride) of head h of batch entry b, an int64.
 
     Strides are multiples of 8; the hint enables 16-byte loads.
     """
@@ -232,7 +232,7 @@ def statistics_of_head(ptr, head, N, extras):
 
 @triton.jit
 def store_statistics(ptr, row_max, row_sum, n, N, extras):
-    """Store the log-sum-exps of queries n; with a bias, their maxima and log2-sums."""
+    """Store the log-sum-exps of queries n; with a bias, their maxima and the log2 of their sums."""
     if extras[0] is not None:
         tl.store(ptr + n, row_max, mask=n < N)
         tl.store(ptr + N + n, tl.log2(row_sum), mask=n < N)
@@ -280,7 +280,7 @@ def load_bias(n, m, inside, extras):
 
 @triton.jit
 def attended(n, m, N, M, inside, extras):
-    """Return where mask and segments let query n attend to key m, given where both exist."""
+    """Return where query n attends to key m: where mask and segments allow it, and `inside` says that both exist."""
     keep = inside
     mask_ptr, mask_at, mask_n, mask_m = extras[4], extras[5], extras[6], extras[7]
     segment_ptr, segment_at, segment_n = extras[8], extras[9], extras[10]

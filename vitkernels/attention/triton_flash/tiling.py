@@ -1,6 +1,6 @@
 """Choose the tiles of each flash-attention kernel, and how many programs share a loop.
 
-Tile sizes are fixed here from measurements on one H200 (notes/triton_flash.md), so training starts without autotuning.
+Tile sizes are fixed here from measurements on Hopper GPUs (notes/triton_flash.md): training starts without autotuning.
 A backend can be configured with other sizes (`TritonFlash.configured(tiles=...)`).
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
@@ -47,7 +47,7 @@ _multiprocessors = cache(multiprocessors)  # asked in every call
 def runs(entries: int, owners: int, device: torch.device) -> tuple[int, int]:
     """Split the `entries` that each of `owners` programs would loop over; return the number of runs and their length.
 
-    Each run gets its own program, and writes its own partial sums, so their number bounds the workspace.
+    Each run has its own programs, which write its partial sums, so the number of runs bounds the workspace.
     """
     wanted = max(1, PROGRAMS_PER_MULTIPROCESSOR * _multiprocessors(device) // owners)
     length = max(1, cdiv(entries, wanted))
@@ -77,7 +77,7 @@ def requested_tiles(inputs: FlashInputs, sizes: Sequence[int], which: int) -> Ti
 def fits_one_tile(inputs: FlashInputs, sizes: Sequence[int]) -> bool:
     """Return whether the single-tile kernels run the call: short sequences, no rope, no requested tiles.
 
-    float32 on CUDA cores does not: whole tiles of its operands exceed the registers.
+    float32 calls on CUDA do not run on them: registers cannot hold entire tiles of float32 operands.
     """
     length, width = _size(inputs)
     plain = inputs.rope is None and not any(sizes) and not _is_f32(inputs)
@@ -96,7 +96,7 @@ def single_tile_runs(inputs: FlashInputs) -> tuple[int, int]:
 
 
 def single_forward_tiles(inputs: FlashInputs) -> TileConfig:
-    """Return tiles that hold all tokens. With fewer stages, loads of the next batch entry wait for the products."""
+    """Return tiles that hold all tokens. With fewer stages, loads of the next batch entry would wait for products."""
     return TileConfig(*_covering(inputs), 4, 3 if inputs.segment_ids is None else 4)
 
 
@@ -114,7 +114,7 @@ def _covering(inputs: FlashInputs) -> tuple[int, int]:
 
 
 def dbias_tiles(inputs: FlashInputs) -> TileConfig:
-    """Return the tiles of a bias's gradient: with four warps instead of eight the kernel spills."""
+    """Return the tiles for the gradient of a bias. With four warps instead of eight, the kernel would spill."""
     if _is_f32(inputs):
         return TileConfig(16, 16)
     if inputs.rope is not None:  # sines and cosines take twice the shared memory of the rows that they rotate

@@ -1,8 +1,8 @@
 """Decoders of encoded images to upright 8-bit RGB, chosen by name.
 
 `pillow` reads every format, and its images are resized by Pillow, too: it is the reference. `turbo` reads JPEG files
-    through simplejpeg, a binding of libjpeg-turbo, and resizes with torch; Pillow reads all other files. It decodes the
-    rows down to the crop's end, or at a reduced scale if the crop is much larger than the output. Both apply the EXIF
+    through simplejpeg, a binding of libjpeg-turbo, only down to the end of the crop, and at a reduced scale if the crop
+    is much larger than the output. It resizes with torch; Pillow reads all other files. Both apply the EXIF
     orientation.
 """
 
@@ -25,7 +25,7 @@ class Decoder:
 
     name: "pillow", "turbo" or "cuda".
     is_reference: whether images are also resized by Pillow, which makes them equal to timm's bit for bit.
-    passes_on_pixels: whether workers leave it to the device to resize decoded crops.
+    passes_on_pixels: whether workers pass decoded crops on, for the device to resize.
     in_worker: the decoder that worker processes use: this one, or for "cuda" the one for files that nvJPEG does not
         support.
     """

@@ -33,7 +33,7 @@ class ImageFile(Protocol):
 
         reduction: one of REDUCTIONS; the image has ceil(side / reduction) pixels per side, or its full size if the
             decoder cannot reduce it.
-        rows: without a reduction, how many rows are needed, from the top; None for all. A decoder may omit the others.
+        rows: without a reduction, how many rows from the top are needed, None for all. A decoder may omit the rest.
         """
 
 

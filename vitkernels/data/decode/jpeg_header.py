@@ -1,19 +1,20 @@
-"""The header of a JPEG file, and files that end after some of the rows (ITU-T T.81, annex B)."""
+"""Read the header of a JPEG file, and make files that have only its upper rows (ITU-T T.81, annex B)."""
 
 from typing import NamedTuple
 
 START, SCAN, END = b"\xff\xd8\xff", b"\xff\xda", b"\xff\xd9"
 _EXIF = b"Exif\0\0"
-_SEQUENTIAL = (b"\xff\xc0", b"\xff\xc1")  # a scan of such a frame holds its blocks from top to bottom, once
+_SEQUENTIAL = (b"\xff\xc0", b"\xff\xc1")  # a scan of such a frame stores each block once, from top to bottom
 
 
 class JpegHeader(NamedTuple):
     """What precedes the pixels of a JPEG file.
 
     has_exif: whether it holds EXIF data.
-    height, height_at: the number of pixel rows, and its offset in the file; both 0 unless one sequential scan holds all
-        components.
-    unit: number of pixel rows that are coded together. reach: of those below a pixel that its color depends on.
+    height, height_at: the number of pixel rows, and the offset of this number in the file; both 0 unless one sequential
+        scan holds all components.
+    unit: the number of pixel rows that are coded together.
+    reach: the number of rows below a pixel that its color depends on.
     """
 
     has_exif: bool
@@ -39,10 +40,10 @@ def read_header(data: bytes) -> JpegHeader:
 
 
 def cut_below(data: bytes, header: JpegHeader, rows: int) -> tuple[bytearray, int] | None:
-    """Return a JPEG file whose pixels are those of `data` up to row `rows`, and its height; None if it is not lower.
+    """Return a JPEG file whose first `rows` rows are those of `data`, and its height; None if it would be no lower.
 
-    Only the height in the header differs: libjpeg then decodes no further. None for an incomplete file, too: whether
-    that is an image must not depend on the rows that are read.
+    Only the height in the header differs: libjpeg decodes no further. An incomplete file also gives None, because
+    whether it counts as an image must not depend on the rows that are read.
     """
     height = -(-(rows + header.reach) // header.unit) * header.unit
     if height >= header.height or not is_complete(data):

@@ -11,7 +11,7 @@ from vitkernels.data.decode.jpeg_header import START, cut_below, read_header
 from vitkernels.data.decode.pillow import orientation_of
 
 _COLORSPACES = ("YCbCr", "Gray", "RGB")  # the others (CMYK, YCCK) need a color profile
-_BYTES_LEFT = re.compile("extraneous bytes before marker 0xd[0-79]")  # a restart or the end: libjpeg's first warning
+_BYTES_LEFT = re.compile("extraneous bytes before marker 0xd[0-79]")  # before RSTn or EOI: the rest of a cut file
 
 
 class TurboImage:
@@ -51,7 +51,7 @@ class TurboImage:
         return upright(pixels, self._orientation)
 
     def _decode_above(self, rows: int) -> np.ndarray | None:
-        """Return at least the first `rows` rows; None if all must be decoded, or a damaged file is found."""
+        """Return at least the first `rows` rows; None if all must be decoded, or if the file proves to be damaged."""
         from simplejpeg import decode_jpeg
 
         cut = cut_below(self.data, self._header, rows)
@@ -61,6 +61,6 @@ class TurboImage:
         pixels = np.empty((height, self._width, 3), np.uint8)
         try:
             decode_jpeg(data, buffer=pixels)
-        except ValueError as warning:  # libjpeg has filled the buffer, unless it stopped at an error
+        except ValueError as warning:  # only libjpeg's first: another one means damage within the rows
             return pixels if _BYTES_LEFT.search(str(warning)) else None
         return pixels

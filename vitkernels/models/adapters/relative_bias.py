@@ -104,7 +104,7 @@ def window_segments(mask_WNN: Tensor, windows: int) -> Tensor:
 
     mask_WNN: 0 between tokens of one region, another value between regions, for the windows of one image.
     """
-    regions_WN = (mask_WNN == 0).int().argmax(dim=-1).int()  # kernels hold them in registers
+    regions_WN = (mask_WNN == 0).int().argmax(dim=-1).int()  # int32 takes kernels fewer registers
     return regions_WN.repeat(windows // len(regions_WN), 1)
 
 

@@ -1,6 +1,6 @@
 """SwiGLU and the LayerNorm that follows it, in one pass: what a gated MLP does between its two products.
 
-Shape suffixes: F hidden features, G = 2 F (gates, then values); "..." any leading dimensions (images, tokens).
+Shape suffixes: F hidden features, G = 2 F (gates and values); "..." any leading dimensions (images, tokens).
 """
 
 from torch import Tensor
@@ -28,8 +28,8 @@ def swiglu_norm(
     Args:
         x: the output of a gated MLP's first product (Shazeer 2020, arXiv 2002.05202), preferably without its bias.
         weight_F, bias_F, eps: LayerNorm's (Ba, Kiros and Hinton 2016, arXiv 1607.06450). None: no norm.
-        linear_bias_G: the bias of the first linear layer. Added here, its gradient needs no pass of its own.
-        gate_last: the second half holds the gates.
+        linear_bias_G: the bias of the first product. If the op adds it, its gradient needs no extra pass.
+        gate_last: whether the second half holds the gates, and not the first.
         backend: "auto" or a name from BACKENDS.names().
 
     Returns:

@@ -1,4 +1,4 @@
-"""One pass over the activations forward, one backward, which computes the hidden features again.
+"""One pass over the activations forward, and one backward, which recomputes the hidden features.
 
 Each backward program sums its rows for the parameters' gradients; a second kernel adds these sums in a fixed order.
 
@@ -139,7 +139,7 @@ def _columns(F: int, gate_last: bool) -> dict[str, int]:
 
 
 def _readable(x: Tensor | None) -> Tensor | None:
-    """Return x contiguous, in a dtype the kernels can read: they ignore strides."""
+    """Return x contiguous, because the kernels ignore strides, and in a dtype that they can read."""
     return None if x is None else interpretable(x).contiguous()
 
 

@@ -40,5 +40,5 @@ def _progress_bar(total: int, completed: int) -> Progress | None:
         console=console,
     )
     bar.add_task("", total=total, completed=completed)
-    bar.start()  # until it stops, it prints what is written to sys.stdout and sys.stderr above itself
+    bar.start()  # until stopped, it redirects sys.stdout and sys.stderr to print above itself
     return bar

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from vitkernels.attention.pallas_flash.hopper.tiles import LOG2E, LOW, padded
 
-# The least finite value, in log2 units. LOW + _LEAST is above the start of the kernels' running maximum, so that a row
-# of such values is not mistaken for one without keys.
+# The least finite score that the kernels compute from a bias, in log2 units; the bias LOW + _LEAST gives it. Both are
+# above the start of the kernels' running maximum, so that a row of them is not mistaken for one without keys.
 _LEAST = 4 * LOW
 
 
@@ -19,9 +19,11 @@ def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: in
 
     It is contiguous, as the kernels assume: elementwise operations would keep the layout of a permuted bias.
     This runs outside the operators: a compiled model computes it once for all layers that share a bias, and autograd
-    differentiates it. In float32 a very negative value absorbs its score: a row of finfo.min averages its keys, as in
-    SDPA. So the kernels replace the score by -LOW where the bias is at most LOW, and rows with a maximum below LOW are
-    shifted to it, which softmax does not see.
+    differentiates it.
+
+    In float32 a very negative bias absorbs its score, so a row of finfo.min averages its keys in SDPA. To match that,
+    the kernels replace the score by -LOW where the bias is at most LOW. Rows whose maximum is below LOW are shifted so
+    that it equals LOW, which does not change their softmax.
     """
     if bias is None and mask is None:
         return None

@@ -1,8 +1,8 @@
 """The gradient of a bias on Hopper: the scores' gradients, summed over the images and heads that share the bias.
 
-A work item is a tile of the bias and a part of the (image, head) pairs that share it. Their queries, keys, values and
-output gradients stream through the ring; the sum stays in registers. A part's sum goes to device memory, and the parts
-are added afterwards, always in the same order.
+A work item is a tile of the bias and a part of the (image, head) pairs that share it. The pairs' queries, keys, values
+and output gradients stream through the ring; the sum stays in registers until it is written to device memory. The sums
+of all parts are then added in a fixed order.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, P parts.
 """
@@ -41,7 +41,7 @@ class BiasGradient(RingKernel):
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, bias, *ids):
         """Return the parts' sums, float32 (P, images, heads, padded N, padded M), for a bias in log2 units.
 
-        ids: those of queries and keys, and spans that are not used. See Forward.
+        ids: those of queries and keys, and the spans, which this kernel ignores; see Forward.
         """
         rows = self.schedule.stages * self.schedule.warpgroups
         own, dtype = (lambda: tiles.tile(ROWS, self.head_dim, dtype, rows)), jnp.dtype(self.dtype)
@@ -106,7 +106,7 @@ class BiasGradient(RingKernel):
 
     @property
     def per_part(self) -> int:
-        """Return how many (image, head) pairs a part sums at most."""
+        """Return the largest number of (image, head) pairs that a part sums."""
         images, heads = self.sharing
         return pl.cdiv(images * heads, self.parts)
 
@@ -121,7 +121,7 @@ class BiasGradient(RingKernel):
         return first, lax.clamp(0, images * heads - first, self.per_part)
 
     def _pair(self, item: WorkItem, number) -> tuple:
-        """Return image and head of q for a pair of the item."""
+        """Return the image and the head of q of the item's pair with this number."""
         images, heads = self.sharing
         _, image = self._part_and_image(item)
         return (

@@ -169,7 +169,7 @@ class AttentionKernels:
         return self._run_bias_gradient(q, k, v, do, lse, delta, bias, ids) if needs_dbias else None
 
     def _run_bias_gradient(self, q, k, v, do, lse, delta, bias, ids) -> Tensor:
-        # Zeros: no work item writes the padding.
+        # Zeros, because no work item writes the padding.
         parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape)
         self.bias_gradient(q, k, v, do, lse, delta, bias, *by_queries(ids), parts)
         return parts[0] if len(parts) == 1 else parts.sum(0)
@@ -189,7 +189,7 @@ def _inputs(kernel: HopperKernel) -> tuple:
 
 
 def _extras(kernel: HopperKernel, own: int) -> tuple:
-    """Return the shapes of the bias, transposed if `own` rows are keys, and of the ids, as far as the call has them."""
+    """Return the shapes of the bias and ids that the call has; the bias is transposed if the `own` rows are keys."""
     other = kernel.queries + kernel.keys - own
     bias = () if kernel.bias_shape is None else (kernel.bias_array(own, other),)
     ids = kernel.id_vector(kernel.queries), kernel.id_vector(kernel.keys), kernel.span_vector(own)

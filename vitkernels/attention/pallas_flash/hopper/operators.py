@@ -3,7 +3,8 @@
 Imported only if the kernels can run, because older JAX lacks the features they need.
 
 The last arguments of each operator describe the call: the bias of `padded_bias`, the ids of `token_ids`, is_causal and
-scale. Its backward operator also takes them, and whether the bias needs its gradient; if not, that is empty.
+scale. Its backward operator takes them, too, after a flag that says whether the bias needs a gradient; without one, it
+returns an empty tensor in its place.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
 """
@@ -164,7 +165,7 @@ def _(qkv, *call):
 def attend_packed_backward(
     do: Tensor, out: Tensor, lse: Tensor, qkv: Tensor, bias_gradient: bool, *call
 ) -> tuple[Tensor, Tensor]:
-    """Return dqkv (B, N, 3, H, D), one array that the kernels write dq, dk and dv into, and the bias's gradient."""
+    """Return dqkv (B, N, 3, H, D), one array into which the kernels write dq, dk and dv, and the bias's gradient."""
     kernels = _kernels_packed(qkv, call)
     qkv, do = aligned(qkv), aligned(do)
     dqkv = torch.empty_like(qkv)
@@ -197,13 +198,13 @@ attend_packed.register_autograd(_differentiate_packed, setup_context=_save_packe
 
 
 # --- packed qkv with rotary embeddings --------------------------------------------------------------------------------
-# One operator rotates and attends, so that it owns the packed tensors that the passes over q and k fill: the rotated
-# copy, which is saved instead of qkv, and the gradient, which is rotated back in place.
+# One operator rotates and attends, so that it owns the packed tensors that the rotation fills: the rotated copy, which
+# is saved instead of qkv, and the gradient, which is rotated back in place.
 
 
 @operator(f"pallas_flash_hopper_rotary(Tensor qkv, Tensor rope, bool rope_half, {_CALL}) -> (Tensor, Tensor, Tensor)")
 def attend_rotary(qkv: Tensor, rope: Tensor, rope_half: bool, *call) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the results of `attend_packed` for rotated q and k, and qkv with them (B, N, 3, H, D).
+    """Return the results of `attend_packed` for rotated q and k, and the packed tensor with these (B, N, 3, H, D).
 
     rope, rope_half: see AttentionBackend.
     """

@@ -1,7 +1,7 @@
 """Rotary embeddings of q and k, and the inverse for their gradients, in one pass over memory (Triton).
 
-The attention kernels copy q and k from memory to tensor cores without passing through registers, so they cannot rotate
-them. The pass reads any layout of rows and writes the one that the kernels read, which saves layout copies.
+The attention kernels cannot rotate q and k, which go from shared memory to the tensor cores without passing through
+registers. The pass reads any layout of rows and writes the one that the kernels read, which saves layout copies.
 
 Shape suffixes: B batch, N tokens, P = 1 (q or k alone), 2 (q, k) or 3 (q, k, v), H heads, D head dim.
 """
@@ -20,7 +20,7 @@ TOKENS, HEADS, WARPS = 32, 4, 4  # of a program, which loads the sines of its to
 def _load_partners(ptr, rows, inside, other, D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr):
     """Return the columns that rotate together as two tiles: the halves of the head dim, or even and odd columns.
 
-    rows, inside: the offsets of rows, and whether to load them, as columns; otherwise they are `other`.
+    rows: the offsets of the rows, as a column. inside: which of them to load; the others are filled with `other`.
     """
     if HALVES:
         columns = tl.arange(0, WIDTH // 2)[None, :]
@@ -59,7 +59,7 @@ def _load_sines(ptr, n, stride, skipped, N, D: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _turned(a, b, sines, INVERSE: tl.constexpr):
-    """Rotate partners in float32; with INVERSE, multiply by the transposed matrix, as gradients are."""
+    """Rotate partners in float32; with INVERSE, multiply by the transposed matrix, as the gradient requires."""
     sin_a, sin_b, cos_a, cos_b = sines
     a, b = a.to(tl.float32), b.to(tl.float32)
     if INVERSE:
@@ -78,7 +78,7 @@ def _rotation_kernel(
 ):  # fmt: skip
     """Fill TOKENS rows of HEADS heads of out with x, of which parts 0 and 1 are rotated; out may be x.
 
-    skipped: the number of first tokens, which are not rotated. WIDTH: the power of two from D on.
+    skipped: the number of leading tokens that are not rotated. WIDTH: the least power of two that is at least D.
     """
     tiles = tl.cdiv(N, TOKENS)
     b = (tl.program_id(0) // tiles).to(tl.int64)
@@ -107,7 +107,7 @@ def fill_rotated(x_BNPHD: Tensor, out_BNPHD: Tensor, rope: Tensor, rope_half: bo
 
     Args:
         x_BNPHD: of any layout.
-        out_BNPHD: contiguous, or contiguous but for its third dimension; may be x itself.
+        out_BNPHD: contiguous, or the first parts of a contiguous tensor; may be x itself.
         rope, rope_half: see AttentionBackend.
         inverse: apply the transposed rotation, which takes gradients of rotated q and k to those of q and k.
     """
@@ -134,7 +134,7 @@ def _readable(x_BNPHD: Tensor) -> Tensor:
 
 @operator("pallas_flash_hopper_rotate(Tensor x, Tensor rope, bool rope_half, bool inverse) -> Tensor")
 def rotate(x: Tensor, rope: Tensor, rope_half: bool, inverse: bool) -> Tensor:
-    """Return q or k (B, H, N, D) rotated, as rows (B, N, H, D) in memory. See `fill_rotated`."""
+    """Return q or k (B, H, N, D) rotated, with the memory layout (B, N, H, D). See `fill_rotated`."""
     out = _rows_like(x)
     fill_rotated(_one_part(x), _one_part(out), rope, rope_half, inverse)
     return out

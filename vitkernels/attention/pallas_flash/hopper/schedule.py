@@ -107,9 +107,10 @@ def bias_gradient_schedule(queries: int, head_dim: int) -> Schedule:
 
 
 def bias_gradient_parts(tiles: int, pairs: int, elements: int) -> int:
-    """Return into how many parts the (image, head) pairs that share a bias are divided: four work items per block.
+    """Return into how many parts the (image, head) pairs that share a bias are divided, for four work items per block.
 
-    tiles: work items of one part. elements: of the padded bias; the parts' sums take at most 128 MB. No part is empty.
+    tiles: work items of one part. elements: those of the padded bias; the sums of all parts take at most 128 MB.
+    No part is empty.
     """
     wanted = -(-4 * MULTIPROCESSORS // tiles)
     per_part = -(-pairs // max(1, min(wanted, pairs, 2**25 // elements)))

@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS, ROWS, Schedule, widths
 
 LOG2E = math.log2(math.e)
-LOW = -(2.0**93)  # a bias at most this low, in log2 units, replaces its score; see padded_bias
+LOW = -(2.0**93)  # a bias of at most this, in log2 units, replaces its score; see padded_bias
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 WGMMA = plgpu.Layout.WGMMA
@@ -48,7 +48,7 @@ class HopperKernel:
     interpret: bool = False
     multiprocessors: int = MULTIPROCESSORS
     has_ids: bool = False  # the kernels also take ids of queries and keys; a query attends to the keys with its id
-    # Images and heads of a bias, each 1 if it is broadcast; the kernels take it before the ids. See bias.py.
+    # Images and heads of the bias, each 1 if broadcast. The kernels take the bias before the ids; see bias.py.
     bias_shape: tuple[int, int] | None = None
 
     @property
@@ -129,7 +129,7 @@ class PerHeadKernel(HopperKernel):
 def padded(tokens: int) -> int:
     """Round up to 64 rows per warpgroup in every schedule: copies of vectors are not bounds-checked.
 
-    Symbolic numbers of torch.compile pass too, which JAX's cdiv does not take.
+    tokens may be a symbolic number of torch.compile, which JAX's cdiv does not accept.
     """
     return max(-(-tokens // rows) * rows for rows in (192, 256))
 
