@@ -174,8 +174,8 @@ def _forward_tile(block: int) -> tuple[int, int]:
 
 
 def _backward_tile(block: int, bytes_per_number: int) -> tuple[int, int, int, int]:
-    """Return rows per iteration, warps, pipeline stages, and programs per multiprocessor."""
-    stages = 2 if bytes_per_number == 4 else 3  # fits in shared memory with four programs per multiprocessor
+    """Return rows per iteration, warps, the most pipeline stages, and programs per multiprocessor."""
+    stages = 2 if bytes_per_number == 4 else 3  # four programs of up to 1024 columns fit in shared memory
     return max(1, 2048 // block), 4 if block <= 1024 else 8, stages, 4 if block <= 1024 else 2
 
 
