@@ -89,7 +89,9 @@ def test_choose__tries_a_slower_backend_last(monkeypatch):
     [
         (49, {"bias_shape": (1, 2, 49, 49)}, True),
         (49, {"has_segment_ids": True}, True),
-        (49, {}, False),
+        (49, {}, True),  # of head dim 32
+        (50, {"head_dim": 64}, False),
+        (65, {}, False),
         (197, {"bias_shape": (1, 2, 197, 197)}, False),
         (49, {"bias_shape": (1, 2, 49, 49), "device_type": "xla"}, False),
     ],

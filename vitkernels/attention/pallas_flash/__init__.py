@@ -82,9 +82,10 @@ class PallasFlash(AttentionBackend):
         return by_device(problem) or _unsupported_anywhere(problem)
 
     def is_slower(self, problem: Problem) -> bool:
-        """Return True on CUDA for up to 64 tokens with a bias or segments, for which triton_flash has own kernels."""
-        extras = problem.bias_shape is not None or problem.has_segment_ids
-        return problem.device_type == "cuda" and extras and max(problem.q_tokens, problem.kv_tokens) <= 64
+        """Return True for windows on CUDA, whose kernels in triton_flash took half the time (notes/triton_flash.md)."""
+        is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
+        has_extras = problem.bias_shape is not None or problem.has_segment_ids
+        return problem.device_type == "cuda" and is_window and (has_extras or problem.head_dim <= 32)
 
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
         if q_BHND.device.type == "cuda":
