@@ -1,6 +1,7 @@
 """The choice of an attention backend; a broken backend does not stop the others."""
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_choose__tries_a_slower_backend_last(monkeypatch):
     ids=str,
 )
 def test_pallas_flash__is_slower_for_windows_on_cuda(tokens, changes, expected):
-    problem = Problem(8, 2, tokens, tokens, 32, torch.bfloat16, **{"device_type": "cuda"} | changes)
+    problem = replace(Problem(8, 2, tokens, tokens, 32, torch.bfloat16, "cuda"), **changes)
     assert attention.get("pallas_flash").is_slower(problem) is expected
 
 
