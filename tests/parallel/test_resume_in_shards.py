@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from ranks import Ranks
 
+from vitkernels.errors import EXIT_INTERRUPTED
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
 from shard_fixtures import write_tars
 
@@ -58,7 +60,8 @@ def test_shards__a_killed_run_resumes_with_the_same_samples(words, undisturbed, 
     images = 59 // killed  # of step 8, in the second epoch; the checkpoint of step 6 may be incomplete
     ranks = Ranks(killed, folder, *words, f"data.batch_size={8 // killed}",
                   before=dict.fromkeys(range(killed), KILL.format(images=images)))  # fmt: skip
-    assert set(ranks.finish()) == {-signal.SIGKILL}, ranks.output()
+    # A process that still waits for a killed one aborts before it kills itself.
+    assert {-signal.SIGKILL} <= set(ranks.finish()) <= {-signal.SIGKILL, EXIT_INTERRUPTED}, ranks.output()
     ranks = Ranks(resumed, folder, *words, f"data.batch_size={8 // resumed}")
     assert ranks.finish() == [0] * resumed and "resumed from" in ranks.output(0), ranks.output()
     found = losses(folder)
