@@ -1,6 +1,6 @@
-"""The Mosaic-GPU kernels for Hopper: interpreted on the CPU, lowered on any machine, and run on a Hopper GPU.
+"""The Mosaic-GPU kernels for Hopper without one: interpreted on the CPU, and lowered on any machine.
 
-The conformance suite also runs them on a Hopper GPU.
+test_pallas_flash_on_hopper.py and the conformance suite run them on a Hopper GPU.
 """
 
 import dataclasses
@@ -9,25 +9,11 @@ import math
 
 import pytest
 import torch
-from hopper import error, jax, needs_new_jax
-from torch.nn import functional as F
+from hopper import error, exact_attention, jax, needs_new_jax
 
 from vitkernels import attention
 from vitkernels.attention import Problem
 from vitkernels.testing.attention_reference import TOLERANCE, reference
-
-
-def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
-    """Return out (B, N, H, D), dqkv and log-sum-exp in log2 units, in float64."""
-    leaf = qkv_BN3HD.double().requires_grad_()
-    q, k, v = leaf.permute(2, 0, 3, 1, 4).unbind(0)
-    scores = q @ k.mT * scale
-    if is_causal:
-        scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
-    out = (scores.softmax(-1) @ v).transpose(1, 2)
-    (dqkv,) = torch.autograd.grad(out, leaf, do_BNHD.double())
-    return out.detach(), dqkv, torch.logsumexp(scores, -1).detach() / math.log(2)
-
 
 # (heads, tokens, head dim, dtype, causal, scale, warpgroups, buffers, blocks): ragged ends, a warpgroup without rows,
 # head dims in two parts, a single tile; blocks that process several work items, in unequal numbers, with no common
@@ -397,140 +383,3 @@ def test_unsupported__message(monkeypatch):
     assert "float32" in reason(dtype=torch.float32)
     assert "not 136" in reason(head_dim=136)
     assert "dropout" in reason(dropout_p=0.1)
-
-
-hopper = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
-
-
-def gpu(test):
-    for mark in hopper:
-        test = mark(test)
-    return test
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("N, M", [(50, 70), (129, 17), (577, 1200)])
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_cross_attention__on_gpu(N, M, is_causal, dtype):
-    q, k, v = (torch.randn(2, 3, n, 64, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
-    out = attention.get("pallas_flash")(q, k, v, is_causal=is_causal, scale=0.1)
-    do = torch.randn_like(out)
-    grads = torch.autograd.grad(out, (q, k, v), do)
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, scale=0.1)
-    for x, y in zip((out, *grads), (exact, *torch.autograd.grad(exact, leaves, do.double())), strict=True):
-        assert error(x, y) < TOLERANCE[dtype]
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(
-    "N, M, D", [(256, 256, 64), (197, 197, 64), (1, 1, 64), (129, 129, 40), (50, 70, 48), (129, 17, 64)]
-)
-def test_short_backward__on_gpu(N, M, D, dtype):
-    q, k, v = (torch.randn(3, 50, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
-    out = attention.get("pallas_flash")(q, k, v, scale=0.1)
-    do = torch.randn_like(out)
-    grads, again = (torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for _ in range(2))
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = F.scaled_dot_product_attention(*leaves, scale=0.1)
-    for x, y, z in zip(grads, again, torch.autograd.grad(exact, leaves, do.double()), strict=True):
-        assert torch.equal(x, y)
-        assert error(x, z) < TOLERANCE[dtype] if z.norm() > 1e-6 else x.norm() < 1e-3
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("B, H, N, D", [(3, 12, 1025, 64), (2, 8, 2304, 56), (3, 4, 4096, 64)])
-def test_fused_backward__on_gpu(B, H, N, D, dtype):
-    """Each item adds to dq in turn, so that results are bit-equal from run to run."""
-    from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule
-
-    assert fused_backward_schedule(B * H, N, N, D, False)
-    qkv = torch.randn(B, N, 3, H, D, device="cuda").to(dtype).requires_grad_()
-    do = torch.randn(B, N, H * D, device="cuda").to(dtype)
-    out = attention.get("pallas_flash").qkvpacked(qkv)
-    grads = [torch.autograd.grad(out, qkv, do, retain_graph=True)[0] for _ in range(3)]
-    assert all(torch.equal(grads[0], x) for x in grads[1:])
-    for b in range(B):
-        _, exact, _ = exact_attention(qkv[b : b + 1].detach(), do[b : b + 1].view(1, N, H, D), D**-0.5, False)
-        for i in range(3):
-            assert error(grads[0][b : b + 1, :, i], exact[:, :, i]) < TOLERANCE[dtype], "qkv"[i]
-
-
-@gpu
-def test_fused_backward__while_another_kernel_holds_multiprocessors():
-    """Blocks that start late draw what is left, so the result is the same."""
-    qkv = torch.randn(2, 1025, 3, 24, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    do = torch.randn(2, 1025, 24 * 64, device="cuda", dtype=torch.bfloat16)
-    out = attention.get("pallas_flash").qkvpacked(qkv)
-    backward = lambda: torch.autograd.grad(out, qkv, do, retain_graph=True)[0]  # noqa: E731
-    expected = backward()
-    a = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(20):
-            a = (a @ a).clamp(-1, 1)
-    found = [backward() for _ in range(10)]
-    torch.cuda.synchronize()
-    assert all(torch.equal(expected, x) for x in found)
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("N, D, rope_half", [(261, 64, True), (257, 64, False), (197, 88, True), (577, 40, False)])
-def test_rope__on_gpu(N, D, rope_half, dtype):
-    """A packed call, its rerun, the call compiled, and the call with q, k and v as views of the packed tensor."""
-    from vitkernels.testing.attention_reference import rotary_table, unpacked
-
-    backend = attention.get("pallas_flash")
-    rope = rotary_table("cuda", N - 1, D, rope_half)
-    qkv = torch.randn(3, N, 3, 5, D, device="cuda").to(dtype).requires_grad_()
-    do = torch.randn(3, N, 5 * D, device="cuda").to(dtype)
-    packed = lambda qkv: backend.qkvpacked(qkv, rope=rope, rope_half=rope_half)  # noqa: E731
-    views = lambda qkv: backend(*unpacked(qkv), rope=rope, rope_half=rope_half).transpose(1, 2).flatten(2)  # noqa: E731
-    leaf = qkv.detach().double().requires_grad_()
-    exact = reference(*unpacked(leaf), rope=rope, rope_half=rope_half).transpose(1, 2).flatten(2)
-    wanted = exact, *torch.autograd.grad(exact, leaf, do.double())
-    results = []
-    for attend in (packed, packed, torch.compile(packed, fullgraph=True), views):
-        out = attend(qkv)
-        results.append((out, *torch.autograd.grad(out, qkv, do)))
-        assert all(error(x, y) < TOLERANCE[dtype] for x, y in zip(results[-1], wanted, strict=True))
-    for others in results[1:3]:
-        assert all(map(torch.equal, results[0], others))
-
-
-@gpu
-def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
-    attend = attention.get("pallas_flash").qkvpacked
-    data = torch.randn(2, 197, 3, 4, 64, device="cuda", dtype=torch.bfloat16)
-    do = torch.randn(2, 197, 256, device="cuda", dtype=torch.bfloat16)
-
-    def both(attend):
-        qkv = data.detach().requires_grad_()
-        out = attend(qkv)
-        return out, *torch.autograd.grad(out, qkv, do)
-
-    expected = both(attend)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        both(attend)
-        torch.cuda._sleep(20_000_000)  # an unsynchronized kernel reads stale memory
-        again = both(attend)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        replayed = both(attend)
-    graph.replay()
-    compiled = both(torch.compile(attend, fullgraph=True))
-    for results in (again, replayed, compiled):
-        for x, y in zip(results, expected, strict=True):
-            assert torch.equal(x, y)

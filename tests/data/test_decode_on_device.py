@@ -334,17 +334,23 @@ def test_nvjpeg__damage_in_the_middle_is_an_image_or_a_masked_row(on_gpu, root):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, MIXED, {"cuda_share": 0.5}], ids=str)
-def test_nvjpeg__resume_is_exact_bit_for_bit(on_gpu, settings):
-    whole = raw_epoch(on_gpu(num_workers=2, **settings).train, 1)
-    assert worst(raw_epoch(on_gpu(**settings).train, 1, start=1), whole[1:]) == 0
+@pytest.mark.parametrize(
+    "decode, settings",
+    [("cuda", {}), ("cuda", MIXED), ("cuda", {"cuda_share": 0.5}), ("auto", {}), ("auto", MIXED)],
+    ids=str,
+)
+def test_on_gpu__resume_is_exact_bit_for_bit_with_any_number_of_workers(on_gpu, decode, settings):
+    """cuda: the device decodes; auto: it resizes what workers decode."""
+    whole = raw_epoch(on_gpu(decode, num_workers=2, **settings).train, 1)
+    assert worst(raw_epoch(on_gpu(decode, **settings).train, 1, start=1), whole[1:]) == 0
 
 
 @pytest.mark.gpu
-def test_nvjpeg__feed_hands_over_what_the_loader_makes(on_gpu):
+@pytest.mark.parametrize("decode", ["cuda", "auto"])
+def test_on_gpu__feed_hands_over_what_the_loader_makes(on_gpu, decode):
     from vitkernels import runtime
 
-    data = on_gpu(num_workers=2)
+    data = on_gpu(decode, num_workers=2)
     expected = raw_epoch(data.train, 0)
     for _ in range(3):
         fed = list(runtime.create("cuda", "bf16").feed(data.train.epoch(0)))

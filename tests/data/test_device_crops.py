@@ -159,22 +159,3 @@ def test_on_gpu__pixels_match_pillow(on_gpu, root, settings):
         assert batches[0]["pixels"].is_cuda
         on_cpu = [{name: values.cpu() for name, values in batch.items()} for batch in batches]
         assert worst(on_cpu, raw_epoch(getattr(pillows, split))) <= 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("settings", [{}, MIXED], ids=["plain", "mixed"])
-def test_on_gpu__resume_is_exact_bit_for_bit_with_any_number_of_workers(on_gpu, settings):
-    whole = raw_epoch(on_gpu(num_workers=2, **settings).train, 1)
-    assert worst(raw_epoch(on_gpu(**settings).train, 1, start=1), whole[1:]) == 0
-
-
-@pytest.mark.gpu
-def test_on_gpu__feed_hands_over_what_the_loader_makes(on_gpu):
-    from vitkernels import runtime
-
-    data = on_gpu(num_workers=2)
-    expected = raw_epoch(data.train, 0)
-    for _ in range(3):
-        fed = list(runtime.create("cuda", "bf16").feed(data.train.epoch(0)))
-        for one, other in zip(fed, expected, strict=True):
-            assert all(one[name].is_cuda and torch.equal(one[name].cpu(), other[name].cpu()) for name in other)

@@ -172,8 +172,7 @@ def swiglu_norm_backward(dout, x, weight, linear_bias, mean, rstd, gate_last):
     rows, warps, stages, per_multiprocessor = _backward_tile(columns["BLOCK_F"])
     M = x.shape[:-1].numel()
     programs = max(1, min(cdiv(M, rows), per_multiprocessor * multiprocessors(x.device)))
-    sums = 2 * (weight is not None) + 2 * (linear_bias is not None)
-    parts = torch.empty(programs, sums, columns["F"], dtype=torch.float32, device=x.device)
+    parts = x.new_empty(programs, *_shape_of_sums(x, weight, linear_bias), dtype=torch.float32)
     dx = torch.empty_like(interpretable(x), memory_format=torch.contiguous_format)
     tensors = *map(_readable, (dout, x, linear_bias, weight)), mean, rstd, dx, parts
     options = {"kernel": swiglu_norm_backward_kernel, "grid": (programs,), "ROWS": rows, "num_warps": warps}
@@ -196,8 +195,11 @@ def _(x, weight, bias, eps, linear_bias, gate_last, out_dtype):
 
 @swiglu_norm_backward.register_fake
 def _(dout, x, weight, linear_bias, mean, rstd, gate_last):
-    sums = 2 * (weight is not None) + 2 * (linear_bias is not None)
-    return x.new_empty(x.shape), x.new_empty(sums, x.shape[-1] // 2, dtype=torch.float32)
+    return x.new_empty(x.shape), x.new_empty(_shape_of_sums(x, weight, linear_bias), dtype=torch.float32)
+
+
+def _shape_of_sums(x: Tensor, weight: Tensor | None, linear_bias: Tensor | None) -> tuple[int, int]:
+    return 2 * (weight is not None) + 2 * (linear_bias is not None), x.shape[-1] // 2
 
 
 def _save(ctx, inputs, output):
