@@ -28,6 +28,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("heads, N, D, dtype, is_causal, scale, warpgroups, buffers, blocks", CASES)
 def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgroups, buffers, blocks):
@@ -59,6 +60,7 @@ def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgro
         assert error(tensor(found)[:, :, i * H : (i + 1) * H], dqkv[:, :, i]) < TOLERANCE[dtype], "qkv"[i]
 
 
+@pytest.mark.slow
 @needs_new_jax
 def test_short_forward__interpreted():
     """Run five heads in two thread blocks, so that both buffers are reused; the last tiles are nearly empty."""
@@ -81,6 +83,7 @@ def test_short_forward__interpreted():
     assert (lse[:, :, :N] - scores.logsumexp(-1) / math.log(2)).abs().max() < 1e-5  # as above
 
 
+@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("shift", [0, -140])
 def test_short_backward__interpreted(shift):
@@ -115,6 +118,7 @@ def test_short_backward__interpreted(shift):
         assert x.isfinite().all() and error(x[..., 1:], y[..., 1:]) < TOLERANCE[torch.bfloat16], name
 
 
+@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("H, N, M, D, stages", [(2, 130, 300, 64, 3), (3, 200, 130, 48, 2)])
 def test_fused_backward__interpreted(H, N, M, D, stages):
@@ -171,6 +175,7 @@ def test_fused_backward__for_long_unmasked_self_attention():
     assert not chosen(12, 1025, 1025, 64, False)  # too few heads to keep the items of a head apart
 
 
+@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
     "H, N, M, D, is_causal, scale, warpgroups, buffers, blocks",
@@ -213,6 +218,7 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
         assert name in ("dq", "dk") or not x[y == 0].any()  # rows without keys, keys that no query sees: exact zeros
 
 
+@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
     "H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts",
