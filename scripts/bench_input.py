@@ -47,6 +47,7 @@ RUNS = (
     "files, timm's create_loader",
     EVALUATION,
 )
+BATCHES_AHEAD = 2  # that each worker of a DataLoader prepares
 MIXUP = "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"
 
 
@@ -58,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         mean = pipelines.make_jpegs(root, options.images, width, height)
         print(f"{options.images} JPEG files, {width} × {height}, {mean / 1e3:.0f} KB on average, in {root}")
     if options.train is not None:
-        pipelines.lengthen(root, options.batch * (options.steps + 1))
+        pipelines.lengthen(root, options.batch * (untimed_steps(options) + options.steps + 1))
     machine = {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "cores": os.cpu_count(),
         "workers": options.workers, "image": [width, height], "batch_size": options.batch, "image_size": options.side,
@@ -103,15 +104,26 @@ def training(root: Path, common: list[str], options: argparse.Namespace) -> Iter
         "files, timm's create_loader": [*files, "data._target_=vitkernels.benchmarks.input.timm_data"],
     }
     chosen = [name for name in words if name in options.runs]
+    untimed = untimed_steps(options)
+    steps = [f"trainer.warmup_steps={untimed}", f"trainer.max_steps={untimed + options.steps}"]
     found: dict[str, list[float]] = {name: [] for name in chosen}
     for number in range(options.rounds):
         for name in chosen:
-            summary = pipelines.training_summary([*common, f"trainer.max_steps={options.steps}", *words[name]])
+            summary = pipelines.training_summary([*common, *steps, *words[name]])
             found[name].append(summary["images_per_s"])
             parts = {part: summary[part] for part in PARTS}
             print(f"training, {name}: first step after {summary['first_step_s']} s, {parts}", flush=True)
             if number == options.rounds - 1:
                 yield f"training, {name}", found[name]
+
+
+def untimed_steps(options: argparse.Namespace) -> int:
+    """Return the number of training steps before the timed ones.
+
+    While the first step compiles, the workers fill their queues. Batches from these queues would hide that the workers
+    are too slow.
+    """
+    return BATCHES_AHEAD * options.workers + 10
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -124,7 +136,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="worker processes of each loader")
     parser.add_argument("--seconds", type=float, default=10, help="duration of one measurement")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each pipeline, in turns")
-    parser.add_argument("--steps", type=int, default=60, help="training steps of one measurement")
+    parser.add_argument("--steps", type=int, default=60, help="timed training steps of one measurement")
     parser.add_argument("--train", nargs="*", metavar="SETTING", help="also train and evaluate, with these settings")
     parser.add_argument("--loaders", nargs="*", choices=LOADERS, metavar="NAME",
                         help=f"loaders to time alone next to timm's: {'; '.join(LOADERS)}; default: all")  # fmt: skip
