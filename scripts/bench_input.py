@@ -47,7 +47,6 @@ RUNS = (
     "files, timm's create_loader",
     EVALUATION,
 )
-BATCHES_AHEAD = 2  # that each worker of a DataLoader prepares
 MIXUP = "data.mixup={mixup_alpha: 0.8, cutmix_alpha: 1.0}"
 
 
@@ -84,7 +83,7 @@ def measure(root: Path, options: argparse.Namespace) -> Iterator[tuple[str, list
     makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
     makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}
     makers["timm's create_loader"] = partial(pipelines.timm_batches, *shape)
-    yield from pipelines.rates(makers, options.seconds, options.rounds).items()
+    yield from pipelines.rates(makers, options.seconds, options.rounds, options.workers).items()
     if options.train is None:
         return
     common = [*options.train, f"data.batch_size={options.batch}", f"data.num_workers={options.workers}"]
@@ -118,12 +117,8 @@ def training(root: Path, common: list[str], options: argparse.Namespace) -> Iter
 
 
 def untimed_steps(options: argparse.Namespace) -> int:
-    """Return the number of training steps before the timed ones.
-
-    While the first step compiles, the workers fill their queues. Batches from these queues would hide that the workers
-    are too slow.
-    """
-    return BATCHES_AHEAD * options.workers + 10
+    """Return the number of training steps before the timed ones; workers fill their queues while the first compiles."""
+    return pipelines.queued_batches(options.workers) + 6
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:

@@ -27,6 +27,7 @@ from vitkernels.training import setup
 from vitkernels.training.evaluate import evaluate
 
 CLASSES = 10
+BATCHES_AHEAD = 2  # that each worker of a DataLoader prepares
 
 
 def make_jpegs(root: Path, count: int, width: int, height: int) -> float:
@@ -136,13 +137,20 @@ def timm_data(*, root: str, image_size: int, batch_size: int, num_workers: int, 
     )  # fmt: skip
 
 
-def rates(pipelines: dict[str, Callable[[], Iterator]], seconds: float, rounds: int) -> dict[str, list[float]]:
+def queued_batches(workers: int) -> int:
+    """Return how many batches to discard before a measurement: those that workers prepared while nobody asked."""
+    return BATCHES_AHEAD * workers + 4
+
+
+def rates(
+    pipelines: dict[str, Callable[[], Iterator]], seconds: float, rounds: int, workers: int
+) -> dict[str, list[float]]:
     """Return images/s of each pipeline in each round; pipelines run in turns, so drift affects all equally."""
     open_pipelines = {name: make() for name, make in pipelines.items()}
     found: dict[str, list[float]] = {name: [] for name in pipelines}
     for _ in range(rounds):
         for name, batches in open_pipelines.items():
-            for _ in range(4):  # its workers waited with full queues while the others ran
+            for _ in range(queued_batches(workers)):
                 next(batches)
             found[name].append(_rate(batches, seconds))
     return found
