@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from test_decode import encoded, photo
 from test_decode_on_device import MIXED, build, raw_epoch, worst, write
 
-from vitkernels.data import images, workers
+from vitkernels.data import images, shared_memory
 from vitkernels.data.device_crops import DeviceCrop, DeviceCropper, DeviceCrops
 from vitkernels.data.geometry import Crop
 
 CPU = torch.device("cpu")
+KEYS = [(epoch, batch) for epoch in range(3) for batch in range(3)]
 
 
 @pytest.fixture
@@ -111,23 +112,39 @@ def test_steps_that_need_a_worker__keep_the_resize_there(on_device, root, monkey
 def test_worker__puts_pixels_into_shared_memory_that_the_loader_need_not_copy(on_device, monkeypatch):
     batches = on_device().train._batches
     alone = batches[0, 1][0]["pixels"]
-    monkeypatch.setattr(workers, "get_worker_info", lambda: "of a worker")
+    monkeypatch.setattr(shared_memory, "get_worker_info", lambda: "of a worker")
     shared = batches[0, 1][0]["pixels"]
     assert shared.data.is_shared() and not alone.data.is_shared() and torch.equal(shared.data, alone.data)
 
 
-@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="Linux")
-def test_worker__takes_shared_memory_only_for_what_it_writes(monkeypatch):
-    monkeypatch.setattr(workers, "get_worker_info", lambda: "of a worker")
-    memory = workers.new_batch(2**24)
-    memory[:1000] = 7
-    file, size = memory.untyped_storage()._share_fd_cpu_()
-    assert size == 2**24 and os.fstat(file).st_blocks * 512 <= 2**21  # one page, which may be a huge one
+def test_worker__fills_its_memory_again_once_the_loader_has_pinned_it(on_device, monkeypatch):
+    batches = on_device().train._batches
+    alone = [batches[0, number][0]["pixels"].data for number in range(2)]
+    monkeypatch.setattr(shared_memory, "get_worker_info", lambda: "of a worker")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    first = batches[0, 0][0]["pixels"]
+    pinned = first.pin_memory()
+    second, third = (batches[0, 1][0]["pixels"] for _ in range(2))
+    assert second.data.data_ptr() == first.data.data_ptr() != third.data.data_ptr()
+    assert torch.equal(pinned.data, alone[0]) and torch.equal(second.data, alone[1])
 
 
 def test_resume__continues_with_the_same_batches(on_device):
     whole = raw_epoch(on_device(**MIXED).train, 1)
     assert len(whole) == 3 and worst(raw_epoch(on_device(**MIXED).train, 1, start=1), whole[1:]) == 0
+
+
+@pytest.mark.slow
+def test_workers__make_the_same_batches_in_used_memory(on_device, monkeypatch):
+    expected = [batch[0]["pixels"].data for batch in map(on_device().train._batches.__getitem__, KEYS)]
+    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
+    loader, kept, places = on_device(num_workers=2).train, [], set()
+    for epoch in range(3):
+        loader._keys[:] = [(epoch, batch) for batch in range(3)]
+        for batch, _ in loader._dataloader:
+            places.add(os.fstat(batch["pixels"].data.untyped_storage()._share_fd_cpu_()[0]).st_ino)
+            kept.append(batch["pixels"].pin_memory().data)
+    assert len(places) < len(kept) and all(map(torch.equal, kept, expected))
 
 
 @pytest.mark.slow
@@ -159,3 +176,10 @@ def test_on_gpu__pixels_match_pillow(on_gpu, root, settings):
         assert batches[0]["pixels"].is_cuda
         on_cpu = [{name: values.cpu() for name, values in batch.items()} for batch in batches]
         assert worst(on_cpu, raw_epoch(getattr(pillows, split))) <= 2
+
+
+@pytest.mark.gpu
+def test_on_gpu__workers_that_use_memory_again_make_the_batches_of_one_process(on_gpu):
+    several, alone = on_gpu(num_workers=2).train, on_gpu().train
+    for epoch in range(3):
+        assert worst(raw_epoch(several, epoch), raw_epoch(alone, epoch)) == 0

@@ -12,7 +12,7 @@ from expecting import error
 from finished_batches import finished_epoch
 from PIL import Image, ImageOps
 
-from vitkernels.data import BadImagesError, imagefolder, workers
+from vitkernels.data import BadImagesError, imagefolder, shared_memory
 from vitkernels.data.augment import TrainAugmentation, _posterize
 from vitkernels.data.decode.pillow import PillowImage
 
@@ -85,7 +85,7 @@ def test_imagefolder__every_image_once_with_a_padded_last_evaluation_batch(make_
 def test_imagefolder__workers_fill_shared_memory_that_the_loader_need_not_copy(make_root, monkeypatch):
     batches = build(make_root()).train._batches
     alone = batches[0, 1][0]["pixels"]
-    monkeypatch.setattr(workers, "get_worker_info", lambda: "of a worker")
+    monkeypatch.setattr(shared_memory, "get_worker_info", lambda: "of a worker")
     shared = batches[0, 1][0]["pixels"]
     assert shared.is_shared() and not alone.is_shared() and torch.equal(shared, alone)
 

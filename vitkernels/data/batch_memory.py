@@ -7,7 +7,7 @@ import numpy as np
 from torch import Tensor
 
 from vitkernels.data.device_crops import LARGEST, DeviceCrop, DeviceCrops
-from vitkernels.data.workers import new_batch
+from vitkernels.data.shared_memory import RecycledMemory, new_batch
 
 
 class PixelBatch:
@@ -28,19 +28,20 @@ class PixelBatch:
 
 
 class CropBatch:
-    """The DeviceCrops of a batch. encoded: whether they hold files rather than decoded pixels."""
+    """The DeviceCrops of a batch. memory: for decoded pixels; None if the batch holds files."""
 
-    def __init__(self, rows: int, side: int, encoded: bool):
+    def __init__(self, rows: int, side: int, memory: RecycledMemory | None):
         self._side = side
         self._images: list[Tensor | DeviceCrop | None] = []
         # Room for the largest crops: the operating system provides only the pages that are written.
-        self._memory = None if encoded else new_batch(rows * LARGEST * 3 * side**2)
+        self._memory = None if memory is None else memory.take(rows * LARGEST * 3 * side**2)
+        self._bytes = None if self._memory is None else self._memory.numpy()
         self._used = 0
 
     def put(self, image: Tensor | DeviceCrop | None) -> None:
         """Put the next image. Decoded pixels are copied while in the cache, so that their image can be freed."""
-        if self._memory is not None and isinstance(image, DeviceCrop) and isinstance(image.data, np.ndarray):
-            place = self._memory[self._used : self._used + image.data.size].numpy().reshape(image.data.shape)
+        if self._bytes is not None and isinstance(image, DeviceCrop) and isinstance(image.data, np.ndarray):
+            place = self._bytes[self._used : self._used + image.data.size].reshape(image.data.shape)
             place[...] = image.data
             self._used += place.size
             image = image._replace(data=place)

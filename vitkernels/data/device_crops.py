@@ -5,8 +5,8 @@ resized one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Self
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from vitkernels.data.decode import Decoder
 from vitkernels.data.decode.contract import upright_size
 from vitkernels.data.device_transforms import has_triton
 from vitkernels.data.geometry import TORCH_MODES, Crop, center, center_offset
+from vitkernels.data.shared_memory import hand_back
 
 _DECODED_AT_A_TIME = 2**28  # bytes of decoded images that are held at once, before they are resized
 LARGEST = 4  # most decoded pixels passed on per pixel of the square; workers resize larger crops
@@ -60,7 +61,8 @@ class DeviceCrop(NamedTuple):
         return [self.orientation, *self.image_size, *self.crop, self.height, self.width, mode, *square]
 
 
-class DeviceCrops(NamedTuple):
+@dataclass(frozen=True)
+class DeviceCrops:
     """The images of a batch, in place of its pixels (B, 3, S, S).
 
     rows, side: B and S.
@@ -109,7 +111,15 @@ class DeviceCrops(NamedTuple):
 
     def padded(self, count: int) -> "DeviceCrops":
         """Return the batch with `count` rows without a sample appended."""
-        return self._replace(rows=self.rows + count)
+        return replace(self, rows=self.rows + count)
+
+    def pin_memory(self) -> "DeviceCrops":
+        """Return a copy in page-locked memory, and hand the worker's memory back; the DataLoader calls this."""
+        names = ("data", "plans", "pixels", "pixel_rows")
+        pinned: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in names}
+        if not self.encoded:
+            hand_back(self.data)
+        return replace(self, **pinned)
 
     def crops(self) -> Iterator[tuple[int, Tensor, DeviceCrop]]:
         """Yield each row for the device, its data uint8 (bytes,), and its DeviceCrop without the data."""

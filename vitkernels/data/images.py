@@ -29,6 +29,7 @@ from vitkernels.data.input_spec import InputSpec
 from vitkernels.data.loader import DatasetLoader
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
+from vitkernels.data.shared_memory import RecycledMemory
 from vitkernels.errors import UsageError
 
 # The values of most ImageNet models.
@@ -75,6 +76,7 @@ class ImageSamples:
         self.seed = seed
         self.cropper = cropper
         self.device_share = device_share
+        self._memory = RecycledMemory()
         self._blank = self._prepare_blank()
         assert isinstance(self._blank.pixels, torch.Tensor), "Pillow's images are resized in the worker"
         self._side = self._blank.pixels.shape[-1]
@@ -122,7 +124,7 @@ class ImageSamples:
     def _new_batch(self, rows: int) -> PixelBatch | CropBatch:
         if self.cropper is None:
             return PixelBatch(rows, self._side)
-        return CropBatch(rows, self._side, encoded=self.cropper.decode is not None)
+        return CropBatch(rows, self._side, self._memory if self.cropper.decode is None else None)
 
     def _decoder_of(self, epoch: int, index: int) -> Decoder:
         """Return the decoder of an image, which depends only on the arguments and the seed."""

@@ -1,6 +1,5 @@
 """Worker processes that make batches ahead, through torch's DataLoader."""
 
-import math
 import multiprocessing
 import os
 import signal
@@ -9,7 +8,7 @@ import threading
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from vitkernels import torchrun_environment
 from vitkernels.data.checks import usable_cores
@@ -41,29 +40,6 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
         multiprocessing_context=process_context(),
         worker_init_fn=_start_worker,
     )
-
-
-def new_batch(*shape: int) -> torch.Tensor:
-    """Return an uninitialized uint8 tensor. In a worker it is in shared memory, where the DataLoader would copy it to.
-
-    The operating system provides memory only for the pages that are written.
-    """
-    if get_worker_info() is None:
-        return torch.empty(shape, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8).set_(_shared_memory(math.prod(shape))).view(shape)
-
-
-def _shared_memory(size: int) -> torch.UntypedStorage:
-    """Return shared memory. From 2.10 on, torch reserves all of it at once, in /dev/shm, which is often small."""
-    if not hasattr(os, "memfd_create"):  # not Linux
-        return torch.UntypedStorage._new_shared(size)
-    file = os.memfd_create("batch")
-    try:
-        os.ftruncate(file, size)
-        # It duplicates the file descriptor.
-        return torch.UntypedStorage._new_shared_fd_cpu(file, size)  # type: ignore[attr-defined]  # defined in C++
-    finally:
-        os.close(file)
 
 
 def is_from_dead_worker(error: Exception) -> bool:
