@@ -1,6 +1,5 @@
 """Decoded crops that workers pass on and the device resizes: on the CPU by plain PyTorch, on a GPU by the kernel."""
 
-import os
 from functools import partial
 
 import numpy as np
@@ -138,13 +137,17 @@ def test_resume__continues_with_the_same_batches(on_device):
 def test_workers__make_the_same_batches_in_used_memory(on_device, monkeypatch):
     expected = [batch[0]["pixels"].data for batch in map(on_device().train._batches.__getitem__, KEYS)]
     monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)
-    loader, kept, places = on_device(num_workers=2).train, [], set()
+    loader, pinned, known = on_device(num_workers=2).train, [], 0
     for epoch in range(3):
         loader._keys[:] = [(epoch, batch) for batch in range(3)]
         for batch, _ in loader._dataloader:
-            places.add(os.fstat(batch["pixels"].data.untyped_storage()._share_fd_cpu_()[0]).st_ino)
-            kept.append(batch["pixels"].pin_memory().data)
-    assert len(places) < len(kept) and all(map(torch.equal, kept, expected))
+            crops = batch["pixels"]
+            assert crops.data.is_shared() and not crops.plans.is_shared() and not batch["targets"].is_shared()
+            known += crops.data.untyped_storage()._cdata in {kept._cdata for kept in loader._mappings._kept.values()}
+            pinned.append(crops.pin_memory())
+            loader._mappings.keep(pinned[-1].taken)
+    assert 3 <= known == len(pinned) - len(loader._mappings._kept)
+    assert all(torch.equal(crops.data, each) for crops, each in zip(pinned, expected, strict=True))
 
 
 @pytest.mark.slow
@@ -183,3 +186,4 @@ def test_on_gpu__workers_that_use_memory_again_make_the_batches_of_one_process(o
     several, alone = on_gpu(num_workers=2).train, on_gpu().train
     for epoch in range(3):
         assert worst(raw_epoch(several, epoch), raw_epoch(alone, epoch)) == 0
+    assert 1 <= len(several._mappings._kept) <= 6 and not alone._mappings._kept

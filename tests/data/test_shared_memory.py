@@ -1,11 +1,14 @@
-"""Workers use memory of batches again, but only after it was handed back."""
+"""Workers use memory of batches again, but only after it was handed back; small tensors need no shared memory."""
 
 import os
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
+import torch
 
 from vitkernels.data import shared_memory
-from vitkernels.data.shared_memory import RecycledMemory, hand_back, new_batch
+from vitkernels.data.shared_memory import Mappings, RecycledMemory, by_value, hand_back, new_batch
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +59,25 @@ def test_memory__of_the_training_process_is_not_used_again(monkeypatch):
     first = memory.take(1000)
     hand_back(first)
     assert not first.is_shared() and memory.take(1000).data_ptr() != first.data_ptr()
+
+
+def test_mappings__keep_the_newest():
+    memory, mappings = RecycledMemory(), Mappings(num_workers=1)
+    taken = [memory.take(1000) for _ in range(4)]
+    for number in (0, 1, 2, 0, 3):
+        mappings.keep(taken[number])
+    assert list(mappings._kept) == [taken[number].data_ptr() for number in (2, 0, 3)]
+
+
+@pytest.mark.parametrize("tensor", [
+    torch.arange(12).view(3, 4)[:, 1::2], torch.tensor(True), torch.rand(0, 3), torch.full((2**14,), 1.5)
+], ids=lambda tensor: f"{tensor.dtype}")  # fmt: skip
+def test_small_tensors__are_sent_by_value(tensor):
+    sent = pickle.loads(bytes(ForkingPickler.dumps(by_value(tensor))))
+    assert torch.equal(sent, tensor) and sent.dtype == tensor.dtype and not (sent.is_shared() and sent.numel())
+    sent.zero_()
+
+
+@pytest.mark.parametrize("value", [torch.zeros(2**14 + 1), torch.zeros(3).bfloat16(), 7, None], ids=str)
+def test_other_values__are_sent_by_torch(value):
+    assert by_value(value) is value

@@ -76,6 +76,8 @@ class TrainAugmentation:
     Draws from the global generators. Raises UsageError for invalid values.
     """
 
+    draws = True
+
     def __init__(
         self,
         image_size: int,
@@ -190,6 +192,8 @@ class EvalPreprocessing:
 
     Raises UsageError for invalid values.
     """
+
+    draws = False
 
     def __init__(self, image_size: int, *, interpolation: str, mean: Sequence[float], crop_pct: float, crop_mode: str):
         if crop_mode not in CROP_MODES:

@@ -17,7 +17,7 @@ from vitkernels.data.decode import Decoder
 from vitkernels.data.decode.contract import upright_size
 from vitkernels.data.device_transforms import has_triton
 from vitkernels.data.geometry import TORCH_MODES, Crop, center, center_offset
-from vitkernels.data.shared_memory import hand_back
+from vitkernels.data.shared_memory import by_value, hand_back
 
 _DECODED_AT_A_TIME = 2**28  # bytes of decoded images that are held at once, before they are resized
 LARGEST = 4  # most decoded pixels passed on per pixel of the square; workers resize larger crops
@@ -72,6 +72,7 @@ class DeviceCrops:
     encoded: whether the images are files.
     pixels, pixel_rows: uint8 (M, 3, S, S), images resized in workers, and int64 (M,), their rows. Rows that neither
         plans nor pixel_rows name have no sample.
+    taken: the worker's memory that `data` was copied from, if it was.
     """
 
     rows: int
@@ -81,6 +82,7 @@ class DeviceCrops:
     encoded: bool
     pixels: Tensor
     pixel_rows: Tensor
+    taken: Tensor | None = None
 
     @classmethod
     def of(cls, images: Sequence[Tensor | DeviceCrop | None], side: int, data: Tensor | None = None) -> "DeviceCrops":
@@ -117,9 +119,13 @@ class DeviceCrops:
         """Return a copy in page-locked memory, and hand the worker's memory back; the DataLoader calls this."""
         names = ("data", "plans", "pixels", "pixel_rows")
         pinned: dict[str, Any] = {name: getattr(self, name).pin_memory() for name in names}
-        if not self.encoded:
-            hand_back(self.data)
-        return replace(self, **pinned)
+        if self.encoded or not self.data.is_shared():
+            return replace(self, **pinned)
+        hand_back(self.data)
+        return replace(self, **pinned, taken=self.data)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value if name == "data" else by_value(value) for name, value in vars(self).items()}
 
     def crops(self) -> Iterator[tuple[int, Tensor, DeviceCrop]]:
         """Yield each row for the device, its data uint8 (bytes,), and its DeviceCrop without the data."""

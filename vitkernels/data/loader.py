@@ -17,6 +17,7 @@ from vitkernels.data.device_transforms import DeviceTransforms
 from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.samples import SampleBatches, SampleProblem, Samples
+from vitkernels.data.shared_memory import Mappings
 from vitkernels.data.workers import dataloader, is_from_dead_worker, worker_count
 from vitkernels.errors import UsageError
 
@@ -102,6 +103,7 @@ class DatasetLoader:
         self._warned: set[tuple[str, str]] = set()
         self._keys: list[tuple[int, int]] = []  # (epoch, batch) of the batches to come: the DataLoader's sampler
         self._serial = 0  # of the newest iterator
+        self._mappings = Mappings(num_workers)
         self._dataloader = dataloader(self._batches, self._keys, num_workers, pin_memory)
         # finalize holds the DataLoader until this loader dies. If both died in one garbage cycle, the queues to the
         # workers would be destroyed before the workers received the stop signal, and joining each would time out.
@@ -176,6 +178,8 @@ class DatasetLoader:
 
         The partner of such a row in Mixup or CutMix stays unmixed, in its pixels and its target.
         """
+        if raw["pixels"].taken is not None:
+            self._mappings.keep(raw["pixels"].taken)
         pixels, failed = crop(raw["pixels"])
         raw = raw | {"pixels": pixels}
         unmixed = raw.pop("unmixed_targets", None)

@@ -8,11 +8,12 @@ import threading
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_convert
 
 from vitkernels import torchrun_environment
 from vitkernels.data.checks import usable_cores
 from vitkernels.data.samples import SampleBatches
+from vitkernels.data.shared_memory import by_value
 
 
 def worker_count(num_workers: int | str) -> int:
@@ -39,7 +40,18 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
         persistent_workers=True,
         multiprocessing_context=process_context(),
         worker_init_fn=_start_worker,
+        collate_fn=_small_by_value,
     )
+
+
+def _small_by_value(made: Any) -> Any:
+    """Return what SampleBatches made, with small tensors to be sent by value; runs in the workers."""
+    if not isinstance(made, tuple):  # a SourceError
+        return made
+    batch, problems = default_convert(made[0]), made[1]
+    if isinstance(batch, dict):
+        return {name: by_value(value) for name, value in batch.items()}, problems
+    return tuple(map(by_value, batch)), problems
 
 
 def is_from_dead_worker(error: Exception) -> bool:
