@@ -9,6 +9,7 @@ Shapes: S image side, N boxes.
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +45,20 @@ class PreparedImage(NamedTuple):
     draws: dict[str, torch.Tensor]
 
 
+class DrawnImage(NamedTuple):
+    """One sample before it is decoded: a worker draws for several samples at once, and then decodes them.
+
+    make_pixels: returns the pixels of a PreparedImage, and draws nothing.
+    draws: those of a PreparedImage.
+    """
+
+    make_pixels: Callable[[], torch.Tensor | DeviceCrop]
+    draws: dict[str, torch.Tensor]
+
+    def prepared(self) -> PreparedImage:
+        return PreparedImage(self.make_pixels(), self.draws)
+
+
 def _resized(
     image: ImageFile, decoder: Decoder, crop: Crop, size: tuple[int, int], interpolation: str, side: int
 ) -> torch.Tensor | DeviceCrop:
@@ -76,7 +91,7 @@ class TrainAugmentation:
     Draws from the global generators. Raises UsageError for invalid values.
     """
 
-    draws = True
+    is_random = True
 
     def __init__(
         self,
@@ -136,6 +151,9 @@ class TrainAugmentation:
         self._jitter = next((step for step in on_images if isinstance(step, ColorJitter)), None)
 
     def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage:
+        return self.draw(image, decoder).prepared()
+
+    def draw(self, image: ImageFile, decoder: Decoder) -> DrawnImage:
         size = self.image_size
         width, height = image.size
         # get_params reads only the size.
@@ -143,10 +161,13 @@ class TrainAugmentation:
         crop = Crop(*self._crop.get_params(like, self._crop.scale, self._crop.ratio)).within(height, width)
         several = len(self._interpolations) > 1
         interpolation = random.choice(self._interpolations) if several else self._interpolations[0]
-        pixels = _resized(image, decoder, crop, (size, size), interpolation, size)
-        if isinstance(pixels, torch.Tensor) and self.worker_steps:
-            return PreparedImage(self.augment_in_worker(pixels), self._draw_boxes())
-        return PreparedImage(pixels, self._draw_flip_and_jitter() | self._draw_boxes())
+        make_pixels = partial(_resized, image, decoder, crop, (size, size), interpolation, size)
+        if not self.worker_steps:
+            return DrawnImage(make_pixels, self._draw_flip_and_jitter() | self._draw_boxes())
+        pixels = make_pixels()  # now, because the steps draw
+        assert isinstance(pixels, torch.Tensor), "the device does not resize what workers augment"
+        augmented = self.augment_in_worker(pixels)
+        return DrawnImage(lambda: augmented, self._draw_boxes())
 
     @property
     def needs_worker(self) -> str | None:
@@ -193,7 +214,7 @@ class EvalPreprocessing:
     Raises UsageError for invalid values.
     """
 
-    draws = False
+    is_random = False
 
     def __init__(self, image_size: int, *, interpolation: str, mean: Sequence[float], crop_pct: float, crop_mode: str):
         if crop_mode not in CROP_MODES:
@@ -208,13 +229,17 @@ class EvalPreprocessing:
         self.border = [round(255 * value) for value in mean]
 
     def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage:
+        return self.draw(image, decoder).prepared()
+
+    def draw(self, image: ImageFile, decoder: Decoder) -> DrawnImage:
+        return DrawnImage(partial(self._center, image, decoder), {})
+
+    def _center(self, image: ImageFile, decoder: Decoder) -> torch.Tensor | DeviceCrop:
         width, height = image.size
         everything = Crop(0, 0, height, width)
         size = self._resized_size(height, width)
         pixels = _resized(image, decoder, everything, size, self.interpolation, self.image_size)
-        if isinstance(pixels, torch.Tensor):
-            pixels = center(pixels, self.image_size, self.border)
-        return PreparedImage(pixels, {})
+        return center(pixels, self.image_size, self.border) if isinstance(pixels, torch.Tensor) else pixels
 
     @property
     def needs_worker(self) -> str | None:

@@ -6,17 +6,18 @@ Shapes: B rows, S image side, N images of a split.
 import io
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from PIL import Image, UnidentifiedImageError
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
-from vitkernels.data.augment import EvalPreprocessing, PreparedImage, TrainAugmentation
+from vitkernels.data.augment import DrawnImage, EvalPreprocessing, PreparedImage, TrainAugmentation
 from vitkernels.data.batch_memory import CropBatch, PixelBatch
 from vitkernels.data.checks import as_list, check_number, is_numbers, value_error
 from vitkernels.data.contract import IGNORE, Data
@@ -33,6 +34,9 @@ from vitkernels.data.samples import SampleProblem
 from vitkernels.data.shared_memory import RecycledMemory
 from vitkernels.errors import UsageError
 
+Result = TypeVar("Result")
+_DRAWN_TOGETHER = 8  # images; a worker holds their files
+
 # The values of most ImageNet models.
 PREPROCESSING = {
     "mean": list(IMAGENET_DEFAULT_MEAN),
@@ -46,16 +50,16 @@ PREPROCESSING = {
 class Prepare(Protocol):
     """Prepares an image in a worker.
 
-    draws: whether it draws from the global generators.
+    is_random: whether it draws from the global generators.
     """
 
-    draws: bool
+    is_random: bool
 
     @property
     def needs_worker(self) -> str | None:
         """Return why images must be prepared in a worker; None if the device can prepare them too."""
 
-    def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage: ...
+    def draw(self, image: ImageFile, decoder: Decoder) -> DrawnImage: ...
 
 
 class ImageSamples:
@@ -90,33 +94,13 @@ class ImageSamples:
     def __len__(self) -> int:
         return len(self.source.targets)
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[PreparedImage | None, list[SampleProblem]]:
-        """Return the image of (epoch, index), or None if the file cannot be read, and the problems found."""
-        epoch, index = key
-        try:
-            decoder = self._decoder_of(epoch, index)
-            image = decoder.open(self.source.read(index))
-            with self._seeded(epoch, index):
-                prepared = self.prepare(image, decoder)
-        except SourceError:
-            raise
-        except UnidentifiedImageError:
-            return None, [SampleProblem(index, "not an image format that Pillow supports", unreadable=True)]
-        except Exception as error:  # a broken file can make a decoder raise almost anything
-            return None, [SampleProblem(index, f"{type(error).__name__}: {error}", unreadable=True)]
-        problems = [SampleProblem(index, warning, unreadable=False) for warning in image.warnings]
-        if image.fallback is not None:
-            problems.append(SampleProblem(index, image.fallback, unreadable=False, fallback=True))
-        return prepared, problems
-
     def load(self, ids: list[int], epoch: int) -> tuple[dict[str, Any], torch.Tensor, list[SampleProblem]]:
         images = self._new_batch(len(ids))
         draws = [self._blank.draws] * len(ids)
         problems, read = [], []
-        for row, index in enumerate(ids):
-            image, found = self[epoch, index]
-            problems += found
+        for row, (image, found) in enumerate(self._prepared(ids, epoch)):
             images.put(None if image is None else image.pixels)
+            problems += found
             if image is not None:
                 draws[row] = image.draws
                 read.append(row)
@@ -127,6 +111,27 @@ class ImageSamples:
         stacked = {name: torch.stack([each[name] for each in draws]) for name in self._blank.draws}
         return {"pixels": images.finished(), **stacked}, targets, problems
 
+    def _prepared(self, ids: list[int], epoch: int) -> Iterator[tuple[PreparedImage | None, list[SampleProblem]]]:
+        """Yield each image, or None if the file cannot be read, and the problems found."""
+        for first in range(0, len(ids), _DRAWN_TOGETHER):
+            together = ids[first : first + _DRAWN_TOGETHER]
+            # Decoding evicts all code from the processor's caches, so the rest is done for several images at once.
+            opened = [_attempted(index, partial(self._opened, epoch, index)) for index in together]
+            for index in together:
+                found, problems = opened.pop(0)  # so that no more than one decoded image is held
+                if found is None:
+                    yield None, problems
+                    continue
+                image, drawn = found
+                prepared, problems = _attempted(index, drawn.prepared)
+                yield prepared, problems if prepared is None else _remarks(index, image)
+
+    def _opened(self, epoch: int, index: int) -> tuple[ImageFile, DrawnImage]:
+        decoder = self._decoder_of(epoch, index)
+        image = decoder.open(self.source.read(index))
+        with self._seeded(epoch, index):
+            return image, self.prepare.draw(image, decoder)
+
     def _new_batch(self, rows: int) -> PixelBatch | CropBatch:
         if self.cropper is None:
             return PixelBatch(rows, self._side)
@@ -134,7 +139,7 @@ class ImageSamples:
 
     def _seeded(self, *key: int) -> AbstractContextManager[None]:
         """Seed the global generators, unless nothing draws from them: that takes 4 % of a worker's time."""
-        return seeded_globals(self.seed, Stream.SAMPLE, *key) if self.prepare.draws else nullcontext()
+        return seeded_globals(self.seed, Stream.SAMPLE, *key) if self.prepare.is_random else nullcontext()
 
     def _decoder_of(self, epoch: int, index: int) -> Decoder:
         """Return the decoder of an image, which depends only on the arguments and the seed."""
@@ -160,7 +165,27 @@ class ImageSamples:
         file, decoder = io.BytesIO(), Decoder("pillow")
         Image.new("RGB", (64, 64)).save(file, "png")
         with self._seeded():
-            return self.prepare(decoder.open(file.getvalue()), decoder)
+            return self.prepare.draw(decoder.open(file.getvalue()), decoder).prepared()
+
+
+def _attempted(index: int, function: Callable[[], Result]) -> tuple[Result | None, list[SampleProblem]]:
+    """Return the function's result for an image; None and the problem if its file cannot be read."""
+    try:
+        return function(), []
+    except SourceError:
+        raise
+    except UnidentifiedImageError:
+        return None, [SampleProblem(index, "not an image format that Pillow supports", unreadable=True)]
+    except Exception as error:  # a broken file can make a decoder raise almost anything
+        return None, [SampleProblem(index, f"{type(error).__name__}: {error}", unreadable=True)]
+
+
+def _remarks(index: int, image: ImageFile) -> list[SampleProblem]:
+    """Return the warnings of a decoded image, and why Pillow decoded it, if it did."""
+    problems = [SampleProblem(index, warning, unreadable=False) for warning in image.warnings]
+    if image.fallback is not None:
+        problems.append(SampleProblem(index, image.fallback, unreadable=False, fallback=True))
+    return problems
 
 
 @dataclass(frozen=True)
