@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from timm.data import create_transform
 
-from vitkernels.data.augment import EvalPreprocessing, TrainAugmentation
+from vitkernels.data.augment import EvalPreprocessing, TrainAugmentation, _SizeOnly
 from vitkernels.data.decode import Decoder, choose_decoder
 from vitkernels.data.device_transforms import DeviceTransforms, jitter_colors
 from vitkernels.data.geometry import Crop, crop_and_resize
@@ -229,8 +229,17 @@ def test_decoder__unknown_or_missing_is_refused(monkeypatch):
     assert choose_decoder("auto").name == "pillow"
 
 
+def test_flip__draws_the_numbers_of_torchvision():
+    augmentation = TrainAugmentation(32, **PLAIN | {"hflip": 0.3})
+    for seed in range(200):
+        torch.manual_seed(seed)
+        flip = augmentation._draw_flip_and_jitter()["flip"]
+        torch.manual_seed(seed)
+        assert flip == (torch.rand(1) < 0.3).item()
+
+
 def test_image_stand_in__gets_the_same_crop_as_an_image():
     random.seed(0)
-    ours = TrainAugmentation(32, **PLAIN)._crop.get_params(torch.empty(()).expand(3, 90, 120), (0.08, 1), (0.75, 1.33))
+    ours = TrainAugmentation(32, **PLAIN)._crop.get_params(_SizeOnly((120, 90)), (0.08, 1), (0.75, 1.33))
     random.seed(0)
     assert ours == TrainAugmentation(32, **PLAIN)._crop.get_params(Image.new("RGB", (120, 90)), (0.08, 1), (0.75, 1.33))

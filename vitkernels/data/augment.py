@@ -156,9 +156,9 @@ class TrainAugmentation:
     def draw(self, image: ImageFile, decoder: Decoder) -> DrawnImage:
         size = self.image_size
         width, height = image.size
-        # get_params reads only the size.
-        like = torch.empty(()).expand(3, height, width)
-        crop = Crop(*self._crop.get_params(like, self._crop.scale, self._crop.ratio)).within(height, width)
+        crop = Crop(*self._crop.get_params(_SizeOnly(image.size), self._crop.scale, self._crop.ratio)).within(
+            height, width
+        )
         several = len(self._interpolations) > 1
         interpolation = random.choice(self._interpolations) if several else self._interpolations[0]
         make_pixels = partial(_resized, image, decoder, crop, (size, size), interpolation, size)
@@ -184,7 +184,7 @@ class TrainAugmentation:
     def _draw_flip_and_jitter(self) -> dict[str, torch.Tensor]:
         draws: dict[str, torch.Tensor] = {}
         if self._flip is not None:
-            draws["flip"] = torch.rand(1)[0] < self._flip.p
+            draws["flip"] = torch.rand(()) < self._flip.p
         if self._jitter is not None:
             j = self._jitter
             order, *factors = ColorJitter.get_params(j.brightness, j.contrast, j.saturation, j.hue)
@@ -255,6 +255,17 @@ class EvalPreprocessing:
             return max(1, round(height / scale)), max(1, round(width / scale))
         long = int(side * max(height, width) / min(height, width))  # rounded down, as torchvision does
         return (long, side) if height > width else (side, long)
+
+
+class _SizeOnly(Image.Image):
+    """A stand-in for an image, of which RandomResizedCrop reads only the size."""
+
+    def __init__(self, size: tuple[int, int]):
+        self._given = size
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self._given
 
 
 class _Boxes:
