@@ -1,4 +1,4 @@
-"""Preserve a thread's CUDA context across calls that may switch it; importable without jax."""
+"""Set a thread's CUDA context, or preserve it across calls that may switch it; importable without jax."""
 
 import ctypes
 from collections.abc import Iterator
@@ -25,6 +25,32 @@ def preserved_cuda_context() -> Iterator[None]:
         yield
     finally:
         driver.cuCtxSetCurrent(context)
+
+
+def enter_primary_context(device: int) -> None:
+    """Make the primary context of the GPU with this index, which torch uses, current in this thread."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuInit", 0)
+    _call("cuDeviceGet", ctypes.byref(handle), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    _call("cuCtxSetCurrent", context)
+
+
+def load_modules_during_captures() -> None:
+    """Let this thread load modules while another thread captures a CUDA graph.
+
+    By default CUDA refuses that during a capture in the mode "global", and the capture fails, too.
+    """
+    _call("cuThreadExchangeStreamCaptureMode", ctypes.byref(ctypes.c_int(2)))  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def _call(function: str, *arguments) -> None:
+    driver = _cuda_driver()
+    if driver is None:
+        raise RuntimeError("torch sees no CUDA device")
+    status = getattr(driver, function)(*arguments)
+    if status:
+        raise RuntimeError(f"{function} failed with CUDA error {status}")
 
 
 @cache

@@ -1,6 +1,7 @@
 """Check whether Mosaic-GPU Pallas kernels can run on this machine; importable without jax."""
 
 import torch
+from torch import Tensor
 
 
 def unavailable() -> str | None:
@@ -24,3 +25,13 @@ def unavailable() -> str | None:
             f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}"
         )
     return None
+
+
+def can_compile_for(*tensors: Tensor | None) -> bool:
+    """Return whether the kernels of a traced call on these fake tensors can be compiled during the trace.
+
+    They can if the tensors stand for some on a GPU of this machine, and none of their sizes is a symbol.
+    """
+    given = [x for x in tensors if x is not None]
+    on_gpu = torch.cuda.is_available() and all(x.device.type == "cuda" for x in given)
+    return on_gpu and all(isinstance(size, int) for x in given for size in x.shape)

@@ -7,29 +7,38 @@ caller provides, so that two kernels can fill parts of one tensor. It does nothi
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import cache, partial
-from typing import Any
+from concurrent.futures import Future
 
 import jax
 import torch
 from jax.experimental.mosaic import gpu as mgpu
 from torch import Tensor
 
-from vitkernels.bridge.cuda_context import preserved_cuda_context
+from vitkernels.bridge import mosaic_compiler
+from vitkernels.bridge.cuda_context import enter_primary_context
 from vitkernels.bridge.jax_compat import initialize_backends
+from vitkernels.bridge.mosaic_compiler import Launch
 
 
 class Kernel:
     """A function that is exactly one Mosaic-GPU kernel call, compiled for arguments of these shapes.
 
     Call as kernel(*inputs, *outputs) with contiguous CUDA tensors of the traced shapes and dtypes, always on the same
-    device; nothing is checked. Raises ValueError if `function` is not exactly one Mosaic-GPU kernel, and RuntimeError
-    if Mosaic GPU cannot compile it.
+    device; nothing is checked. The first call compiles the kernel, or waits for the compilation that `start` began.
+
+    Raises ValueError if `function` is not exactly one Mosaic-GPU kernel. Calls raise RuntimeError if Mosaic GPU cannot
+    compile it.
     """
 
     def __init__(self, function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]):
         self.module = mosaic_module(function, shapes)
-        self._launch: Any = None
+        self._compilation: Future[Launch] | None = None
+        self._launch: Launch | None = None
+
+    def start(self, device: torch.device) -> None:
+        """Start to compile in the background, unless a compilation has been started. device: with an index."""
+        if self._compilation is None:
+            self._compilation = mosaic_compiler.start(self.module, device.index)
 
     def __call__(self, *tensors: Tensor) -> None:
         device = tensors[0].get_device()
@@ -37,10 +46,17 @@ class Kernel:
             with torch.cuda.device(device):
                 return self(*tensors)
         if self._launch is None:
-            self._launch = _compile(self.module)
+            self._launch = self._compiled(device)
         pointers = (ctypes.c_void_p * len(tensors))(*[t.data_ptr() for t in tensors])
         # torch.cuda.current_stream() constructs an object, and its host time adds up in short steps.
         self._launch(torch._C._cuda_getCurrentRawStream(device), pointers)
+
+    def _compiled(self, device: int) -> Launch:
+        self.start(torch.device("cuda", device))
+        assert self._compilation is not None
+        launch = self._compilation.result()
+        enter_primary_context(device)  # a thread of autograd may have no context before its first kernel
+        return launch
 
 
 def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) -> bytes:
@@ -69,27 +85,3 @@ def mosaic_module(function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]) ->
         if not direct:
             raise ValueError("not a single Mosaic-GPU kernel on all arguments in order that returns all its results")
         return call.attributes["mhlo.backend_config"]["module"].value_bytes
-
-
-def _compile(module: bytes) -> Callable:
-    """Compile for the current device; return launch(stream, argument pointers)."""
-    torch.cuda.current_stream().synchronize()  # creates this thread's CUDA context if it has none
-    with preserved_cuda_context():
-        compiled = _library().MosaicGpuCompile(module, len(module))
-    if not compiled:
-        raise RuntimeError("Mosaic GPU failed to compile the kernel; see its output above")
-    function, address = compiled[0], compiled[1]
-    launch = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)(address)
-    return partial(launch, function)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    try:
-        import jax_plugins.xla_cuda13 as plugin
-    except ImportError:
-        import jax_plugins.xla_cuda12 as plugin
-    library = ctypes.CDLL(plugin._get_library_path())
-    library.MosaicGpuCompile.argtypes = [ctypes.c_char_p, ctypes.c_int]
-    library.MosaicGpuCompile.restype = ctypes.POINTER(ctypes.c_void_p)
-    return library

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitkernels.bridge.hopper import can_compile_for
 from vitkernels.bridge.operator import differentiable_once, operator
 from vitkernels.ops.linear.gradients import column_sums, weight_gradient
 
@@ -31,6 +32,10 @@ def linear(x: Tensor, weight: Tensor, rounded: Tensor, bias: Tensor | None, is_q
 
 @linear.register_fake
 def _(x, weight, rounded, bias, is_qkv, form):
+    if form == "pallas_hopper" and can_compile_for(x, rounded):
+        from vitkernels.ops.linear import pallas_hopper_launch
+
+        pallas_hopper_launch.start(x, rounded, bias)
     return x.new_empty(*x.shape[:-1], len(weight))
 
 

@@ -21,6 +21,11 @@ def linear(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     return y_MN
 
 
+def start(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> None:
+    """Start to compile the kernel of `linear` for x (..., K), before the call or while it is traced."""
+    forward_kernel(LinearProduct, x, weight_NK, bias_N).start(x.device)
+
+
 def launch_forward(
     kind: type[LinearProduct],
     x_MK: Tensor,
@@ -31,13 +36,20 @@ def launch_forward(
 ) -> None:
     """Fill the outputs, (M, N) each. options: the fields of `kind` beyond LinearProduct's."""
     biases = () if bias_N is None else (bias_N.float().contiguous(),)
-    kernel = compiled(kind, *x_MK.shape, weight_NK.shape[0], x_MK.dtype, x_MK.device, bool(biases), *options)  # type: ignore[arg-type]
+    kernel = forward_kernel(kind, x_MK, weight_NK, bias_N, *options)
     kernel(aligned(x_MK), aligned(weight_NK), *biases, *outputs)
 
 
+def forward_kernel(kind: type[LinearProduct], x: Tensor, weight_NK: Tensor, bias_N: Tensor | None, *options) -> Kernel:
+    """Return the kernel for x (..., K) and the weight. options: the fields of `kind` beyond LinearProduct's."""
+    N, K = weight_NK.shape
+    M = x.shape[:-1].numel()
+    return kernel_of(kind, M, K, N, x.dtype, x.device, bias_N is not None, *options)  # type: ignore[arg-type]
+
+
 @cache
-def compiled(kind: Any, M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
-    """Return the compiled kernel. options: the fields of `kind` beyond HopperProduct's."""
+def kernel_of(kind: Any, M: int, K: int, N: int, dtype: torch.dtype, device, *options) -> Kernel:
+    """Return the kernel of one shape. options: the fields of `kind` beyond HopperProduct's."""
     product: Any = kind(M, N, K, name_of(dtype), pairs_on(device), *options)
     return Kernel(product, product.inputs())
 

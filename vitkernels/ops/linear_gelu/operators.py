@@ -8,6 +8,7 @@ Shape suffixes: M rows (tokens), K input features, N output features.
 import torch
 from torch import Tensor
 
+from vitkernels.bridge.hopper import can_compile_for
 from vitkernels.bridge.operator import differentiable_once, interpretable, operator
 from vitkernels.ops.linear_gelu import launch
 
@@ -27,6 +28,10 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None, tanh: bool, keep
 
 @linear_gelu.register_fake
 def _(x, weight, bias, tanh, keep, form):
+    if form == "pallas_hopper" and can_compile_for(x, weight):
+        from vitkernels.ops.linear_gelu import pallas_hopper_launch
+
+        pallas_hopper_launch.start(x, weight, bias, tanh, keep)
     act = x.new_empty(*x.shape[:-1], weight.shape[0])
     return act, torch.empty_like(act)
 

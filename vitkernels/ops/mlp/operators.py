@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitkernels.bridge.hopper import can_compile_for
 from vitkernels.bridge.operator import differentiable_once, operator
 from vitkernels.ops.linear.gradients import column_sums, weight_gradient
 from vitkernels.ops.linear_gelu.operators import linear_gelu, linear_into_gelu_backward
@@ -41,13 +42,29 @@ def mlp(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh: bool, keep:
     rounded1, rounded2: the weights in x's dtype. Gradients go to weight1 and weight2; through the rounded weights,
         autograd would round them to x's dtype.
     """
+    if form == "pallas_hopper" and x.requires_grad:
+        _start(x, rounded1, bias1, rounded2, tanh, keep)
     act, saved = linear_gelu(x, rounded1, bias1, tanh, keep, form)
     y = F.linear(act, rounded2, None if bias2 is None else bias2.to(x.dtype))
     return y, saved, act if keep else x.new_empty(0)
 
 
+def _start(x: Tensor, rounded1: Tensor, bias1: Tensor | None, rounded2: Tensor, tanh: bool, keep: bool) -> None:
+    """Start to compile the Hopper kernels of both passes, before the forward pass waits for its own.
+
+    Call with the tensors of a call or of its trace, so that a model's kernels compile while torch.compile traces it.
+    """
+    from vitkernels.ops.linear_gelu import pallas_hopper_launch  # needs a newer JAX than the rest of the package
+
+    pallas_hopper_launch.start(x, rounded1, bias1, tanh, keep)
+    if x.requires_grad:
+        pallas_hopper_launch.start_backward(x, rounded2, tanh, keep)
+
+
 @mlp.register_fake
 def _(x, weight1, rounded1, bias1, weight2, rounded2, bias2, tanh, keep, form):
+    if form == "pallas_hopper" and can_compile_for(x, rounded1, rounded2):
+        _start(x, rounded1, bias1, rounded2, tanh, keep)
     saved = x.new_empty(*x.shape[:-1], weight1.shape[0])
     return x.new_empty(*x.shape[:-1], weight2.shape[0]), saved, torch.empty_like(saved) if keep else x.new_empty(0)
 

@@ -143,6 +143,25 @@ class AttentionKernels:
         do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
         return Kernel(kernel, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.queries)))
 
+    @cached_property
+    def _backward(self) -> tuple[Kernel, ...]:
+        """Return the kernels of the backward pass, except that of the bias's gradient."""
+        if fits_short_backward(self.queries, self.keys, self.head_dim, self._is_masked):
+            return (self.short_backward,)
+        return (self.dq, self.dkdv) if self._fused is None else (self.delta, self.fused_backward)
+
+    def start(self, gradient: bool, bias_gradient: bool) -> None:
+        """Start to compile the forward kernel in the background, and with `gradient` those of the backward pass, too.
+
+        bias_gradient: whether the bias needs one.
+        """
+        # In the order of their use: lowering a kernel takes tenths of a second.
+        self.forward.start(self.device)
+        for kernel in self._backward if gradient else ():
+            kernel.start(self.device)
+        if bias_gradient:
+            self.bias_gradient.start(self.device)
+
     def vector(self) -> Tensor:
         """Return an uninitialized (B, H, padded N), for log-sum-exp or delta."""
         return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)

@@ -16,6 +16,7 @@ from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels, k
 from vitkernels.attention.pallas_flash.hopper.rotation import fill_rotated
 from vitkernels.attention.pallas_flash.hopper.tiles import padded
 from vitkernels.attention.pallas_flash.hopper.token_ids import by_queries
+from vitkernels.bridge.hopper import can_compile_for
 from vitkernels.bridge.operator import aligned, differentiable_once, operator
 
 _CALL = "Tensor? bias, Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale"
@@ -26,6 +27,21 @@ def _kernels(B, H, N, M, D, dtype, device, packed: bool, call: tuple) -> Attenti
     bias, q_ids, *_, is_causal, scale = call
     bias_shape = None if bias is None else tuple(bias.shape[:2])
     return kernels_for(B, H, N, M, D, dtype, is_causal, scale, packed, device, q_ids is not None, bias_shape)
+
+
+def _start(kernels: AttentionKernels, call: tuple, *inputs: Tensor) -> None:
+    """Start to compile the kernels of both passes, before the forward pass waits for the first of them.
+
+    Call with the tensors of a call or of its trace, so that a model's kernels compile while torch.compile traces it.
+    """
+    bias = call[0]
+    bias_gradient = bias is not None and bias.requires_grad
+    kernels.start(bias_gradient or any(x.requires_grad for x in inputs), bias_gradient)
+
+
+def _is_known(call: tuple, *inputs: Tensor) -> bool:
+    """Return whether a traced call has all that its kernels depend on; a scale may be a symbol, too."""
+    return can_compile_for(*inputs, *call[:5]) and isinstance(call[-1], float)
 
 
 def _tensors_of(call: tuple) -> tuple[tuple[Tensor, ...], tuple]:
@@ -77,6 +93,7 @@ def _kernels_separate(q: Tensor, k: Tensor, call: tuple) -> AttentionKernels:
 def attend(q: Tensor, k: Tensor, v: Tensor, *call) -> tuple[Tensor, Tensor]:
     """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, padded N) in log2 units for the backward pass."""
     kernels = _kernels_separate(q, k, call)
+    _start(kernels, call, q, k, v)
     q, k, v = _rows_of(q, k, v)
     out, lse = torch.empty_like(q), kernels.vector()
     bias, ids = _tensors_of(call)
@@ -86,6 +103,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *call) -> tuple[Tensor, Tensor]:
 
 @attend.register_fake
 def _(q, k, v, *call):
+    if _is_known(call, q, k, v):
+        _start(_kernels_separate(q, k, call), call, q, k, v)
     B, H, N, _ = q.shape
     return _rows_like(q), q.new_empty(B, H, padded(N), dtype=torch.float32)
 
@@ -145,6 +164,7 @@ def attend_packed(qkv: Tensor, *call) -> tuple[Tensor, Tensor]:
     """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, padded N)."""
     B, N, _, H, D = qkv.shape
     kernels = _kernels_packed(qkv, call)
+    _start(kernels, call, qkv)
     qkv = aligned(qkv)
     out, lse = qkv.new_empty(B, N, H * D), kernels.vector()
     bias, ids = _tensors_of(call)
@@ -154,6 +174,8 @@ def attend_packed(qkv: Tensor, *call) -> tuple[Tensor, Tensor]:
 
 @attend_packed.register_fake
 def _(qkv, *call):
+    if _is_known(call, qkv):
+        _start(_kernels_packed(qkv, call), call, qkv)
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, padded(N), dtype=torch.float32)
 
@@ -208,6 +230,7 @@ def attend_rotary(qkv: Tensor, rope: Tensor, rope_half: bool, *call) -> tuple[Te
 
     rope, rope_half: see AttentionBackend.
     """
+    _start(_kernels_packed(qkv, call), call, qkv)
     rotated = qkv.new_empty(qkv.shape)
     fill_rotated(qkv, rotated, rope, rope_half)
     return *attend_packed.function(rotated, *call), rotated
@@ -215,6 +238,8 @@ def attend_rotary(qkv: Tensor, rope: Tensor, rope_half: bool, *call) -> tuple[Te
 
 @attend_rotary.register_fake
 def _(qkv, rope, rope_half, *call):
+    if _is_known(call, qkv):
+        _start(_kernels_packed(qkv, call), call, qkv)
     B, N, _, H, D = qkv.shape
     lse = qkv.new_empty(B, H, padded(N), dtype=torch.float32)
     return qkv.new_empty(B, N, H * D), lse, qkv.new_empty(qkv.shape)
