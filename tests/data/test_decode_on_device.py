@@ -1,6 +1,6 @@
 """data.decode=cuda: which files workers pass on, the pixels that the device computes, and unusual files.
 
-On the CPU, Pillow stands in for nvJPEG.
+On the CPU, Pillow stands in for the GPU.
 """
 
 import io
@@ -17,7 +17,8 @@ from PIL import Image
 from test_decode import encoded, photo
 
 from vitkernels.data import IGNORE, imagefolder, images
-from vitkernels.data.decode import Decoder, choose_decoder
+from vitkernels.data.decode import Decoder, choose_decoder, nvimagecodec, torchvision_nvjpeg
+from vitkernels.data.decode.gpu import file_decoder
 from vitkernels.data.device_crops import DeviceCrop, DeviceCropper, DeviceCrops
 from vitkernels.data.geometry import Crop
 
@@ -26,7 +27,7 @@ MIXED = {"mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0}}
 
 
 def pillow_decode(files):
-    """Decode as nvJPEG does, to images that are not upright; refuse a batch with a file that holds the word POISON."""
+    """Decode as the GPU does, to images that are not upright; refuse a batch with a file that holds the word POISON."""
     decoded = []
     for file in files:
         data = file.numpy().tobytes()
@@ -40,7 +41,7 @@ def pillow_decode(files):
 def on_cpu(monkeypatch):
     """Let decode=cuda decode on the CPU, by Pillow."""
     monkeypatch.setattr(images, "choose_decoder", lambda name, on_gpu: choose_decoder(name, on_gpu=True))
-    monkeypatch.setattr(images, "nvjpeg", pillow_decode)
+    monkeypatch.setattr(images, "file_decoder", lambda log: pillow_decode)
     monkeypatch.setattr(images, "DeviceCropper", partial(DeviceCropper, device=CPU))
 
 
@@ -180,7 +181,7 @@ def test_file__that_only_pillow_decodes_is_decoded_by_pillow_and_counted(on_cpu,
     for one, other in zip(finished_epoch(data.train, 0), expected, strict=True):
         assert all(map(torch.equal, one, other))
     (reason,) = data.train.fallbacks
-    assert reason == "nvJPEG: Error while decoding JPEG images: 5" and not data.train.bad_images
+    assert reason == "on the GPU: Error while decoding JPEG images: 5" and not data.train.bad_images
 
 
 def unreadable(root):
@@ -276,18 +277,60 @@ def test_cuda__is_refused_without_a_gpu_before_any_work():
     assert all(name in str(refused.value) for name in ("auto", "turbo", "pillow"))
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_file_decoder__is_nvimagecodec_if_installed_and_the_log_names_it(monkeypatch, caplog, installed):
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(nvimagecodec, "is_installed", lambda: installed)
+    decode = file_decoder(logging.getLogger())
+    assert decode is (nvimagecodec.decode if installed else torchvision_nvjpeg.decode)
+    assert ("nvImageCodec decodes" in caplog.text) == installed == ("pip install" not in caplog.text)
+
+
 # ---- on the GPU ----
 
 
-@pytest.fixture
-def on_gpu(root):
+@pytest.fixture(params=["torchvision", "nvImageCodec"])
+def on_gpu(request, monkeypatch, root):
     if not torch.cuda.is_available():
         pytest.skip("no NVIDIA GPU")
+    if request.param == "torchvision":
+        monkeypatch.setattr(nvimagecodec, "is_installed", lambda: False)
+    elif not nvimagecodec.is_installed():
+        pytest.skip("nvImageCodec is not installed")
     return partial(build, root, pin_memory=True)
 
 
+only_torchvision = pytest.mark.parametrize("on_gpu", ["torchvision"], indirect=True)
+only_nvimagecodec = pytest.mark.parametrize("on_gpu", ["nvImageCodec"], indirect=True)
+
+
 @pytest.mark.gpu
-def test_nvjpeg__with_full_chroma_is_within_a_few_levels_of_pillow(on_gpu, root):
+@only_nvimagecodec
+@pytest.mark.parametrize(
+    "options", [{"subsampling": 0}, {"subsampling": 1}, {"subsampling": 2}, {"gray": True}], ids=str
+)
+def test_nvimagecodec__is_within_one_level_of_pillow_before_the_resize(on_gpu, root, options):
+    for path in root.glob("*/*/*.jpg"):
+        with Image.open(path) as image:
+            image.load()
+        if options.get("gray"):
+            image.convert("L").save(path)
+        else:
+            image.save(path, quality=90, **options)
+    ours, pillows = on_gpu(), build(root, "pillow")
+    # A level of the decoder, then two of the resize: the device rounds once, Pillow after each of its two passes.
+    assert worst(to_cpu(raw_epoch(ours.val)), raw_epoch(pillows.val)) <= 3
+    assert worst(to_cpu(raw_epoch(ours.train)), raw_epoch(pillows.train)) <= 3
+    assert not ours.train.fallbacks and not ours.val.fallbacks
+
+
+def to_cpu(batches):
+    return [{name: x.cpu() for name, x in batch.items()} for batch in batches]
+
+
+@pytest.mark.gpu
+@only_torchvision
+def test_torchvision__with_full_chroma_is_within_a_few_levels_of_pillow(on_gpu, root):
     """4:4:4: nvJPEG's inverse DCT and color conversion round otherwise than libjpeg's, by 1 each before the resize."""
     for split in ("train", "val"):
         for path in (root / split).glob("*/*.jpg"):
@@ -300,7 +343,8 @@ def test_nvjpeg__with_full_chroma_is_within_a_few_levels_of_pillow(on_gpu, root)
 
 
 @pytest.mark.gpu
-def test_nvjpeg__with_halved_chroma_is_close_to_pillow_except_at_colored_edges(on_gpu, root):
+@only_torchvision
+def test_torchvision__with_halved_chroma_is_close_to_pillow_except_at_colored_edges(on_gpu, root):
     """4:2:0: nvJPEG and libjpeg enlarge chroma by different filters, so pixels at colored edges differ by more."""
     ours, pillows = on_gpu(), build(root, "pillow")
     for one, other in zip(raw_epoch(ours.val), raw_epoch(pillows.val), strict=True):
@@ -310,7 +354,7 @@ def test_nvjpeg__with_halved_chroma_is_close_to_pillow_except_at_colored_edges(o
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", STRANGE)
-def test_nvjpeg__strange_file_is_decoded_by_a_worker(on_gpu, root, kind):
+def test_on_gpu__strange_file_is_decoded_by_a_worker(on_gpu, root, kind):
     data, reason = STRANGE[kind]
     (root / "val" / "a" / "0.jpg").write_bytes(data)
     ours = on_gpu()
@@ -320,7 +364,7 @@ def test_nvjpeg__strange_file_is_decoded_by_a_worker(on_gpu, root, kind):
 
 
 @pytest.mark.gpu
-def test_nvjpeg__damage_in_the_middle_is_an_image_or_a_masked_row(on_gpu, root):
+def test_on_gpu__damage_in_the_middle_is_an_image_or_a_masked_row(on_gpu, root):
     path = root / "val" / "a" / "0.jpg"
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2] + bytes(64) + data[len(data) // 2 + 64 :])

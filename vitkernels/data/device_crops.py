@@ -187,7 +187,7 @@ class DeviceCropper:
                 return [image for one in part for image in self._decoded([one], problems)]
             row, file, crop = part[0]
             image, reason = _by_pillow(file, crop), str(error).splitlines()[0]
-            problems.append(Undecodable(row, f"nvJPEG: {reason}", lost=image is None))
+            problems.append(Undecodable(row, f"on the GPU: {reason}", lost=image is None))
             return [image]
 
     def _resize(self, data: Tensor, plans: Tensor, pixels: Tensor) -> None:

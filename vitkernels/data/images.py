@@ -22,7 +22,7 @@ from vitkernels.data.batch_memory import CropBatch, PixelBatch
 from vitkernels.data.checks import as_list, check_number, is_numbers, value_error
 from vitkernels.data.contract import IGNORE, Data
 from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
-from vitkernels.data.decode.gpu import nvjpeg
+from vitkernels.data.decode.gpu import FileDecoder, file_decoder
 from vitkernels.data.device_crops import DeviceCropper
 from vitkernels.data.device_transforms import DeviceTransforms, has_triton
 from vitkernels.data.headers import check_headers
@@ -242,12 +242,15 @@ class ImageSettings:
         }
         finish = DeviceTransforms(tuple(prepared["mean"]), tuple(prepared["std"]), noise=self.re_mode == "pixel")
         border = [round(255 * value) for value in prepared["mean"]]
+        decode_on_gpu = file_decoder(log) if decoder.name == "cuda" else None
         sources, num_classes, class_names = open_sources()
         mixing = spec.mixing(self.mixup, num_classes=num_classes)
 
         def loader(split: str, training: bool) -> DatasetLoader:
             prepared_by = prepare["train" if training else "val"]
-            in_worker, cropper = _division_of_work(decoder, prepared_by, border, split, on_gpu=spec.pin_memory, log=log)
+            in_worker, cropper = _division_of_work(
+                decoder, decode_on_gpu, prepared_by, border, split, on_gpu=spec.pin_memory, log=log
+            )
             samples = ImageSamples(
                 sources[split],
                 prepared_by,
@@ -278,12 +281,19 @@ class ImageSettings:
 
 
 def _division_of_work(
-    decoder: Decoder, prepare: Prepare, border: list[int], split: str, *, on_gpu: bool, log: logging.Logger
+    decoder: Decoder,
+    decode_on_gpu: FileDecoder | None,
+    prepare: Prepare,
+    border: list[int],
+    split: str,
+    *,
+    on_gpu: bool,
+    log: logging.Logger,
 ) -> tuple[Decoder, DeviceCropper | None]:
     """Return the decoder of the workers for a split, and the DeviceCropper if the device decodes or resizes."""
     if prepare.needs_worker is None:
-        if decoder.name == "cuda":
-            return decoder, DeviceCropper(border, nvjpeg)
+        if decode_on_gpu is not None:
+            return decoder, DeviceCropper(border, decode_on_gpu)
         if _device_resizes(decoder, on_gpu):
             return Decoder(decoder.name, passes_on_pixels=True), DeviceCropper(border)
     if decoder.name != "cuda":

@@ -26,8 +26,8 @@ class Decoder:
     name: "pillow", "turbo" or "cuda".
     is_reference: whether images are also resized by Pillow, which makes them equal to timm's bit for bit.
     passes_on_pixels: whether workers pass decoded crops on, for the device to resize.
-    in_worker: the decoder that worker processes use: this one, or for "cuda" the one for files that nvJPEG does not
-        support.
+    in_worker: the decoder that worker processes use: this one, or for "cuda" the one for files that the GPU does not
+        decode.
     """
 
     def __init__(self, name: str, passes_on_pixels: bool = False):

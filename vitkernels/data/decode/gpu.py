@@ -1,19 +1,25 @@
-"""JPEG files for the training GPU: a worker reads the header, and nvJPEG decodes on the device.
+"""JPEG files for the training GPU: a worker reads the header, and the device decodes.
 
 Shapes: H, W of a decoded image.
 """
 
 import io
+import logging
+from collections.abc import Callable
 
 import numpy as np
-import torch
 from PIL import Image
 from PIL.JpegImagePlugin import JpegImageFile
 from torch import Tensor
 
+from vitkernels.data.decode import nvimagecodec, torchvision_nvjpeg
 from vitkernels.data.decode.contract import NotSupported, upright_size
 from vitkernels.data.decode.jpeg_header import START, is_complete
 from vitkernels.data.decode.pillow import orientation_of
+
+# Maps JPEG files uint8 (bytes,) on the host to images uint8 (3, H, W), not yet upright, on the current GPU. Raises
+# RuntimeError if one of them cannot be decoded.
+FileDecoder = Callable[[list[Tensor]], list[Tensor]]
 
 _SAMPLINGS = ((1, 1), (2, 1), (2, 2))  # of luma, with chroma (1, 1): 4:4:4, 4:2:2 and 4:2:0
 _LARGEST = 16384  # pixels per side
@@ -60,13 +66,13 @@ def _unsupported(image: Image.Image, data: bytes) -> str | None:
     return None
 
 
-def nvjpeg(files: list[Tensor]) -> list[Tensor]:
-    """Return the images uint8 (3, H, W), on the current GPU, of JPEG files uint8 (bytes,) on the host.
-
-    RuntimeError if one of them cannot be decoded.
-    """
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    # torchvision decodes on a stream of its own, into memory that waiting work of the current stream may still use.
-    torch.cuda.current_stream().synchronize()
-    return decode_jpeg(files, ImageReadMode.RGB, torch.device("cuda", torch.cuda.current_device()))
+def file_decoder(log: logging.Logger) -> FileDecoder:
+    """Return nvImageCodec's decoder if it is installed, else torchvision's; log which."""
+    if nvimagecodec.is_installed():
+        log.info("decode=cuda: nvImageCodec decodes JPEG files on the GPU")
+        return nvimagecodec.decode
+    log.info(
+        "decode=cuda: torchvision decodes JPEG files on the GPU; it enlarges chroma by another filter than workers. "
+        "nvImageCodec uses the same filter: pip install 'vitkernels[nvimagecodec]'"
+    )
+    return torchvision_nvjpeg.decode
