@@ -117,8 +117,12 @@ def training(root: Path, common: list[str], options: argparse.Namespace) -> Iter
 
 
 def untimed_steps(options: argparse.Namespace) -> int:
-    """Return the number of training steps before the timed ones; workers fill their queues while the first compiles."""
-    return pipelines.queued_batches(options.workers) + 6
+    """Return the number of training steps before the timed ones.
+
+    While the first step compiles, the workers fill their queues, which then empty at the difference between the model's
+    rate and the workers': after five times as many steps as they hold, if the workers reach 80 % of the model's rate.
+    """
+    return 5 * pipelines.queued_batches(options.workers)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
