@@ -5,11 +5,12 @@ Shapes: B batch size, C channels, S image side.
 
 import math
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from vitkernels.data.checks import check_number
+from vitkernels.data.checks import check_number, usable_cores
 from vitkernels.data.contract import IGNORE, UNSHARDED, Batch, Data, Shard
 from vitkernels.data.input_spec import InputSpec, data_set
 from vitkernels.data.randomness import Stream, generator
@@ -124,11 +125,17 @@ def _check_pool(pool_batches: int, spec: InputSpec) -> None:
 
 
 def _random_batch(seed: int, number: int, rows: list[int], image_shape: tuple[int, ...], num_classes: int) -> Batch:
-    """Draw each row from its own generator, so that it is the same whichever process draws it."""
-    generators = [generator(seed, Stream.POOL, number, row) for row in rows]
-    images = torch.from_numpy(np.stack([rng.standard_normal(image_shape, dtype="float32") for rng in generators]))
-    targets = torch.tensor([int(rng.integers(num_classes)) for rng in generators])
-    return images, targets
+    """Draw each row from its own generator, so that it is the same whichever process or thread draws it."""
+    images = np.empty((len(rows), *image_shape), "float32")
+
+    def draw(index: int) -> int:
+        rng = generator(seed, Stream.POOL, number, rows[index])
+        rng.standard_normal(out=images[index], dtype="float32")  # releases Python's global lock
+        return int(rng.integers(num_classes))
+
+    with ThreadPoolExecutor(min(len(rows), usable_cores())) as threads:
+        targets = torch.tensor([*threads.map(draw, range(len(rows)))])
+    return torch.from_numpy(images), targets
 
 
 def _masked(batch: Batch, rows: int) -> Batch:
