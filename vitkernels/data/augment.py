@@ -1,7 +1,8 @@
 """imagefolder's transforms: draw timm's augmentation, and apply in the worker the steps that the device does not.
 
 A worker decodes, crops and resizes. `DeviceTransforms` flips, jitters colors, normalizes and erases on the device, by
-the draws that come with the image. Augmentations that only timm implements (RandAugment and others) run in the worker.
+the draws that come with the image. On an NVIDIA GPU, it also applies the operations of RandAugment and AutoAugment.
+Elsewhere, these run in the worker, as augmentations do that only timm implements (AugMix and 3-Augment).
 
 Shapes: S image side, N boxes.
 """
@@ -21,6 +22,7 @@ from timm.data.random_erasing import RandomErasing
 from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import ColorJitter, RandomHorizontalFlip
 
+from vitkernels.data.augment_operations import OperationDraws, kept_bits
 from vitkernels.data.checks import check_number, check_range, value_error
 from vitkernels.data.decode import Decoder, ImageFile
 from vitkernels.data.decode.contract import REDUCTIONS
@@ -88,6 +90,7 @@ def _resized(
 class TrainAugmentation:
     """Random resized crop, flip, RandAugment or color jitter, and random erasing, as timm.data.create_transform draws.
 
+    augment_on_device: whether DeviceTransforms can apply the operations of RandAugment and AutoAugment.
     Draws from the global generators. Raises UsageError for invalid values.
     """
 
@@ -107,6 +110,7 @@ class TrainAugmentation:
         re_prob: float,
         re_mode: str,
         re_count: int,
+        augment_on_device: bool = False,
     ):
         check_range("scale", scale, 1)  # shares of the image's area
         check_range("ratio", ratio)
@@ -118,6 +122,7 @@ class TrainAugmentation:
         if auto_augment:
             _check_auto_augment(auto_augment)
         self.image_size = image_size
+        self._auto_augment = auto_augment
         # timm annotates these as tuples and color_jitter as a number, but takes sequences and None.
         untyped: dict[str, Any] = {"mean": mean, "scale": scale, "ratio": ratio, "color_jitter": color_jitter or None}
         transform = _timm_transform(
@@ -144,9 +149,11 @@ class TrainAugmentation:
             assert self._erasing is not None
             self._box_colors = self._erasing.rand_color
             self._erasing.rand_color = self._erasing.per_pixel = False  # the values are drawn elsewhere
-        on_device = all(isinstance(step, RandomHorizontalFlip | ColorJitter) for step in on_images)
+        others = [step for step in on_images if not isinstance(step, RandomHorizontalFlip | ColorJitter)]
+        on_device = all(augment_on_device and OperationDraws.can_draw(step) for step in others)
         # Steps on Pillow images, in the worker; if there are none, the device applies every step.
         self.worker_steps: list[Callable] = [] if on_device else on_images
+        self._operations = OperationDraws(others[0], image_size) if on_device and others else None
         self._flip = next((step for step in on_images if isinstance(step, RandomHorizontalFlip)), None)
         self._jitter = next((step for step in on_images if isinstance(step, ColorJitter)), None)
 
@@ -163,7 +170,7 @@ class TrainAugmentation:
         interpolation = random.choice(self._interpolations) if several else self._interpolations[0]
         make_pixels = partial(_resized, image, decoder, crop, (size, size), interpolation, size)
         if not self.worker_steps:
-            return DrawnImage(make_pixels, self._draw_flip_and_jitter() | self._draw_boxes())
+            return DrawnImage(make_pixels, self._draw_for_device() | self._draw_boxes())
         pixels = make_pixels()  # now, because the steps draw
         assert isinstance(pixels, torch.Tensor), "the device does not resize what workers augment"
         augmented = self.augment_in_worker(pixels)
@@ -172,7 +179,9 @@ class TrainAugmentation:
     @property
     def needs_worker(self) -> str | None:
         """Return why images must be prepared in a worker; None if the device can prepare them too."""
-        return "auto_augment runs in the workers" if self.worker_steps else _only_in_worker(self._interpolations)
+        if self.worker_steps:
+            return f"auto_augment={self._auto_augment} runs in the workers, at twice the time per image or more"
+        return _only_in_worker(self._interpolations)
 
     def augment_in_worker(self, pixels: torch.Tensor) -> torch.Tensor:
         """Apply the steps that only timm implements to pixels uint8 (3, S, S)."""
@@ -182,10 +191,13 @@ class TrainAugmentation:
             image = step(image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
-    def _draw_flip_and_jitter(self) -> dict[str, torch.Tensor]:
+    def _draw_for_device(self) -> dict[str, torch.Tensor]:
+        """Return the draws of the steps between crop and erasing, drawn in timm's order."""
         draws: dict[str, torch.Tensor] = {}
         if self._flip is not None:
             draws["flip"] = torch.rand(()) < self._flip.p
+        if self._operations is not None:
+            draws["operations"] = self._operations.draw()
         if self._jitter is not None:
             j = self._jitter
             order, *factors = ColorJitter.get_params(j.brightness, j.contrast, j.saturation, j.hue)
@@ -332,5 +344,5 @@ def _posterize(image: Image.Image, bits: int, **_: Any) -> Image.Image:
     """Posterize down to 0 bits, a black image, as published recipes do through timm; newer Pillow refuses 0."""
     if bits >= 8:
         return image
-    mask = 0xFF & ~(2 ** (8 - bits) - 1)
+    mask = kept_bits(bits)
     return image.point([value & mask for value in range(256)] * len(image.getbands()))

@@ -1,11 +1,12 @@
-"""Finish a batch on the training device: flip, color jitter, normalization, random erasing, Mixup and CutMix.
+"""Finish a batch on the training device: flip, RandAugment, color jitter, normalization, erasing, Mixup and CutMix.
 
 A raw batch is a dictionary of tensors with the batch as first dimension. The workers drew every random number in it,
 so a batch is the same on every device, up to the rounding of its arithmetic. All operations are batched PyTorch
 operations with fixed shapes: a lazy or compiling runtime traces them once. On CUDA, Triton kernels do the same work
-with the same arithmetic (device_transforms_triton).
+with the same arithmetic (device_transforms_triton). The operations of RandAugment have only kernels
+(augment_kernels): off CUDA, workers apply them.
 
-Shapes: B batch, C channels, S image side, N boxes, K classes.
+Shapes: B batch, C channels, S image side, L operations, N boxes, K classes.
 """
 
 import functools
@@ -42,6 +43,7 @@ class DeviceTransforms:
             pixels: uint8 or normalized float32 (B, C, S, S).
             targets: int64 (B,) or float32 (B, K), negative for a row without a sample, or zeros if they are mixed.
             flip: bool (B,), mirror the row.
+            operations: float64 (B, L, 7), of RandAugment or AutoAugment, see augment_operations; pixels are uint8.
             jitter: float32 (B, 3), factors of brightness, contrast and saturation; jitter_order: int64 (B, 3 or 4).
             erase: int64 (B, N, 4), boxes (top, bottom, left, right); erase_colors: (B, N, 3); erase_seed: int64 (B,).
             missing: bool (B,), rows without a sample; needed if their targets are zeros.
@@ -50,6 +52,8 @@ class DeviceTransforms:
         """
         targets = raw["targets"]
         missing = raw["missing"] if "missing" in raw else targets < 0 if targets.dim() == 1 else targets[:, 0] < 0
+        if "operations" in raw:
+            raw = self._augmented(raw)
         by_kernel = raw["pixels"].is_cuda and raw["pixels"].dtype == torch.uint8 and self.mean is not None
         if by_kernel and has_triton():
             return self._images_by_kernel(raw, missing), targets
@@ -63,6 +67,14 @@ class DeviceTransforms:
         if missing.device.type != "cpu" or missing.any():
             images = images.masked_fill(_per_row(missing), 0.0)
         return images, targets
+
+    def _augmented(self, raw: RawBatch) -> RawBatch:
+        """Return the batch with its pixels flipped and augmented."""
+        from vitkernels.data.augment_kernels import augmented
+
+        fill = [min(255, round(255 * value)) for value in self.mean or ()]  # as timm fills
+        pixels = augmented(raw["pixels"], raw["operations"], raw.get("flip"), fill)
+        return {name: value for name, value in raw.items() if name not in ("flip", "operations")} | {"pixels": pixels}
 
     def _images_by_kernel(self, raw: RawBatch, missing: Tensor) -> Tensor:
         """Return the batch's images, computed by the Triton kernels."""

@@ -237,7 +237,9 @@ class ImageSettings:
         check_number("cuda_share", self.cuda_share, 0, 1)
         decoder = choose_decoder(self.decode, on_gpu=spec.pin_memory)
         prepare: dict[str, Prepare] = {
-            "train": TrainAugmentation(spec.image_size, **augmentation),
+            "train": TrainAugmentation(
+                spec.image_size, **augmentation, augment_on_device=_device_augments(spec.pin_memory)
+            ),
             "val": EvalPreprocessing(spec.image_size, **resize),
         }
         finish = DeviceTransforms(tuple(prepared["mean"]), tuple(prepared["std"]), noise=self.re_mode == "pixel")
@@ -296,15 +298,20 @@ def _division_of_work(
             return decoder, DeviceCropper(border, decode_on_gpu)
         if _device_resizes(decoder, on_gpu):
             return Decoder(decoder.name, passes_on_pixels=True), DeviceCropper(border)
-    if decoder.name != "cuda":
-        return decoder, None
-    log.info("%s: decode=%s for %s", prepare.needs_worker, decoder.in_worker.name, split)
+    elif on_gpu or decoder.name == "cuda":
+        choice = f": decode={decoder.in_worker.name} for {split}" if decoder.name == "cuda" else ""
+        log.info("%s%s", prepare.needs_worker, choice)
     return decoder.in_worker, None
 
 
 def _device_resizes(decoder: Decoder, on_gpu: bool) -> bool:
     """Return whether the device resizes what workers decode. Without the Triton kernel, workers are faster."""
     return on_gpu and not decoder.is_reference and has_triton()
+
+
+def _device_augments(on_gpu: bool) -> bool:
+    """Return whether the device applies RandAugment and AutoAugment: only kernels do."""
+    return on_gpu and has_triton()
 
 
 def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:
