@@ -233,7 +233,7 @@ def test_flip__draws_the_numbers_of_torchvision():
     augmentation = TrainAugmentation(32, **PLAIN | {"hflip": 0.3})
     for seed in range(200):
         torch.manual_seed(seed)
-        flip = augmentation._draw_flip_and_jitter()["flip"]
+        flip = augmentation._draw_for_device()["flip"]
         torch.manual_seed(seed)
         assert flip == (torch.rand(1) < 0.3).item()
 
