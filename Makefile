@@ -13,7 +13,7 @@ help: ## This list
 
 setup: $(VENV)/.ready ## Make .venv with locked versions (on Linux x86-64 with torch_xla: trains on CPU, CUDA and TPU)
 
-train: setup ## Train a small ViT on handwritten digits, on this machine, in a few minutes; ARGS="..." adds settings
+train: setup ## Train a small ViT on handwritten digits, on this machine, in a minute or so; ARGS="..." adds settings
 	$(BIN)/python train.py $(ARGS)
 
 # One file stays in one process: its fixtures are made once, and torch_xla starts once.

@@ -316,7 +316,11 @@ def test_lost_host__aborts_the_other(tmp_path, lost):
     begin = time.monotonic()
     hosts.processes[1 - lost].join(60)
     assert time.monotonic() - begin < 30 and hosts.finish()[1 - lost] == EXIT_INTERRUPTED, hosts.output()
-    why = "lost the store at 127.0.0.1:" if lost == 0 else f"rank 1 (process {hosts.processes[1].pid} on "
+    why = (
+        "lost the connection to the store at 127.0.0.1:"
+        if lost == 0
+        else f"rank 1 (process {hosts.processes[1].pid} on "
+    )
     assert why in hosts.output(1 - lost), hosts.output()
 
 

@@ -315,7 +315,7 @@ def test_compare__interpreted_kernels_get_no_ratio(tmp_path, capsys):
     assert table[3].endswith("| interpreted |") and table[4].endswith("| interpreted |")
     assert "attn=mine: no speedup, because kernels ran interpreted here (Pallas interpret mode)" in "".join(table)
     (axes,) = draw_chart(rows).axes
-    assert "interpreted: no speed" in axes.texts[1].get_text() and "×" not in axes.texts[1].get_text()
+    assert "interpreted: no speedup" in axes.texts[1].get_text() and "×" not in axes.texts[1].get_text()
     assert axes.get_xlim()[1] < 100  # the interpreted bar, a hundred times as long, does not set the scale
 
 
@@ -374,7 +374,7 @@ def test_compare_existing__shows_ratios_and_names_no_winner(runs, tmp_path, caps
     rows = json.loads((out / "comparison.json").read_text())
     assert [(row["ratio"], row["judgement"]) for row in rows] == [(1.0, None), (2.0, "open")]
     said = " ".join(capsys.readouterr().out.split())
-    assert "no winner between" in said and "the runs were made one by one" in said
+    assert "no winner between" in said and "the runs were started separately" in said
     assert (out / "comparison.png").exists() and "| 2.000 ? |" in (out / "comparison.md").read_text()
 
 

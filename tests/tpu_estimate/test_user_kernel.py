@@ -129,7 +129,7 @@ def test_command__tunes_and_writes_json(module, tmp_path, capsys):
     times = {row["arguments"]: row.get("estimate_ms") for row in written["rows"]}
     assert list(times) == ["rows=8", "rows=256", "rows=1024"] and times["rows=1024"] is None
     best = min(("rows=8", "rows=256"), key=lambda name: times[name])
-    assert f"\ntake {best}" in printed and "ESTIMATE" in printed and "out of VMEM" in printed
+    assert f"\nbest: {best}" in printed and "ESTIMATE" in printed and "out of VMEM" in printed
 
 
 @needs_libtpu

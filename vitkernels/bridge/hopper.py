@@ -15,7 +15,7 @@ def unavailable() -> str | None:
     import jax
 
     if jax.__version_info__ < (0, 11, 2):
-        return f"its kernels for NVIDIA need jax 0.11.2 or newer, this is {jax.__version__}: pip install 'jax[cuda13]'"
+        return f"its kernels for NVIDIA need jax 0.11.2 or newer, found {jax.__version__}: pip install 'jax[cuda13]'"
     if not jax_compat.has_cuda_plugin():
         return "its kernels for NVIDIA are compiled by JAX's CUDA plugin: pip install 'jax[cuda13]'"
     capability = torch.cuda.get_device_capability()

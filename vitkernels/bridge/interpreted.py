@@ -12,7 +12,10 @@ def note(interpreter: str) -> None:
     """Record that `interpreter` (TRITON or PALLAS) runs a kernel; the first time, warn."""
     if interpreter not in _used:
         _used.add(interpreter)
-        log.warning("%s runs kernels on the CPU: results are right, their speed is not the kernels'", interpreter)
+        log.warning(
+            "%s runs kernels on the CPU: results are correct, but times say nothing about the kernels' speed",
+            interpreter,
+        )
 
 
 def used() -> list[str]:

@@ -1,1 +1,1 @@
-"""The `vitkernels` command and train.py's command line. Only its messages name settings and command lines."""
+"""The `vitkernels` command and train.py's command line; names the setting in errors of the layers below."""

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     shard.add_argument("out", type=Path, metavar="OUT", help="new folder, or that of an interrupted run")
     shard.add_argument("--val-share", type=float, help="share of each class for evaluation, if there is no val/")
     shard.add_argument("--shard-mb", type=float, default=256, help="size of a shard in MB (10^6 bytes)")
-    shard.add_argument("--seed", type=int, default=0, help="seed of the order of the images")
+    shard.add_argument("--seed", type=int, default=0, help="seed of the shuffle")
     shard.set_defaults(run=_shard)
     check = commands.add_parser("check", help="read every byte of a data set, and list the files that need repair")
     check.add_argument("root", type=Path, metavar="ROOT", help="folder of shards, or an image folder")

@@ -1,4 +1,4 @@
-"""The `vitkernels` command: train, eval, doctor, tune and tpu-estimate."""
+"""The `vitkernels` command: dispatch to its subcommands."""
 
 import difflib
 import importlib

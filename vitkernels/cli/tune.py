@@ -98,7 +98,7 @@ def _row(case: bench.OpCase, dtype: str, ms: dict[str, float]) -> dict:
 def _print(case: bench.OpCase, found: dict[str, float | str]) -> None:
     print(f"\n{case.op} {' x '.join(map(str, case.features))}, {case.rows} rows")
     for name, value in sorted(found.items(), key=lambda item: (isinstance(item[1], str), item[1])):
-        print(f"  {name:12}" + (f"{value:8.3f} ms" if isinstance(value, float) else f"  not: {value}"))
+        print(f"  {name:12}" + (f"{value:8.3f} ms" if isinstance(value, float) else f"  skipped: {value}"))
 
 
 if __name__ == "__main__":

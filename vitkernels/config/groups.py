@@ -37,7 +37,7 @@ class TrainerSettings:
         0.0, "Share of the target probability that is spread over all classes.", least=0, greatest=1
     )
     log_every: int = setting(
-        20, "Interval between log lines; the host waits for the device only then.", unit=_STEPS, least=1
+        20, "Interval between log lines; the host waits for the device at each.", unit=_STEPS, least=1
     )
     eval_every: int | None = setting(
         1, "Interval between evaluations; null disables evaluation.", unit="epochs", least=1

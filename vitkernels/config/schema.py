@@ -48,8 +48,8 @@ class Config:
     )
     compile: Compile = setting(
         "auto",
-        "torch.compile: auto is on for cuda, with CUDA graphs where they work; or its mode, e.g. reduce-overhead "
-        "(CUDA graphs).",
+        "torch.compile: true, false, a mode such as reduce-overhead, or auto (on for cuda, with CUDA graphs where they "
+        "work).",
     )
     speed: Literal["auto", "max"] = setting(
         "auto",

@@ -239,7 +239,7 @@ class CopyEngineDataParallel(nn.Module):
         if self._all_reduce is not None:
             if dtypes == self._all_reduce.dtypes:
                 return
-            log.info("copy engines: more gradients travel in float32 from now on")
+            log.info("copy engines: from now on, more gradients are sent in float32")
             self._all_reduce.abort()
             self._all_reduce = None  # frees its memory before the next one allocates
         shapes = [p.shape for p in self._trained]

@@ -90,7 +90,7 @@ class Heartbeat:
         except Exception as error:
             if not self._stop.is_set():
                 where = "{}:{}".format(*self.address)
-                self._abort(f"lost the store at {where} ({error}): its host or the process that kept it has ended")
+                self._abort(f"lost the connection to the store at {where} ({error}): its host or process has ended")
 
     def _monitor(self) -> None:
         names = [name.decode().split() for name in self._store.multi_get([f"who/{r}" for r in range(self.world)])]

@@ -101,7 +101,7 @@ def _why_not(
     if not rounds:
         return "sweep.rounds=null"
     if len(variants) < 2 or variants[0].name != rows[0]["variant"]:
-        return "fewer than two variants can be, or the first one cannot"
+        return "the first variant cannot be timed in turns, or no other one can"
     if "slurm" in launcher.lower():
         return "the jobs ran on a cluster's nodes"
     if rounds != "auto":

@@ -161,8 +161,8 @@ def _can_skip(folder: Path, config: DictConfig, variant: str, now: dict) -> bool
         return True
     if (results.get("seconds") or 0) > _LONG_RUN_S:
         log.info(
-            "%s: skipped, already done at commit %s although circumstances changed (%s); a run of more than %d minutes "
-            "is repeated only by sweep.rerun=true",
+            "%s: skipped, already done at commit %s. Changed since: %s. A run of more than %d minutes is repeated only "
+            "with sweep.rerun=true",
             variant, commit, "; ".join(changed), _LONG_RUN_S // 60,
         )  # fmt: skip
         return True

@@ -143,7 +143,7 @@ def _axis_label(rows: list[dict], per_image: bool) -> str:
 
 def _speedup(row: dict) -> str:
     if row["interpreted"]:
-        return "  interpreted: no speed"
+        return "  interpreted: no speedup"
     if row["ratio"] is None:
         return ""
     interval = "" if row["ratio_interval"] is None else " ({:.2f} to {:.2f})".format(*row["ratio_interval"])

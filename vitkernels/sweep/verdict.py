@@ -91,12 +91,12 @@ def compare_existing(folders: Sequence[Path]) -> list[dict]:
         results = read_results(folder)
         if not results:
             reason = "no such folder" if not folder.is_dir() else "it has neither summary.json nor eval.json"
-            message = f"{folder} is not the folder of a run: {reason}. A run that still trains has no summary yet"
+            message = f"{folder} is not the folder of a run: {reason}. A run that is still training has no summary yet"
             raise UsageError(message, code="compare.no_run", folder=str(folder))
         job = {"num": number, "variant": str(folder), "overrides": [str(folder)], "reason": results.get("reason")}
         job["status"] = results.get("status", "done")
         rows.append(_row(job, folder, str(folder)))
-    judge(rows, {"rounds": [], "failed": {}, "reason": "the runs were made one by one"})
+    judge(rows, {"rounds": [], "failed": {}, "reason": "the runs were started separately"})
     return rows
 
 

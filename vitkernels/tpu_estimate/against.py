@@ -94,7 +94,9 @@ def text(run: RealRun, found: dict, communication_ms: float | None) -> str:
         f"  ESTIMATE  {ms:9.2f} ms  one chip's computation; estimate / measured {ms / times['median']:.3f}",
     ]
     if run.devices > 1 and communication_ms is None:
-        lines.append(f"  collectives of {run.devices} chips are not estimated: known are slices of 4, 8 and 16")
+        lines.append(
+            f"  collectives of {run.devices} chips are not estimated: only slices of 4, 8 and 16 chips are supported"
+        )
     elif communication_ms:
         total = ms + communication_ms
         ratio = total / times["median"]

@@ -95,12 +95,13 @@ def _in_terms_of(target: str, keywords: dict, chip: Chip, error: UsageError) -> 
     call = f"{target}({', '.join(f'{name}={value}' for name, value in keywords.items())})"
     if error.code == "tpu_estimate.vmem":
         sizes = [error.fields[key] / 2**20 for key in ("needed_bytes", "limit_bytes")]
-        needs = f"it needs at least {sizes[0]:.2f} of {sizes[1]:.2f} MiB; take smaller blocks"
+        needs = f"it needs at least {sizes[0]:.2f} of {sizes[1]:.2f} MiB; use smaller blocks"
         message = f"{call} is out of VMEM on {chip.name}: {needs}"
     elif error.code == "tpu_estimate.compile":
         message = f"{call} does not compile for {chip.name}: {error.fields['reason']}"
     elif error.code == "tpu_estimate.timeout":
-        message = f"{call} takes the compiler longer than {error.fields['timeout']:g} s; --timeout SECONDS waits longer"
+        limit = f"{error.fields['timeout']:g} s"
+        message = f"{call}: compilation took longer than {limit}; raise the limit with --timeout SECONDS"
     else:
         return error
     return UsageError(message, code=error.code, **error.fields)
@@ -210,7 +211,7 @@ def text(found: dict, what: str) -> str:
 def tuning_table(rows: list[dict]) -> str:
     """Return the combinations of a search, fastest first, and a recommendation; refused ones show the reason."""
     good = sorted((row for row in rows if "error" not in row), key=lambda row: row["estimate_ms"])
-    lines = ["| arguments | ESTIMATE ms | of the best | bound by | MXU | VMEM MiB |", "|---" * 6 + "|"]
+    lines = ["| arguments | ESTIMATE ms | vs. best | bound by | MXU | VMEM MiB |", "|---" * 6 + "|"]
     for row in good:
         cells = [row["arguments"], f"{row['estimate_ms']:.4f}", f"{row['estimate_ms'] / good[0]['estimate_ms']:.2f} ×"]
         cells += [row["bound_by"], f"{row['mxu_share']:.0%}", f"{row['vmem_bytes'] / 2**20:.1f}"]
@@ -220,4 +221,4 @@ def tuning_table(rows: list[dict]) -> str:
         return "\n".join([*lines, "none compiles"])
     near = [row["arguments"] for row in good[1:] if row["estimate_ms"] < 1.1 * good[0]["estimate_ms"]]
     tied = f" (within 10 %, which is not significant: {'; '.join(near)})" if near else ""
-    return "\n".join([*lines, f"take {good[0]['arguments']}{tied}"])
+    return "\n".join([*lines, f"best: {good[0]['arguments']}{tied}"])

@@ -64,7 +64,7 @@ def per_class_accuracy(matrix: np.ndarray) -> list[float | None]:
 
 
 def expected_calibration_error(answers: Answers, bins: int = BINS) -> float:
-    """Return the expected calibration error in percent points.
+    """Return the expected calibration error in percentage points.
 
     Images are binned by confidence, in `bins` intervals of equal width (low, high]; the error is the mean over images
     of their bin's |accuracy - mean confidence|. Guo et al., "On Calibration of Modern Neural Networks", ICML 2017,

@@ -25,7 +25,8 @@ def _section(rows: list[dict]) -> tuple[str, str]:
     lengths = f"1 to {case['tokens']}" if case["ragged"] else str(case["tokens"])
     bandwidth = f"a copy moves {first['copy_bytes_per_second'] / 1e12:.2f} TB/s"
     text = (
-        f"{case['sequences']} sequences of {lengths} tokens, {case['query_heads']} query heads, {case['key_heads']} "
+        f"{case['sequences']} sequence{'s' * (case['sequences'] != 1)} of {lengths} tokens, "
+        f"{case['query_heads']} query heads, {case['key_heads']} "
         f"key heads, head dim {case['head_dim']}, pages of {case['page_size']}. {first['gpu']}, torch "
         f"{first['torch']}, triton {first['triton']}; {first['date']}; {bandwidth}."
     )

@@ -6,9 +6,8 @@ from vitkernels.tpu_estimate.validate import CAVEAT
 TITLE = "Training step on a TPU (estimates)"
 _INTRODUCTION = (
     f"{CAVEAT} Steps with AdamW in bf16 on one chip; `quant=int8` computes the products of the blocks in int8. MFU is "
-    "relative to the bf16 peak. Some models have fewer layers, as their headings say, because the kernels change only "
-    "the time per layer. To estimate: `vitkernels tpu-estimate step SETTINGS --json FILE`. The notebook on the TPU "
-    "step describes the kernels."
+    "relative to the bf16 peak. To estimate: `vitkernels tpu-estimate step SETTINGS --json FILE`. [The notebook]"
+    "(../notebook/tpu_step.md) describes the kernels."
 )
 _PARTS = ("Pallas kernels", "matrix products", "LayerNorm", "elementwise, sums", "copies", "optimizer")
 

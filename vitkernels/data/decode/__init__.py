@@ -88,7 +88,7 @@ def choose_decoder(name: str, on_gpu: bool = False) -> Decoder:
     if name == "cuda" and not on_gpu:
         raise UsageError(
             "decode='cuda' needs an NVIDIA GPU, and this run does not use one: set decode='auto', 'turbo' "
-            "or 'pillow', or runtime=cuda (pin_memory=True for a loader of one's own)",
+            "or 'pillow', or train on the GPU (pin_memory=True for your own loader)",
             code="data.decode",
             decode=name,
         )

@@ -244,7 +244,7 @@ def _told(error: BaseException) -> str:
 
 def ended(url: str, reason: str) -> SourceError:
     return SourceError(
-        f"could not fetch {url}: {reason}. When it can be read again, repeat the command with resume=auto to continue",
+        f"could not fetch {url}: {reason}. Once it can be read again, resume the run from its newest checkpoint",
         code="data.fetch",
         url=url,
         reason=reason,

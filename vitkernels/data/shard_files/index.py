@@ -195,7 +195,7 @@ def _reopen(path: Path, root: str, digest: str) -> Index:
     index = open_index(path, root)
     if index is None or index.digest != digest:
         raise UsageError(
-            f"the index {path} was rewritten while it was in use: restart the run with resume=auto",
+            f"the index {path} was rewritten while it was in use: resume the run from its newest checkpoint",
             code="data.shard_changed",
             path=str(path),
         )

@@ -90,7 +90,7 @@ class FeatureMapPooling(BackendAttention):
 
 
 class RotaryFeatureMapPooling(FeatureMapPooling):
-    """timm.layers.RotAttentionPool2d: FeatureMapPooling with rotary embeddings."""
+    """timm.layers.RotAttentionPool2d: AttentionPool2d with rotary embeddings."""
 
     def heads(self, x_BNC: Tensor, size: Sequence[int]) -> list[Tensor]:
         return self.projected(x_BNC)

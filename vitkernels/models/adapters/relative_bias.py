@@ -67,7 +67,7 @@ class WindowAttention(BiasedAttention):
 
 
 class CosineWindowAttention(BackendAttention):
-    """Swin V2's windows: cosine similarity with a trained temperature per head. See WindowAttention for `mask`."""
+    """Swin V2's windows: cosine similarity with a trained temperature per head."""
 
     def forward(self, x_BNC: Tensor, mask: Tensor | None = None) -> Tensor:
         qkv_BN3HD = self.packed_qkv(x_BNC).unflatten(-1, (3, self.num_heads, -1))
@@ -137,7 +137,7 @@ class MaskedFeatureMapAttention(BackendAttention):
 
 
 class FeatureMapBiasAttention(MaskedFeatureMapAttention):
-    """maxxvit's Attention2d: MaskedFeatureMapAttention whose mask is a relative bias."""
+    """maxxvit's Attention2d: self-attention of feature maps with a relative position bias."""
 
     def forward(self, x_BCHW: Tensor, shared_rel_pos: Tensor | None = None) -> Tensor:
         return super().forward(x_BCHW, relative_bias(self, shared_rel_pos))
@@ -172,7 +172,7 @@ class WideValueAttention(BackendAttention):
 
 
 class DownsamplingAttention(BackendAttention):
-    """LeViT's AttentionDownsample: WideValueAttention with queries of every second row and column."""
+    """LeViT's AttentionDownsample: queries of every second row and column."""
 
     def forward(self, x: Tensor) -> Tensor:
         is_map = self.use_conv

@@ -48,7 +48,7 @@ class RotaryAttention(HeadAttention):
 
 
 class EvaAttention(RotaryAttention):
-    """timm.models.eva.EvaAttention: RotaryAttention whose packed projection has no bias for the keys."""
+    """timm.models.eva.EvaAttention: rotary embeddings; the packed projection has no bias for the keys."""
 
     def packed_qkv(self, x_BNC: Tensor) -> Tensor:
         return biased_qkv(self, x_BNC) if self.qkv is not None else super().packed_qkv(x_BNC)
