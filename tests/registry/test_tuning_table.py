@@ -162,7 +162,7 @@ def test_tune__measures_every_backend(monkeypatch, capsys):
         assert {name for name, ms in found.items() if ms == 2.0} >= {"reference", "triton"}
         assert tuning_table._key(tune._row(case, "bfloat16", {})) == (case.op, "bfloat16", case.features)
         tune._print(case, found | {"other": "it cannot"})
-        assert "  reference      2.000 ms\n" in (out := capsys.readouterr().out) and "  not: it cannot" in out
+        assert "  reference      2.000 ms\n" in (out := capsys.readouterr().out) and "  skipped: it cannot" in out
         features, dtype = bench.OPS[case.op].features(*seen_arguments(case, monkeypatch))
         assert (features, dtype) == (case.features, torch.bfloat16)
 
@@ -186,6 +186,18 @@ def test_measure__reports_a_wrong_backend(monkeypatch):
     found = bench.measure(case)
     assert found.pop("triton") == "wrong: differs from the reference by 1.0e+00"
     assert found == dict.fromkeys(set(bench.OPS["mlp"].names()) - {"triton"}, 2.0)
+
+
+def test_measure__reports_a_backend_that_fails_and_times_the_others(monkeypatch):
+    def both(self, name):
+        if name == "triton":
+            raise RuntimeError("cannot compile this kernel\nand a long dump")
+        return (torch.ones(1),)
+
+    monkeypatch.setattr(bench.OpCase, "both", both)
+    monkeypatch.setattr(bench.Timing, "on_device", lambda function, milliseconds: bench.Timing(1.0, 2.0, 3.0))
+    found = bench.measure(bench.OpCase("mlp", (1,), 1, None, ()))
+    assert found.pop("triton") == "RuntimeError: cannot compile this kernel" and set(found.values()) == {2.0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs only without a GPU")

@@ -154,11 +154,16 @@ def measure(case: OpCase) -> dict[str, float | str]:
 
 
 def _refusal(case: OpCase, name: str, exact: tuple[Tensor, ...]) -> str | None:
-    """Return why the backend cannot be timed: it rejects these sizes or this device, or its results are wrong."""
+    """Return why the backend cannot be timed: it fails, for these sizes or on this device, or its results are wrong."""
     try:
         worst = max(_difference(x, y) for x, y in zip(case.both(name), exact, strict=True))
     except ValueError as error:
         return str(error)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a compiler or of another package's backend; the other backends are still timed
+        first_line, *_ = str(error).split("\n")
+        return f"{type(error).__name__}: {first_line}"
     return None if worst < MAX_ERROR else f"wrong: differs from the reference by {worst:.1e}"
 
 
