@@ -51,6 +51,7 @@ def measure(options) -> None:
             for row in paged_attention.measure(case, flex=not options.no_flex):
                 _print(case, row, bandwidth)
                 file.write(json.dumps(machine | {"copy_bytes_per_second": bandwidth} | row) + "\n")
+                file.flush()  # a benchmark that is stopped keeps the rows it has timed
 
 
 def _print(case: PagedAttentionCase, row: dict, bandwidth: float) -> None:

@@ -41,8 +41,10 @@ def test_measure__ends_with_the_run_if_the_target_is_not_reached():
     assert not row["reached"] and row["attempts"][0]["steps"] == 4
 
 
-def test_warmup__is_undone():
-    cfg = compose(["experiment=speedrun", *SMALL])
+@pytest.mark.parametrize("words", [[], ["optim.opt=lookahead_lamb"]])
+def test_warmup__is_undone(words):
+    """LAMB and Lookahead count their steps in the parameter groups."""
+    cfg = compose(["experiment=speedrun", *SMALL, *words])
     weights = []
     for warm in (False, True):
         with parallel.create("none", runtime.create("cpu")) as strategy:

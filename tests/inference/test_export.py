@@ -9,8 +9,9 @@ import pytest
 import torch
 from expecting import error
 
-from vitkernels.inference import export_formats, open_trained
-from vitkernels.inference.export_formats import FORMATS, export
+from vitkernels.cli.main import main as console
+from vitkernels.inference import open_trained
+from vitkernels.inference.export_formats import FORMATS, Format, export
 from vitkernels.models import create_model
 
 # Blocks this package, then loads the export and writes the logits of a batch of 3.
@@ -135,10 +136,18 @@ def test_export__refuses_a_program_that_differs(trained_run, monkeypatch, tmp_pa
         out.write_bytes(b"")
         return 0.5
 
-    monkeypatch.setitem(export_formats.FORMATS, "onnx", differs)
+    monkeypatch.setitem(FORMATS, "onnx", Format(differs, ".onnx"))
     with error("export.differs", format="onnx", difference=0.5):
         export(open_trained(trained_run("trainer.max_steps=3")), "onnx", tmp_path / "model.onnx")
     assert not (tmp_path / "model.onnx").exists()
+
+
+def test_export_command__names_the_file_of_each_format(trained_run, monkeypatch):
+    """The suffix belongs to the format: a format that is added to the table needs no other change."""
+    run, written = trained_run("trainer.max_steps=3"), []
+    monkeypatch.setitem(FORMATS, "names", Format(lambda trained, out: written.append(out), ".txt"))
+    assert not console(["export", str(run), "--format", "names"])
+    assert written == [run / "export" / "model.txt"]
 
 
 def test_export__leaves_the_settings_of_a_run(trained_run):
@@ -149,7 +158,7 @@ def test_export__leaves_the_settings_of_a_run(trained_run):
     assert (run / "config.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "timm"])
+@pytest.mark.parametrize("kind", [kind for kind, format in FORMATS.items() if format.suffix])
 def test_export__to_a_single_file_refuses_a_folder(kind, trained_run, tmp_path):
     with error("export.exists"):
         export(open_trained(trained_run("trainer.max_steps=3")), kind, tmp_path)

@@ -116,6 +116,22 @@ def test_predict_command__writes_json_csv_and_a_contact_sheet(run, pictures, tmp
     assert lines[5]["error"] and not lines[5]["class_1"]
 
 
+@pytest.mark.parametrize("kind", ["json", "csv"])
+def test_predict_command__that_fails_midway_keeps_the_earlier_file(kind, run, pictures, tmp_path, monkeypatch):
+    def failing(self, files, top):
+        yield from list(real(self, files, top))[:2]
+        raise RuntimeError("lost the device")
+
+    real = ModelOnFiles.predict
+    monkeypatch.setattr(ModelOnFiles, "predict", failing)
+    out = tmp_path / "out" / "a"
+    out.parent.mkdir()
+    out.write_text("earlier")
+    with pytest.raises(RuntimeError, match="lost the device"):
+        console(["predict", str(run), str(pictures), "--runtime", "cpu", "--format", kind, "--out", str(out)])
+    assert [path.name for path in out.parent.iterdir()] == ["a"] and out.read_text() == "earlier"
+
+
 def test_contact_sheet__letters_of_other_languages_have_their_own_shapes(tmp_path):
     """A font without a letter draws the same box for each."""
     drawn = []

@@ -4,6 +4,7 @@ The clock runs while training steps run. It stops for evaluations, and starts af
 and is undone. Images, classes, held-out set and target are fixed; model, optimizer, kernels and precision are free.
 """
 
+import copy
 import gc
 import json
 import logging
@@ -93,10 +94,13 @@ def attempt(cfg: Config, device: runtime.Runtime, target: float, eval_every: int
 
 
 def _undone_warmup(trainer: Trainer, seed: int) -> float:
-    """Train a few steps and evaluate, so that everything is compiled; restore the model; return the seconds."""
+    """Train a few steps and evaluate, so that everything is compiled; restore model and optimizer; return the
+    seconds.
+    """
     begin = time.perf_counter()
     modules = [trainer.model, *([] if trainer.ema is None else [trainer.ema])]
     before = [{name: value.clone() for name, value in module.state_dict().items()} for module in modules]
+    optimizer = copy.deepcopy(trainer.optimizer.state_dict())  # its groups may hold counters, such as LAMB's step
     with closing(_batches(trainer)) as batches:
         for _ in range(_WARMUP_STEPS):
             trainer.train_step(batches)
@@ -104,7 +108,7 @@ def _undone_warmup(trainer: Trainer, seed: int) -> float:
     with torch.no_grad():
         for module, state in zip(modules, before, strict=True):
             module.load_state_dict(state)  # in place: CUDA graphs keep the parameters' addresses
-    trainer.optimizer.state.clear()
+    trainer.optimizer.load_state_dict(optimizer)
     trainer.scaler = trainer.parallel.runtime.grad_scaler()
     trainer.metrics.read()
     trainer.state.step = 0

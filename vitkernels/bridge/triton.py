@@ -211,7 +211,6 @@ def _interpret(args, kernel, grid, constexprs) -> None:
         message = "Triton's interpreter computes bfloat16 incorrectly: on the CPU pass float32 or float16"
         raise UsageError(message, code="bridge.interpreter_bfloat16")
     interpreted.note(interpreted.TRITON)
-    interpreted.note(interpreted.TRITON)
     constexprs = {name: value for name, value in constexprs.items() if name not in _LAUNCH_OPTIONS}
     with _interpreter_lock, _interpreting():
         if isinstance(kernel, JITFunction):

@@ -30,8 +30,8 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _default(run: Path, kind: str) -> Path:
-    suffix = {"safetensors": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}
-    return run / "export" / f"model{suffix[kind]}" if kind in suffix else run / "export"
+    suffix = FORMATS[kind].suffix
+    return run / "export" if suffix is None else run / "export" / f"model{suffix}"
 
 
 if __name__ == "__main__":

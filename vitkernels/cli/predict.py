@@ -8,12 +8,14 @@ could be read.
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from vitkernels.cli.model_options import add_model_options, on_device, report
+from vitkernels.files import write_atomically
 from vitkernels.inference.contact_sheet import MOST, contact_sheet
 from vitkernels.inference.images import as_input, find_images
 from vitkernels.inference.run_model import ModelOnFiles, Prediction
@@ -41,8 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
         _write(options.format, counted, model, top, sys.stdout)
     else:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(options.out, "w", newline="") as file:
-            _write(options.format, counted, model, top, file)
+        write_atomically(options.out, lambda file: _write_encoded(options.format, counted, model, top, file))
         print(f"{counted.count} predictions in {options.out}", file=sys.stderr)
     if options.sheet:
         _draw(sheet, counted.count, model, options.sheet)
@@ -67,6 +68,12 @@ def _kept(predictions: Iterator[Prediction], first: list[Prediction], most: int)
         if len(first) < most:
             first.append(each)
         yield each
+
+
+def _write_encoded(kind: str, predictions: Iterable[Prediction], model: ModelOnFiles, top: int, file: BinaryIO) -> None:
+    text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+    _write(kind, predictions, model, top, text)
+    text.detach()  # flushes, and leaves the file open
 
 
 def _write(kind: str, predictions: Iterable[Prediction], model: ModelOnFiles, top: int, file: TextIO) -> None:

@@ -6,6 +6,7 @@ import logging
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ BATCHES = (2, 5)  # the second differs from the one that was traced
 
 
 def export(trained: TrainedModel, kind: str, out: Path) -> float | None:
-    """Write the model to `out` as FORMATS[kind] says, and return the largest difference of its logits from timm's.
+    """Write the model to `out` as FORMATS[kind] does, and return the largest difference of its logits from timm's.
 
     The batch size stays free. Formats that hold weights alone return None.
 
@@ -36,14 +37,15 @@ def export(trained: TrainedModel, kind: str, out: Path) -> float | None:
     """
     if kind not in FORMATS:
         raise unknown_name("export format", kind, FORMATS)
-    if out.is_dir() and kind != "timm":
-        message = f"{out} is a folder, and {kind} is one file: name a file, such as {out / 'model'}{_SUFFIX[kind]}"
+    suffix = FORMATS[kind].suffix
+    if out.is_dir() and suffix is not None:
+        message = f"{out} is a folder, and {kind} is one file: name a file, such as {out / 'model'}{suffix}"
         raise UsageError(message, code="export.exists", path=str(out))
-    if kind == "timm" and find_run(out) == out:
+    if suffix is None and find_run(out) == out:
         message = f"{out} is the folder of a run, whose config.json would be lost: name another, such as {out}/export"
         raise UsageError(message, code="export.exists", path=str(out))
     out.parent.mkdir(parents=True, exist_ok=True)
-    difference = FORMATS[kind](trained, out)
+    difference = FORMATS[kind].write(trained, out)
     if difference is not None and not difference <= TOLERANCE:
         out.unlink(missing_ok=True)
         message = f"the logits of {out} differ by {difference:.2g} from timm's, more than {TOLERANCE:g}; it was removed"
@@ -132,10 +134,21 @@ def _difference(trained: TrainedModel, model: nn.Module, exported: Callable[[tor
     return max(float((model(images) - exported(images)).abs().max()) for images in batches)
 
 
-FORMATS: dict[str, Callable[[TrainedModel, Path], float | None]] = {
-    "timm": _timm,  # a folder that timm.create_model("local-dir:FOLDER") and the hub read
-    "safetensors": _safetensors,  # weights alone, with class names and preprocessing in the metadata
-    "torch-export": _torch_export,  # torch.export.load
-    "onnx": _onnx,
+@dataclass(frozen=True)
+class Format:
+    """An export format.
+
+    write: write a model to a path; return the largest difference of its logits from timm's, None for weights alone.
+    suffix: of its file; None for a folder.
+    """
+
+    write: Callable[[TrainedModel, Path], float | None]
+    suffix: str | None
+
+
+FORMATS = {
+    "timm": Format(_timm, None),  # for timm.create_model("local-dir:FOLDER") and the hub
+    "safetensors": Format(_safetensors, ".safetensors"),  # class names and preprocessing are in the metadata
+    "torch-export": Format(_torch_export, ".pt2"),  # for torch.export.load
+    "onnx": Format(_onnx, ".onnx"),
 }
-_SUFFIX = {"safetensors": ".safetensors", "torch-export": ".pt2", "onnx": ".onnx"}

@@ -25,7 +25,7 @@ def resume_or_begin(cfg: Config, trainer: Trainer, folder: Path, notes: dict, be
     The folder changes only after all checks have passed. Return False if the run is already complete.
 
     Args:
-        preprocessing: how images are prepared, with `input_size` under timm's name; stored with the weights.
+        notes: class names and preprocessing, kept in each checkpoint and in the run's folder.
         begin: time.monotonic() when the process started.
     """
     parallel, plan, settings, data = trainer.parallel, trainer.plan, cfg.to_dict(), trainer.data
