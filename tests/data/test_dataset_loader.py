@@ -172,7 +172,9 @@ def test_loader__refuses_invalid_values(kwargs, code):
         (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), WorkerDiedError),
         (ConnectionResetError("Connection reset by peer"), WorkerDiedError),  # died while handing over a batch
         (EOFError(), WorkerDiedError),
+        (RuntimeError("Pin memory thread exited unexpectedly"), WorkerDiedError),  # the same with pin_memory
         (RuntimeError("Caught RuntimeError in DataLoader worker process 0.\nbad stripe"), RuntimeError),
+        (RuntimeError("Caught RuntimeError in pin memory thread for device 0.\nout of memory"), RuntimeError),
         (ConnectionError("Caught ConnectionError in DataLoader worker process 0.\nno server"), ConnectionError),
     ],
 )

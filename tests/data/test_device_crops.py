@@ -108,6 +108,26 @@ def test_steps_that_need_a_worker__keep_the_resize_there(on_device, root, monkey
     assert isinstance(ours._batches[0, 0][0]["pixels"], torch.Tensor)
 
 
+def test_size_that_differs_from_the_header__is_resized_in_the_worker(on_device, root):
+    """Pillow reports the size of an icon's slot, here 256 × 256, and decodes the image in it, here 64 × 64."""
+    image = encoded(photo(64, 64), "png")
+    icon = b"ic08" + (len(image) + 8).to_bytes(4) + image
+    for split in ("train", "val"):
+        for path in (root / split / "a").glob("[01].jpg"):
+            path.write_bytes(b"icns" + (len(icon) + 8).to_bytes(4) + icon)
+    settings = {"crop_pct": 1.0, "scale": [1.0, 1.0], "ratio": [1.0, 1.0], "hflip": 0.0}
+    for pixels_are_passed_on in (True, False):
+        made = (on_device if pixels_are_passed_on else partial(build, root, "pillow"))(image_size=128, **settings)
+        found = made.val._batches[0, 0][0]["pixels"]
+        if pixels_are_passed_on:
+            assert found.pixel_rows.tolist() == [0, 1] and len(found.plans) == 6
+            assert (found.plans[:, -9:-7] <= 128 * 2).all()
+        whole = torch.cat([batch["pixels"] for split in (made.train, made.val) for batch in raw_epoch(split)])
+        expected = torch.from_numpy(np.array(photo(64, 64).resize((128, 128)))).permute(2, 0, 1).int()
+        assert sum((each.int() - expected).abs().max() <= 2 for each in whole) == 4
+        assert not made.train.bad_images and not made.val.bad_images
+
+
 def test_worker__puts_pixels_into_shared_memory_that_the_loader_need_not_copy(on_device, monkeypatch):
     batches = on_device().train._batches
     alone = batches[0, 1][0]["pixels"]

@@ -250,6 +250,14 @@ def test_tiny_images__pass_all_augmentations(make_root):
     assert len(list(finished_epoch(data.val, 0))) == 3
 
 
+@pytest.mark.parametrize("settings", [
+    {"color_jitter": [0.4, 0.3, 0]}, {"color_jitter": (0.4, 0.3, 0.2, 0)},
+    {"color_jitter": [0.4, 0.3, 0.2, 0.1], "auto_augment": "3a"},  # the worker jitters hue
+], ids=str)  # fmt: skip
+def test_color_jitter__accepts_a_strength_each(settings, make_root):
+    assert all(torch.isfinite(images).all() for images, _ in finished_epoch(build(make_root(), **settings).train, 0))
+
+
 @pytest.mark.parametrize("auto_augment", ["rand-m10-inc1", "original", "augmix-m3", "3a"])
 def test_auto_augment__gives_finite_images(auto_augment, make_root):
     loader = build(make_root(), auto_augment=auto_augment).train
@@ -283,6 +291,10 @@ def test_posterize__matches_pillow(mode):
         ("crop_pct", 1.5),
         ("check_images", 0.5),
         ("max_bad_share", 2),
+        ("color_jitter", -1),
+        ("color_jitter", "x"),
+        ("color_jitter", [0.4, 0.4]),
+        ("color_jitter", [0.4, 0.4, None]),
     ],
 )
 def test_imagefolder__refuses_invalid_values(setting, value, make_root):
@@ -313,6 +325,7 @@ def test_imagefolder__refuses_unknown_names(setting, value, make_root):
         ({"auto_augment": "original-m9"}, "data.augmentation", {"section": "m9"}),
         ({"auto_augment": "rnd-m9"}, "data.augmentation", {"auto_augment": "rnd-m9"}),
         ({"re_prob": 0.1, "re_mode": "noise"}, "data.augmentation", {"re_mode": "noise"}),
+        ({"color_jitter": [0.4, 0, 0, 0.1]}, "data.augmentation", {"color_jitter": [0.4, 0, 0, 0.1]}),
         ({"batch_size": 22}, "data.batch_size", {"batch_size": 22, "num_samples": 21}),
         ({"batch_size": 5, "mixup": {}}, "data.mixup", {"batch_size": 5}),
     ],

@@ -66,6 +66,7 @@ def test_read_table__a_label_among_fractions_is_refused(tmp_path):
 @pytest.mark.parametrize("text, targets, classes", [
     ("path,targets\n1.jpg,dog; cat\n2.jpg,\n", [[1, 1], [0, 0]], ["cat", "dog"]),
     ("path,targets\n1.jpg,2;0\n2.jpg,1\n", [[1, 0, 1], [0, 1, 0]], None),
+    ("path,targets\n1.jpg,m²;²\n2.jpg,²\n", [[1, 1], [0, 1]], ["m²", "²"]),  # a digit that int() refuses
     ("path,dog,cat\n1.jpg,0.5,1\n2.jpg,0,0\n", [[0.5, 1], [0, 0]], ["dog", "cat"]),
 ])  # fmt: skip
 def test_read_table__csv(tmp_path, text, targets, classes):

@@ -23,7 +23,7 @@ from timm.data.transforms import RandomResizedCropAndInterpolation
 from torchvision.transforms import ColorJitter, RandomHorizontalFlip
 
 from vitkernels.data.augment_operations import OperationDraws, kept_bits
-from vitkernels.data.checks import check_number, check_range, value_error
+from vitkernels.data.checks import as_list, check_number, check_range, is_numbers, value_error
 from vitkernels.data.decode import Decoder, ImageFile
 from vitkernels.data.decode.contract import REDUCTIONS
 from vitkernels.data.decode.gpu import EncodedJpeg
@@ -78,11 +78,16 @@ def _resized(
         image = decoder.open_in_worker(image.data, "JPEG much larger than the model's images")
         encoded.fallback, encoded.warnings, decoder = image.fallback, image.warnings, decoder.in_worker
     needed = crop.needed(*size, side)
-    if decoder.passes_on_pixels and needed.height * needed.width <= LARGEST * side**2:
-        decoded = decoder.decode(image, rows=needed.top + needed.height)
+    passes_on = decoder.passes_on_pixels and needed.height * needed.width <= LARGEST * side**2
+    reduction = 1 if passes_on else reduction
+    part = needed if passes_on else crop
+    rows = part.top + part.height
+    decoded = decoder.decode(image, reduction, rows)
+    # An icon's header, for one, states the size of its slot, and the image in it may have another one.
+    is_full_size = reduction == 1 and len(decoded) >= rows and decoded.shape[1] == image.size[0]
+    if passes_on and is_full_size:
         return DeviceCrop.of_pixels(decoded, needed, crop, size, interpolation)
-    decoded = decoder.decode(image, reduction, rows=crop.top + crop.height)
-    if reduction > 1:
+    if not is_full_size:
         crop = crop.reduced(image.size, decoded)
     return crop_and_resize(decoded, crop, *size, interpolation, decoder.is_reference)
 
@@ -121,6 +126,8 @@ class TrainAugmentation:
             raise unknown_name("interpolation", str(interpolation), (*INTERPOLATIONS, "random"))
         if auto_augment:
             _check_auto_augment(auto_augment)
+        if color_jitter:
+            _check_color_jitter(color_jitter)
         self.image_size = image_size
         self._auto_augment = auto_augment
         # timm annotates these as tuples and color_jitter as a number, but takes sequences and None.
@@ -156,6 +163,12 @@ class TrainAugmentation:
         self._operations = OperationDraws(others[0], image_size) if on_device and others else None
         self._flip = next((step for step in on_images if isinstance(step, RandomHorizontalFlip)), None)
         self._jitter = next((step for step in on_images if isinstance(step, ColorJitter)), None)
+        if self._jitter is not None and self._jitter.hue is not None and not self.worker_steps:
+            raise UsageError(
+                f"color_jitter={as_list(color_jitter)}: the device does not jitter hue, the last number: leave it out",
+                code="data.augmentation",
+                color_jitter=color_jitter,
+            )
 
     def __call__(self, image: ImageFile, decoder: Decoder) -> PreparedImage:
         return self.draw(image, decoder).prepared()
@@ -331,6 +344,14 @@ def _check_auto_augment(text: str) -> None:
                 auto_augment=text,
                 section=section,
             )
+
+
+def _check_color_jitter(value: Any) -> None:
+    """Raise UsageError unless the value is a strength, or a list of 3, or 4 with that of hue."""
+    strengths = value if isinstance(value, list | tuple) else [value] * 3
+    if len(strengths) not in (3, 4) or not is_numbers(strengths, len(strengths)) or min(strengths) < 0:
+        expected = "a number of at least 0, three of them for brightness, contrast and saturation, or null"
+        raise value_error("color_jitter", value, expected)
 
 
 def _augment_ops(transform: Any) -> Iterator[AugmentOp]:

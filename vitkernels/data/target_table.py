@@ -149,7 +149,7 @@ def _entry(path: Path, row: int, entry: Any) -> dict[str | int, float]:
         found = {number: _number(path, row, value) for number, value in enumerate(entry)}
     elif isinstance(entry, str):
         labels = [label.strip() for label in entry.split(SEPARATOR) if label.strip()]
-        found = {int(label) if label.isdigit() else label: 1.0 for label in labels}
+        found = {int(label) if label.isdecimal() else label: 1.0 for label in labels}
     elif isinstance(entry, list) and len(entry) > 2 and all(label in (0, 1) for label in entry):
         message = f"row {row} has the targets {entry!r}: write numbers per class as 1.0 and 0.0, or each label once"
         raise _error(path, message, row=row, value=entry)

@@ -58,10 +58,10 @@ def is_from_dead_worker(error: Exception) -> bool:
     """Return whether an error of a DataLoader means that a worker died, rather than that its work failed.
 
     Torch reports a dead worker by a RuntimeError, unless it dies while it hands over a batch: then only their
-    connection breaks.
+    connection breaks, in the thread that pins memory if there is one.
     """
     if isinstance(error, RuntimeError):
-        return str(error).startswith("DataLoader worker (pid")
+        return str(error).startswith(("DataLoader worker (pid", "Pin memory thread exited unexpectedly"))
     return "in DataLoader worker process" not in str(error)  # else the worker's own code raised it
 
 
