@@ -1,5 +1,6 @@
 """vitkernels data shard and data check: what they write, resume and find."""
 
+import errno
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from finished_batches import finished_epoch
 
 from vitkernels.cli import data as command
 from vitkernels.data import imagefolder, shards
+from vitkernels.data.shard_files import check as checking
 from vitkernels.data.shard_files import write
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "data"))
@@ -134,6 +136,22 @@ def test_data_check__lists_every_problem(photos, tmp_path, capsys):
     assert status == 1 and "4 problems found" in said
     assert f"{out / names[0]} has changed" in said and "cannot be decoded" in said
     assert f"{out / names[1]} is truncated" in said and f"{out / names[2]} is missing" in said
+
+
+@pytest.mark.parametrize("failing", ["index_shard", "_decode"])
+def test_data_check__continues_after_a_shard_that_cannot_be_read(tmp_path, monkeypatch, capsys, failing):
+    root, function, calls = write_tars(tmp_path / "s"), getattr(checking, failing), []
+
+    def failing_once(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        return function(*arguments)
+
+    monkeypatch.setattr(checking, failing, failing_once)
+    status, said = check(root, capsys=capsys)
+    assert status == 1 and "1 problem found" in said and len(calls) == 6
+    assert f"{root / 'train-00001.tar'} cannot be read: [Errno 5] Input/output error" in said
 
 
 def test_data_check__reads_parquet_and_folders(photos, tmp_path, capsys):

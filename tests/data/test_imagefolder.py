@@ -1,9 +1,12 @@
 """Training and evaluation on image folders: exact resume, color modes, corrupt files."""
 
+import errno
 import io
 import logging
+import os
 import shutil
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from expecting import error
 from finished_batches import finished_epoch
 from PIL import Image, ImageOps
 
-from vitkernels.data import BadImagesError, imagefolder, shared_memory
+from vitkernels.data import BadImagesError, SourceError, imagefolder, shared_memory
 from vitkernels.data.augment import TrainAugmentation, _posterize
 from vitkernels.data.decode.pillow import PillowImage
 
@@ -229,6 +232,45 @@ def test_vanished_file__is_a_bad_image(make_root):
     (root / "val" / "b" / "1.png").unlink()
     list(finished_epoch(loader, 0))
     assert "FileNotFoundError" in loader.bad_images[str(root / "val" / "b" / "1.png")]
+
+
+def failing(monkeypatch, path: Path, number: int, times: int) -> list[int]:
+    """Let the system fail with this error number at the first reads of a file; return a list of one count of reads."""
+    reads = [0]
+
+    def opened(name, mode):
+        if name == str(path):
+            reads[0] += 1
+            if reads[0] <= times:
+                raise OSError(number, os.strerror(number))
+        return open(name, mode)
+
+    monkeypatch.setattr("vitkernels.data.folder.open", opened, raising=False)
+    monkeypatch.setattr("vitkernels.data.image_source._PAUSES", (0.0, 0.0))
+    return reads
+
+
+def test_read_error__of_the_system_is_retried(make_root, monkeypatch, same):
+    loader = build(root := make_root(), check_images=0).val
+    expected = list(finished_epoch(loader, 0))
+    reads = failing(monkeypatch, root / "val" / "b" / "1.png", errno.ESTALE, 2)
+    assert same(finished_epoch(loader, 0), expected) and reads == [3] and not loader.bad_images
+
+
+def test_read_error__of_the_system_that_lasts_ends_training(make_root, monkeypatch):
+    path = make_root() / "val" / "b" / "1.png"
+    reads = failing(monkeypatch, path, errno.EIO, 99)
+    with pytest.raises(SourceError, match=r"Input/output error.*resume") as stop:
+        list(build(path.parents[2], check_images=0).val.epoch(0))
+    assert stop.value.code == "data.read" and stop.value.fields["path"] == str(path) and reads == [3]
+
+
+def test_read_error__of_permission_is_of_one_image(make_root, monkeypatch):
+    path = make_root() / "val" / "b" / "1.png"
+    reads = failing(monkeypatch, path, errno.EACCES, 99)
+    loader = build(path.parents[2], check_images=0).val
+    list(loader.epoch(0))
+    assert "PermissionError" in loader.bad_images[str(path)] and reads == [1]
 
 
 def test_corrupt_image__leaves_its_mixup_partner_unmixed(make_root):

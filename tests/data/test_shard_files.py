@@ -1,5 +1,6 @@
 """data=shards: tar and Parquet files, their cached index, and what makes them unusable."""
 
+import errno
 import json
 import logging
 import os
@@ -281,6 +282,34 @@ def test_index__is_built_once_and_updated_for_changed_shards(tmp_path, caplog):
     assert data.train.describe([5, 6, 7]) == [
         f"{root}/train-00000.tar: 000005", f"{root}/train-00001.tar: 000060", f"{root}/train-00002.tar: 000012",
     ]  # fmt: skip
+
+
+def test_read_error__is_retried_on_a_file_that_is_opened_again(tmp_path, monkeypatch, same):
+    loader = build(write_tars(tmp_path / "s"), check_images=0).val
+    expected = list(finished_epoch(loader, 0))
+    stale, pread = loader._batches.samples.source.store.open(0), os.pread
+
+    def read(descriptor, *place):
+        if descriptor == stale.descriptor:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return pread(descriptor, *place)
+
+    monkeypatch.setattr(os, "pread", read)
+    monkeypatch.setattr("vitkernels.data.image_source._PAUSES", (0.0,))
+    assert same(finished_epoch(loader, 0), expected)
+
+
+def test_read_error__of_permission_concerns_the_shard(tmp_path, monkeypatch):
+    root = write_tars(tmp_path / "s")
+    loader = build(root, check_images=0).train
+
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    monkeypatch.setattr("vitkernels.data.shard_files.store.OpenFile", refused)
+    with pytest.raises(SourceError, match="Permission denied") as caught:
+        list(loader.epoch(0))
+    assert caught.value.code == "data.read" and caught.value.fields["path"].startswith(f"{root}/train-0000")
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -3,9 +3,13 @@
 Shapes: N images of the split.
 """
 
+import time
 from typing import Any, Protocol
 
 import numpy as np
+
+_PAUSES = (0.2, 1.0, 3.0)  # seconds between attempts to read an image
+_OF_ONE_FILE = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 
 
 def evenly_spaced(total: int, count: int) -> np.ndarray:
@@ -39,7 +43,8 @@ class ImageSource(Protocol):
     def read(self, index: int, limit: int | None = None) -> bytes:
         """Return the bytes of an encoded image, or its first `limit` bytes. Safe to call from several threads.
 
-        SourceError ends training; after other errors the image counts as unreadable.
+        SourceError ends training, and so does an error of the system that lasts (`read_patiently`); after other errors
+        the image counts as unreadable.
         """
 
     def spread(self, count: int) -> list[int]:
@@ -50,3 +55,34 @@ class ImageSource(Protocol):
 
     def order(self, draw: np.random.Generator) -> np.ndarray:
         """Return the order of an epoch of training, int64 (N,); drawn from `draw` alone."""
+
+
+def read_patiently(source: ImageSource, index: int) -> bytes:
+    """Return source.read(index), after several attempts if the system fails, as a network file system does.
+
+    A run that continued without the image would train on other data than a repeated one. Raises SourceError if the last
+    attempt fails, and at once what `read` raises if it is about this one file: it does not exist or may not be read.
+    """
+    for pause in (*_PAUSES, None):
+        try:
+            return source.read(index)
+        except _OF_ONE_FILE:
+            raise
+        except OSError as error:
+            if error.errno is None:  # not an error of the system
+                raise
+            if pause is None:
+                raise cannot_read(source.describe(index), error) from error
+        time.sleep(pause)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def cannot_read(path: str, error: OSError) -> SourceError:
+    """Return the error that ends training because the system cannot read a file."""
+    return SourceError(
+        f"cannot read {path} ({type(error).__name__}: {error}). Once it can be read, resume the run from its newest "
+        "checkpoint",
+        code="data.read",
+        path=path,
+        reason=str(error),
+    )

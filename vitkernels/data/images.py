@@ -26,7 +26,7 @@ from vitkernels.data.decode.gpu import FileDecoder, file_decoder
 from vitkernels.data.device_crops import DeviceCropper
 from vitkernels.data.device_transforms import DeviceTransforms, has_triton
 from vitkernels.data.headers import check_headers
-from vitkernels.data.image_source import ImageSource, SourceError
+from vitkernels.data.image_source import ImageSource, SourceError, read_patiently
 from vitkernels.data.input_spec import InputSpec
 from vitkernels.data.loader import DatasetLoader
 from vitkernels.data.randomness import Stream, seeded_globals
@@ -128,7 +128,7 @@ class ImageSamples:
 
     def _opened(self, epoch: int, index: int) -> tuple[ImageFile, DrawnImage]:
         decoder = self._decoder_of(epoch, index)
-        image = decoder.open(self.source.read(index))
+        image = decoder.open(read_patiently(self.source, index))
         with self._seeded(epoch, index):
             return image, self.prepare.draw(image, decoder)
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from vitkernels.data.decode import choose_decoder
 from vitkernels.data.folder import Folder
-from vitkernels.data.shard_files.contract import Fields, ShardFile
+from vitkernels.data.shard_files.contract import Fields, ShardFile, ShardSamples
 from vitkernels.data.shard_files.read import index_shard
 from vitkernels.data.shard_files.write import RECORD
 from vitkernels.data.workers import process_context
@@ -79,10 +79,16 @@ def _check_shard(file: ShardFile, fields: Fields, recorded: dict[str, dict]) -> 
     findings = Findings()
     try:
         samples = index_shard(file, fields)
+        findings.targets = samples.targets
+        _check_content(file, samples, recorded, findings)
     except UsageError as error:
         findings.problems.append(str(error))
-        return findings
-    findings.targets = samples.targets
+    except OSError as error:
+        findings.problems.append(f"{file.location} cannot be read: {error}")
+    return findings
+
+
+def _check_content(file: ShardFile, samples: ShardSamples, recorded: dict[str, dict], findings: Findings) -> None:
     with open(file.location, "rb") as stream:
         if file.name in recorded and hashlib.file_digest(stream, "sha256").hexdigest() != recorded[file.name]["sha256"]:
             findings.problems.append(f"{file.location} has changed: its checksum is not the one in {RECORD}")
@@ -93,7 +99,6 @@ def _check_shard(file: ShardFile, fields: Fields, recorded: dict[str, dict]) -> 
                 yield f"{file.location}: {name}", stream.read(length)
 
         _decode(images(), findings)
-    return findings
 
 
 def _check_files(folder: Folder, ids: range) -> Findings:

@@ -34,13 +34,17 @@ class ShardSource:
     def read(self, index: int, limit: int | None = None) -> bytes:
         """Return the bytes of an image, or its first `limit` bytes, by one read.
 
-        SourceError if the shard is not the one that was indexed, or cannot be fetched.
+        SourceError if the shard is not the one that was indexed, or cannot be opened or fetched.
         """
         number = self.index.shard_of(index)
         length = int(self.index.lengths[index])
         wanted = length if limit is None else min(limit, length)
         file = self.store.open(number, ahead=limit is None)
-        data = os.pread(file.descriptor, wanted, int(self.index.offsets[index]))
+        try:
+            data = os.pread(file.descriptor, wanted, int(self.index.offsets[index]))
+        except OSError:
+            self.store.forget_open_files()  # so that the next attempt opens the file again: this one may be stale
+            raise
         if len(data) < wanted:
             raise changed(self.index.shards[number], f"{self.index.name(index)} continues after its last byte")
         return data

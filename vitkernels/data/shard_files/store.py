@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from vitkernels.data.image_source import SourceError
+from vitkernels.data.image_source import SourceError, cannot_read
 from vitkernels.data.shard_files.contract import ShardFile
 from vitkernels.data.shard_files.fetch import Patience, fetch
 from vitkernels.data.shard_files.index import Index
@@ -55,6 +55,9 @@ class Store(Protocol):
         Raises SourceError if it is not the file that was indexed, or cannot be read or fetched.
         """
 
+    def forget_open_files(self) -> None:
+        """Open every file again when it is next needed."""
+
     def expect(self, order: np.ndarray) -> None:
         """Prepare for an epoch that reads the images in this order, int64 (N,)."""
 
@@ -71,6 +74,9 @@ class LocalStore:
     def open(self, number: int, ahead: bool = True) -> OpenFile:
         return _open_local(self.index.shards[number])
 
+    def forget_open_files(self) -> None:
+        _open_local.cache_clear()
+
     def expect(self, order: np.ndarray) -> None:
         pass
 
@@ -84,6 +90,8 @@ def _open_local(shard: ShardFile) -> OpenFile:
         file = OpenFile(shard.location)
     except FileNotFoundError as error:
         raise changed(shard, "it no longer exists") from error
+    except PermissionError as error:  # it concerns many images, unlike that of an image file
+        raise cannot_read(shard.location, error) from error
     stat = os.fstat(file.descriptor)
     if stat.st_size != shard.size:
         raise changed(shard, f"{shard.size} bytes then, {stat.st_size} now")
@@ -173,6 +181,7 @@ class FetchedStore:
         self.index, self.cache, self.ahead = index, cache, ahead
         self._sequence = list(range(len(index.shards)))  # the order of an evaluation
         self._place = {number: number for number in self._sequence}
+        self._shuffled = False
         self._furthest = 0
         self._open = lru_cache(OPEN_FILES)(self._open_one)
         self._news = threading.Condition()
@@ -184,7 +193,7 @@ class FetchedStore:
     def expect(self, order: np.ndarray) -> None:
         numbers = shard_sequence(order, self.index.starts)
         with self._news:
-            self._sequence = numbers
+            self._sequence, self._shuffled = numbers, True
             self._place = {number: place for place, number in enumerate(numbers)}
             self._furthest = 0
 
@@ -193,10 +202,15 @@ class FetchedStore:
             self._note(number)
         return self._open(number)
 
+    def forget_open_files(self) -> None:
+        self._open.cache_clear()
+
     def _note(self, number: int) -> None:
         """Tell the prefetch thread that a shard is being read."""
         with self._news:
-            self._furthest = max(self._furthest, self._place.get(number, 0))
+            place = self._place.get(number, 0)
+            # An evaluation reads in order, so a lower place begins another one; a shuffled epoch goes back and forth.
+            self._furthest = max(self._furthest, place) if self._shuffled else place
             if self._thread is None:
                 self._thread = threading.Thread(target=self._fetch_ahead, daemon=True, name="fetch shards ahead")
                 self._thread.start()
