@@ -1,4 +1,4 @@
-"""The device's RandAugment and AutoAugment equal Pillow's and timm's bit for bit, and so do their draws."""
+"""The device's RandAugment, AutoAugment and 3-Augment equal Pillow's and timm's bit for bit, and so do their draws."""
 
 import logging
 import random
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from finished_batches import finished_epoch
-from PIL import Image
+from PIL import Image, ImageFilter
 from timm.data import auto_augment as timm_operations
 from timm.data.auto_augment import NAME_TO_OP, AugmentOp, RandAugment, rand_augment_transform
 
@@ -18,8 +18,6 @@ from vitkernels.data.augment_kernels import augmented
 from vitkernels.data.augment_operations import ARGUMENTS, Operation, OperationDraws
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-BLURS = ["GaussianBlur", "GaussianBlurRand"]
-OPERATIONS = [name for name in NAME_TO_OP if name not in BLURS]
 FILL = (124, 116, 104)
 SIDE = 23  # 529 places: the last blocks are partly beyond the image
 
@@ -49,7 +47,7 @@ def operation(name, magnitude, most=None) -> AugmentOp:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", NAME_TO_OP)
 def test_operation__equals_pillow(name, device):
     # timm's usual magnitudes, and more than its operations are made for.
     for magnitude, most in ((8, None), (30, 40)):
@@ -108,7 +106,13 @@ MIXED = {"re_prob": 0.5, "hflip": 0, "interpolation": "random", "mixup": {"mixup
 
 @pytest.mark.parametrize(
     ("auto_augment", "recipe"),
-    [("rand-m9-mstd0.5-inc1", {}), ("rand-m12-n3-p0.9-mmax20", MIXED), ("original", {}), ("v0r", MIXED)],
+    [
+        ("3a", MIXED | {"color_jitter": 0.3}),
+        ("rand-m9-mstd0.5-inc1", {}),
+        ("rand-m12-n3-p0.9-mmax20", MIXED),
+        ("original", {}),
+        ("v0r", MIXED),
+    ],
 )
 def test_images__are_those_that_workers_augment(auto_augment, recipe, make_root, monkeypatch):
     def batches():
@@ -141,22 +145,34 @@ def test_draws__are_deterministic_and_padded():
     assert counts > {1, 2}  # each of four operations is applied with probability 0.5
 
 
-def test_every_other_operation_of_timm__stays_in_the_worker():
+def test_every_operation_of_timm__can_be_drawn_and_blurs_are_known():
     hparams = {"img_mean": FILL}
     for name in NAME_TO_OP:
         step = RandAugment([AugmentOp(name, hparams=hparams)])
-        assert OperationDraws.can_draw(step) == (name not in BLURS), f"{name}: add it, or list it as not on the device"
+        assert OperationDraws.can_draw(step) and OperationDraws(step, SIDE).blurs == ("Blur" in name)
     assert not OperationDraws.can_draw(timm_operations.augment_and_mix_transform("augmix-m3", hparams))
 
 
-@pytest.mark.parametrize("auto_augment", ["augmix-m3", "3a"])
-def test_other_augmentation__runs_in_the_workers_and_the_log_says_so(auto_augment, make_root, monkeypatch, caplog):
+@pytest.mark.parametrize("device", DEVICES)
+def test_blur__equals_pillow_at_any_radius(device):
+    radii = [0.1, 0.5, 1.0, 1.3, 1.9, 2.0, 3.7, 12.0]
+    noise, draws = pictures()[0], []
+    for radius in radii:
+        op = operation("GaussianBlur", 0)
+        op.level_fn = lambda _level, _settings, radius=radius: (radius,)
+        draws.append(OperationDraws(RandAugment([op], num_layers=1), SIDE).draw())
+    for radius, result in zip(radii, on_device([noise] * len(radii), draws, device), strict=True):
+        expected = Image.fromarray(noise).filter(ImageFilter.GaussianBlur(radius))
+        np.testing.assert_array_equal(result, np.array(expected), f"radius {radius}")
+
+
+def test_augmix__runs_in_the_workers_and_the_log_says_so(make_root, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(images, "_device_augments", lambda on_gpu: True)
     monkeypatch.setattr(images, "choose_decoder", lambda name, on_gpu: images.Decoder("cuda"))
     monkeypatch.setattr(images, "file_decoder", lambda log: None)
     data = imagefolder.build(
-        root=str(make_root()), image_size=24, in_chans=3, seed=0, batch_size=5, auto_augment=auto_augment
+        root=str(make_root()), image_size=24, in_chans=3, seed=0, batch_size=5, auto_augment="augmix-m3"
     )
     assert "operations" not in next(data.train.epoch(0))
-    assert f"auto_augment={auto_augment} runs in the workers, at twice the time" in caplog.text
+    assert "auto_augment=augmix-m3 runs in the workers, at twice the time" in caplog.text

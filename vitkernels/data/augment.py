@@ -1,8 +1,8 @@
 """imagefolder's transforms: draw timm's augmentation, and apply in the worker the steps that the device does not.
 
 A worker decodes, crops and resizes. `DeviceTransforms` flips, jitters colors, normalizes and erases on the device, by
-the draws that come with the image. On an NVIDIA GPU, it also applies the operations of RandAugment and AutoAugment.
-Elsewhere, these run in the worker, as augmentations do that only timm implements (AugMix and 3-Augment).
+the draws that come with the image. On an NVIDIA GPU, it also applies the operations of RandAugment, AutoAugment and
+3-Augment. Elsewhere, these run in the worker, as AugMix does everywhere, which only timm implements.
 
 Shapes: S image side, N boxes.
 """
@@ -95,7 +95,7 @@ def _resized(
 class TrainAugmentation:
     """Random resized crop, flip, RandAugment or color jitter, and random erasing, as timm.data.create_transform draws.
 
-    augment_on_device: whether DeviceTransforms can apply the operations of RandAugment and AutoAugment.
+    augment_on_device: whether DeviceTransforms can apply the operations of RandAugment, AutoAugment and 3-Augment.
     Draws from the global generators. Raises UsageError for invalid values.
     """
 
@@ -188,6 +188,10 @@ class TrainAugmentation:
         assert isinstance(pixels, torch.Tensor), "the device does not resize what workers augment"
         augmented = self.augment_in_worker(pixels)
         return DrawnImage(lambda: augmented, self._draw_boxes())
+
+    @property
+    def blurs_on_device(self) -> bool:
+        return self._operations is not None and self._operations.blurs
 
     @property
     def needs_worker(self) -> str | None:

@@ -1,7 +1,8 @@
-"""Triton kernels that apply RandAugment's and AutoAugment's operations to the images of a batch, as Pillow does.
+"""Triton kernels that apply the operations of augment_operations to the images of a batch, as Pillow does.
 
 Each operation takes two launches. The first computes a table of gray levels per channel, for operations that map levels
-to levels; it reads the image if the table depends on it. The second maps, blends or moves the pixels.
+to levels; it reads the image if the table depends on it. The second maps, blends or moves the pixels. Six more launches
+blur, if the augmentation may blur.
 
 Every operation rounds as Pillow does, if the compiler does not fuse products and sums: in float32 where levels are
 blended, and in float64 where pixels are moved.
@@ -30,15 +31,19 @@ _CONTRAST, _COLOR = tl.constexpr(int(Operation.CONTRAST)), tl.constexpr(int(Oper
 _SHARPNESS, _AUTOCONTRAST = tl.constexpr(int(Operation.SHARPNESS)), tl.constexpr(int(Operation.AUTOCONTRAST))
 _EQUALIZE, _AFFINE_BILINEAR = tl.constexpr(int(Operation.EQUALIZE)), tl.constexpr(int(Operation.AFFINE_BILINEAR))
 _AFFINE_BICUBIC = tl.constexpr(int(Operation.AFFINE_BICUBIC))
+_GAUSSIAN_BLUR = tl.constexpr(int(Operation.GAUSSIAN_BLUR))
 
 
-def augmented(pixels: Tensor, operations: Tensor, flip: Tensor | None, fill: Sequence[int]) -> Tensor:
+def augmented(
+    pixels: Tensor, operations: Tensor, flip: Tensor | None, fill: Sequence[int], blurs: bool = True
+) -> Tensor:
     """Return pixels uint8 (B, 3, S, S) after the operations of each row.
 
     Args:
         operations: float64 (B, L, 1 + ARGUMENTS), as OperationDraws.draw returns them.
         flip: bool (B,), rows that are mirrored first; None for none.
         fill: red, green and blue, 0 to 255, of pixels that come from outside of the image.
+        blurs: whether an operation may be a Gaussian blur.
     """
     pixels, operations = pixels.contiguous(), operations.contiguous()
     B, _, S, _ = pixels.shape
@@ -51,8 +56,22 @@ def augmented(pixels: Tensor, operations: Tensor, flip: Tensor | None, fill: Seq
             pixels, current, tables, None if flip is None else flip.contiguous(), result, *fill,
             kernel=operation_kernel, grid=(cdiv(S * S, _BLOCK), B), SIDE=S, BLOCK=_BLOCK, **_EXACT,
         )  # fmt: skip
+        if blurs:
+            _blur(result, current)
         pixels, flip = result, None
     return pixels
+
+
+def _blur(pixels: Tensor, operations: Tensor) -> None:
+    """Blur, in place, the rows whose operation is a Gaussian blur: by three box blurs along rows, and three down."""
+    B, _, S, _ = pixels.shape
+    source, target = pixels, torch.empty_like(pixels)
+    for vertical in (False, False, False, True, True, True):
+        triton_call(
+            source, operations, target,
+            kernel=blur_kernel, grid=(cdiv(S * S, _BLOCK), 3, B), SIDE=S, VERTICAL=vertical, BLOCK=_BLOCK, **_EXACT,
+        )  # fmt: skip
+        source, target = target, source
 
 
 @triton.jit
@@ -156,14 +175,14 @@ def operation_kernel(
         red = _sharpened(red_ptr, red, y, x, mirrored, factor, SIDE)
         green = _sharpened(green_ptr, green, y, x, mirrored, factor, SIDE)
         blue = _sharpened(blue_ptr, blue, y, x, mirrored, factor, SIDE)
-    elif operation >= _AFFINE_BILINEAR:
+    elif (operation == _AFFINE_BILINEAR) | (operation == _AFFINE_BICUBIC):
         cubic = operation == _AFFINE_BICUBIC
         from_x = _affine(argument_ptr, y, x)
         from_y = _affine(argument_ptr + 3, y, x)
         red = _moved(red_ptr, from_y, from_x, mirrored, cubic, fill_red, SIDE)
         green = _moved(green_ptr, from_y, from_x, mirrored, cubic, fill_green, SIDE)
         blue = _moved(blue_ptr, from_y, from_x, mirrored, cubic, fill_blue, SIDE)
-    elif operation > 0:
+    elif (operation > 0) & (operation != _GAUSSIAN_BLUR):  # the blur follows in launches of its own
         table_ptr = tables_ptr + row * (3 * 256)
         red, green = tl.load(table_ptr + red.to(tl.int32)), tl.load(table_ptr + 256 + green.to(tl.int32))
         blue = tl.load(table_ptr + 512 + blue.to(tl.int32))
@@ -247,3 +266,27 @@ def _cubic_row(plane_ptr, y, x, share, mirrored, SIDE: tl.constexpr):
 def _cubic(a, b, c, d, share):
     """Return the cubic convolution between b and c with Pillow's coefficient of -1, in Horner's form."""
     return b + share * (c - a + share * (2 * (a - b) + c - d + share * (-a + b - c + d)))
+
+
+@triton.jit
+def blur_kernel(
+    source_ptr, operations_ptr, target_ptr, SIDE: tl.constexpr, VERTICAL: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Blur BLOCK pixels of a channel of a row by a box, if the row's operation is a Gaussian blur."""
+    channel, row = tl.program_id(1), tl.program_id(2)
+    argument_ptr = operations_ptr + row * _FIELDS + 1
+    if tl.load(argument_ptr - 1).to(tl.int32) == _GAUSSIAN_BLUR:
+        reach = tl.load(argument_ptr).to(tl.int32)
+        weight, edge_weight = tl.load(argument_ptr + 1).to(tl.int64), tl.load(argument_ptr + 2).to(tl.int64)
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        y, x = tl.minimum(place // SIDE, SIDE - 1), place % SIDE
+        plane = (row.to(tl.int64) * 3 + channel) * (SIDE * SIDE)
+        down: tl.constexpr = 1 if VERTICAL else 0
+        right: tl.constexpr = 1 - down
+        before = _level(source_ptr + plane, y - (reach + 1) * down, x - (reach + 1) * right, False, SIDE)
+        edges = before + _level(source_ptr + plane, y + (reach + 1) * down, x + (reach + 1) * right, False, SIDE)
+        box = tl.zeros((BLOCK,), tl.int32)
+        for step in range(-reach, reach + 1):
+            box += _level(source_ptr + plane, y + step * down, x + step * right, False, SIDE)
+        level = (box.to(tl.int64) * weight + edges.to(tl.int64) * edge_weight + 2**23) >> 24
+        tl.store(target_ptr + plane + place, level.to(tl.uint8), mask=place < SIDE * SIDE)

@@ -1,9 +1,9 @@
-"""timm's RandAugment and AutoAugment as numbers: workers draw the operations, and the device applies them.
+"""timm's RandAugment, AutoAugment and 3-Augment as numbers: workers draw the operations, the device applies them.
 
 timm's own classes draw, on a stand-in for an image that notes each operation. So the draws are those of a worker that
 augments, and a sample is the same wherever it is augmented.
 
-Sources: "RandAugment" (arXiv:1909.13719), "AutoAugment" (arXiv:1805.09501).
+Sources: "RandAugment" (arXiv:1909.13719), "AutoAugment" (arXiv:1805.09501), 3-Augment (DeiT III, arXiv:2204.07118).
 
 Shapes: L operations of an image, S image side.
 """
@@ -13,8 +13,9 @@ from enum import IntEnum
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageFilter
 from timm.data import auto_augment as timm_operations
 from timm.data.auto_augment import NAME_TO_OP, AugmentOp, AutoAugment, RandAugment
 from torch import Tensor
@@ -24,7 +25,7 @@ _ZEROS = (0.0,) * (1 + ARGUMENTS)
 
 
 class Operation(IntEnum):
-    """What the device does to an image, and the arguments of it. All but the last two keep pixels in their place."""
+    """What the device does to an image, and the arguments of it."""
 
     NOTHING = 0
     SOLARIZE = 1  # (threshold): gray levels from the threshold on are inverted
@@ -38,6 +39,7 @@ class Operation(IntEnum):
     EQUALIZE = 9
     AFFINE_BILINEAR = 10  # (a, b, c, d, e, f): (ax + by + c, dx + ey + f) is the source of (x, y)
     AFFINE_BICUBIC = 11
+    GAUSSIAN_BLUR = 12  # (reach, weight, edge weight) of the box blurs that stand for it; see _box_blur
 
 
 class _Notes(Image.Image):
@@ -70,6 +72,10 @@ class _Notes(Image.Image):
         }
         return self.note(Operation.AFFINE_BILINEAR, *matrices[method])
 
+    def filter(self, filter: Any) -> Self:
+        assert isinstance(filter, ImageFilter.GaussianBlur) and not isinstance(filter.radius, Sequence)
+        return self.note(Operation.GAUSSIAN_BLUR, *_box_blur(filter.radius))
+
     def copy(self) -> Self:
         return self
 
@@ -77,6 +83,24 @@ class _Notes(Image.Image):
 def kept_bits(bits: int) -> int:
     """Return the mask of the highest `bits` of a gray level."""
     return 0xFF & ~(2 ** max(8 - bits, 0) - 1)
+
+
+def _box_blur(deviation: float) -> tuple[int, int, int]:
+    """Return the box blur of which Pillow makes a Gaussian blur: it takes three along rows, then three along columns.
+
+    A box weighs `reach` pixels on both sides and its center equally, and the next pixel on each side less. Weights are
+    parts of 2²⁴. Pillow rounds to float32 where this does.
+    Source: Gwosdek et al., "Theoretical foundations of Gaussian convolution by extended box filtering", SSVM 2011.
+    """
+    variance = np.float32(deviation) * np.float32(deviation) / np.float32(3)  # of each of the three
+    width = np.float32(np.sqrt(12.0 * float(variance) + 1))
+    reach = np.float32(np.floor((float(width) - 1) / 2))
+    one, two, three, six = (np.float32(n) for n in (1, 2, 3, 6))
+    share = (two * reach + one) * (reach * (reach + one) - three * variance)
+    share = share / (six * (variance - (reach + one) * (reach + one)))
+    weight = int(np.float32(2**24) / ((reach + share) * two + one))
+    reached = int(reach + share)
+    return reached, weight, (2**24 - (2 * reached + 1) * weight) // 2
 
 
 def _note(operation: Operation, notes: _Notes, *arguments: float, **_: Any) -> _Notes:
@@ -95,7 +119,7 @@ def _note_desaturate(notes: _Notes, factor: float, **_: Any) -> _Notes:
     return notes.note(Operation.COLOR, min(1.0, max(0.0, 1.0 - factor)))
 
 
-# What stands in for timm's functions. Those that move pixels stay: they call methods of Pillow that _Notes has.
+# What stands in for timm's functions. Those that move or blur pixels stay: they call methods of Pillow that _Notes has.
 _NOTED: dict[Callable, Callable] = {
     timm_operations.auto_contrast: partial(_note, Operation.AUTOCONTRAST),
     timm_operations.brightness: partial(_note, Operation.BRIGHTNESS),
@@ -109,14 +133,17 @@ _NOTED: dict[Callable, Callable] = {
     timm_operations.solarize: partial(_note, Operation.SOLARIZE),
     timm_operations.solarize_add: partial(_note, Operation.SOLARIZE_ADD),
 }
+_BLURRING = ("gaussian_blur", "gaussian_blur_rand")
 _MOVING = ("rotate", "shear_x", "shear_y", "translate_x_abs", "translate_x_rel", "translate_y_abs", "translate_y_rel")
-_NOTED |= {getattr(timm_operations, name): getattr(timm_operations, name) for name in _MOVING}
+_NOTED |= {getattr(timm_operations, name): getattr(timm_operations, name) for name in (*_BLURRING, *_MOVING)}
 
 
 class OperationDraws:
-    """Draws the operations of timm's RandAugment or AutoAugment for an image of this side.
+    """Draws the operations of timm's RandAugment or AutoAugment (3-Augment is one) for an image of this side.
 
     It takes the augmentation over: that no longer transforms images.
+
+    blurs: whether an operation may be a Gaussian blur.
     """
 
     def __init__(self, augmentation: RandAugment | AutoAugment, side: int):
@@ -127,6 +154,7 @@ class OperationDraws:
         for ops in policies:
             for op in ops:
                 op.aug_fn = _noted(op)
+        self.blurs = any(NAME_TO_OP[op.name].__name__ in _BLURRING for ops in policies for op in ops)
 
     @staticmethod
     def can_draw(step: Any) -> bool:

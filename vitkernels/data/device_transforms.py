@@ -3,8 +3,8 @@
 A raw batch is a dictionary of tensors with the batch as first dimension. The workers drew every random number in it,
 so a batch is the same on every device, up to the rounding of its arithmetic. All operations are batched PyTorch
 operations with fixed shapes: a lazy or compiling runtime traces them once. On CUDA, Triton kernels do the same work
-with the same arithmetic (device_transforms_triton). The operations of RandAugment have only kernels
-(augment_kernels): off CUDA, workers apply them.
+with the same arithmetic (device_transforms_triton). The operations of RandAugment and others have only
+kernels (augment_kernels): off CUDA, workers apply them.
 
 Shapes: B batch, C channels, S image side, L operations, N boxes, K classes.
 """
@@ -30,11 +30,13 @@ class DeviceTransforms:
 
     mean, std: of red, green and blue in 0 to 1, for pixels in 8 bits; None if pixels come normalized.
     noise: whether erased boxes hold a normal random number per pixel, instead of zeros or their `erase_colors`.
+    blurs: whether the operations may be Gaussian blurs.
     """
 
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
     noise: bool = False
+    blurs: bool = False
 
     def __call__(self, raw: RawBatch) -> Batch:
         """Return images float32 (B, C, S, S) and targets of a raw batch.
@@ -43,7 +45,7 @@ class DeviceTransforms:
             pixels: uint8 or normalized float32 (B, C, S, S).
             targets: int64 (B,) or float32 (B, K), negative for a row without a sample, or zeros if they are mixed.
             flip: bool (B,), mirror the row.
-            operations: float64 (B, L, 7), of RandAugment or AutoAugment, see augment_operations; pixels are uint8.
+            operations: float64 (B, L, 7), of RandAugment and others, see augment_operations; pixels are uint8.
             jitter: float32 (B, 3), factors of brightness, contrast and saturation; jitter_order: int64 (B, 3 or 4).
             erase: int64 (B, N, 4), boxes (top, bottom, left, right); erase_colors: (B, N, 3); erase_seed: int64 (B,).
             missing: bool (B,), rows without a sample; needed if their targets are zeros.
@@ -73,7 +75,7 @@ class DeviceTransforms:
         from vitkernels.data.augment_kernels import augmented
 
         fill = [min(255, round(255 * value)) for value in self.mean or ()]  # as timm fills
-        pixels = augmented(raw["pixels"], raw["operations"], raw.get("flip"), fill)
+        pixels = augmented(raw["pixels"], raw["operations"], raw.get("flip"), fill, self.blurs)
         return {name: value for name, value in raw.items() if name not in ("flip", "operations")} | {"pixels": pixels}
 
     def _images_by_kernel(self, raw: RawBatch, missing: Tensor) -> Tensor:

@@ -236,13 +236,11 @@ class ImageSettings:
         resize = {name: value for name, value in prepared_eval.items() if name != "std"}
         check_number("cuda_share", self.cuda_share, 0, 1)
         decoder = choose_decoder(self.decode, on_gpu=spec.pin_memory)
-        prepare: dict[str, Prepare] = {
-            "train": TrainAugmentation(
-                spec.image_size, **augmentation, augment_on_device=_device_augments(spec.pin_memory)
-            ),
-            "val": EvalPreprocessing(spec.image_size, **resize),
-        }
-        finish = DeviceTransforms(tuple(prepared["mean"]), tuple(prepared["std"]), noise=self.re_mode == "pixel")
+        on_device = _device_augments(spec.pin_memory)
+        train = TrainAugmentation(spec.image_size, **augmentation, augment_on_device=on_device)
+        prepare: dict[str, Prepare] = {"train": train, "val": EvalPreprocessing(spec.image_size, **resize)}
+        mean, std = tuple(prepared["mean"]), tuple(prepared["std"])
+        finish = DeviceTransforms(mean, std, noise=self.re_mode == "pixel", blurs=train.blurs_on_device)
         border = [round(255 * value) for value in prepared["mean"]]
         decode_on_gpu = file_decoder(log) if decoder.name == "cuda" else None
         sources, num_classes, class_names = open_sources()
@@ -310,7 +308,7 @@ def _device_resizes(decoder: Decoder, on_gpu: bool) -> bool:
 
 
 def _device_augments(on_gpu: bool) -> bool:
-    """Return whether the device applies RandAugment and AutoAugment: only kernels do."""
+    """Return whether the device applies RandAugment, AutoAugment and 3-Augment: only kernels do."""
     return on_gpu and has_triton()
 
 
