@@ -57,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     if not root.exists():
         mean = pipelines.make_jpegs(root, options.images, width, height)
         print(f"{options.images} JPEG files, {width} × {height}, {mean / 1e3:.0f} KB on average, in {root}")
+    elif (there := pipelines.count_jpegs(root)) != options.images:
+        sys.exit(f"{root} holds {there} images, not {options.images}: pass --images {there}, or delete the folder")
     if options.train is not None:
         pipelines.lengthen(root, options.batch * (untimed_steps(options) + options.steps + 1))
     machine = {
@@ -83,7 +85,7 @@ def measure(root: Path, options: argparse.Namespace) -> Iterator[tuple[str, list
     makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
     makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}
     makers["timm's create_loader"] = partial(pipelines.timm_batches, *shape)
-    yield from pipelines.rates(makers, options.seconds, options.rounds, options.workers).items()
+    yield from pipelines.rates(makers, options.seconds, options.rounds, options.workers)
     if options.train is None:
         return
     common = [*options.train, f"data.batch_size={options.batch}", f"data.num_workers={options.workers}"]

@@ -89,6 +89,23 @@ def test_fetch__fails_if_errors_persist(server, file, tmp_path, faults, requests
     assert not list(tmp_path.glob("a*"))
 
 
+def test_fetch__aborted_transfer_leaves_no_file_that_it_creates_late(tmp_path, monkeypatch):
+    go_on, threads = threading.Event(), []
+
+    class SlowToConnect:
+        def get_file(self, remote, local):
+            threads.append(threading.current_thread())
+            go_on.wait(10)
+            Path(local).write_bytes(b"late")
+
+    monkeypatch.setattr(fetching, "filesystem", lambda url: (SlowToConnect(), url))
+    with ended("data.fetch"):
+        fetch("slow://a", tmp_path / "a", Patience(total=0, stall=0.05))
+    go_on.set()
+    threads[0].join(10)
+    assert not threads[0].is_alive() and not list(tmp_path.iterdir())
+
+
 def test_fetch__fails_without_a_server(server, file, tmp_path):
     server.close()
     with ended("data.fetch"):

@@ -1,12 +1,17 @@
 """scripts/bench_input.py on a CPU: its table and rows."""
 
+import itertools
 import json
+import runpy
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from vitkernels.benchmarks import input as pipelines
 from vitkernels.benchmarks.input import lengthen
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts/bench_input.py"
@@ -22,6 +27,54 @@ def test_lengthen__links_every_image_once_before_repeating(tmp_path):
         assert len(list(folder.iterdir())) == names
     links = sorted(image.stat().st_nlink for image in folder.glob("?.jpg"))
     assert links == [2, 3, 3] and (folder / "1_2.jpg").read_text() == "1"
+
+
+def test_lengthen__needs_images(tmp_path):
+    with pytest.raises(ValueError, match="holds no images"):
+        lengthen(tmp_path, 4)
+
+
+@pytest.fixture
+def in_threads(monkeypatch):
+    """Write JPEG files in threads, whose start takes no seconds."""
+    monkeypatch.setattr(pipelines, "ProcessPoolExecutor", lambda mp_context: ThreadPoolExecutor(2))
+
+
+def test_make_jpegs__interrupted_is_made_anew(tmp_path, in_threads, monkeypatch):
+    write = pipelines._write_jpeg
+
+    def interrupted(root, width, height, number):
+        if number == 5:
+            raise KeyboardInterrupt
+        return write(root, width, height, number)
+
+    monkeypatch.setattr(pipelines, "_write_jpeg", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipelines.make_jpegs(tmp_path / "64x48", 12, 64, 48)
+    assert not (tmp_path / "64x48").exists()
+    monkeypatch.setattr(pipelines, "_write_jpeg", write)
+    pipelines.make_jpegs(tmp_path / "64x48", 3, 64, 48)
+    assert [path.name for path in tmp_path.iterdir()] == ["64x48"] and pipelines.count_jpegs(tmp_path / "64x48") == 3
+
+
+def test_main__refuses_another_number_of_images(tmp_path, in_threads):
+    pipelines.make_jpegs(tmp_path / "64x48", 12, 64, 48)
+    lengthen(tmp_path / "64x48", 20)
+    with pytest.raises(SystemExit, match="holds 12 images, not 13: pass --images 12, or delete"):
+        runpy.run_path(str(SCRIPT))["main"](["--root", str(tmp_path), "--size", "64", "48", "--images", "13"])
+
+
+def test_rates__of_finished_rounds_survive_a_later_failure():
+    def failing_after(batches):
+        yield from itertools.repeat((None, range(8)), batches)
+        raise RuntimeError("no image")
+
+    lasting = partial(itertools.repeat, (None, range(8)))
+    makers = {"a": lasting, "b": partial(failing_after, pipelines.queued_batches(0)), "c": lasting}
+    rows = []
+    with pytest.raises(RuntimeError, match="no image"):
+        rows.extend(pipelines.rates(makers, 0.0, 2, 0))
+    assert [(name, len(each)) for name, each in rows] == [("a", 2), ("b", 1), ("c", 1)]
 
 
 @pytest.mark.slow

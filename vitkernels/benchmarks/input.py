@@ -5,6 +5,7 @@ Shapes: B batch, S image side.
 
 import io
 import itertools
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -23,6 +24,7 @@ from vitkernels.benchmarks.scaling import train_in_this_process
 from vitkernels.config.compose import compose
 from vitkernels.data import Batch, Data, imagefolder
 from vitkernels.data.device_transforms import finished
+from vitkernels.data.workers import process_context
 from vitkernels.training import setup
 from vitkernels.training.evaluate import evaluate
 
@@ -33,11 +35,20 @@ BATCHES_AHEAD = 2  # that each worker of a DataLoader prepares
 def make_jpegs(root: Path, count: int, width: int, height: int) -> float:
     """Write `count` procedural JPEG files as ROOT/train and ROOT/val (one in ten); return their mean size in bytes.
 
-    Sums of coarse noise at three scales, quality 80 to 95: about 70 KB at 500 × 375, as ImageNet's photos have.
+    Sums of coarse noise at three scales, quality 80 to 95: about 70 KB at 500 × 375, as ImageNet's photos have. ROOT
+    appears once all are written.
     """
-    with ProcessPoolExecutor() as pool:
-        sizes = list(pool.map(partial(_write_jpeg, root, width, height), range(count), chunksize=32))
+    partial_root = root.with_name(f"{root.name}.partial")
+    shutil.rmtree(partial_root, ignore_errors=True)  # of an interrupted call
+    with ProcessPoolExecutor(mp_context=process_context()) as pool:
+        sizes = list(pool.map(partial(_write_jpeg, partial_root, width, height), range(count), chunksize=32))
+    partial_root.rename(root)
     return float(np.mean(sizes))
+
+
+def count_jpegs(root: Path) -> int:
+    """Return the number of files that `make_jpegs` wrote below ROOT, without the links of `lengthen`."""
+    return sum("_" not in image.stem for split in ("train", "val") for image in (root / split).glob("*/*.jpg"))
 
 
 def _write_jpeg(root: Path, width: int, height: int, number: int) -> int:
@@ -62,6 +73,8 @@ def lengthen(root: Path, count: int) -> None:
     """
     images = sorted((root / "train").glob("*/*.jpg"))
     originals = [image for image in images if "_" not in image.stem]
+    if not originals:
+        raise ValueError(f"{root / 'train'} holds no images to link to")
     missing = max(0, count - len(images))
     ahead = len(images) // len(originals)
     links = (image.with_stem(f"{image.stem}_{copy}") for copy in itertools.count(ahead) for image in originals)
@@ -144,16 +157,24 @@ def queued_batches(workers: int) -> int:
 
 def rates(
     pipelines: dict[str, Callable[[], Iterator]], seconds: float, rounds: int, workers: int
-) -> dict[str, list[float]]:
-    """Return images/s of each pipeline in each round; pipelines run in turns, so drift affects all equally."""
+) -> Iterator[tuple[str, list[float]]]:
+    """Yield images/s of each pipeline in each round; pipelines run in turns, so drift affects all equally.
+
+    If one fails, the rounds that each has finished are yielded before the error is raised.
+    """
     open_pipelines = {name: make() for name, make in pipelines.items()}
     found: dict[str, list[float]] = {name: [] for name in pipelines}
-    for _ in range(rounds):
-        for name, batches in open_pipelines.items():
-            for _ in range(queued_batches(workers)):
-                next(batches)
-            found[name].append(_rate(batches, seconds))
-    return found
+    try:
+        for number in range(rounds):
+            for name, batches in open_pipelines.items():
+                for _ in range(queued_batches(workers)):
+                    next(batches)
+                found[name].append(_rate(batches, seconds))
+                if number == rounds - 1:
+                    yield name, found.pop(name)
+    except Exception:
+        yield from ((name, each) for name, each in found.items() if each)
+        raise
 
 
 def _rate(batches: Iterator, seconds: float) -> float:

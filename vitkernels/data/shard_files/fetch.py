@@ -132,6 +132,7 @@ class _WrongContent(Exception):
 def _attempt(transfer: Callable[[], Any], path: Path, stall: float) -> None:
     """Copy a file to `path` once. TimeoutError if no byte comes for `stall` seconds."""
     outcome: list[BaseException | None] = []
+    aborted = threading.Event()
 
     def run() -> None:
         try:
@@ -139,19 +140,25 @@ def _attempt(transfer: Callable[[], Any], path: Path, stall: float) -> None:
             outcome.append(None)
         except BaseException as error:
             outcome.append(error)
+        if aborted.is_set():
+            path.unlink(missing_ok=True)  # the transfer may have created the file after the caller deleted it
 
     # A separate thread, because few filesystems support timeouts. An aborted thread keeps writing to a deleted file,
     # and ends at the latest with the process.
     thread = threading.Thread(target=run, daemon=True, name=f"fetch {path.name}")
     thread.start()
     seen, since = -1, time.monotonic()
-    while thread.is_alive():
-        thread.join(min(0.2, stall / 4))
-        there = path.stat().st_size if path.exists() else -1
-        if there != seen:
-            seen, since = there, time.monotonic()
-        elif time.monotonic() - since > stall and thread.is_alive():
-            raise TimeoutError(f"no byte for {stall:g} s, after {max(0, seen)} bytes")
+    try:
+        while thread.is_alive():
+            thread.join(min(0.2, stall / 4))
+            there = path.stat().st_size if path.exists() else -1
+            if there != seen:
+                seen, since = there, time.monotonic()
+            elif time.monotonic() - since > stall and thread.is_alive():
+                raise TimeoutError(f"no byte for {stall:g} s, after {max(0, seen)} bytes")
+    except BaseException:
+        aborted.set()
+        raise
     if outcome[0] is not None:
         raise outcome[0]
 
