@@ -1,7 +1,13 @@
 """Jobs of a sweep: their folders, when a finished job is skipped, and how a failure is described."""
 
+import errno
+import io
 import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from expecting import error
@@ -170,6 +176,80 @@ def test_can_skip__repeated_evaluation_keeps_training_in_same_folder(done, setti
     assert (done / "model.safetensors").exists()
     assert not (done / "before").exists()
     assert run_dir.find_complete(done, plain(cfg)) is None  # in case the new evaluation fails
+
+
+@pytest.fixture
+def run_script(tmp_path, monkeypatch):
+    """run_script(code) -> what _run_in_own_process returns for a job that runs this Python code."""
+
+    def run(code: str):
+        monkeypatch.setattr(job, "train_command", lambda: [sys.executable, "-c", code])
+        monkeypatch.setattr(job, "_configuration_options", lambda: [])
+        return job._run_in_own_process(tmp_path, OmegaConf.create({"resume": None}), [], {})
+
+    return run
+
+
+def failing_stdout(monkeypatch, error: Exception) -> None:
+    def write(line):
+        raise error
+
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(buffer=SimpleNamespace(write=write), flush=lambda: None))
+
+
+THREE_LINES = "for number in range(3): print('line', number, flush=True)"
+
+
+def test_job__continues_if_the_terminal_is_gone(run_script, monkeypatch, tmp_path, caplog):
+    """As with `python train.py -m ... | head`."""
+    failing_stdout(monkeypatch, BrokenPipeError(errno.EPIPE, "Broken pipe"))
+    assert run_script(THREE_LINES) == (0, "line 0\nline 1\nline 2\n", None)
+    assert [record.getMessage() for record in caplog.records] == [
+        "the job's output can no longer be written to the terminal: [Errno 32] Broken pipe; the job continues"
+    ]
+
+
+def test_job__continues_if_the_disk_is_full(run_script, monkeypatch, tmp_path, caplog, capsysbinary):
+    class Full(io.BytesIO):
+        def write(self, line):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def opened(path, mode, **options):
+        return Full() if mode == "ab" else open(path, mode, **options)
+
+    (tmp_path / "output.log").touch()
+    monkeypatch.setattr(job, "open", opened, raising=False)
+    assert run_script(THREE_LINES) == (0, "", None)
+    assert capsysbinary.readouterr().out == b"line 0\nline 1\nline 2\n"
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "the job's output can no longer be written to output.log"
+    ]
+
+
+def test_job__ends_with_an_error_of_the_sweep(run_script, monkeypatch, tmp_path):
+    failing_stdout(monkeypatch, ValueError("of another kind"))
+    pid = tmp_path / "pid"
+    with pytest.raises(ValueError, match="of another kind"):
+        run_script(
+            f"import os, time; open({str(pid)!r}, 'w').write(str(os.getpid())); print(1, flush=True); time.sleep(9)"
+        )
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_job__gets_a_signal_that_arrives_as_it_starts(run_script, monkeypatch):
+    start = subprocess.Popen
+
+    def started(*args, **options):
+        signal.raise_signal(signal.SIGTERM)
+        return start(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", started)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)  # without it, a missed signal would end pytest
+    try:
+        assert run_script("import time; time.sleep(5)") == (-signal.SIGTERM, "", signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_circumstances__include_tuning_table(settings, monkeypatch, tmp_path):

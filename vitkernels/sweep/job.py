@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -215,43 +216,74 @@ def _run_in_own_process(
 ) -> tuple[int, str, signal.Signals | None]:
     """Run the job in its own process; return its exit code, its last output, and the signal that stopped it or None.
 
-    The output is shown as it arrives and appended to output.log.
+    The output is shown as it arrives and appended to output.log. If either cannot be written, the job continues without
+    it. The process has ended when this returns or raises.
     """
     words = [word for word in overrides if not word.startswith("resume=")]
     words += [f"resume={quoted(config.resume or 'auto')}", f"hydra.run.dir={quoted(folder)}"]
     command = [*train_command(), *words, *_configuration_options()]
     preemption = _preemption_signal()
-    stopped_by = None
+    stopped_by: signal.Signals | None = None
+    process: subprocess.Popen[bytes] | None = None
+    early: list[int] = []  # signals that arrive before the process can get them
 
     def forward(number, frame):
         nonlocal stopped_by
         stopped_by = signal.Signals(number)
-        process.send_signal(signal.SIGTERM if number == preemption else number)
+        number = signal.SIGTERM if number == preemption else number
+        early.append(number) if process is None else process.send_signal(number)
 
-    with open(folder / "output.log", "ab") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env={**os.environ, **environment},
-        )
+    # Unbuffered, so that closing the file writes nothing, which could fail again.
+    with open(folder / "output.log", "ab", buffering=0) as output:
         handled = {signal.SIGTERM, signal.SIGINT} | (set() if preemption is None else {preemption})
         before = {number: signal.signal(number, forward) for number in handled}
         try:
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **environment},
+            )
+            for number in early:
+                process.send_signal(number)
             assert process.stdout is not None  # a pipe
-            for line in process.stdout:
-                output.write(line)
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
+            _copy(process.stdout, {"output.log": output.write, "the terminal": _show})
             code = process.wait()
         finally:
+            if process is not None:
+                _end(process)
             for number, handler in before.items():
                 signal.signal(number, handler)
     with open(folder / "output.log", "rb") as written:
         written.seek(0, os.SEEK_END)
         written.seek(max(0, written.tell() - 4096))
         return code, written.read().decode(errors="replace"), stopped_by
+
+
+def _copy(lines: Iterable[bytes], writers: dict[str, Callable[[bytes], object]]) -> None:
+    """Pass each line to the writers, which are named for messages; leave out those that have failed."""
+    for line in lines:
+        for name, write in list(writers.items()):
+            try:
+                write(line)
+            except OSError as error:
+                del writers[name]
+                log.error("the job's output can no longer be written to %s: %s; the job continues", name, error)
+
+
+def _show(line: bytes) -> None:
+    sys.stdout.buffer.write(line)
+    sys.stdout.flush()
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process if it still runs, since its slot goes to the next job."""
+    assert process.stdout is not None  # a pipe
+    process.stdout.close()  # or the process could wait forever for its output to be read
+    if process.poll() is None:
+        process.terminate()
+        process.wait()
 
 
 def _configuration_options() -> list[str]:

@@ -4,7 +4,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +46,20 @@ from vitkernels.training.summary import log_window
 log = logging.getLogger("vitkernels")
 
 SETTLING_STEPS = 4  # by then, all objects that live as long as the run exist
+
+
+@contextlib.contextmanager
+def _ended_by(end: Callable[[], None]) -> Iterator[None]:
+    """Call `end` after the block. If the block raises an error, an error of `end` is logged and does not replace it."""
+    try:
+        yield
+    except BaseException:
+        try:
+            end()
+        except Exception as error:
+            log.error("%s, after the error that ended training", error)
+        raise
+    end()
 
 
 class Trainer:
@@ -142,12 +156,12 @@ class Trainer:
         watch = MachineWatch() if self.parallel.world == 1 else None
         with contextlib.ExitStack() as cleanup:
             cleanup.callback(gc.unfreeze)
+            if self.checkpoints:
+                cleanup.enter_context(_ended_by(self.checkpoints.wait))
+            if profiler:
+                cleanup.enter_context(_ended_by(profiler.stop))
             due = self._steps(stop, profiler)
-        self.machine = None if watch is None else watch.lap()
-        if profiler:
-            profiler.stop()
-        if self.checkpoints:
-            self.checkpoints.wait()
+            self.machine = None if watch is None else watch.lap()
         return due
 
     def _steps(self, stop: StopRequest | bool, profiler: torch.profiler.profile | None) -> Due:
