@@ -63,7 +63,12 @@ def failing_in_step_2(trainer, monkeypatch, saves):
 
 def test_fit__waits_for_the_checkpoint_if_a_step_fails(trainer, tmp_path, monkeypatch):
     finish = checkpoints._Writer.finish
-    monkeypatch.setattr(checkpoints._Writer, "finish", lambda *args, **options: time.sleep(0.3) or finish(*args, **options))
+
+    def finish_late(*args, **options):
+        time.sleep(0.3)
+        return finish(*args, **options)
+
+    monkeypatch.setattr(checkpoints._Writer, "finish", finish_late)
     trainer.attach(checkpoints.Checkpoints(tmp_path), {}, {}, begin=0.0)
     failing_in_step_2(trainer, monkeypatch, saves=True)
     with pytest.raises(LookupError, match="of step 2"):
