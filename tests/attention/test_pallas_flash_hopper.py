@@ -236,6 +236,7 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
     from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
     from vitkernels.attention.pallas_flash.hopper.bias_gradient import BiasGradient
+    from vitkernels.attention.pallas_flash.hopper.bias_groups import transposed
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import by_keys, by_queries, token_ids
@@ -252,16 +253,16 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
     exact = reference(*leaves, bias=exact_bias, segment_ids=segment_ids, is_causal=is_causal, scale=0.1)
     wanted = exact, *torch.autograd.grad(exact, [*leaves, exact_bias], do.double().transpose(1, 2))
 
-    prepared = padded_bias(bias, None, N, M)
+    prepared = padded_bias(bias, None, N, M, 0.1)
     schedule = Schedule(64, 2, warpgroups)
     problem = (B, H, N, M, D, "bfloat16", 0.1, is_causal, H, (0, 0, 0), schedule, True, blocks, with_ids, shape)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
     of_queries, of_keys = ([jnp.asarray(x.numpy()) for x in by(ids)] for by in (by_queries, by_keys))
-    given, transposed = (jnp.asarray(x.detach().numpy()) for x in (prepared, prepared.mT))
+    given, of_keys_bias = (jnp.asarray(x.numpy()) for x in (prepared.detach(), transposed(prepared.detach())))
     out, lse = Forward(*problem)(q, k, v, given, *of_queries)
     backward = Backward(*problem)
     dq, delta = backward.dq(q, k, v, out, do, lse, given, *of_queries)
-    dk, dv = backward.dkdv(q, k, v, do, lse, delta, transposed, *of_keys)
+    dk, dv = backward.dkdv(q, k, v, do, lse, delta, of_keys_bias, *of_keys)
     sums = BiasGradient(*problem, parts=parts)(q, k, v, do, lse, delta, given, *of_queries)
 
     for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=False):
@@ -272,19 +273,44 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
     assert error(dbias, wanted[4]) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("N", [70, 768])
-@pytest.mark.parametrize("masked", [False, True])
-def test_padded_bias__is_contiguous(N, masked):
-    """Kernels ignore strides. A table of relative positions is often a permuted view; 768 tokens need no padding."""
-    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+@pytest.mark.parametrize("shape, N, M", [((1, 2), 130, 140), ((2, 1), 197, 135)])
+def test_short_kernels__with_a_bias__interpreted(shape, N, M):
+    """Each thread block runs two or more heads; rows of the bias are -inf or very negative everywhere."""
+    import jax.numpy as jnp
 
-    mask = torch.ones(2, 1, N, N, dtype=torch.bool) if masked else None
-    for bias in (torch.randn(N, N, 3).permute(2, 0, 1), torch.randn(2, 3, N, N).mT):
-        prepared = padded_bias(bias, mask, N, N)
-        assert prepared.is_contiguous()
-        expected = bias.expand(prepared.shape[0], 3, N, N) * math.log2(math.e)
-        assert torch.allclose(prepared[:, :, :N, :N], expected)  # both are rounded once, to float32
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+    from vitkernels.attention.pallas_flash.hopper.bias_groups import summed, transposed
+    from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
+    from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
+
+    B, H, D, scale = 2, 2, 64, 0.1
+    q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
+    bias = 3 * torch.randn(*shape, N, M)
+    bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(torch.float32).min, -torch.inf
+    bias[:, :, 8, 1::2], bias[:, :, 9] = torch.finfo(torch.float32).min, -1e9
+    bias[:, :, 10, 1::2] = 1000.0
+    bias.requires_grad_()
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact_bias = bias.detach().double().requires_grad_()
+    exact = reference(*leaves, bias=exact_bias, scale=scale)
+    wanted = exact, *torch.autograd.grad(exact, [*leaves, exact_bias], do.double().transpose(1, 2))
+
+    prepared = padded_bias(bias, None, N, M, scale)
+    problem = (B, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 2, False, shape)
+    array = lambda x: jnp.asarray(x.detach().float().numpy(), "bfloat16")  # noqa: E731
+    tensor = lambda x: torch.tensor(x.astype("float32").tolist())  # noqa: E731
+    q, k, v, do = map(array, (q, k, v, do))
+    given, of_keys = (jnp.asarray(x.detach().numpy()) for x in (prepared, transposed(prepared.detach())))
+    out, lse = ShortForward(*problem)(q, k, v, given)
+    *found, ds = ShortBackward(*problem, stores_ds=True)(q, k, v, out, do, lse, of_keys)
+
+    for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *found), wanted, strict=False):
+        assert error(tensor(x).transpose(1, 2), y) < TOLERANCE[torch.bfloat16], name
+    gradient = summed(tensor(ds).bfloat16(), shape, N, scale)
+    (dbias,) = torch.autograd.grad(prepared, bias, gradient)
+    assert error(dbias, wanted[4]) < TOLERANCE[torch.bfloat16]
 
 
 @needs_new_jax
@@ -299,6 +325,8 @@ def test_padded_bias__is_contiguous(N, masked):
         (1024, 40, False, None),
         (197, 64, True, None),
         (197, 64, True, (1, 8)),
+        (197, 64, False, (1, 8)),
+        (256, 40, False, (2, 1)),
         (577, 88, False, (2, 1)),
     ],
 )
@@ -312,8 +340,10 @@ def test_kernels__lower_without_a_gpu(N, D, has_ids, bias_shape):
     kernels = [call.forward, call.dq, call.dkdv]
     if bias_shape is not None:
         kernels.append(call.bias_gradient)
-    elif fits_short_backward(N, N, D, has_ids):
+    if fits_short_backward(N, N, D, has_ids):
         kernels.append(call.short_backward)
+    if bias_shape is not None and fits_short_backward(N, N, D, has_ids):
+        kernels.append(call.short_backward_with_ds)
     if (N, D) == (4096, 56):
         kernels += [call.delta, call.fused_backward]
     for kernel in kernels:
@@ -335,12 +365,12 @@ def test_operators__trace_with_ids_and_a_bias():
         qkv = torch.empty(2, 70, 3, 3, 64, dtype=torch.bfloat16)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
         ids = token_ids(q.shape, 70, torch.ones(2, 1, 1, 70, dtype=torch.bool), None)
-        bias = padded_bias(torch.empty(3, 70, 70), None, 70, 70)
+        bias = padded_bias(torch.empty(3, 70, 70), None, 70, 70, 0.1)
         call = bias, *ids, False, 0.1
         out, lse = attend_packed(qkv, *call)
         assert out.shape == (2, 70, 192) and lse.shape == (2, 3, 256)
         dqkv, dbias = packed_backward(out, out, lse, qkv, True, *call)
-        assert dqkv.shape == qkv.shape and dbias.shape == bias.shape == (1, 3, 256, 256)
+        assert dqkv.shape == qkv.shape and dbias.shape == bias.shape == (1, 3, 4, 32, 512)
         out, lse = attend(q, k, v, *call)
         assert out.shape == q.shape
         *dqkv, dbias = backward(out, out, lse, q, k, v, False, *call)

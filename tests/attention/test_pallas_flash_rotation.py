@@ -1,12 +1,11 @@
 """Rotary embeddings of `pallas_flash` on Hopper: the kernel, interpreted, and the operators around stand-in kernels."""
 
-import math
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from hopper import error, needs_new_jax
+from torch.nn import functional as F
 
 from vitkernels.attention.contract import rotated
 from vitkernels.attention.pallas_flash import _in_rows
@@ -134,7 +133,9 @@ class StandIn:
     def _weights(self, q, k, bias=None):
         scores = q @ k.mT * self.scale
         if bias is not None:
-            scores = scores + bias[:, :, : self.queries, : self.keys] * math.log(2)
+            from vitkernels.attention.pallas_flash.hopper import bias_groups
+
+            scores = scores + bias_groups.in_rows(bias, self.queries, self.keys, self.scale)
         if self.is_causal:
             scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
         return scores.softmax(-1)
@@ -153,8 +154,10 @@ class StandIn:
         ds = p * (do @ v.mT - (do @ v.mT * p).sum(-1, keepdim=True))
         dbias = None
         if needs_dbias:
-            dbias = torch.zeros_like(bias)
-            dbias[:, :, : self.queries, : self.keys] = ds.sum(0, keepdim=True) * math.log(2)
+            from vitkernels.attention.pallas_flash.hopper import bias_groups
+
+            rows = F.pad(ds.mT, (0, -self.queries % 8)).float().contiguous()
+            dbias = bias_groups.summed(rows, bias.shape[:2], self.queries, self.scale)
         ds = ds * self.scale
         for to, x in zip(unpacked(dq), (ds @ k, ds.mT @ q, p.mT @ do), strict=True):
             to.copy_(x)
@@ -206,7 +209,7 @@ def test_rotary_attention__with_a_bias(operators, compiled):
     qkv, bias = qkv.requires_grad_(), torch.randn(H, 37, 37).requires_grad_()
 
     def attend(qkv, bias):
-        call = padded_bias(bias, None, 37, 37), *NOTHING[1:], False, 0.1
+        call = padded_bias(bias, None, 37, 37, 0.1), *NOTHING[1:], False, 0.1
         return operators.attend_rotary(qkv, rope, False, *call)[0]
 
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend

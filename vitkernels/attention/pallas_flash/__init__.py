@@ -35,7 +35,7 @@ _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
-    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+    from vitkernels.attention.pallas_flash.hopper.bias import folded_scale, padded_bias
     from vitkernels.attention.pallas_flash.hopper.rotation import rotate
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
@@ -89,6 +89,8 @@ class PallasFlash(AttentionBackend):
 
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
         if q_BHND.device.type == "cuda":
+            factor, keywords["scale"] = _folding(**keywords)
+            q_BHND = q_BHND if factor == 1 else q_BHND * factor
             call = _hopper_call(q_BHND.shape, k_BHMD.shape[2], **keywords)
             if rope is not None:
                 q_BHND, k_BHMD = rotate(q_BHND, rope, rope_half, False), rotate(k_BHMD, rope, rope_half, False)
@@ -102,6 +104,9 @@ class PallasFlash(AttentionBackend):
         B, N, _, H, D = qkv_BN3HD.shape
         if qkv_BN3HD.device.type != "cuda":
             return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
+        if _folding(**keywords)[0] != 1:
+            q, k, v = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+            return self.run(q, k, v, rope, rope_half, **keywords).transpose(1, 2).reshape(B, N, H * D)
         call = _hopper_call((B, H, N, D), N, **keywords)
         if rope is None:
             return operators.attend_packed(qkv_BN3HD, *call)[0]
@@ -110,11 +115,24 @@ class PallasFlash(AttentionBackend):
 
 def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
     """Return the arguments that describe a call to the Hopper operators."""
-    # A mask that is the same for all queries and heads of an image becomes ids: the kernels then skip masked tiles.
-    of_keys = mask is not None and all(size == 1 for size in mask.shape[-3:-1])
-    prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys)
+    of_keys = _is_of_keys(mask)
+    prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale)
     ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids)
     return prepared, *ids, is_causal, scale
+
+
+def _is_of_keys(mask) -> bool:
+    """Return whether a mask is the same for all queries and heads of an image.
+
+    It then becomes ids, and the kernels skip masked tiles; other masks become a bias.
+    """
+    return mask is not None and all(size == 1 for size in mask.shape[-3:-1])
+
+
+def _folding(scale, *, bias=None, mask=None, **_) -> tuple[float, float]:
+    """Return (factor, scale): what q is multiplied by, because the kernels divide a bias by the scale, and the rest."""
+    has_bias = bias is not None or (mask is not None and not _is_of_keys(mask))
+    return folded_scale(scale) if has_bias else (1.0, scale)
 
 
 def _in_rows(x_BHND):

@@ -15,7 +15,6 @@ from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, S
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
-    LOG2E,
     ROWS,
     along_columns,
     along_rows,
@@ -113,10 +112,10 @@ class Backward(RingKernel):
         bias = self.bias_tile(scratch["bias_ref"], item.batch, item.head, first_query, first_key, columns)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
-        scores, dp = tiles.products((q, tiles.first_rows(k, columns)), (do, tiles.first_rows(v, columns)))
-        scores = tiles.biased(scores * (self.scale * LOG2E), bias)
-        weights = jnp.exp2(scores - along_rows(lse, scores.shape))
-        if self.is_causal or keys < columns:
+        some_k, some_v = tiles.first_rows(k, columns), tiles.first_rows(v, columns)
+        scores, dp = tiles.products((bias, q, some_k), (None, do, some_v), interpret=self.interpret)
+        weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
+        if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
             key = tiles.position(scores.shape, 1) + first_key
             keep = key < self.keys
             if self.is_causal:
@@ -235,14 +234,14 @@ class Backward(RingKernel):
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.
-        scores, dp = tiles.products((k, tiles.first_rows(q, columns)), (v, tiles.first_rows(do, columns)))
+        some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
+        scores, dp = tiles.products((bias, k, some_q), (None, v, some_do), interpret=self.interpret)
         # Read into registers before the slot is released; the copy engine's later write needs no fence.
         lse, delta = (
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             for name in ("lse_smem", "delta_smem")
         )
-        scores = tiles.biased(scores * (self.scale * LOG2E), bias)
-        weights = jnp.exp2(scores - along_columns(lse, scores.shape))
+        weights = jnp.exp2(self.exponents(scores) - along_columns(lse, scores.shape))
         if self.is_causal:
             query = tiles.position(scores.shape, 1) + first_query
             weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)

@@ -1,44 +1,89 @@
-"""A bias and a mask as the Hopper kernels of `pallas_flash` read them: float32 in log2 units, padded.
+"""A bias and a mask as the Hopper kernels of `pallas_flash` read them: float32 in units of q k, padded and in groups.
+
+The kernels start the product of scores, q k, from the bias. So it is divided by the scale, which must be positive (see
+`folded_scale`), and stored in the order in which the threads hold the product (see bias_groups.py).
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens.
 """
 
+import math
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from vitkernels.attention.pallas_flash.hopper.tiles import LOG2E, LOW, padded
+from vitkernels.attention.pallas_flash.hopper import bias_groups
+from vitkernels.attention.pallas_flash.hopper.tiles import stored_bias_shape
+from vitkernels.bridge.operator import differentiable_once, operator
 
-# The least finite score that the kernels compute from a bias, in log2 units; the bias LOW + _LEAST gives it. Both are
-# above the start of the kernels' running maximum, so that a row of them is not mistaken for one without keys.
-_LEAST = 4 * LOW
+_SCALES = 2.0**-24, 2.0**24  # of calls with a bias: LOW / scale, and what q k can be, must be far from infinite
 
 
-def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: int) -> Tensor | None:
-    """Return the sum of bias and mask (-inf where it is False): (B or 1, H or 1, padded N, padded M); None for neither.
+def folded_scale(scale: float) -> tuple[float, float]:
+    """Return (factor, rest), whose product is `scale`; rest is a valid scale of a call with a bias.
 
-    It is contiguous, as the kernels assume: elementwise operations would keep the layout of a permuted bias.
-    This runs outside the operators: a compiled model computes it once for all layers that share a bias, and autograd
-    differentiates it.
+    factor is 1 for a valid scale, otherwise 0, -1 or a power of two, by which q is multiplied without rounding.
+    """
+    if scale == 0:
+        return 0.0, 1.0
+    if _SCALES[0] <= abs(scale) <= _SCALES[1]:
+        return math.copysign(1.0, scale), abs(scale)
+    rest, exponent = math.frexp(abs(scale))
+    return math.copysign(2.0**exponent, scale), rest
 
+
+def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: int, scale: float) -> Tensor | None:
+    """Return the sum of bias and mask (-inf where it is False) as the kernels read it, or None for neither.
+
+    It has the shape stored_bias_shape. This runs outside the operators of attention: a model computes it once for all
+    layers that share a bias.
+
+    Each row is shifted by its maximum, which does not change its softmax and keeps the sums of q k and the bias small.
     In float32 a very negative bias absorbs its score, so a row of finfo.min averages its keys in SDPA. To match that,
-    the kernels replace the score by -LOW where the bias is at most LOW. Rows whose maximum is below LOW are shifted so
-    that it equals LOW, which does not change their softmax.
+    rows whose maximum is below LOW are shifted so that it becomes LOW: far from every score, but finite.
+    The padding is -inf.
     """
     if bias is None and mask is None:
         return None
     if bias is None:
         assert mask is not None
         bias = torch.zeros((), device=mask.device)
-    total = bias.float()
     if mask is not None:
-        total = torch.where(mask, total, -torch.inf)
-    total = total[(None,) * (4 - total.ndim)]
-    total = total.expand(*total.shape[:2], queries, keys)
-    top = total.detach().amax(-1, keepdim=True)
-    is_low = (top < LOW) & ~top.isinf()
-    # Few steps over arrays of this size: without a compiler, each takes memory, and some is kept for the gradient.
-    shifted = (total - torch.where(is_low, top, 0.0)) * LOG2E + torch.where(is_low, LOW, 0.0)
-    raised = shifted.clamp(min=_LEAST + LOW)
-    raised = torch.where(total == -torch.inf, total, raised)
-    return F.pad(raised, (0, padded(keys) - keys, 0, padded(queries) - queries)).contiguous()
+        bias = torch.where(mask, bias.float(), -torch.inf)
+    bias = bias[(None,) * (4 - bias.ndim)]
+    return _stored(bias.expand(*bias.shape[:2], queries, keys), scale)
+
+
+@operator("pallas_flash_hopper_bias(Tensor bias, float scale) -> Tensor")
+def _stored(bias_BHNM: Tensor, scale: float) -> Tensor:
+    return bias_groups.stored(bias_BHNM, scale)
+
+
+@_stored.register_fake
+def _(bias, scale):
+    B, H, N, M = bias.shape
+    return bias.new_empty(stored_bias_shape((B, H), N, M), dtype=torch.float32)
+
+
+@operator("pallas_flash_hopper_bias_backward(Tensor gradient, SymInt N, SymInt M, float scale) -> Tensor")
+def _in_rows(gradient: Tensor, N: int, M: int, scale: float) -> Tensor:
+    return bias_groups.in_rows(gradient.contiguous(), N, M, 1 / scale)
+
+
+@_in_rows.register_fake
+def _(gradient, N, M, scale):
+    return gradient.new_empty(*gradient.shape[:2], N, M)
+
+
+def _save(ctx, inputs, output):
+    bias, ctx.scale = inputs
+    ctx.size, ctx.dtype = bias.shape[2:], bias.dtype
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("pallas_flash")
+def _differentiate(ctx, gradient):
+    # Where a very negative bias was raised, the weights, and so the gradient, are zero anyway.
+    return None if gradient is None else _in_rows(gradient, *ctx.size, ctx.scale).to(ctx.dtype), None
+
+
+_stored.register_autograd(_differentiate, setup_context=_save)

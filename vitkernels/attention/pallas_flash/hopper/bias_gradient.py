@@ -15,19 +15,17 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream, WorkItem
 from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
-    LOG2E,
     ROWS,
     WGMMA,
     along_rows,
     at,
     filled,
-    padded,
 )
 
 
@@ -39,7 +37,7 @@ class BiasGradient(RingKernel):
     parts: int = 1
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, bias, *ids):
-        """Return the parts' sums, float32 (P, images, heads, padded N, padded M), for a bias in log2 units.
+        """Return the parts' sums, in float32 and of P times the bias's shape.
 
         ids: those of queries and keys, and the spans, which this kernel ignores; see Forward.
         """
@@ -66,7 +64,7 @@ class BiasGradient(RingKernel):
         images, heads = self.sharing
         # An item without steps would let the compute warpgroups outrun the loader.
         assert (self.parts - 1) * self.per_part < images * heads, "a part is empty"
-        shape = (self.parts, *self.bias_shape, padded(self.queries), padded(self.keys))
+        shape = (self.parts, *self.bias_array(self.queries, self.keys).shape)
         sums = (jax.ShapeDtypeStruct(shape, jnp.float32),)
         return self.kernel(self._body, self.queries, sums, scratch)(
             q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, bias, *ids
@@ -175,10 +173,9 @@ class BiasGradient(RingKernel):
             plgpu.barrier_wait(scratch["arrived"].at[slot])
             q, do = at(scratch["q_smem"], place), at(scratch["do_smem"], place)
             k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
-            scores, dp = tiles.products((q, k), (do, v))
+            scores, dp = tiles.products((bias, q, k), (None, do, v), interpret=self.interpret)
             lse, delta = (plgpu.load(scratch[name].at[place], layout=BY_ROW) for name in ("lse_smem", "delta_smem"))
-            scores = tiles.biased(scores * (self.scale * LOG2E), bias)
-            weights = jnp.exp2(scores - along_rows(lse, scores.shape))
+            weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
             keep = self._keeps(place, slot, first_row, first_key, scores.shape, scratch)
             weights = weights if keep is None else jnp.where(keep, weights, 0.0)
             ds = weights * (dp - along_rows(delta, dp.shape))
@@ -186,8 +183,8 @@ class BiasGradient(RingKernel):
             return total + ds
 
         total = lax.fori_loop(0, item.steps, add, filled((ROWS, columns), 0, WGMMA))
-        where = sums_ref.at[part, image, item.head, pl.ds(first_row, ROWS), pl.ds(first_key, columns)]
-        where[...] = total * (1 / LOG2E)
+        where = groups.at(sums_ref, (part, image, item.head), first_row, first_key, columns)
+        groups.store(where, total * self.scale, self.interpret)
 
     def _keeps(self, place, slot, first_row, first_key, shape, scratch):
         """Return where a query attends to a key, as far as ids and causality decide; None if they do not."""

@@ -116,19 +116,14 @@ class Forward(RingKernel):
         # Requested before the keys are awaited, which hides part of its latency.
         bias = self.bias_tile(scratch["bias_ref"], item.batch, item.head, first_query, first_key, columns)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
-
-        def scores_of(acc_ref):
-            for q, k in zip(q_smem, tiles.first_rows(at(scratch["k_smem"], slot), columns), strict=True):
-                plgpu.wgmma(acc_ref, q, tiles.transposed(k))
-            return acc_ref[...]
-
-        scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, columns), jnp.float32))
+        k_smem = tiles.first_rows(at(scratch["k_smem"], slot), columns)
+        (scores,) = tiles.products((bias, q_smem, k_smem), interpret=self.interpret)
         keep = None
         if ids is not None:
             of_keys = plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             keep = tiles.same_id(ids, of_keys)
         plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
-        weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep, bias)
+        weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
         out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
@@ -140,18 +135,16 @@ class Forward(RingKernel):
     def initial_carry(self) -> tuple:
         return self.zeros(), filled((ROWS,), LOWEST, BY_ROW), filled((ROWS,), 0, BY_ROW)
 
-    def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None, bias=None) -> tuple:
+    def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None) -> tuple:
         """Return the rounded weights of `keys` keys from first_key on, and the rescaled output, maximum and sum.
 
-        keep: where a query attends to a key; None: everywhere. bias: in log2 units.
+        scores: in units of q k. keep: where a query attends to a key; None: everywhere.
         """
         out, highest, total = carry
         scale = self.scale * LOG2E
-        if bias is not None:
-            scores, scale = tiles.biased(scores * scale, bias), 1.0
-        elif scale <= 0:
+        if scale <= 0:
             scores, scale = scores * scale, 1.0
-        if self.is_causal or keys < scores.shape[1]:
+        if self.is_causal or (keys < scores.shape[1] and not self.bias_shape):  # the bias of padding is -inf
             scores = self._masked(scores, first_query, first_key)
         if keep is not None:
             scores = jnp.where(keep, scores, -jnp.inf)
@@ -167,6 +160,8 @@ class Forward(RingKernel):
         if self.has_ids or self.bias_shape:  # a query without keys: out is 0, and every weight of the backward pass
             has_key = total > 0
             inverse = jnp.where(has_key, 1 / total, 0.0)
+            # Of a row whose biases are all very negative, relative to LOW; see exponents.
+            highest = jnp.where(highest <= tiles.LOW / 2, 0.0, highest) if self.bias_shape else highest
             lse = jnp.where(has_key, highest + jnp.log(total) * LOG2E, jnp.inf)
         else:
             inverse = 1 / total

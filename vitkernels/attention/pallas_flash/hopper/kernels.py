@@ -1,5 +1,6 @@
 """The compiled Hopper kernels of `pallas_flash` for one attention call, and the choice among them."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -7,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vitkernels.attention.pallas_flash.hopper import bias_groups
 from vitkernels.attention.pallas_flash.hopper.backward import Backward
 from vitkernels.attention.pallas_flash.hopper.bias_gradient import BiasGradient
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
 from vitkernels.attention.pallas_flash.hopper.fused_order import Delta
 from vitkernels.attention.pallas_flash.hopper.schedule import (
+    MOST_DS,
     MULTIPROCESSORS,
     Schedule,
     bias_gradient_parts,
@@ -68,14 +71,19 @@ class AttentionKernels:
         )
 
     @property
+    def _has_mask(self) -> bool:
+        """Return whether the kernels compare positions or ids."""
+        return self.is_causal or self.has_ids
+
+    @property
     def _is_masked(self) -> bool:
         """Return whether the kernels mask individual weights, which costs registers."""
-        return self.is_causal or self.has_ids or self.bias_shape is not None
+        return self._has_mask or self.bias_shape is not None
 
     @cached_property
     def forward(self) -> Kernel:
         """Return the forward kernel, called as (q, k, v, *bias, *ids, out, lse)."""
-        if fits_short_forward(self.queries, self.keys, self.head_dim, self._is_masked):
+        if fits_short_forward(self.queries, self.keys, self.head_dim, self._has_mask):
             kernel = self._build(ShortForward, None)
         else:
             has_bias = self.bias_shape is not None
@@ -84,10 +92,21 @@ class AttentionKernels:
 
     @cached_property
     def short_backward(self) -> Kernel:
-        """Return the short backward kernel, called as (q, k, v, out, do, lse, dq, dk, dv)."""
-        kernel = self._build(ShortBackward, None)
+        """Return the short backward kernel, called as (q, k, v, out, do, lse, *transposed bias, dq, dk, dv)."""
+        return self._compiled(self._build(ShortBackward, None))
+
+    @cached_property
+    def _short_backward_with_ds(self) -> ShortBackward:
+        return replace(self._build(ShortBackward, None), stores_ds=True)
+
+    @cached_property
+    def short_backward_with_ds(self) -> Kernel:
+        """Return the short backward kernel that also stores dS, which is its last argument."""
+        return self._compiled(self._short_backward_with_ds)
+
+    def _compiled(self, kernel: ShortBackward) -> Kernel:
         do = kernel.rows(self.queries, self.heads)
-        return Kernel(kernel, (*_inputs(kernel), do, do, kernel.vector()))
+        return Kernel(kernel, (*_inputs(kernel), do, do, kernel.vector(), *_extras(kernel, kernel.keys)))
 
     @cached_property
     def _fused(self) -> FusedBackward | None:
@@ -143,12 +162,19 @@ class AttentionKernels:
         do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
         return Kernel(kernel, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.queries)))
 
-    @cached_property
-    def _backward(self) -> tuple[Kernel, ...]:
-        """Return the kernels of the backward pass, except that of the bias's gradient."""
-        if fits_short_backward(self.queries, self.keys, self.head_dim, self._is_masked):
-            return (self.short_backward,)
-        return (self.dq, self.dkdv) if self._fused is None else (self.delta, self.fused_backward)
+    def _runs_short_backward(self, bias_gradient: bool) -> bool:
+        """Return whether one kernel computes the gradients; with that of a bias, it stores dS (see MOST_DS)."""
+        if not fits_short_backward(self.queries, self.keys, self.head_dim, self._has_mask):
+            return False
+        return not bias_gradient or math.prod(self._short_backward_with_ds.ds.shape) <= MOST_DS
+
+    def _backward(self, bias_gradient: bool) -> tuple[Kernel, ...]:
+        """Return the kernels of the backward pass. bias_gradient: whether the bias needs one."""
+        if self._runs_short_backward(bias_gradient):
+            return (self.short_backward_with_ds if bias_gradient else self.short_backward,)
+        if self._fused is not None:
+            return self.delta, self.fused_backward
+        return (self.dq, self.dkdv, self.bias_gradient) if bias_gradient else (self.dq, self.dkdv)
 
     def start(self, gradient: bool, bias_gradient: bool) -> None:
         """Start to compile the forward kernel in the background, and with `gradient` those of the backward pass, too.
@@ -157,10 +183,8 @@ class AttentionKernels:
         """
         # In the order of their use: lowering a kernel takes tenths of a second.
         self.forward.start(self.device)
-        for kernel in self._backward if gradient else ():
+        for kernel in self._backward(bias_gradient) if gradient else ():
             kernel.start(self.device)
-        if bias_gradient:
-            self.bias_gradient.start(self.device)
 
     def vector(self) -> Tensor:
         """Return an uninitialized (B, H, padded N), for log-sum-exp or delta."""
@@ -169,11 +193,19 @@ class AttentionKernels:
     def run_backward(self, q, k, v, out, lse, do, bias, ids, dq, dk, dv, needs_dbias: bool) -> Tensor | None:
         """Fill dq, dk and dv, and return the gradient of the bias if it is needed.
 
+        For up to 256 tokens, that gradient takes 2 bytes per score of memory for a moment, at most 1 GB (see MOST_DS).
+
         bias, ids: what `padded_bias` and `token_ids` returned.
         """
-        if fits_short_backward(self.queries, self.keys, self.head_dim, self._is_masked):
-            self.short_backward(q, k, v, out, do, lse, dq, dk, dv)
-            return None
+        of_keys = () if bias is None else (bias_groups.transposed(bias),)
+        if self._runs_short_backward(needs_dbias):
+            if not needs_dbias:
+                self.short_backward(q, k, v, out, do, lse, *of_keys, dq, dk, dv)
+                return None
+            ds = q.new_empty(self._short_backward_with_ds.ds.shape)
+            self.short_backward_with_ds(q, k, v, out, do, lse, *of_keys, dq, dk, dv, ds)
+            assert self.bias_shape is not None
+            return bias_groups.summed(ds, self.bias_shape, self.queries, self.scale)
         delta = self.vector()
         if self._fused is not None:
             counters = torch.empty_like(delta, dtype=torch.int32)
@@ -183,12 +215,11 @@ class AttentionKernels:
             return None
         biases = () if bias is None else (bias,)
         self.dq(q, k, v, out, do, lse, *biases, *by_queries(ids), dq, delta)
-        transposed = () if bias is None else (bias.mT.contiguous(),)
-        self.dkdv(q, k, v, do, lse, delta, *transposed, *by_keys(ids), dk, dv)
+        self.dkdv(q, k, v, do, lse, delta, *of_keys, *by_keys(ids), dk, dv)
         return self._run_bias_gradient(q, k, v, do, lse, delta, bias, ids) if needs_dbias else None
 
     def _run_bias_gradient(self, q, k, v, do, lse, delta, bias, ids) -> Tensor:
-        # Zeros, because no work item writes the padding.
+        # Zeros, because no work item writes all of the padding.
         parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape)
         self.bias_gradient(q, k, v, do, lse, delta, bias, *by_queries(ids), parts)
         return parts[0] if len(parts) == 1 else parts.sum(0)

@@ -43,7 +43,7 @@ def widths(head_dim: int) -> tuple[int, ...]:
 def forward_schedule(queries: int, keys: int, head_dim: int, has_bias: bool = False) -> Schedule:
     columns = sum(widths(head_dim))
     if columns > 96:
-        return Schedule(64 if has_bias else 128, 2, min(2, _tiles(queries)), buffers=1)
+        return Schedule(64 if has_bias else 128, 2, min(2, _tiles(queries)))
     warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
     if keys <= 3 * ROWS or has_bias:  # a bias of 128 keys would exceed the registers
         return Schedule(64, 4, warpgroups)
@@ -117,13 +117,18 @@ def bias_gradient_parts(tiles: int, pairs: int, elements: int) -> int:
     return -(-pairs // per_part)
 
 
+# The gradient of a bias of a short sequence is the sum of dS, 2 bytes per score, which the backward kernel stores for a
+# moment. At most 1 GB: 2**29 scores are 864 images with 12 heads of 197 tokens. Beyond, the pair and BiasGradient run.
+MOST_DS = 2**29
+
+
 # --- the kernels for short sequences ----------------------------------------------------------------------------------
 
 
 def fits_short_backward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
     """Return whether one kernel can compute dq, dk and dv: an entire head fits in shared memory, in rows of 128 bytes.
 
-    A mask would exceed its registers.
+    is_masked: causal or with ids, which would exceed its registers; a bias takes none.
     """
     return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_masked
 

@@ -9,6 +9,9 @@ atomics, so results are bit-equal from run to run.
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+from dataclasses import dataclass
+
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,7 +20,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
-    LOG2E,
     ROWS,
     WGMMA,
     along_columns,
@@ -31,8 +33,19 @@ REGISTERS = 208, 88  # per thread of a compute warpgroup and of the helper: 2 * 
 BUFFERS = 2  # for tiles of O, and of dS
 
 
+@dataclass(frozen=True)
 class ShortBackward(tiles.PerHeadKernel):
     """The backward kernel for non-causal calls. Tiles have 64 rows; rows beyond the last token load as zeros."""
+
+    stores_ds: bool = False  # the kernel also returns dS, transposed
+
+    @property
+    def requests_early(self) -> bool:
+        """Return whether a step gets its first bias from the step before.
+
+        With a bias per image but not per head, ptxas then spills accumulators, and serializes the products (C7512).
+        """
+        return self.bias_shape is not None and self.bias_shape[1] > 1
 
     @property
     def steps(self) -> int:
@@ -44,8 +57,17 @@ class ShortBackward(tiles.PerHeadKernel):
         """Return the number of key tiles per compute warpgroup."""
         return pl.cdiv(self.keys, 2 * ROWS)
 
-    def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN):
-        """Return dq, dk and dv in arrays like q's, k's and v's."""
+    @property
+    def ds(self) -> jax.ShapeDtypeStruct:
+        """Return the array of dS, (B, H, M, N rounded up to 8), as the TMA unit requires rows of 16 n bytes."""
+        shape = self.batch, self.heads, self.keys, tiles.padded_columns(self.queries)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *bias):
+        """Return dq, dk and dv in arrays like q's, k's and v's, and with stores_ds dS.
+
+        bias: transposed; see Forward.
+        """
         queries, keys, dtype = self.steps, 2 * self.own, jnp.dtype(self.dtype)
 
         def head_tiles(count):
@@ -71,13 +93,18 @@ class ShortBackward(tiles.PerHeadKernel):
             "v_consumed": plgpu.Barrier(num_arrivals=2),
         }
         q, k = self.rows(self.queries, self.all_heads), self.rows(self.keys, self.all_heads)
-        kernel = self.launch(self._body, {"block": self.blocks}, 3, (q, k, k), scratch)
-        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN)
+        outputs = (q, k, k, self.ds) if self.stores_ds else (q, k, k)
+        kernel = self.launch(self._body, {"block": self.blocks}, 3, outputs, scratch)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *bias)
 
-    def _body(self, q, k, v, out, do, lse, dq, dk, dv, **scratch):
-        refs = {"q": q, "k": k, "v": v, "out": out, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    def _body(self, q, k, v, out, do, lse, *rest, **scratch):
+        bias, _, (dq, dk, dv, *ds) = self.extras(rest)
+        refs = {"q": q, "k": k, "v": v, "out": out, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "bias": bias}
+        refs["ds"] = ds[0] if ds else None
         warpgroup = lax.axis_index("warpgroup")
         iterations = self.iterations()
+        if self.bias_shape:  # a number of 1 is known to the compiler, which then removes the loop and spills
+            iterations = self._opaque(iterations)
 
         @pl.when(warpgroup < 2)
         def _():
@@ -156,7 +183,11 @@ class ShortBackward(tiles.PerHeadKernel):
                 plgpu.barrier_wait(scratch["v_consumed"])
                 pl.when(more)(lambda: self._load_keys(iteration + 1, "v", refs, scratch))
 
+            if self.stores_ds:
+                self._store_ds(iteration, tile, buffer, refs, scratch)
             dq = self._dq(buffer, scratch)
+            if self.stores_ds:
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(scratch["ds_consumed"].at[buffer])
 
             @pl.when(last & more)
@@ -170,6 +201,15 @@ class ShortBackward(tiles.PerHeadKernel):
 
         lax.fori_loop(0, self.steps, dq_of, None)
         self._next_queries(iteration, self.steps - 1, more, refs, scratch)
+
+    def _store_ds(self, iteration, tile, buffer, refs, scratch):
+        """Start storing dS of a tile of queries; the compute warpgroups have committed it to the TMA unit's proxy."""
+        where = self.head_of(iteration)
+        columns = pl.ds(tiles.unchecked(tile * ROWS), ROWS)
+        for key_tile in range(pl.cdiv(self.keys, ROWS)):
+            rows = pl.ds(tiles.unchecked(key_tile * ROWS), ROWS)
+            smem = tiles.untiled(scratch["ds_smem"][0], buffer * 2 * self.own + key_tile, self.interpret)
+            plgpu.copy_smem_to_gmem(smem, refs["ds"].at[(*where, rows, columns)])
 
     def _next_queries(self, iteration, tile, more, refs, scratch):
         plgpu.barrier_wait(scratch["q_consumed"].at[tile])
@@ -200,29 +240,40 @@ class ShortBackward(tiles.PerHeadKernel):
         full, last = divmod(self.queries, ROWS)
         if tiles.padded_columns(last) == ROWS:
             full, last = full + 1, 0
-        carry = zeros, zeros
+        # The next tile's bias is requested before the product that ends a step, which hides its latency.
+        bias = self._bias_of(iteration, jnp.int32(0), 0, ROWS, refs) if self.requests_early else None
+        carry = zeros, zeros, bias
+
+        def step(tile, columns, *carry):
+            return self._step(iteration, tile, columns, *carry, refs, scratch)
+
         # Hide the loop's end from the compiler, and keep the last tile's code behind it; otherwise registers spill.
-        carry = lax.fori_loop(0, self._opaque(full), lambda tile, c: self._step(tile, ROWS, *c, scratch), carry)
+        carry = lax.fori_loop(0, self._opaque(full), lambda tile, c: step(tile, ROWS, *c), carry)
         if last:
             tile, carry = self._sequenced((jnp.int32(full), carry))
-            carry = self._step(tile, tiles.padded_columns(last), *carry, scratch)
-        dk, dv = carry
+            carry = step(tile, tiles.padded_columns(last), *carry)
+        dk, dv, _ = carry
         first = lax.axis_index("warpgroup") * self.own
         for tile in range(max(0, self.steps - BUFFERS), self.steps):
             plgpu.barrier_wait(scratch["ds_consumed"].at[tile % BUFFERS])
         self._store(iteration, "dv", dv, 1, first, scratch["ds_smem"], first, refs)
         self._store(iteration, "dk", dk, self.scale, first, scratch["ds_smem"], 2 * self.own + first, refs)
 
-    def _step(self, tile, columns, dk, dv, scratch):
-        """Process the first `columns` queries of a tile. Scores and arrays of their size are keys by queries."""
+    def _step(self, iteration, tile, columns, dk, dv, bias, refs, scratch):
+        """Process the first `columns` queries of a tile. Scores and arrays of their size are keys by queries.
+
+        bias: that of the first own tile; None: it was not requested yet. Return also that of the next tile of queries.
+        """
         dk, dv = list(dk), list(dv)
         first = self._opaque(lax.axis_index("warpgroup")) * self.own
         buffer = lax.rem(tile, BUFFERS)
+        if bias is None:
+            bias = self._bias_of(iteration, tile, 0, columns, refs)
         plgpu.barrier_wait(scratch["q_arrived"].at[tile])
         q, do = at(scratch["q_smem"], tile), at(scratch["do_smem"], tile)
         some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
         none = filled((ROWS, columns), 0, WGMMA)
-        (scores,) = tiles.accumulated((none,), self._scores(0, first, some_q, scratch), self.interpret)
+        (scores,) = tiles.accumulated((bias[:, :columns],), self._scores(0, first, some_q, scratch), self.interpret)
         for i in range(self.own):
             last = i == self.own - 1
             weights = self._weights(scores, tile, self._has_padding(i), scratch)
@@ -241,13 +292,26 @@ class ShortBackward(tiles.PerHeadKernel):
             if last:
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
+                if self.requests_early and columns == ROWS:
+                    bias = self._bias_of(iteration, lax.min(tile + 1, self.steps - 1), 0, ROWS, refs)
+                else:
+                    bias = None
                 dk[i] = tiles.accumulated(dk[i], products, self.interpret)
             else:
+                bias = self._bias_of(iteration, tile, i + 1, columns, refs)
                 products += self._scores(len(q), first + i + 1, some_q, scratch)
-                *dk_i, scores = tiles.accumulated((*dk[i], none), products, self.interpret)
+                *dk_i, scores = tiles.accumulated((*dk[i], bias), products, self.interpret)
                 dk[i] = tuple(dk_i)
         plgpu.barrier_arrive(scratch["q_consumed"].at[tile])
-        return tuple(dk), tuple(dv)
+        return tuple(dk), tuple(dv), bias
+
+    def _bias_of(self, iteration, tile, own_tile, columns, refs):
+        """Request the bias of an own tile and the first `columns` queries of a tile; zeros without a bias."""
+        if self.bias_shape is None:
+            return filled((ROWS, columns), 0, WGMMA)
+        first = self._opaque(lax.axis_index("warpgroup")) * self.own
+        where = *map(self._opaque, self.head_of(self._opaque(iteration))), (first + own_tile) * ROWS, tile * ROWS
+        return self.bias_tile(refs["bias"], *where, columns)
 
     def _scores(self, index, k_tile, q, scratch) -> list:
         return [(index, x, transposed(y)) for x, y in zip(at(scratch["k_smem"], k_tile), q, strict=True)]
@@ -259,9 +323,10 @@ class ShortBackward(tiles.PerHeadKernel):
     def _weights(self, scores, tile, has_padding, scratch):
         scores, tile = self._sequenced((scores, tile))
         lse = plgpu.load(scratch["lse_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
-        exponents = scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)
+        exponents = self.exponents(scores) - along_columns(lse, scores.shape)
         # Padded rows have scores of 0, possibly far above a low lse: exp2 would overflow, and inf times 0 is NaN in dq.
-        if has_padding:
+        # With a bias they are -inf.
+        if has_padding and not self.bias_shape:
             exponents = jnp.minimum(exponents, 0.0)
         return jnp.exp2(exponents).astype(self.dtype)
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
-from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, WGMMA, at, filled, transposed
+from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, at
 
 BUFFERS = 2  # for heads
 LOADER_REGISTERS = 32  # per thread
@@ -38,7 +38,9 @@ class ShortForward(tiles.PerHeadKernel, Forward):
         at_launch = 65536 // (128 * (self.query_tiles + 1)) // 8 * 8
         return (at_launch * (self.query_tiles + 1) - LOADER_REGISTERS) // self.query_tiles // 8 * 8
 
-    def __call__(self, q_BNHD, k_BMHD, v_BMHD):
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD, *bias):
+        """Return out and log-sum-exp; see Forward."""
+
         def head_tiles(count):
             return tiles.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), count)
 
@@ -54,9 +56,10 @@ class ShortForward(tiles.PerHeadKernel, Forward):
         }
         outputs = self.rows(self.queries, self.heads), self.vector()
         kernel = self.launch(self._body, {"block": self.blocks}, self.query_tiles + 1, outputs, scratch)
-        return kernel(q_BNHD, k_BMHD, v_BMHD)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, *bias)
 
-    def _body(self, q_ref, k_ref, v_ref, out_ref, lse_ref, **scratch):
+    def _body(self, q_ref, k_ref, v_ref, *refs, **scratch):
+        scratch["bias_ref"], _, (out_ref, lse_ref) = self.extras(refs)
         warpgroup = lax.axis_index("warpgroup")
         iterations = self.iterations()
 
@@ -88,10 +91,15 @@ class ShortForward(tiles.PerHeadKernel, Forward):
     def _attend(self, iteration, out_ref, lse_ref, scratch):
         buffer, tile = lax.rem(iteration, BUFFERS), lax.axis_index("warpgroup")
         batch, head = self.head_of(iteration)
+
+        def bias_of(step):
+            return self.bias_tile(scratch["bias_ref"], batch, head, tile * ROWS, step * ROWS, self._columns(step))
+
+        carry, bias = self.initial_carry(), bias_of(0)
         plgpu.barrier_wait(scratch["arrived"].at[buffer])
-        carry = self.initial_carry()
+        q = at(scratch["q_smem"], buffer * self.query_tiles + tile)
         for step in range(self.steps):
-            carry = self._add(step, buffer, at(scratch["q_smem"], buffer * self.query_tiles + tile), carry, scratch)
+            carry, bias = self._add(step, buffer, q, carry, bias, bias_of, scratch)
         plgpu.barrier_arrive(scratch["consumed"].at[buffer])
         out, lse = self.finalize(*carry)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
@@ -101,13 +109,22 @@ class ShortForward(tiles.PerHeadKernel, Forward):
         plgpu.commit_smem()
         tiles.store_rows(scratch["out_smem"], tile, out_ref, batch, tile * ROWS, head, self.interpret)
 
-    def _add(self, step, buffer, q, carry, scratch):
-        """Fold one tile of keys into the running output, maximum and sum."""
-        keys, slot = min(ROWS, self.keys - step * ROWS), buffer * self.steps + step
+    def _keys(self, step: int) -> int:
+        return min(ROWS, self.keys - step * ROWS)
+
+    def _columns(self, step: int) -> int:
+        """Return the columns of a tile's scores."""
+        return tiles.padded_columns(self._keys(step))
+
+    def _add(self, step, buffer, q, carry, bias, bias_of, scratch):
+        """Fold one tile of keys into the running output, maximum and sum; return also the next tile's bias."""
+        slot = buffer * self.steps + step
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
-        columns = tiles.padded_columns(keys)
-        products = [(0, a, transposed(b)) for a, b in zip(q, tiles.first_rows(k, columns), strict=True)]
-        (scores,) = tiles.accumulated((filled((ROWS, columns), 0, WGMMA),), products, self.interpret)
-        weights, out, highest, total = self.softmax_step(scores, 0, step * ROWS, keys, carry)
+        k = tiles.first_rows(k, self._columns(step))
+        (scores,) = tiles.products((bias, q, k), interpret=self.interpret)
+        weights, out, highest, total = self.softmax_step(scores, 0, step * ROWS, self._keys(step), carry)
+        # Requested before the product with values, which hides part of its latency; before the weights are computed,
+        # it would exceed the registers.
+        bias = bias_of(step + 1) if step + 1 < self.steps else None
         out = tiles.accumulated(out, [(i, weights, part) for i, part in enumerate(v)], self.interpret)
-        return out, highest, total
+        return (out, highest, total), bias

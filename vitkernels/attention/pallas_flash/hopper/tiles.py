@@ -15,10 +15,11 @@ from jax._src.state.types import ReshapeTransform, TransformedRef
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from vitkernels.attention.pallas_flash.hopper import groups
 from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS, ROWS, Schedule, widths
 
 LOG2E = math.log2(math.e)
-LOW = -(2.0**93)  # a bias of at most this, in log2 units, replaces its score; see padded_bias
+LOW = -(2.0**93)  # the score, in log2 units, of the keys of a row whose biases are all very negative; see padded_bias
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 WGMMA = plgpu.Layout.WGMMA
@@ -76,15 +77,27 @@ class HopperKernel:
 
     def bias_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         assert self.bias_shape is not None
-        return jax.ShapeDtypeStruct((*self.bias_shape, padded(rows), padded(columns)), jnp.float32)
+        return jax.ShapeDtypeStruct(stored_bias_shape(self.bias_shape, rows, columns), jnp.float32)
+
+    @property
+    def low(self) -> float:
+        return lowest_score(self.scale)
 
     def bias_tile(self, bias_ref, image, head, first_row, first_column, columns: int):
-        """Return ROWS × columns of a head's bias, in registers and log2 units; None without a bias."""
+        """Request ROWS × columns of a head's bias, and return it in registers, in units of q k; None without a bias.
+
+        A product with scores starts from these registers, so that the bias takes none beside the scores.
+        """
         if self.bias_shape is None:
             return None
         image, head = (x if n > 1 else 0 for x, n in zip((image, head), self.bias_shape, strict=True))
-        tile = bias_ref.at[image, head, pl.ds(first_row, ROWS), pl.ds(first_column, columns)]
-        return plgpu.load(tile, layout=WGMMA, optimized=False)
+        return groups.load(groups.at(bias_ref, (image, head), first_row, first_column, columns), self.interpret)
+
+    def exponents(self, scores: jax.Array) -> jax.Array:
+        """Return scores in log2 units from q k + bias; 0 for the keys of a row whose biases are all very negative."""
+        if self.bias_shape is not None:
+            scores = jnp.where(scores <= self.low / 2, scores - self.low, scores)
+        return scores * (self.scale * LOG2E)
 
     def extras(self, refs) -> tuple:
         """Split a kernel's arguments after q, k and v or the vectors: the bias or None, the ids, and the results."""
@@ -132,6 +145,19 @@ def padded(tokens: int) -> int:
     tokens may be a symbolic number of torch.compile, which JAX's cdiv does not accept.
     """
     return max(-(-tokens // rows) * rows for rows in (192, 256))
+
+
+def lowest_score(scale: float) -> float:
+    """Return LOW in units of q k: the nearest power of two, whose product with the scale is exact in float32.
+
+    Otherwise the forward kernel's fused x * scale - highest would be the rounding error of highest, which is huge here.
+    """
+    return -(2.0 ** round(math.log2(LOW / (-scale * LOG2E))))
+
+
+def stored_bias_shape(shape: tuple[int, int], rows: int, columns: int) -> tuple[int, ...]:
+    """Return the shape of a bias as the kernels read it, for images and heads `shape`; see groups.py."""
+    return *shape, padded(rows) // ROWS, padded(columns) // groups.COLUMNS, ROWS * groups.COLUMNS
 
 
 def tile(rows: int, head_dim: int, dtype, *leading: int) -> tuple:
@@ -221,11 +247,6 @@ def filled(shape: tuple[int, ...], value: float, layout, dtype=jnp.float32) -> j
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
-def biased(scores: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """Return scores + bias, both in log2 units; where the bias is at most LOW, bias - LOW."""
-    return scores if bias is None else bias + jnp.where(bias <= LOW, -LOW, scores)
-
-
 def along_rows(x: jax.Array, shape) -> jax.Array:
     return lax.broadcast_in_dim(x, shape, [0])
 
@@ -250,16 +271,27 @@ def position(shape, axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
 
 
-def products(*factors: tuple[tuple, tuple]) -> tuple[jax.Array, ...]:
-    """Return a bᵀ over the head dim, in float32, for each (a, b) of tiles in shared memory; all run concurrently."""
+def products(*terms: tuple[jax.Array | None, tuple, tuple], interpret: bool) -> tuple[jax.Array, ...]:
+    """Return start + a bᵀ over the head dim, in float32, for each (start, a, b); all run concurrently.
+
+    start: in registers; None for zeros. a, b: tiles in shared memory.
+    """
+    starts, *_ = zip(*terms, strict=True)
+    factors = [
+        (i, a, transposed(b))
+        for i, (_, a_parts, b_parts) in enumerate(terms)
+        for a, b in zip(a_parts, b_parts, strict=True)
+    ]
+    shapes = [(a[0].shape[0], b[0].shape[0]) for _, a, b in terms]
+    if any(start is not None for start in starts):
+        starts = [filled(shape, 0, WGMMA) if x is None else x for x, shape in zip(starts, shapes, strict=True)]
+        return accumulated(tuple(starts), factors, interpret)
 
     def multiply(*acc_refs):
-        for acc_ref, (a_parts, b_parts) in zip(acc_refs, factors, strict=True):
-            for a, b in zip(a_parts, b_parts, strict=True):
-                plgpu.wgmma(acc_ref, a, transposed(b))
+        for i, a, b in factors:
+            plgpu.wgmma(acc_refs[i], a, b)
         return tuple(acc_ref[...] for acc_ref in acc_refs)
 
-    shapes = [(a[0].shape[0], b[0].shape[0]) for a, b in factors]
     return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 

@@ -1,0 +1,89 @@
+"""Tiles of 64 rows in the registers of a product, loaded from and stored to device memory in groups of 8 columns.
+
+A group is 512 consecutive values in the order (warp, lane, register). A thread's four values of a group are then 16
+bytes, and a warp accesses 512 consecutive bytes at once. Row by row, it would access 32 bytes of each of 8 rows, with
+twice as many instructions.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
+
+COLUMNS = 8
+_VALUES = 4  # of a thread in a group
+# The order of a group's values in memory: warp, row, pair of columns, half of 16 rows, column.
+_ORDER = 4, 8, 4, 2, 2
+
+
+def at(ref, leading: tuple, first_row, first_column, columns: int):
+    """Return the groups of ROWS × columns of `ref` (*leading, tiles of ROWS rows, groups, ROWS * COLUMNS)."""
+    first = lax.div(jnp.int32(first_column), COLUMNS)
+    return ref.at[(*leading, lax.div(first_row, ROWS), pl.ds(first, columns // COLUMNS))]
+
+
+def load(groups_ref, interpret: bool) -> jax.Array:
+    """Request groups of float32 values, (n, ROWS * COLUMNS); return (ROWS, 8 n) in the layout of a product."""
+    count = groups_ref.shape[0]
+    shape = ROWS, count * COLUMNS
+    if interpret:  # the interpreter does not run Mosaic GPU code
+        return groups_ref[...].reshape(count, *_ORDER).transpose(1, 4, 2, 0, 3, 5).reshape(shape)
+
+    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
+    def load(_ctx, ref):
+        f32 = mgpu.utils.ir.F32Type.get()
+        pair = mgpu.utils.ir.VectorType.get((2,), f32)
+        registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+        for group, address in enumerate(_addresses(ref, count)):
+            values = mgpu.utils.inline_ptx(  # with side effects: not moved behind a wait, unlike an ordinary load
+                "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", address, result_types=[f32] * 4, has_side_effects=True
+            )
+            for half in range(2):
+                registers[_register(group, half)] = mgpu.utils.vector.from_elements(
+                    pair, values[2 * half : 2 * half + 2]
+                )
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return load(groups_ref)
+
+
+def store(groups_ref, x: jax.Array, interpret: bool) -> None:
+    """Store (ROWS, 8 n) float32 values, in the layout of a product, as groups (n, ROWS * COLUMNS)."""
+    count = groups_ref.shape[0]
+    if interpret:
+        values = x.reshape(4, 2, 8, count, 4, 2).transpose(3, 0, 2, 4, 1, 5)
+        groups_ref[...] = values.reshape(count, ROWS * COLUMNS)
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
+    def store(_ctx, ref, x):
+        for group, address in enumerate(_addresses(ref, count)):
+            values = [
+                mgpu.utils.vector.extract(x.registers[_register(group, half)], [], [i])
+                for half in range(2)
+                for i in range(2)
+            ]
+            mgpu.utils.inline_ptx("st.global.v4.f32 [$0], {$1, $2, $3, $4};", address, *values, has_side_effects=True)
+
+    store(groups_ref, x)
+
+
+def _register(group: int, half: int) -> tuple[int, ...]:
+    """Return the index of a register, two adjacent columns, in an array of the layout WGMMA."""
+    return 0, group, 0, 0, half, 0, 0, 0, 0
+
+
+def _addresses(ref, count: int) -> list:
+    """Return the addresses of a thread's values in each group."""
+    utils = mgpu.utils
+    f32, i32 = utils.ir.F32Type.get(), utils.ir.IntegerType.get_signless(32)
+    thread = utils.arith.remui(utils.thread_idx(), utils.c(128, i32))
+    first = utils.getelementptr(utils.memref_ptr(ref), [utils.arith.muli(thread, utils.c(_VALUES, i32))], f32)
+    return [utils.getelementptr(first, [group * ROWS * COLUMNS], f32) for group in range(count)]
