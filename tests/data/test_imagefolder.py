@@ -5,7 +5,9 @@ import io
 import logging
 import os
 import shutil
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from PIL import Image, ImageOps
 from vitkernels.data import BadImagesError, SourceError, imagefolder, shared_memory
 from vitkernels.data.augment import TrainAugmentation, _posterize
 from vitkernels.data.decode.pillow import PillowImage
+from vitkernels.data.decode.pillow_warnings import collected
 
 SIDE = 24
 RECIPE = {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.5, "color_jitter": 0.4, "interpolation": "random"}
@@ -175,14 +178,45 @@ def test_pillow_warnings__are_logged_once(num_workers, make_root, caplog):
     assert str(root / "val" / "c" / "palette.png") in messages[0] and "transparency" in messages[0].lower()
 
 
-def test_pillow__ignores_warnings_of_other_code(make_root, monkeypatch):
-    """A warning of another thread, such as one that writes a checkpoint, is recorded in the same list."""
+def test_pillow__gives_each_thread_the_warnings_of_its_image(make_root, monkeypatch):
+    data = (make_root(val=1) / "val" / "a" / "0.jpg").read_bytes()
+    real, filters, show = Image.open, [*warnings.filters], warnings.showwarning
+    opened, proceed = [threading.Event(), threading.Event()], [threading.Event(), threading.Event()]
+    numbers = iter(range(2))
+
+    def open_late(file):
+        number = next(numbers)
+        opened[number].set()
+        assert proceed[number].wait(20)
+        warnings.warn_explicit(f"of image {number}", UserWarning, "Image.py", 1, module="PIL.Image")
+        return real(file)
+
+    monkeypatch.setattr(Image, "open", open_late)
+    with ThreadPoolExecutor(2) as threads:
+        images = []
+        for number in range(2):  # the second thread begins before the first one ends
+            images.append(threads.submit(PillowImage, data))
+            assert opened[number].wait(20)
+        with pytest.raises(UserWarning, match="of other code"):  # as pytest's filters say
+            warnings.warn("of other code", stacklevel=1)
+        for number, image in enumerate(images):  # and it ends after the first one
+            proceed[number].set()
+            assert image.result(20).warnings == [f"of image {number}"]
+    assert [*warnings.filters] == filters and warnings.showwarning is show
+
+
+def test_pillow__collects_a_warning_though_other_code_has_replaced_the_filters(make_root, monkeypatch):
     data = (make_root(val=1) / "val" / "a" / "0.jpg").read_bytes()
     real = Image.open
-    monkeypatch.setattr(Image, "open", lambda file: warnings.warn("of another", stacklevel=1) or real(file))
-    image = PillowImage(data)
-    image.decode()
-    assert image.warnings == []
+
+    def warn(file):
+        warnings.warn_explicit("of the image", UserWarning, "Image.py", 1, module="PIL.Image")
+        return real(file)
+
+    monkeypatch.setattr(Image, "open", warn)
+    with collected(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert PillowImage(data).warnings == ["of the image"]
 
 
 def png_without_its_end() -> bytes:

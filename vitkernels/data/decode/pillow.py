@@ -1,14 +1,12 @@
 """Decode every format that Pillow supports."""
 
 import io
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import numpy as np
 from PIL import Image
 
 from vitkernels.data.decode.contract import upright, upright_size
+from vitkernels.data.decode.pillow_warnings import collected
 
 ORIENTATION = 0x0112  # the EXIF tag
 
@@ -18,29 +16,21 @@ class PillowImage:
 
     def __init__(self, data: bytes, fallback: str | None = None):
         self.data, self.fallback = data, fallback
-        self.warnings: list[str] = []
-        with self._recorded():
+        with collected() as self.warnings:
             self._image: Image.Image = Image.open(io.BytesIO(data))
             self._orientation = orientation_of(self._image)
         self.size = upright_size(self._image.size, self._orientation)
 
     def decode(self, reduction: int = 1, rows: int | None = None) -> np.ndarray:
         image = self._image
-        with self._recorded():
+        with collected() as warnings:
             if image.mode.startswith("I;16"):  # Pillow would clip 16 bits to 8, turning most such images white
                 image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
             if image.mode in ("I", "F"):
                 raise ValueError(f"32-bit pixels (mode {image.mode}) have no known range: convert the file to 8 bits")
-            return upright(np.asarray(image.convert("RGB")), self._orientation)
-
-    @contextmanager
-    def _recorded(self) -> Iterator[None]:
-        """Collect Pillow's warnings."""
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")  # warnings of other threads, which are recorded here too
-            warnings.filterwarnings("always", module=r"PIL\.")
-            yield
-        self.warnings += [str(warning.message) for warning in caught]
+            pixels = upright(np.asarray(image.convert("RGB")), self._orientation)
+        self.warnings += warnings
+        return pixels
 
 
 def orientation_of(image: Image.Image) -> int:
