@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ from vitkernels import runtime
 from vitkernels.checkpoint import checkpoints as ckpt
 from vitkernels.checkpoint import optimizer_state
 from vitkernels.checkpoint.random_state import random_state, set_random_state
+from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.models import read_state_dict
 
 TENSORS = {"model/w": torch.arange(1000.0), "model/step": torch.tensor(3.0), "rng/0": torch.zeros(3, dtype=torch.uint8)}
@@ -188,6 +191,25 @@ def test_random_state__round_trip(tmp_path):
     expected = (random.random(), random.gauss(0, 1), np.random.randn(), torch.rand(3).tolist())
     set_random_state(ckpt.load_tensors(path, "rng")["0"], cpu)
     assert (random.random(), random.gauss(0, 1), np.random.randn(), torch.rand(3).tolist()) == expected
+
+
+def test_random_state__is_that_of_training_while_a_thread_prepares_a_batch():
+    cpu = runtime.create("cpu")
+    before = random_state(cpu)
+    seeded, saving = threading.Event(), threading.Event()
+
+    def prepare():
+        with seeded_globals(0, Stream.SAMPLE, 1):
+            seeded.set()
+            assert saving.wait(20)
+            time.sleep(0.1)  # without a lock, the states are read now
+
+    with ThreadPoolExecutor(1) as thread:
+        prepared = thread.submit(prepare)
+        assert seeded.wait(20)
+        saving.set()
+        assert torch.equal(random_state(cpu), before)
+        prepared.result(20)
 
 
 @pytest.mark.parametrize(

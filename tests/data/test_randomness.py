@@ -1,4 +1,6 @@
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -41,6 +43,20 @@ def test_seeded_globals__restores_after_an_error(rng_state):
     with pytest.raises(KeyError), seeded_globals(0, Stream.SAMPLE, 1):
         draws()
         raise KeyError
+    assert rng_state() == before
+
+
+def test_seeded_globals__threads_take_turns(rng_state):
+    def drawn(number):
+        found = []
+        for _ in range(20):
+            with seeded_globals(0, Stream.SAMPLE, number):
+                found.append((draws(), time.sleep(1e-4), draws()))
+        return found
+
+    before, expected = rng_state(), [drawn(number) for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(drawn, range(4))] == expected
     assert rng_state() == before
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from vitkernels.runtime.generators import GENERATORS
+
 
 class Stream(IntEnum):
     """The use of the numbers; part of the key, so no two uses share numbers."""
@@ -30,18 +32,20 @@ def seeded_globals(seed: int, stream: Stream, *key: int) -> Iterator[None]:
 
     For code that draws from the global generators, as timm's and torchvision's transforms do. A loader without workers
     thereby leaves the training process's streams unchanged. In a data worker they are not restored: nothing else draws
-    from them, and restoring takes 6 % of the worker's time. Not thread-safe: generators are global to the process.
+    from them, and restoring takes 6 % of the worker's time. Threads take turns, but one that draws without this
+    function gets numbers of this seed, because generators are global to the process.
     """
     in_worker = get_worker_info() is not None
-    before = None if in_worker else (random.getstate(), np.random.get_state(), torch.get_rng_state())
-    words = np.random.SeedSequence((seed, stream, *key)).generate_state(3)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]))
-    torch.default_generator.manual_seed(int(words[2]))  # torch.manual_seed would seed the accelerators as well
-    try:
-        yield
-    finally:
-        if before is not None:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.set_rng_state(before[2])
+    with GENERATORS:
+        before = None if in_worker else (random.getstate(), np.random.get_state(), torch.get_rng_state())
+        words = np.random.SeedSequence((seed, stream, *key)).generate_state(3)
+        random.seed(int(words[0]))
+        np.random.seed(int(words[1]))
+        torch.default_generator.manual_seed(int(words[2]))  # torch.manual_seed would seed the accelerators as well
+        try:
+            yield
+        finally:
+            if before is not None:
+                random.setstate(before[0])
+                np.random.set_state(before[1])
+                torch.set_rng_state(before[2])
