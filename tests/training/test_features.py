@@ -93,6 +93,21 @@ def test_backbone_of_other_classes__separates_a_folder(name, images, settings, t
     assert report["top1"] == 100.0 and (tmp_path / "eval/confusion.png").exists()
 
 
+@pytest.mark.parametrize(("split", "readable"), [("training", "val"), ("evaluation", "train")])
+def test_features_without_a_readable_image__are_refused(split, readable, images, settings, tmp_path):
+    damaged = [path for path in images.rglob("*.png") if readable not in path.parts]
+    for path in damaged:
+        path.write_text("no image")
+    backbone = models.create_model("vit_tiny_patch16_224", "sdpa", img_size=32, depth=1, num_classes=7)
+    torch.save(backbone.state_dict(), tmp_path / "backbone.pt")
+    words = [*SMALL, "model=vit_tiny_patch16_224", "model.img_size=32", f"checkpoint={tmp_path / 'backbone.pt'}"]
+    words += ["data=imagefolder", f"data.root={images}", "data.batch_size=4", "data.num_workers=0"]
+    count = len(damaged)
+    with error("evaluation.no_images", split=split, unreadable=count, num_samples=count) as caught:
+        train.run(settings(*words, "data.max_bad_share=1", "evaluation=knn"), tmp_path / "eval")
+    assert str(images) in str(caught.value)
+
+
 def test_data_set_without_plain_training_images__is_refused(settings, tmp_path):
     model = models.create_model("vit_digits", "sdpa", depth=1, num_classes=1024)
     torch.save(model.state_dict(), tmp_path / "weights.pt")

@@ -5,6 +5,8 @@ import subprocess
 
 import pytest
 import torch
+from expecting import error
+from PIL import Image
 from small_runs import ROOT, SMALL, command
 
 import train
@@ -74,6 +76,29 @@ def test_out_of_memory__is_explained_and_resumes_with_a_smaller_batch(failure, s
     # As the message says. The sums of two halves round differently: 1e-7 a step, which AdamW amplifies.
     train.run(settings(*words, *save, "data.batch_size=8", "trainer.accum_steps=2"), tmp_path / "run")
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "undisturbed"), rel=1e-4)
+
+
+@pytest.mark.parametrize("further", [[], ["ema.decay=0.9"]])
+def test_evaluation_without_a_readable_image__loses_no_training(further, settings, caplog, tmp_path):
+    images = tmp_path / "images"
+    for name in ("train/a/0.png", "train/b/0.png", "val/a/0.png", "val/b/0.png"):
+        (images / name).parent.mkdir(parents=True)
+        Image.new("RGB", (40, 40)).save(images / name)
+    words = ["runtime=cpu", "attn=sdpa", "model=vit_digits", "model.in_chans=3", "+model.kwargs.depth=1"]
+    words += ["data=imagefolder", f"data.root={images}", "data.batch_size=2", "data.num_workers=0"]
+    words += ["data.max_bad_share=1", "trainer.max_steps=3", *further]
+    for path in (images / "val").rglob("*.png"):
+        path.write_text("no image")
+    train.run(settings(*words, "checkpoints.every_epochs=null"), tmp_path / "run")
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert (summary["status"], summary["steps"]) == ("done", 3)
+    assert summary["val_top1"] is None and summary["best"] is None
+    assert (tmp_path / "run/model.safetensors").exists() and (tmp_path / "run/export").is_dir()
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert len(errors) == 3 and str(images / "val") in errors[0]
+
+    with error("evaluation.no_images", split="evaluation", unreadable=2, num_samples=2):
+        train.run(settings("mode=eval", f"checkpoint={tmp_path / 'run/model.safetensors'}", *words), tmp_path / "eval")
 
 
 def test_out_of_memory__of_an_absurdly_large_model(settings, tmp_path):

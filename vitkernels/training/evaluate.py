@@ -9,9 +9,37 @@ from torch.nn import functional as F
 from vitkernels.data import Loader
 from vitkernels.data.contract import PRESENT
 from vitkernels.data.device_transforms import finished
+from vitkernels.errors import UsageError
 from vitkernels.parallel import Parallel
 from vitkernels.training.answers import BatchAnswers
 from vitkernels.training.average_precision import mean_average_precision
+
+
+class NoImagesError(UsageError):
+    """No image of a split can be evaluated; all processes raise it."""
+
+
+def no_images(split: str, loader: Loader, parallel: Parallel) -> NoImagesError:
+    """Return the error, after an epoch of a loader, that no row held an image. All processes must call this."""
+    unreadable = int(parallel.total({"images": len(loader.bad_images)})["images"])
+    example = "".join(f", such as {path} ({reason})" for path, reason in [*loader.bad_images.items()][:1])
+    return NoImagesError(
+        f"no image of the {split} set can be evaluated: {unreadable} of {loader.num_samples} could not be read"
+        f"{example}. Repair or replace these files; `vitkernels data check ROOT` lists those of a folder or of shards",
+        code="evaluation.no_images",
+        split=split,
+        unreadable=unreadable,
+        num_samples=loader.num_samples,
+    )
+
+
+def _totals(read: dict[str, list[float]], loader: Loader, parallel: Parallel) -> dict[str, float]:
+    """Return the sums over all batches and processes, and the images of all batches but the first as "timed"."""
+    own = {name: sum(values) for name, values in read.items()}
+    totals = parallel.total({**own, "timed": sum(read["images"][1:])})
+    if not totals["images"]:
+        raise no_images("evaluation", loader, parallel)
+    return totals
 
 
 def _judge(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,7 +70,7 @@ def evaluate(
 
     The model runs in evaluation mode; its mode is restored. Rows with a negative target are padding and are ignored.
     images_per_s is the model's throughput without input wait. It excludes the first batch, which may compile, and is
-    None if there is only one.
+    None if there is only one. NoImagesError if no row holds an image.
 
     Args:
         kind: the name of these steps for the runtime. Each model needs its own, because each compiles separately.
@@ -76,8 +104,7 @@ def evaluate(
     read = {name: runtime.read(values) for name, values in counts.items()}
     model.train(was_training)
 
-    own = {name: sum(values) for name, values in read.items()}
-    totals = parallel.total({**own, "timed": sum(read["images"][1:])})
+    totals = _totals(read, loader, parallel)
     count = totals["images"]
     precision = {"map": mean_average_precision(rows, parallel)} if rows else {}
     return precision | {

@@ -14,6 +14,7 @@ from vitkernels.data.device_transforms import finished
 from vitkernels.errors import UsageError
 from vitkernels.inference.run_model import pooled_features
 from vitkernels.parallel import Parallel
+from vitkernels.training.evaluate import no_images
 
 _CHUNK = 2**28  # numbers in a temporary matrix: 1 GiB
 
@@ -39,10 +40,11 @@ class Features:
 
 
 @torch.no_grad()
-def extract(model: nn.Module, loader: Loader, parallel: Parallel) -> Features:
+def extract(model: nn.Module, loader: Loader, parallel: Parallel, split: str = "evaluation") -> Features:
     """Return the input of the model's classifier head for each row of the loader, on the CPU.
 
-    The model runs in evaluation mode; its mode is restored.
+    The model runs in evaluation mode; its mode is restored. NoImagesError, which names `split`, if no row holds a
+    sample.
     """
     runtime, was_training = parallel.runtime, model.training
     model.eval()
@@ -53,6 +55,8 @@ def extract(model: nn.Module, loader: Loader, parallel: Parallel) -> Features:
         rows.append((pooled.float().cpu(), targets.cpu()))
         runtime.end_step(images, targets, kind="features")
     model.train(was_training)
+    if not any((targets != IGNORE).any() for _, targets in rows):
+        raise no_images(split, loader, parallel)
     return Features(torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows]))
 
 
@@ -61,7 +65,7 @@ def training_features(model: nn.Module, data: Data, parallel: Parallel) -> Featu
 
     Raises:
         UsageError: "evaluation.processes" for several processes, "evaluation.data" for a data set that cannot give its
-            training images in order.
+            training images in order, "evaluation.no_images" if none can be read.
     """
     if parallel.devices > 1:
         raise UsageError(
@@ -74,7 +78,7 @@ def training_features(model: nn.Module, data: Data, parallel: Parallel) -> Featu
             "the data set has no open_plain_train, which returns its training images unaugmented and in order",
             code="evaluation.data",
         )
-    return extract(model, data.open_plain_train(), parallel).without_padding()
+    return extract(model, data.open_plain_train(), parallel, "training").without_padding()
 
 
 def accuracy(probabilities: Tensor, val: Features) -> dict:

@@ -25,7 +25,7 @@ from vitkernels.runtime.machine import MachineWatch
 from vitkernels.training.answers import Answers, BatchAnswers, collect
 from vitkernels.training.best_weights import BestWeights, is_better
 from vitkernels.training.distillation import Distillation
-from vitkernels.training.evaluate import evaluate
+from vitkernels.training.evaluate import NoImagesError, evaluate
 from vitkernels.training.health import (
     check_finite,
     parameters_without_gradient,
@@ -264,17 +264,21 @@ class Trainer:
     # ---- evaluation ----
 
     def evaluate(self, saved: Path | None = None) -> None:
-        """Evaluate the model and its EMA, log the figures, and keep `saved` if its weights are the best so far."""
+        """Evaluate the model and its EMA, log the figures, and keep `saved` if its weights are the best so far.
+
+        Without a readable image there are no figures: that is logged, and training continues.
+        """
         step, state = self.state.step, self.state
         # A data set without class names, such as random images, has no mistakes worth a look.
         is_told = self.data.class_names is not None and self.data.targets != "labels"
         is_last = step == self.plan.total_steps and is_told
         batches: list[BatchAnswers] | None = [] if is_last else None
-        of_model = batches if self.ema_net is None else None
-        result = evaluate(self.net, self.data.val, self.parallel, answers=of_model)
-        if self.ema_net is not None:
-            average = evaluate(self.ema_net, self.data.val, self.parallel, "EMA eval", batches)
-            result |= {f"ema_{k}": v for k, v in average.items() if k != "images"}
+        try:
+            result = self._figures(batches)
+        except NoImagesError as error:  # the weights are worth their training without a score, too
+            state.last_eval, state.eval_pending, self.answers = {}, False, None
+            log.error("step %d: %s. Training continues without a score; `vitkernels eval` gives one later", step, error)
+            return
         self.answers = None if batches is None else collect(batches, self.data.val, self.parallel)
         state.last_eval, state.eval_pending = result, False
         self.logger.evaluation(step, {f"val_{k}": v for k, v in result.items() if not k.endswith("per_s")})
@@ -287,6 +291,15 @@ class Trainer:
         of_ema = f"  EMA {result['ema_top1']:.2f} %" if "ema_top1" in result else ""
         precision = f"mAP {result['map']:.2f} %  " if "map" in result else ""
         log.info("step %d  val %stop-1 %.2f %%%s  loss %.4f", step, precision, result["top1"], of_ema, result["loss"])
+
+    def _figures(self, answers: list[BatchAnswers] | None) -> dict:
+        """Return what `evaluate` finds for the model, and for its EMA under ema_; `answers` gets those of the EMA."""
+        of_model = answers if self.ema_net is None else None
+        result = evaluate(self.net, self.data.val, self.parallel, answers=of_model)
+        if self.ema_net is not None:
+            average = evaluate(self.ema_net, self.data.val, self.parallel, "EMA eval", answers)
+            result |= {f"ema_{k}": v for k, v in average.items() if k != "images"}
+        return result
 
     def _keep_as_best(self, best: dict, saved: Path | None) -> bool:
         """Keep the weights as the best so far; return False, on all processes, if they could not be written."""
