@@ -1,5 +1,7 @@
 """The step timer: what counts as a step, and what is excluded."""
 
+import tracemalloc
+
 from vitkernels.training.step_timer import StepTimer
 
 
@@ -45,6 +47,23 @@ def test_step_times__exclude_warmup_and_pauses():
     steps(timer, device, [30])
     assert timer.stop().step_ms == [30]
     assert timer.summary()["step_time_ms"] == {"median": 20.0, "p10": 12.0, "p90": 28.0, "mean": 20.0, "n": 3}
+
+
+def test_memory__grows_by_one_number_per_step():
+    device, count = FakeRuntime(), 20_000
+    timer = StepTimer(device, warmup_steps=0)
+    tracemalloc.start()
+    for begin in range(0, count, 100):
+        timer.start()
+        for step in range(begin, begin + 100):
+            device.now += step / 7
+            timer.forward_done()
+            timer.step_done()
+        timer.stop()
+    assert timer.summary()["step_time_ms"]["n"] == count
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 12 * count  # 8 bytes each, and the array's reserve
 
 
 def test_synchronize__only_at_window_edges():

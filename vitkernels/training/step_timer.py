@@ -1,6 +1,7 @@
 """Time training steps on the device, without evaluation, checkpoints and logging, and split each step's time."""
 
 import time
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,6 +52,30 @@ class Window:
 def mean(values: list[float]) -> float | None:
     """Return the mean, None for no values."""
     return sum(values) / len(values) if values else None
+
+
+class Totals:
+    """The windows of a run, in 8 bytes per step: runs may take millions of steps.
+
+    step_ms: the time of each step, for the percentiles.
+    sums, counts: sum and number of the entries, for each part of a step and host_was_late.
+    """
+
+    def __init__(self) -> None:
+        self.step_ms: array[float] = array("d")
+        self.sums = dict.fromkeys((*PARTS, "host_was_late"), 0.0)
+        self.counts = dict.fromkeys(self.sums, 0)
+
+    def add(self, window: Window) -> None:
+        self.step_ms.extend(window.step_ms)
+        for name in self.sums:
+            values = getattr(window, name)
+            self.sums[name] += sum(values)
+            self.counts[name] += len(values)
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean, rounded to 4 digits; None for no entries."""
+        return round(self.sums[name] / self.counts[name], 4) if self.counts[name] else None
 
 
 @dataclass
@@ -104,7 +129,7 @@ class StepTimer:
         self.runtime = runtime
         self.steps_wait = steps_wait
         self.warmup_left = warmup_steps
-        self.total = Window()  # the windows so far, joined
+        self.total = Totals()
         self._steps: list[_Step] = []
         self._step: _Step | None = None
         self._late: list[bool] = []
@@ -195,8 +220,7 @@ class StepTimer:
             window = self._window(steps)
             window.forward_done_ms = [elapsed(s.begin, s.forward) for s in steps if s.forward is not None]
             window.host_was_late = self._late
-        for name, values in vars(window).items():
-            getattr(self.total, name).extend(values)
+        self.total.add(window)
         self._steps, self._late, self._step = [], [], None
         return window
 
@@ -228,15 +252,12 @@ class StepTimer:
         cannot measure them.
         """
         total, n = self.total, len(self.total.step_ms)
-        parts = {name: None if ms is None else round(ms, 4) for name, ms in total.split().items()}
-        late = total.host_was_late
-        host_bound = {"host_bound": round(sum(late) / len(late), 4) if late else None}
+        parts = {name: total.mean(name) for name in PARTS} | {"host_bound": total.mean("host_was_late")}
         if n == 0:
-            return {"step_time_ms": {**dict.fromkeys(("median", "p10", "p90", "mean")), "n": 0}, **parts, **host_bound}
+            return {"step_time_ms": {**dict.fromkeys(("median", "p10", "p90", "mean")), "n": 0}, **parts}
         p10, p50, p90 = np.percentile(total.step_ms, [10, 50, 90])
         times = {"median": p50, "p10": p10, "p90": p90, "mean": np.mean(total.step_ms)}
         return {
             "step_time_ms": {**{k: round(float(v), 4) for k, v in times.items()}, "n": n},
             **parts,
-            **host_bound,
         }
