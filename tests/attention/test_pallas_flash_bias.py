@@ -46,20 +46,21 @@ def test_padded_bias(device, N, M, masked):
         assert (found[:, :, N:] == -torch.inf).all() and (found[..., M:] == -torch.inf).all()
 
 
-def test_padded_bias__of_very_negative_rows():
+def test_padded_bias__that_absorbs_scores():
     """Keys that SDPA averages get one power of two, far from every score; the others are lower; -inf stays."""
     low, mixed, usual = torch.full((70,), LOWEST), torch.full((70,), LOWEST), torch.zeros(70)
     mixed[1::2], mixed[4], usual[1::2], usual[3] = -torch.inf, 2 * LOWEST / 3, LOWEST, -torch.inf
-    found = rows_of(low, mixed, usual, torch.full((70,), -torch.inf), torch.full((70,), -1e9))
+    absent, some, huge = torch.full((70,), -torch.inf), torch.full((70,), -1e9), torch.full((70,), -LOWEST / 2)
+    some[::2] = -1e9 - 64  # the next float32 number
+    found = rows_of(low, mixed, usual, absent, some, huge, torch.full((70,), -5e8))
     assert len(found[0].unique()) == 1 and math.frexp(found[0, 0].item())[0] == -0.5
     assert -1e30 < found[0, 0] * 0.125 < -1e27
-    assert (
-        found[1, 4] == found[0, 0]
-        and (found[1, 1::2] == -torch.inf).all()
-        and (found[1, 6::2] == 4 * found[0, 0]).all()
-    )
-    assert (found[2, ::2] == 0).all() and found[2, 3] == -torch.inf and (found[2, 5::2] == 4 * found[0, 0]).all()
-    assert (found[3] == -torch.inf).all() and (found[4] == 0).all()
+    averaged, lost = found[0, 0], 4 * found[0, 0]
+    assert found[1, 4] == averaged and (found[1, 1::2] == -torch.inf).all() and (found[1, 6::2] == lost).all()
+    assert (found[2, ::2] == 0).all() and found[2, 3] == -torch.inf and (found[2, 5::2] == lost).all()
+    assert (found[3] == -torch.inf).all()
+    assert (found[4, 1::2] == averaged).all() and (found[4, ::2] == lost).all()
+    assert (found[5] == averaged).all() and (found[6] == 0).all()
 
 
 def test_padded_bias__has_a_gradient_in_its_shape():
@@ -197,7 +198,7 @@ def test_attend__interpreted(interpreted, monkeypatch, N, shape, most_ds):
     q, k, v, do = (torch.randn(2, N, 2, 64).bfloat16().transpose(1, 2) for _ in range(4))
     bias = torch.randn(shape)
     if shape[-2] > 1:
-        bias[..., 3, :], bias[..., 4, :] = LOWEST, -torch.inf
+        bias[..., 3, :], bias[..., 4, :], bias[..., 5, :] = LOWEST, -torch.inf, -LOWEST / 2
     leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
     prepared = padded_bias(leaves[3], None, N, N, 0.125)
     out = interpreted.attend(*leaves[:3], prepared, *[None] * 4, False, 0.125)[0]

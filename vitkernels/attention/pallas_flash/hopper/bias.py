@@ -38,9 +38,9 @@ def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: in
     layers that share a bias.
 
     Each row is shifted by its maximum, which does not change its softmax and keeps the sums of q k and the bias small.
-    In float32 a very negative bias absorbs its score, so a row of finfo.min averages its keys in SDPA. To match that,
-    rows whose maximum is below LOW are shifted so that it becomes LOW: far from every score, but finite.
-    The padding is -inf.
+    In float32 a huge bias absorbs its score, so SDPA averages the keys of a row of -1e9 or finfo.min. To match that,
+    rows whose maximum is 2^29 or more in size are shifted so that it becomes LOW: far from every score, but finite.
+    Their other keys get weights of 0. The padding is -inf.
     """
     if bias is None and mask is None:
         return None
@@ -82,7 +82,7 @@ def _save(ctx, inputs, output):
 
 @differentiable_once("pallas_flash")
 def _differentiate(ctx, gradient):
-    # Where a very negative bias was raised, the weights, and so the gradient, are zero anyway.
+    # A bias that was raised gets a weight of 0, and so a gradient of 0, either way.
     return None if gradient is None else _in_rows(gradient, *ctx.size, ctx.scale).to(ctx.dtype), None
 
 

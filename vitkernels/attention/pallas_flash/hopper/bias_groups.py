@@ -11,12 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.attention.pallas_flash.hopper.tiles import LOW, lowest_score, stored_bias_shape
+from vitkernels.attention.pallas_flash.hopper.tiles import lowest_score, stored_bias_shape
 from vitkernels.bridge.operator import interpretable
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
 _ROWS = 16  # of a program of the kernel that stores: those of a warp
 _ELEMENTS = 1024  # of a program of the other kernels
+_ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
 _UNROLLED = 8  # pairs whose loads are in flight at a time
 
 
@@ -30,7 +31,7 @@ def _place(row, column, groups):
 
 @triton.jit
 def _store_kernel(
-    bias_ptr, out_ptr, bias_b, bias_h, bias_r, bias_c, H, R, C, tiles, groups, low, threshold, factor,
+    bias_ptr, out_ptr, bias_b, bias_h, bias_r, bias_c, H, R, C, tiles, groups, low, absorbing, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store ROWS rows of a bias; see padded_bias."""
@@ -46,8 +47,9 @@ def _store_kernel(
         highest = tl.maximum(highest, x)
     top = tl.max(highest, 1)[:, None]
     top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
-    shift = tl.where(top < threshold, low, 0.0)
-    limit = tl.where(top < threshold, 0.0, low / 4)
+    absorbs = tl.abs(top) >= absorbing
+    shift = tl.where(absorbs, low, 0.0)
+    limit = tl.where(absorbs, 0.0, low / 4)
     for first in range(0, groups * 8, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
         inside = (row < R) & (column < C)
@@ -112,7 +114,7 @@ def stored(bias_BHRC: Tensor, scale: float) -> Tensor:
     bias = interpretable(bias_BHRC)
     out = bias.new_empty(stored_bias_shape((images, heads), R, C), dtype=torch.float32)
     triton_call(
-        bias, out, *bias.stride(), heads, R, C, *out.shape[2:4], lowest_score(scale), LOW, 1 / scale,
+        bias, out, *bias.stride(), heads, R, C, *out.shape[2:4], lowest_score(scale), _ABSORBING, 1 / scale,
         kernel=_store_kernel, grid=(cdiv(out.shape[2] * 64, _ROWS), images * heads),
         ROWS=_ROWS, COLUMNS=min(256, next_power_of_2(C)), num_warps=4,
     )  # fmt: skip

@@ -160,7 +160,7 @@ class Forward(RingKernel):
         if self.has_ids or self.bias_shape:  # a query without keys: out is 0, and every weight of the backward pass
             has_key = total > 0
             inverse = jnp.where(has_key, 1 / total, 0.0)
-            # Of a row whose biases are all very negative, relative to LOW; see exponents.
+            # Of a row whose bias absorbs its scores, relative to LOW; see exponents.
             highest = jnp.where(highest <= tiles.LOW / 2, 0.0, highest) if self.bias_shape else highest
             lse = jnp.where(has_key, highest + jnp.log(total) * LOG2E, jnp.inf)
         else:

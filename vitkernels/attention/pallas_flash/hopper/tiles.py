@@ -19,7 +19,7 @@ from vitkernels.attention.pallas_flash.hopper import groups
 from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS, ROWS, Schedule, widths
 
 LOG2E = math.log2(math.e)
-LOW = -(2.0**93)  # the score, in log2 units, of the keys of a row whose biases are all very negative; see padded_bias
+LOW = -(2.0**93)  # the score, in log2 units, of the keys whose huge bias absorbs their scores; see padded_bias
 INTERPRETED = plgpu.InterpretGPUParams(uninitialized_memory="nan")
 
 WGMMA = plgpu.Layout.WGMMA
@@ -94,7 +94,7 @@ class HopperKernel:
         return groups.load(groups.at(bias_ref, (image, head), first_row, first_column, columns), self.interpret)
 
     def exponents(self, scores: jax.Array) -> jax.Array:
-        """Return scores in log2 units from q k + bias; 0 for the keys of a row whose biases are all very negative."""
+        """Return scores in log2 units from q k + bias; 0 for keys whose huge bias absorbs their scores."""
         if self.bias_shape is not None:
             scores = jnp.where(scores <= self.low / 2, scores - self.low, scores)
         return scores * (self.scale * LOG2E)
