@@ -4,6 +4,7 @@ import importlib
 import json
 import random
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from vitkernels.benchmarks import tables
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = re.compile(
     r"(_ms|_us|median|median_ms|p10|p90|mean|low|high|_bytes|bytes_per_second|_GiB|_seconds|losses|error|_share|medians_ms"
-    r"|loss_against_bf16)$"
+    r"|loss_against_bf16|images_per_s)$"
 )
 
 
@@ -53,7 +54,7 @@ def test_page__every_figure_comes_from_the_results(name):
             if re.fullmatch(r"[+-]?\d+(\.\d+| \().*", old):
                 total += 1
                 same |= {old} if old == new else set()
-    assert total > 25
+    assert total > 20
     assert same <= {"1.00", "1.000", "100.0 %"}  # ratios of a value to itself
 
 
@@ -71,6 +72,36 @@ def test_page__figures_are_rounded_values_of_the_rows():
     text = page("tpu_attention", rows_of("tpu_attention"))
     for row in rows_of("tpu_attention"):
         assert f"| {row['estimate_ms']:.3f} |" in text
+    text = page("input", rows_of("input"))
+    for row in rows_of("input"):
+        rates = row["images_per_s"]
+        assert f"| {statistics.median(rates):.0f} ({min(rates):.0f}, {max(rates):.0f}) | {len(rates)} |" in text
+
+
+def test_input_page__relates_pipelines_within_their_run():
+    """A run ends where the settings change or a pipeline repeats; rows of early runs have no settings."""
+
+    def rows(pipelines: dict[str, list[float]], **more) -> list[dict]:
+        common = rows_of("input")[0] | more
+        return [common | {"pipeline": name, "images_per_s": rates} for name, rates in pipelines.items()]
+
+    loaders = {"imagefolder": [300.0, 100.0, 200.0], "timm's create_loader": [100.0]}
+    training = {"training, data=fake": [400.0], "training, files": [100.0], "evaluation of the files": [50.0]}
+    early = {"training, files": [7.0], "imagefolder": [8.0]}
+    chosen = ["model=vit_b16_256", "speed=max"]
+    text = page("input", [*rows(early), *rows(early), *rows({**loaders, **training}, settings=chosen)])
+    first, second, third = text.split("\n## Run ")[1:]
+    for run in (first, second):
+        assert "| training, files | 7 (7, 7) | 1 | – | – |" in run and "| imagefolder | 8 (8, 8) | 1 | – | – |" in run
+        assert "training with" not in run
+    assert "training with `model=vit_b16_256 speed=max`" in third
+    assert third.splitlines()[6:] == [
+        "| imagefolder | 200 (100, 300) | 3 | 2.00 | – |",
+        "| timm's create_loader | 100 (100, 100) | 1 | 1.00 | – |",
+        "| training, data=fake | 400 (400, 400) | 1 | – | 100.0 % |",
+        "| training, files | 100 (100, 100) | 1 | – | 25.0 % |",
+        "| evaluation of the files | 50 (50, 50) | 1 | – | – |",
+    ]
 
 
 def test_write_pages__committed_pages_are_current(tmp_path):

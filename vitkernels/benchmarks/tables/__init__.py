@@ -8,7 +8,7 @@ import importlib
 import json
 from pathlib import Path
 
-NAMES = ("step", "attention", "scaling", "quant", "paged_attention", "tpu_attention", "tpu_step", "speedrun")
+NAMES = ("step", "input", "attention", "scaling", "quant", "paged_attention", "tpu_attention", "tpu_step", "speedrun")
 
 
 def read_rows(path: Path) -> list[dict]:
