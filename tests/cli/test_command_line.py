@@ -11,6 +11,7 @@ from hydra.errors import HydraException
 from vitkernels.cli import command_line, wording
 from vitkernels.cli.known_settings import OPEN
 from vitkernels.cli.wording import explained, in_settings, no_setting, setting_of
+from vitkernels.config.compose import compose as config_of
 from vitkernels.config.schema import Config
 from vitkernels.config.setting import groups_of, settings_of
 from vitkernels.errors import EXIT_INTERRUPTED, UsageError, unknown_name
@@ -151,6 +152,23 @@ def test_explained__unknown_option_message():
     assert str(explanation("schedule=cosin")) == (
         "unknown schedule 'cosin'; known: constant, cosine. Did you mean 'cosine'? Choose with schedule=NAME."
     )
+
+
+@pytest.mark.parametrize("name", ["vit_medium_patch16_reg4_gap_256", "vit_base_patch16_224.augreg_in21k"])
+def test_explained__model_of_timm_without_a_file(name, settings):
+    """Its message offers timm's model, and no similar file."""
+    words = ["model=timm", f"model.name={name}"]
+    raised = explanation(f"model={name}")
+    assert (raised.code, raised.fields["group"], raised.fields["name"]) == ("cli.option", "model", name)
+    assert str(raised).endswith(f"choose it with {' '.join(words)}") and "Did you mean" not in str(raised)
+    assert settings(*words).model.name == name
+    with error("unknown_name", name=name) as caught:
+        config_of([f"model={name}"])
+    assert in_settings(caught.value) == str(raised)
+
+
+def test_explained__model_that_timm_does_not_know():
+    assert "model.name" not in str(explanation("model=vit_medium_patch16_reg4_gap_257"))
 
 
 def test_no_setting__suggests_plus_only_for_open_groups():

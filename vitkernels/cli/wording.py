@@ -11,7 +11,7 @@ from vitkernels.config.checks import NOT_IN_MODEL_KWARGS
 from vitkernels.config.compose import compose
 from vitkernels.config.location import PROGRAM
 from vitkernels.errors import UsageError, unknown_name
-from vitkernels.models.create import takes_argument
+from vitkernels.models.create import is_known, takes_argument
 from vitkernels.sweep.job import quoted
 
 _IN_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
@@ -77,6 +77,8 @@ _SETTING_OF_KIND = {
 
 def in_settings(error: UsageError) -> str:
     """Return the message of a library error, followed by its setting unless the message names it."""
+    if model_of_timm := _model_of_timm(error):
+        return model_of_timm
     message, setting = str(error), setting_of(error)
     if setting is None or f"{setting}=" in message:
         return message
@@ -130,10 +132,23 @@ def explained(error: Exception, config_dir: str, words: Sequence[str] = ()) -> U
 def _unknown_option(error: MissingConfigException) -> UsageError:
     group, _, option = (error.missing_cfg_file or "").rpartition("/")
     unknown = unknown_name(group, option, error.options or ())
+    fields = {**unknown.fields, "group": group}
+    if model_of_timm := _model_of_timm(unknown):
+        return UsageError(model_of_timm, code="cli.option", **fields)
     extra = " It comes with pip install 'vitkernels[cluster]'." if option in _IN_CLUSTER_EXTRA else ""
-    return UsageError(
-        f"{unknown} Choose with {group}=NAME.{extra}", code="cli.option", **{**unknown.fields, "group": group}
-    )
+    return UsageError(f"{unknown} Choose with {group}=NAME.{extra}", code="cli.option", **fields)
+
+
+def _model_of_timm(error: UsageError) -> str | None:
+    """Return the message for an unknown model=NAME if timm knows the name, else None.
+
+    model=NAME chooses a file of conf/model, which has few of timm's models. Similar names of files would mislead.
+    """
+    fields = error.fields
+    if error.code != "unknown_name" or fields["kind"] != "model" or not is_known(fields["name"]):
+        return None
+    name, files = fields["name"], ", ".join(fields["choices"])
+    return f"unknown model {name!r}; known: {files}. timm has it: choose it with model=timm model.name={name}"
 
 
 def _how_to_write(word: str) -> str:

@@ -74,6 +74,11 @@ def timm_model(name: str, **kwargs: Any) -> nn.Module:
     return _build(name, **kwargs)
 
 
+def is_known(name: str) -> bool:
+    """Return whether `create_model` knows the name, with or without a tag: as a preset, or as any model of timm."""
+    return name in PRESETS or timm.is_model(name)
+
+
 def takes_argument(name: str, argument: str, value: Any) -> bool:
     """Return whether the model takes an argument of this name, even if it rejects this value."""
     try:
@@ -118,7 +123,7 @@ def _pretrained_cfg(name: str) -> dict[str, Any]:
 
 
 def _check_known(name: str) -> None:
-    if name not in PRESETS and not timm.is_model(name):
+    if not is_known(name):
         raise unknown_name("model", name, _similar_names(name))
 
 
