@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from vitkernels.benchmarks import input as pipelines  # noqa: E402
+from vitkernels.cli.wording import in_settings  # noqa: E402
+from vitkernels.errors import UsageError  # noqa: E402
 from vitkernels.provenance import git_commit, versions  # noqa: E402
 from vitkernels.training.step_timer import PARTS  # noqa: E402
 
@@ -54,6 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     width, height = options.size
     root = options.root / f"{width}x{height}"
+    runs = {} if options.train is None else settings_of_runs(root, options)
+    if runs:
+        pipelines.check_settings([*runs.values()])  # before the files are made and the loaders timed
     if not root.exists():
         mean = pipelines.make_jpegs(root, options.images, width, height)
         print(f"{options.images} JPEG files, {width} × {height}, {mean / 1e3:.0f} KB on average, in {root}")
@@ -65,10 +70,11 @@ def main(arguments: list[str] | None = None) -> None:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU", "cores": os.cpu_count(),
         "workers": options.workers, "image": [width, height], "batch_size": options.batch, "image_size": options.side,
         "date": time.strftime("%Y-%m-%d"), "commit": git_commit(), "versions": versions(),
+        "settings": options.train,
     }  # fmt: skip
     options.results.parent.mkdir(parents=True, exist_ok=True)
     found = {}
-    for name, rates in measure(root, options):
+    for name, rates in measure(root, runs, options):
         found[name] = rates
         rounded = [round(rate, 1) for rate in rates]
         with options.results.open("a") as file:  # at once: a later pipeline may fail
@@ -79,42 +85,45 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"| {name} | {statistics.median(rates):,.0f} ({min(rates):,.0f}, {max(rates):,.0f}) |")
 
 
-def measure(root: Path, options: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
+def measure(root: Path, runs: dict[str, list[str]], options: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
     """Yield each pipeline's name and its images/s in each round, as soon as they are known."""
     shape = (root, options.batch, options.side, options.workers)
     makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
     makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}
     makers["timm's create_loader"] = partial(pipelines.timm_batches, *shape)
     yield from pipelines.rates(makers, options.seconds, options.rounds, options.workers)
-    if options.train is None:
-        return
-    common = [*options.train, f"data.batch_size={options.batch}", f"data.num_workers={options.workers}"]
-    yield from training(root, common, options)
-    if EVALUATION in options.runs:
-        yield EVALUATION, pipelines.evaluation_rates(root, common, options.rounds)
+    yield from training({name: words for name, words in runs.items() if name != EVALUATION}, options.rounds)
+    if EVALUATION in runs:
+        yield EVALUATION, pipelines.evaluation_rates(root, runs[EVALUATION], options.rounds)
 
 
-def training(root: Path, common: list[str], options: argparse.Namespace) -> Iterator[tuple[str, list[float]]]:
-    """Yield images/s of training on fake data and on the files, in turns; each run also prints its time's parts."""
-    files = ["data=imagefolder", f"data.root={root}", "data.check_images=0"]
-    words = {
-        "data=fake": ["data=fake", f"data.num_classes={pipelines.CLASSES}"],
-        "files": files,
-        "files, mixup, cutmix, erasing": [*files, "data.re_prob=0.25", MIXUP],
-        "files, RandAugment": [*files, "data.auto_augment=rand-m9-mstd0.5-inc1"],
-        "files, timm's create_loader": [*files, "data._target_=vitkernels.benchmarks.input.timm_data"],
-    }
-    chosen = [name for name in words if name in options.runs]
+def settings_of_runs(root: Path, options: argparse.Namespace) -> dict[str, list[str]]:
+    """Return the settings of train.py for each of the chosen RUNS, by its name."""
     untimed = untimed_steps(options)
+    common = [*options.train, f"data.batch_size={options.batch}", f"data.num_workers={options.workers}"]
     steps = [f"trainer.warmup_steps={untimed}", f"trainer.max_steps={untimed + options.steps}"]
-    found: dict[str, list[float]] = {name: [] for name in chosen}
-    for number in range(options.rounds):
-        for name in chosen:
-            summary = pipelines.training_summary([*common, *steps, *words[name]])
+    files = pipelines.file_settings(root)
+    settings = {
+        "data=fake": [*steps, "data=fake", f"data.num_classes={pipelines.CLASSES}"],
+        "files": [*steps, *files],
+        "files, mixup, cutmix, erasing": [*steps, *files, "data.re_prob=0.25", MIXUP],
+        "files, RandAugment": [*steps, *files, "data.auto_augment=rand-m9-mstd0.5-inc1"],
+        "files, timm's create_loader": [*steps, *files, "data._target_=vitkernels.benchmarks.input.timm_data"],
+        EVALUATION: files,
+    }
+    return {name: [*common, *words] for name, words in settings.items() if name in options.runs}
+
+
+def training(runs: dict[str, list[str]], rounds: int) -> Iterator[tuple[str, list[float]]]:
+    """Yield images/s of training with the settings of each run, in turns; each run also prints its time's parts."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(rounds):
+        for name, settings in runs.items():
+            summary = pipelines.training_summary(settings)
             found[name].append(summary["images_per_s"])
             parts = {part: summary[part] for part in PARTS}
             print(f"training, {name}: first step after {summary['first_step_s']} s, {parts}", flush=True)
-            if number == options.rounds - 1:
+            if number == rounds - 1:
                 yield f"training, {name}", found[name]
 
 
@@ -148,4 +157,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UsageError as error:
+        sys.exit(f"error: {in_settings(error)}")

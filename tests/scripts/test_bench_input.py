@@ -64,6 +64,31 @@ def test_main__refuses_another_number_of_images(tmp_path, in_threads):
         runpy.run_path(str(SCRIPT))["main"](["--root", str(tmp_path), "--size", "64", "48", "--images", "13"])
 
 
+@pytest.mark.parametrize(
+    ("settings", "runs", "message"),
+    [
+        (["model=vit_b16_265"], [], "Did you mean 'vit_b16_256'"),
+        (["model=vit_medium_patch16_reg4_gap_256"], [], "model=timm model.name=vit_medium_patch16_reg4_gap_256"),
+        (["model.name=vit_b16_265"], [], "Setting: model.name=..."),
+        (["model.img_size=250"], [], "Setting: model.img_size=..."),
+        (["data.decode=turbo"], ["--runs", "files", "data=fake"], "data.decode"),  # only files have it
+    ],
+)
+def test_main__checks_the_settings_before_it_makes_files(settings, runs, message, tmp_path, monkeypatch):
+
+    def refuse(*_):
+        raise AssertionError("files are made")
+
+    monkeypatch.setattr(pipelines, "make_jpegs", refuse)
+    folders = ["--root", str(tmp_path / "files"), "--results", str(tmp_path / "results.jsonl")]
+    monkeypatch.setattr("sys.argv", ["bench_input.py", *folders, *runs, "--train", *settings])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(SCRIPT), run_name="__main__")
+    line = str(ended.value.code)  # sys.exit prints a string and exits with status 1
+    assert line.startswith("error: ") and message in line and "\n" not in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rates__of_finished_rounds_survive_a_later_failure():
     def failing_after(batches):
         yield from itertools.repeat((None, range(8)), batches)
@@ -86,6 +111,7 @@ def test_main__measures_each_pipeline_and_training(tmp_path):
     ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert all(row["settings"] == tiny for row in rows)
     names = [row["pipeline"] for row in rows]
     assert names[-7:] == [
         "timm's create_loader", "training, data=fake", "training, files", "training, files, mixup, cutmix, erasing",

@@ -7,7 +7,7 @@ import io
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from PIL import Image
 from timm.data import create_loader
 from torchvision.datasets import ImageFolder
 
-from vitkernels import parallel, runtime
+from vitkernels import models, parallel, runtime
 from vitkernels.benchmarks.scaling import train_in_this_process
 from vitkernels.config.compose import compose
 from vitkernels.data import Batch, Data, imagefolder
@@ -30,6 +30,7 @@ from vitkernels.training.evaluate import evaluate
 
 CLASSES = 10
 BATCHES_AHEAD = 2  # that each worker of a DataLoader prepares
+_ONLY_STEPS = ("trainer.eval_every=null", "checkpoints.every_epochs=null")
 
 
 def make_jpegs(root: Path, count: int, width: int, height: int) -> float:
@@ -186,9 +187,31 @@ def _rate(batches: Iterator, seconds: float) -> float:
     return images / (time.perf_counter() - begin)
 
 
+def check_settings(runs: Sequence[list[str]]) -> None:
+    """Raise UsageError for settings that training would refuse, in seconds and without files, weights or a GPU.
+
+    The model is built once: the runs have the same.
+    """
+    configs = [compose([*overrides, *_ONLY_STEPS]) for overrides in runs]
+    model = configs[0].model
+    image_size, in_chans = models.input_spec(model.name, model.img_size, model.in_chans)
+    models.inspect_model(
+        lambda backend: models.create_model(
+            model.name, backend, img_size=model.img_size, in_chans=in_chans, drop_path_rate=model.drop_path_rate,
+            **model.kwargs,
+        ),
+        image_size=image_size, in_chans=in_chans, batch_size=1, dtype=torch.float32, device_type="cpu",
+    )  # fmt: skip
+
+
 def training_summary(overrides: list[str]) -> dict[str, Any]:
     """Return the summary of training with these settings; its images_per_s is that of the mean step."""
-    return train_in_this_process([*overrides, "trainer.eval_every=null", "checkpoints.every_epochs=null"])
+    return train_in_this_process([*overrides, *_ONLY_STEPS])
+
+
+def file_settings(root: Path) -> list[str]:
+    """Return the settings that choose the files below `root`."""
+    return ["data=imagefolder", f"data.root={root}", "data.check_images=0"]
 
 
 def evaluation_rates(root: Path, overrides: list[str], passes: int) -> list[float]:
@@ -197,8 +220,7 @@ def evaluation_rates(root: Path, overrides: list[str], passes: int) -> list[floa
     An untimed first pass compiles, starts the workers and reads the files into the page cache.
     """
     _link_as_evaluation(root)
-    words = [*overrides, "data=imagefolder", f"data.root={root / 'evaluation'}", "data.check_images=0"]
-    cfg = compose([*words, "trainer.eval_every=null", "checkpoints.every_epochs=null"])
+    cfg = compose([*overrides, *file_settings(root / "evaluation"), *_ONLY_STEPS])
     device = runtime.create(cfg.runtime.name, cfg.runtime.precision)
     found = []
     with parallel.create(runtime=device, **vars(cfg.parallel)) as strategy:
