@@ -8,6 +8,7 @@ A section is enclosed in <!-- begin NAME --> and <!-- end NAME -->; SECTIONS map
 
 import argparse
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,16 +20,17 @@ from reference_pages.attention import DEVICES, support_rows  # noqa: E402
 from reference_pages.markdown import table  # noqa: E402
 
 from vitkernels.benchmarks.tables import attention as attention_table  # noqa: E402
+from vitkernels.benchmarks.tables import input as input_table  # noqa: E402
 from vitkernels.benchmarks.tables import read_rows  # noqa: E402
 from vitkernels.benchmarks.tables import step as step_table  # noqa: E402
 
 PAGES = ("README.md", "docs/tutorials/compare_kernels.md", "docs/index.md")
 CHART = ROOT / "docs/_static/step_times.svg"
-# Numbers of runs in results/step.jsonl, attention.jsonl and scaling.jsonl, which are append-only.
-VIT_L, TRAIN_PY, SCALING = 21, 22, 9
+# Numbers of runs in results/step.jsonl, attention.jsonl, scaling.jsonl and input.jsonl, which are append-only.
+VIT_L, TRAIN_PY, SCALING, INPUT = 21, 22, 9, 4
 BEST = "attn=auto best"
 KERNELS = ("triton_flash", "pallas_flash")
-ATTENTION = {66: KERNELS, 63: ("pallas_flash",)}  # measurements with FlashAttention-4, and the kernels to show
+ATTENTION = (66, 63)  # measurements with FlashAttention-4
 EXTRAS = {"bias, masks, segments": 2, "dropout": 6}  # columns of support_rows after backend and device
 BARS = (
     ("timm, torch.compile, SDPA", step_table.BASELINE),
@@ -91,19 +93,16 @@ def _where(devices: dict[str, tuple[str, ...]], column: int) -> str:
 
 
 def verdict() -> str:
-    """Return the verdict table of the sweep in results/verdict.jsonl."""
-    rows = results("verdict")
+    """Return the verdict of the sweep in results/verdict.jsonl."""
     cells = []
-    for row in rows:
-        time = row["step_time_ms"]
+    for row in results("verdict"):
+        interval = row.get("speedup_interval")
         cells.append((
-            row["variant"], f"{time['median']:.2f} ({time['p10']:.2f}, {time['p90']:.2f})",
-            f"{row['images_per_s']:.1f}", f"{100 * row['mfu']:.1f}", f"{row['input_wait_ms']:.2f}",
-            f"{row['peak_memory_MiB']}", f"{row['train_loss']:.4f}",
-            f"{rows[0]['step_time_ms']['median'] / time['median']:.3f}",
+            row["variant"], f"{row['step_time_ms']:.2f}", f"{row['in_rounds_ms']:.2f}", f"{row['images_per_s']:.1f}",
+            f"{100 * row['mfu']:.1f}", f"{row['peak_memory_MiB']}",
+            f"{row['speedup']:.3f}" + (f" ({interval[0]:.3f}–{interval[1]:.3f})" if interval else ""),
         ))  # fmt: skip
-    headings = ("variant", "step ms (p10, p90)", "images/s", "MFU %", "input wait ms", "peak memory MiB",
-                "final loss", "speedup")  # fmt: skip
+    headings = ("variant", "step ms", "in rounds", "images/s", "MFU %", "peak memory MiB", "speedup")
     return table(headings, cells)
 
 
@@ -118,21 +117,39 @@ def measured() -> str:
         run = step_run(number)
         timm = run[step_table.BASELINE]["median"]
         cells.append(_against(what, "timm, compiled, SDPA", timm, run[variant]["median"], 1))
+    cells += _input()
     measurements = attention_table.split_measurements(results("attention"))
-    for number, names in ATTENTION.items():
+    for number in ATTENTION:
         measurement = measurements[number - 1]
         times = {row["contender"]: row["device_both_ms"]["median"] for row in measurement if "device_both_ms" in row}
         peer = min((ms, name) for name, ms in times.items() if name.removesuffix(" again") not in KERNELS)
         shape = ", ".join(map(str, measurement[0]["shape_BHND"]))
-        for name in names:
-            what = f"`{name}` on an H100, forward + backward, ({shape})"
-            cells.append(_against(what, peer[1], peer[0], times[name], 3))
+        what = f"`pallas_flash` on an H100, forward + backward, ({shape})"
+        cells.append(_against(what, peer[1], peer[0], times["pallas_flash"], 3))
     alone, two = _two_gpus()
     cells.append(("ddp on two H200s, ViT-B/16 at 256 px, batch 128 each", f"1 GPU: {alone:.1f} ms", f"{two:.1f} ms",
                   f"{100 * alone / two:.1f} % efficient"))  # fmt: skip
     return table(
         ("workload, in bf16 on one NVIDIA H200 unless stated otherwise", "best peer", "vitkernels", "ratio"), cells
     )
+
+
+def _input() -> list[tuple[str, ...]]:
+    """Return rows on JPEG files: the loader alone next to timm's, and training next to training without input."""
+    rows = input_table.split_runs(results("input"))[INPUT - 1]
+    rates = {row["pipeline"]: statistics.median(row["images_per_s"]) for row in rows}
+    (width, height), cores = rows[0]["image"], rows[0]["cores"]
+    cells = []
+    for what, peer, pipeline in (
+        (f"loader alone on an H100 with {cores} cores, JPEG files of {width} × {height}", input_table.TIMM,
+         "imagefolder, decode=turbo"),
+        ("training ViT-B/16 at 256 px on these files, `speed=max`", input_table.FAKE, "training, files"),
+    ):  # fmt: skip
+        name = peer.removeprefix("training, ")
+        ratio = rates[pipeline] / rates[peer]
+        factor = f"{100 * ratio:.0f} % of it" if peer == input_table.FAKE else f"{ratio:.2f} × faster"
+        cells.append((what, f"{name}: {rates[peer]:,.0f} images/s", f"{rates[pipeline]:,.0f} images/s", factor))
+    return cells
 
 
 def _against(what: str, peer: str, before: float, after: float, digits: int) -> tuple[str, ...]:
