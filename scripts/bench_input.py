@@ -37,9 +37,8 @@ LOADERS = {
     "imagefolder, color jitter, erasing, mixup, cutmix": {
         "color_jitter": 0.4, "re_prob": 0.25, "mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0},
     },
+    "imagefolder, decode=cuda": {"decode": "cuda"},  # if there is a GPU
 }  # fmt: skip
-if torch.cuda.is_available():
-    LOADERS["imagefolder, decode=cuda"] = {"decode": "cuda"}
 EVALUATION = "evaluation of the files"
 RUNS = (
     "data=fake",
@@ -89,6 +88,8 @@ def measure(root: Path, runs: dict[str, list[str]], options: argparse.Namespace)
     """Yield each pipeline's name and its images/s in each round, as soon as they are known."""
     shape = (root, options.batch, options.side, options.workers)
     makers = {name: partial(pipelines.loader_batches, *shape, **settings) for name, settings in LOADERS.items()}
+    if not torch.cuda.is_available():  # asked here, not above: each worker imports this file, and CUDA starts slowly
+        del makers["imagefolder, decode=cuda"]
     makers = {name: makers[name] for name in makers if options.loaders is None or name in options.loaders}
     makers["timm's create_loader"] = partial(pipelines.timm_batches, *shape)
     yield from pipelines.rates(makers, options.seconds, options.rounds, options.workers)

@@ -25,6 +25,27 @@ print("training", flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
+FORK_SERVER = """
+import os
+import time
+from pathlib import Path
+import numpy as np
+from vitkernels.data.digits import Digits
+from vitkernels.data.loader import DatasetLoader
+
+def children():
+    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [Path(f"/proc/{child}/cmdline").read_bytes() for child in found]
+
+samples = Digits(np.arange(8), np.zeros((8, 64)), np.zeros(8), image_size=8, in_chans=1, seed=0, affine=None)
+DatasetLoader(samples, batch_size=2, seed=0, training=True)
+assert not children(), "started by a loader without workers"
+loader = DatasetLoader(samples, batch_size=2, seed=0, training=True, num_workers=2)
+end = time.monotonic() + 60  # until its process has its command line
+while not any(b"multiprocessing.forkserver" in command for command in children()):
+    assert time.monotonic() < end, "not started by a loader with workers"
+"""
+
 
 def test_workers__end_with_their_loader(monkeypatch):
     """Also if it dies in a garbage cycle, as a loader does that the traceback of an error refers to."""
@@ -48,6 +69,10 @@ def test_workers__end_with_a_killed_training_process():
     command = [sys.executable, "-c", KILLED]
     run = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=120)
     assert run.returncode == -signal.SIGKILL and run.stdout == "training\n", run.stderr
+
+
+def test_workers__their_fork_server_starts_with_the_loader_and_not_with_its_first_epoch():
+    subprocess.run([sys.executable, "-c", FORK_SERVER], check=True, timeout=120)
 
 
 def test_workers__more_than_the_machine_can_use_are_refused_before_any_starts(monkeypatch):

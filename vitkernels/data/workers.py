@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -68,13 +69,15 @@ def is_from_dead_worker(error: Exception) -> bool:
 def process_context() -> multiprocessing.context.BaseContext:
     """Return a context whose workers inherit neither threads nor signal handlers of the training process, as forks do.
 
-    The fork server imports heavy packages once for all workers. (It preloads none of this project's modules: it looks
-    for them in the current folder, which may hold an unrelated folder `data`.)
+    The fork server imports heavy packages once for all workers. It starts now, so that it imports them while the
+    calling process builds the model. (It preloads none of this project's modules: it looks for them in the current
+    folder, which may hold an unrelated folder `data`.)
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([name for name in ("torch", "torchvision", "timm.data") if name in sys.modules])
+    forkserver.ensure_running()
     return context
 
 
