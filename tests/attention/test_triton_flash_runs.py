@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from vitkernels.attention.triton_flash import launch, tiling
+from vitkernels.attention.triton_flash import launch, operators, tiling
 from vitkernels.attention.triton_flash.single_tile import single_tile_backward_kernel, single_tile_forward_kernel
 from vitkernels.bridge.triton import multiprocessors
 from vitkernels.testing import attention_reference
@@ -46,7 +46,9 @@ class TestRuns(AttentionHarness):
         """Set how many programs the runs fill: few of them loop over the batch, as large batches do on a GPU."""
         monkeypatch.setattr(tiling, "PROGRAMS_PER_MULTIPROCESSOR", request.param)
         monkeypatch.setattr(tiling, "_multiprocessors", lambda device: 1)
-        monkeypatch.setattr(launch, "_bound", {})
+        monkeypatch.setattr(launch, "_bound", {})  # no launch of an earlier test
+        monkeypatch.setattr(operators, "_forward_launches", {})
+        monkeypatch.setattr(operators, "_backward_launches", {})
 
     @pytest.fixture
     def launched(self, monkeypatch):

@@ -157,7 +157,7 @@ def forward_tiles(inputs: FlashInputs) -> TileConfig:
     if width > 64:
         return TileConfig(128, 64, 8, 3, 128) if _fits_128(length) else TileConfig(64, 64, 4, 3, 128)
     if length > 2048:
-        return TileConfig(64, 64, 4, 3)
+        return TileConfig(128, 64, 8, 3, 128)
     if length > 512:
         return TileConfig(128, 64, 8, 3, 104)
     return TileConfig(64, 64, 4, 3) if length % 64 == 0 else TileConfig(64, 32, 4, 3, 80)
