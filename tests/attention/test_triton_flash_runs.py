@@ -46,7 +46,8 @@ class TestRuns(AttentionHarness):
         """Set how many programs the runs fill: few of them loop over the batch, as large batches do on a GPU."""
         monkeypatch.setattr(tiling, "PROGRAMS_PER_MULTIPROCESSOR", request.param)
         monkeypatch.setattr(tiling, "_multiprocessors", lambda device: 1)
-        monkeypatch.setattr(launch, "_bound", {})  # no launch of an earlier test
+        # Launches kept by earlier tests would run programs of their number, unseen by `launched`.
+        monkeypatch.setattr(launch, "_bound", {})
         monkeypatch.setattr(operators, "_forward_launches", {})
         monkeypatch.setattr(operators, "_backward_launches", {})
 
