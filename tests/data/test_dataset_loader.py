@@ -180,6 +180,7 @@ def test_loader__refuses_invalid_values(kwargs, code):
 )
 def test_dead_worker__is_distinguished_from_an_error_in_a_worker(monkeypatch, raised, expected):
     class Broken:
+        dataset = None
         num_workers = 1
 
         def __iter__(self):

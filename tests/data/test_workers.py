@@ -46,6 +46,32 @@ while not any(b"multiprocessing.forkserver" in command for command in children()
     assert time.monotonic() < end, "not started by a loader with workers"
 """
 
+SLOW_MAIN = """
+import time
+import numpy as np
+import torch
+from vitkernels.data.digits import Digits
+from vitkernels.data.loader import DatasetLoader
+
+if __name__ != "__main__":
+    time.sleep(4)  # in each worker
+
+samples = Digits(np.arange(8), np.zeros((8, 64)), np.zeros(8), image_size=8, in_chans=1, seed=0, affine=None)
+samples.names = [str(number) for number in range(20_000)]
+samples.kept = torch.zeros(1000)
+
+if __name__ == "__main__":
+    loader = DatasetLoader(samples, batch_size=2, seed=0, training=True, num_workers=3)
+    first = DatasetLoader(samples, batch_size=2, seed=0, training=True, num_workers=1)
+    next(first.epoch(0))  # waits for the fork server
+    begin = time.monotonic()
+    batches = loader.epoch(0)
+    waited = time.monotonic() - begin
+    assert waited < 4, f"the start of three workers took {waited:.1f} s, and each imports this file in 4 s"
+    next(batches)
+    assert samples.kept.is_shared(), "a tensor of the data set was copied to the workers"
+"""
+
 
 def test_workers__end_with_their_loader(monkeypatch):
     """Also if it dies in a garbage cycle, as a loader does that the traceback of an error refers to."""
@@ -73,6 +99,13 @@ def test_workers__end_with_a_killed_training_process():
 
 def test_workers__their_fork_server_starts_with_the_loader_and_not_with_its_first_epoch():
     subprocess.run([sys.executable, "-c", FORK_SERVER], check=True, timeout=120)
+
+
+def test_workers__import_the_main_module_at_the_same_time(tmp_path):
+    """A pipe does not hold these samples, so that Process.start() would wait for each worker to read them."""
+    main = tmp_path / "slow_main.py"
+    main.write_text(SLOW_MAIN)
+    subprocess.run([sys.executable, main], check=True, timeout=120)
 
 
 def test_workers__more_than_the_machine_can_use_are_refused_before_any_starts(monkeypatch):

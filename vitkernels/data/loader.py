@@ -18,7 +18,7 @@ from vitkernels.data.image_source import SourceError
 from vitkernels.data.mixing import Mixing
 from vitkernels.data.samples import SampleBatches, SampleProblem, Samples
 from vitkernels.data.shared_memory import Mappings
-from vitkernels.data.workers import dataloader, is_from_dead_worker, worker_count
+from vitkernels.data.workers import dataloader, is_from_dead_worker, iterate, worker_count
 from vitkernels.errors import UsageError
 
 MAX_LISTED = 100  # bad images that an error message names
@@ -119,7 +119,7 @@ class DatasetLoader:
             raise ValueError(f"start={start}: an epoch has batches 0 to {self.batches_per_epoch - 1}")
         self._serial += 1
         self._keys[:] = [(epoch, batch) for batch in range(start, self.batches_per_epoch)]
-        batches = iter(self._dataloader)  # the workers start now
+        batches = iterate(self._dataloader)
         return self._handle_problems(batches, self._serial, epoch, start)
 
     def sample_ids(self, epoch: int, batch: int, rank: int | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""How data workers hand batches over to the training process: large tensors in shared memory, small ones by value."""
+"""How data workers and the training process hand data over: large data in shared memory, small tensors by value."""
 
 import math
 import os
@@ -23,6 +23,13 @@ def new_batch(*shape: int) -> Tensor:
     if get_worker_info() is None:
         return torch.empty(shape, dtype=torch.uint8)
     return torch.empty(0, dtype=torch.uint8).set_(_shared_memory(math.prod(shape))).view(shape)
+
+
+def to_shared_memory(data: memoryview) -> Tensor:
+    """Return a copy of the bytes, uint8, in shared memory."""
+    copy = torch.empty(0, dtype=torch.uint8).set_(_shared_memory(len(data)))
+    copy.numpy()[:] = data
+    return copy
 
 
 class RecycledMemory:

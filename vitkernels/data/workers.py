@@ -1,20 +1,23 @@
 """Worker processes that make batches ahead, through torch's DataLoader."""
 
+import io
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from multiprocessing import forkserver
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, default_convert
+from torch.utils.data import DataLoader, Dataset, default_convert
 
 from vitkernels import torchrun_environment
 from vitkernels.data.checks import usable_cores
 from vitkernels.data.samples import SampleBatches
-from vitkernels.data.shared_memory import by_value
+from vitkernels.data.shared_memory import by_value, to_shared_memory
 
 
 def worker_count(num_workers: int | str) -> int:
@@ -35,7 +38,7 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
     if num_workers == 0:
         return DataLoader(batches, **common)
     return DataLoader(
-        batches,
+        _InSharedMemory(batches),
         **common,
         num_workers=num_workers,
         persistent_workers=True,
@@ -43,6 +46,72 @@ def dataloader(batches: SampleBatches, keys: list[tuple[int, int]], num_workers:
         worker_init_fn=_start_worker,
         collate_fn=_small_by_value,
     )
+
+
+def iterate(dataloader: DataLoader) -> Iterator:
+    """Return an iterator over the DataLoader's current keys. The first call starts the workers."""
+    iterator = iter(dataloader)
+    if isinstance(dataloader.dataset, _InSharedMemory):
+        dataloader.dataset.release()
+    return iterator
+
+
+class _InSharedMemory(Dataset):
+    """SampleBatches that all workers read from the same shared memory, pickled once.
+
+    By default, Process.start() would write the pickled data set to a pipe, which holds 64 KB. It would wait until the
+    worker has imported the main module, because the worker reads the data set afterwards. So the workers would import
+    it one after another.
+    """
+
+    def __init__(self, batches: SampleBatches):
+        self._batches = batches
+        self._pickled: tuple[torch.Tensor, list[torch.Tensor]] | None = None
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self._batches[key]
+
+    def release(self) -> None:
+        """Free the pickled data set; call it when the workers have started."""
+        self._pickled = None
+
+    def __getstate__(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        if self._pickled is None:
+            buffer = io.BytesIO()
+            pickler = _TensorsApart(buffer)
+            pickler.dump(self._batches)
+            self._pickled = to_shared_memory(buffer.getbuffer()), pickler.tensors
+        return self._pickled
+
+    def __setstate__(self, state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
+        pickled, tensors = state
+        self._batches = _TensorsByNumber(io.BytesIO(pickled.numpy()), tensors).load()
+        self._pickled = None
+
+
+class _TensorsByNumber(pickle.Unpickler):
+    """Reads what _TensorsApart wrote."""
+
+    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]):
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, number: int) -> torch.Tensor:
+        return self._tensors[number]
+
+
+class _TensorsApart(pickle.Pickler):
+    """A pickler that collects tensors, which torch shares with each worker, and pickles their numbers instead."""
+
+    def __init__(self, file: io.BytesIO):
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[torch.Tensor] = []
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors.append(value)
+        return len(self.tensors) - 1
 
 
 def _small_by_value(made: Any) -> Any:
