@@ -85,7 +85,7 @@ class _InSharedMemory(Dataset):
 
     def __setstate__(self, state: tuple[torch.Tensor, list[torch.Tensor]]) -> None:
         pickled, tensors = state
-        self._batches = _TensorsByNumber(io.BytesIO(pickled.numpy()), tensors).load()
+        self._batches = _TensorsByNumber(io.BytesIO(pickled.numpy().data), tensors).load()
         self._pickled = None
 
 
