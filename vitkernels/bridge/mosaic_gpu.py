@@ -2,7 +2,8 @@
 
 Follows `jax.experimental.pallas.mosaic_gpu.as_torch_kernel`, with three differences. It launches on torch's current
 stream, so it works in CUDA graphs (as_torch_kernel always uses the default stream). It writes into tensors that the
-caller provides, so that two kernels can fill parts of one tensor. It does nothing per call except launch.
+caller provides, so that two kernels can fill parts of one tensor. It does nothing per call except launch. Modules that
+were lowered before are read from disk (module_cache.py).
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import torch
 from jax.experimental.mosaic import gpu as mgpu
 from torch import Tensor
 
-from vitkernels.bridge import mosaic_compiler
+from vitkernels.bridge import module_cache, mosaic_compiler
 from vitkernels.bridge.cuda_context import enter_primary_context
 from vitkernels.bridge.jax_compat import initialize_backends
 from vitkernels.bridge.mosaic_compiler import Launch
@@ -31,7 +32,7 @@ class Kernel:
     """
 
     def __init__(self, function: Callable, shapes: Sequence[jax.ShapeDtypeStruct]):
-        self.module = mosaic_module(function, shapes)
+        self.module = module_cache.cached(mosaic_module, function, shapes)
         self._compilation: Future[Launch] | None = None
         self._launch: Launch | None = None
 
