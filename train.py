@@ -4,12 +4,16 @@ A run joins the processes, claims its folder, builds data, model and optimizer, 
 are in vitkernels.training; each works without this file.
 """
 
+import gc
 import os
 
 if __name__ == "__main__":
     from vitkernels.cli.early_stop import end_at_signals
 
     end_at_signals()  # the imports below take seconds; training handles these signals itself
+    # Imports and compilation create a million objects that stay. If they were searched for garbage after every 700, as
+    # by default, that would take 1 s of each start.
+    gc.set_threshold(10_000)
 
 # Set before torch loads. Idle OpenMP threads that spin for long slow training tenfold if processes share cores; idle
 # threads that sleep immediately slow it threefold if they do not.
