@@ -14,6 +14,7 @@ from vitkernels.errors import UsageError
 
 _MODULES = (
     "vitkernels.attention.triton_flash.operators",
+    "vitkernels.attention.triton_flash.segments",
     "vitkernels.attention.pallas_flash",
     "vitkernels.ops.cross_entropy.triton",
     "vitkernels.ops.generalized_box_iou.triton_op",

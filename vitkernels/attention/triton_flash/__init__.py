@@ -69,12 +69,23 @@ class TritonFlash(AttentionBackend):
     def run(self, q_BHND, k_BHMD, v_BHMD, *, is_causal, scale, dropout_p, **extras):
         from vitkernels.attention.triton_flash.operators import attend  # imports Triton
 
-        return attend(q_BHND, k_BHMD, v_BHMD, *_extras(**extras), is_causal, scale, self._tile_sizes)[0]
+        given = *_extras(**extras), is_causal, scale, self._tile_sizes
+        return attend(q_BHND, k_BHMD, v_BHMD, *given, _segment_tiles(q_BHND, *given))[0]
 
     def run_qkvpacked(self, qkv_BN3HD, *, is_causal, scale, dropout_p, **extras):
         from vitkernels.attention.triton_flash.operators import attend_packed
 
-        return attend_packed(qkv_BN3HD, *_extras(**extras), is_causal, scale, self._tile_sizes)[0]
+        given = *_extras(**extras), is_causal, scale, self._tile_sizes
+        q_BHND = qkv_BN3HD[:, :, 0].transpose(1, 2)
+        return attend_packed(qkv_BN3HD, *given, _segment_tiles(q_BHND, *given))[0]
+
+
+def _segment_tiles(q_BHND, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tile_sizes):
+    if segment_ids is None:
+        return None
+    from vitkernels.attention.triton_flash.segments import tiles_of_call
+
+    return tiles_of_call(q_BHND, bias, mask, segment_ids, is_causal, scale, tile_sizes)
 
 
 def _extras(bias, mask, segment_ids, rope=None, rope_half=False) -> tuple:

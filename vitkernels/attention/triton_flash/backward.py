@@ -12,13 +12,16 @@ import triton
 import triton.language as tl
 
 from vitkernels.attention.triton_flash.tiles import (
+    full_rows,
     inner,
     load_rotated,
     load_rows,
     load_statistics,
     modified_scores,
     outer,
+    owned_rows,
     owned_tile,
+    rows_from,
     rows_of_entry,
     rows_of_head,
     score_factor,
@@ -67,7 +70,7 @@ def _dq_rows(
     factor = score_factor(scale, extras)
 
     start = 0
-    end = M // TILE_M * TILE_M
+    end = full_rows(M, TILE_M, TAIL_M)
     if GENERAL:
         end = M
         if extras[8] is not None:
@@ -95,11 +98,31 @@ def _dq_rows(
 
 
 @triton.jit
+def _dq_tile(
+    q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
+    RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dq of up to TILE_N rows; see _attend_tile."""
+    if TAIL_N == 0 or TAIL_N == TILE_N:
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
+                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    elif N - first_n <= TAIL_N:
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
+                 D, D1, D2, QK1, QK2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    else:
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
+                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+
+
+@triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,
+    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, H, N, M, scale,
+    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -107,7 +130,11 @@ def dq_kernel(
     """Compute dq, and delta_BHN for the other kernels; one program per head and tile of queries. See forward_kernel."""
     # In reverse order of heads: the forward pass left the last heads in the L2 cache, and this leaves the first for
     # the dkdv kernel.
-    head, first_n = owned_tile(tl.num_programs(0) - 1 - tl.program_id(0), N, TILE_N)
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    if table_ptr is None:
+        head, first = owned_tile(program, N, TILE_N)
+    else:
+        head, first, end, start, compares = owned_rows(program, table_ptr, tiles, H)
     q = rows_of_head(q_ptr, head, H, q_b, q_h, q_n)
     k = rows_of_head(k_ptr, head, H, k_b, k_h, k_m)
     v = rows_of_head(v_ptr, head, H, v_b, v_h, v_m)
@@ -122,15 +149,20 @@ def dq_kernel(
     )  # fmt: skip
     rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
-    if TAIL_N == 0 or TAIL_N == TILE_N:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
-    elif first_n + TILE_N > N:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-                 D, D1, D2, QK1, QK2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
-    else:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    if table_ptr is None:
+        _dq_tile(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first, N, M, scale,
+                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    elif first < end:
+        if compares:
+            _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first, end, M, scale,
+                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
+        else:
+            _dq_tile(
+                rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(out, start),
+                rows_from(do, start), rows_from(dq, start), lse_ptr + start, delta_ptr + start,
+                extras, (rope[0], rope[1], rope[2], skipped - start), first - start, end - start, end - start, scale,
+                D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -165,7 +197,7 @@ def _dkdv_rows(
     factor = score_factor(scale, extras)
 
     start = 0
-    end = N // TILE_N * TILE_N
+    end = full_rows(N, TILE_N, TAIL_N)
     if GENERAL:
         end = N
         if extras[8] is not None:
@@ -198,17 +230,40 @@ def _dkdv_rows(
 
 
 @triton.jit
+def _dkdv_tile(
+    q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
+    RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute dk and dv of up to TILE_M rows; see _attend_tile."""
+    if TAIL_M == 0 or TAIL_M == TILE_M:
+        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
+                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    elif M - first_m <= TAIL_M:
+        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
+                   D, D1, D2, QK1, QK2, TILE_N, TAIL_M, TAIL_N, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    else:
+        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
+                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+
+
+@triton.jit
 def dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
+    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, H, N, M, scale,
+    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv; one program per head and tile of keys. Needs the dq kernel's delta. See forward_kernel."""
-    head, first_m = owned_tile(tl.program_id(0), M, TILE_M)
+    if table_ptr is None:
+        head, first = owned_tile(tl.program_id(0), M, TILE_M)
+    else:
+        head, first, end, start, compares = owned_rows(tl.program_id(0), table_ptr, tiles, H)
     q = rows_of_head(q_ptr, head, H, q_b, q_h, q_n)
     k = rows_of_head(k_ptr, head, H, k_b, k_h, k_m)
     v = rows_of_head(v_ptr, head, H, v_b, v_h, v_m)
@@ -223,23 +278,29 @@ def dkdv_kernel(
     )  # fmt: skip
     rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
-    if TAIL_M == 0 or TAIL_M == TILE_M:
-        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
-    elif first_m + TILE_M > M:
-        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-                   D, D1, D2, QK1, QK2, TILE_N, TAIL_M, TAIL_N, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
-    else:
-        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    if table_ptr is None:
+        _dkdv_tile(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first, N, M, scale,
+                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    elif first < end:
+        if compares:
+            _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first, N, end, scale,
+                       D, D1, D2, QK1, QK2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
+        else:
+            _dkdv_tile(
+                rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(do, start),
+                rows_from(dk, start), rows_from(dv, start), lse_ptr + start, delta_ptr + start,
+                extras, (rope[0], rope[1], rope[2], skipped - start), first - start, end - start, end - start, scale,
+                D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
+            )  # fmt: skip
 
 
 @triton.jit
 def dbias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, partial_ptr, lse_ptr, delta_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, partial_ptr, lse_ptr, delta_ptr,
+    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, H, N, M, bias_heads, shared_heads, shared, run, scale,
+    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, bias_heads, shared_heads, shared, run, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,

@@ -12,12 +12,15 @@ import triton.language as tl
 
 from vitkernels.attention.triton_flash.tiles import (
     exponential,
+    full_rows,
     inner,
     load_rotated,
     load_rows,
     modified_scores,
     outer,
+    owned_rows,
     owned_tile,
+    rows_from,
     rows_of_head,
     score_factor,
     statistics_of_head,
@@ -81,7 +84,7 @@ def _attend_rows(
                 s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
             )
     else:
-        full_tiles = M // TILE_M * TILE_M
+        full_tiles = full_rows(M, TILE_M, TAIL_M)
         if TAIL_M > 0:  # loaded before the loop and used after it, to hide the latency
             tail_m = full_tiles + tl.arange(0, TAIL_M)
             tail_k1, tail_k2 = load_rotated(k, rope, tail_m, M, D, QK1, QK2, True)
@@ -110,11 +113,31 @@ def _attend_rows(
 
 
 @triton.jit
+def _attend_tile(
+    q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
+    RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend from up to TILE_N rows; with RAGGED, more than TAIL_N rows can be fewer than TILE_N."""
+    if TAIL_N == 0 or TAIL_N == TILE_N:
+        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
+                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    elif N - first_n <= TAIL_N:
+        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
+                     D, D1, D2, QK1, QK2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    else:
+        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
+                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+
+
+@triton.jit
 def forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
+    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, H, N, M, scale,
+    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -125,9 +148,12 @@ def forward_kernel(
 
     Strides are in elements; those of q, k, v and out are multiples of 8, and 1 along D. Tiles of one head run in
     consecutive programs, so that its keys and values stay in the L2 cache. TAIL_N and TAIL_M are the tile sizes for the
-    remainder of N and M after full tiles; 0 if none remains.
+    remainder of N and M after full tiles; 0 if none remains. With table_ptr, programs own its `tiles` per batch entry.
     """
-    head, first_n = owned_tile(tl.program_id(0), N, TILE_N)
+    if table_ptr is None:
+        head, first = owned_tile(tl.program_id(0), N, TILE_N)
+    else:
+        head, first, end, start, compares = owned_rows(tl.program_id(0), table_ptr, tiles, H)
     q = rows_of_head(q_ptr, head, H, q_b, q_h, q_n)
     k = rows_of_head(k_ptr, head, H, k_b, k_h, k_m)
     v = rows_of_head(v_ptr, head, H, v_b, v_h, v_m)
@@ -140,12 +166,18 @@ def forward_kernel(
     rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     factor = score_factor(scale, extras)
-    if TAIL_N == 0 or TAIL_N == TILE_N:
-        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, factor,
-                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
-    elif first_n + TILE_N > N:
-        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, factor,
-                     D, D1, D2, QK1, QK2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
-    else:
-        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, factor,
-                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+    if table_ptr is None:
+        _attend_tile(
+            q, k, v, out, lse_ptr, extras, rope, first, N, M, factor,
+            D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION,
+        )  # fmt: skip
+    elif first < end:
+        if compares:
+            _attend_rows(q, k, v, out, lse_ptr, extras, rope, first, end, M, factor,
+                         D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, True, True, CAUSAL, PRECISION)  # fmt: skip
+        else:
+            _attend_tile(
+                rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(out, start), lse_ptr + start,
+                extras, (rope[0], rope[1], rope[2], skipped - start), first - start, end - start, end - start, factor,
+                D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
+            )  # fmt: skip

@@ -27,9 +27,12 @@ class FlashInputs:
     rope_half: bool
     is_causal: bool
     scale: float
+    segment_tiles: Tensor | None = None  # (B, tiles, 4); see segments.py
 
     @classmethod
-    def of(cls, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale) -> "FlashInputs":
+    def of(
+        cls, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles=None
+    ) -> "FlashInputs":
         shape = (*q.shape[:3], k.shape[2])
         return cls(
             q=readable(q),
@@ -42,26 +45,30 @@ class FlashInputs:
             rope_half=rope_half,
             is_causal=is_causal,
             scale=scale,
+            segment_tiles=segment_tiles,
         )
 
     @property
     def general(self) -> bool:
-        """Return whether the call is more than softmax(q kᵀ) v. A scale <= 0 counts: it turns max(s) into min(s)."""
-        return any(x is not None for x in self.extras[:3]) or self.is_causal or self.scale <= 0 or self.k.shape[2] == 0
+        """Return whether every tile masks its scores. A scale <= 0 counts: it turns max(s) into min(s)."""
+        compares = self.segment_ids is not None and self.segment_tiles is None
+        hides = self.bias is not None or self.mask is not None or compares or self.is_causal
+        return hides or self.scale <= 0 or self.k.shape[2] == 0
 
     @property
     def extras(self) -> tuple[Tensor | None, ...]:
-        return self.bias, self.mask, self.segment_ids, self.rope
+        return self.bias, self.mask, self.segment_ids, self.rope, self.segment_tiles
 
     @property
     def extra_strides(self) -> tuple[int, ...]:
-        """Return the strides of the extras, and the number of leading tokens that are not rotated."""
+        """Return the strides of the extras, the number of leading tokens that are not rotated, and tiles per entry."""
         of_bias = (0,) * 4 if self.bias is None else self.bias.stride()
         of_mask = (0,) * 4 if self.mask is None else self.mask.stride()
         of_segments = (0,) * 2 if self.segment_ids is None else self.segment_ids.stride()
         rope, N = self.rope, self.q.shape[2]
         of_rope = (0,) * 4 if rope is None else (*rope.stride()[:3], N - rope.shape[2])
-        return *of_bias, *of_mask, *of_segments, *of_rope
+        tiles = 0 if self.segment_tiles is None else self.segment_tiles.shape[1]
+        return *of_bias, *of_mask, *of_segments, *of_rope, tiles
 
     @cached_property
     def layout(self) -> tuple:

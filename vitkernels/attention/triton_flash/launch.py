@@ -99,8 +99,9 @@ def _launch_pass(
         M = inputs.k.shape[2]
 
         def launch(tiles: TileConfig) -> Launch | None:
-            programs = B * H * (cdiv(N, tiles.n) if own == "N" else cdiv(M, tiles.m))
-            return bind(programs, _tiling(inputs, tiles, own) | tiles.options)
+            owned = cdiv(N, tiles.n) if own == "N" else cdiv(M, tiles.m)
+            owned = owned if inputs.segment_tiles is None else inputs.segment_tiles.shape[1]
+            return bind(B * H * owned, _tiling(inputs, tiles, own) | tiles.options)
 
         return launch(tiles) if tiles else launch_fitting(choose(inputs), launch)
 
@@ -178,12 +179,15 @@ def launch_fitting(tiles: TileConfig, launch: Callable[[TileConfig], T]) -> T:
 def _tiling(inputs: FlashInputs, tiles: TileConfig, own: str) -> dict:
     """Return the tile sizes as constexprs.
 
-    A general kernel masks every tile, so all tiles that it owns count as ragged and its loop needs no tail.
+    A general kernel masks every tile, so all tiles that it owns count as ragged and its loop needs no tail. The lengths
+    of segments are known only on the device: any number of rows may remain, so a streamed tail is an entire tile.
     """
     N, M = inputs.q.shape[2], inputs.k.shape[2]
     tails = {"TAIL_N": tail_tile(N, tiles.n), "TAIL_M": tail_tile(M, tiles.m)}
     if inputs.general:
         tails = {"TAIL_N": tiles.n if own == "N" else 0, "TAIL_M": tiles.m if own == "M" else 0}
+    elif inputs.segment_tiles is not None:
+        tails = {"TAIL_N": 16, "TAIL_M": tiles.m} if own == "N" else {"TAIL_N": tiles.n, "TAIL_M": 16}
     return {"TILE_N": tiles.n, "TILE_M": tiles.m, **tails, "GENERAL": inputs.general, "CAUSAL": inputs.is_causal}
 
 

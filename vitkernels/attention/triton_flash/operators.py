@@ -18,9 +18,9 @@ def _views(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q_BHND, k_BHND, v_BHND
 
 
-def _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale) -> FlashInputs:
+def _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles) -> FlashInputs:
     q, k, v, bias, rope = (interpretable(x) for x in (q, k, v, bias, rope))
-    return FlashInputs.of(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
+    return FlashInputs.of(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
 
 
 def _rows_like(x_BHND: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 @operator(
     "triton_flash(Tensor q, Tensor k, Tensor v, "
     "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "int[] tiles) -> (Tensor, Tensor)"
+    "int[] tiles, Tensor? segment_tiles=None) -> (Tensor, Tensor)"
 )
 def attend(
     q: Tensor,
@@ -49,9 +49,10 @@ def attend(
     is_causal: bool,
     scale: float,
     tiles: Sequence[int],
+    segment_tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units for the backward pass."""
-    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
+    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
     out_BHND = _rows_like(inputs.q)
     lse_BHN = inputs.new_statistics()
     forward(inputs, out_BHND, lse_BHN, tiles)
@@ -59,14 +60,14 @@ def attend(
 
 
 @attend.register_fake
-def _(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles):
+def _(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles, segment_tiles=None):
     return _rows_like(q), q.new_empty(statistics_shape(q, bias), dtype=torch.float32)
 
 
 @operator(
     "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
     "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "bool needs_dbias, int[] tiles)"
+    "bool needs_dbias, int[] tiles, Tensor? segment_tiles=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def attend_backward(
@@ -85,9 +86,10 @@ def attend_backward(
     scale: float,
     needs_dbias: bool,
     tiles: Sequence[int],
+    segment_tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and dbias; dbias is empty if not needed."""
-    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale)
+    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
     out, do = interpretable(out), interpretable(do)
     dq, dk, dv = (_rows_like(x) for x in (inputs.q, inputs.k, inputs.v))
     dbias, _ = backward(inputs, out, lse, do, (dq, dk, dv), tiles, _dbias_shape(bias, needs_dbias))
@@ -95,7 +97,8 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(do, out, lse, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles):
+def _(do, out, lse, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles,
+      segment_tiles=None):  # fmt: skip
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
@@ -110,8 +113,8 @@ def _dbias_or_empty(bias: Tensor | None, dbias: Tensor | None, q: Tensor) -> Ten
 
 
 def _save(ctx, inputs, output):
-    *tensors, rope_half, is_causal, scale, tiles = inputs
-    ctx.save_for_backward(*output, *tensors)
+    *tensors, rope_half, is_causal, scale, tiles, segment_tiles = inputs
+    ctx.save_for_backward(*output, *tensors, segment_tiles)
     ctx.rope_half, ctx.is_causal, ctx.scale, ctx.tiles = rope_half, is_causal, scale, tiles
     ctx.set_materialize_grads(False)
 
@@ -119,13 +122,13 @@ def _save(ctx, inputs, output):
 @differentiable_once("triton_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
-        return (None,) * 11
-    out, lse, q, k, v, *extras = ctx.saved_tensors
+        return (None,) * 12
+    out, lse, q, k, v, *extras, segment_tiles = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[3]
     dq, dk, dv, dbias = attend_backward(
-        do, out, lse, q, k, v, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles
+        do, out, lse, q, k, v, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles, segment_tiles
     )
-    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * 7
+    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * 8
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
@@ -135,7 +138,7 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # Creating and inspecting views of q, k and v takes longer than a launch, so a plain call with a known layout launches
 # directly with addresses.
 
-_NO_EXTRAS = (None,) * 4
+_NO_EXTRAS = (None,) * 5
 _forward_launches, _backward_launches = BoundedCache(), BoundedCache()  # layout of a plain call -> its launches
 
 
@@ -165,7 +168,7 @@ def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
 @operator(
     "triton_flash_packed(Tensor qkv, "
     "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "int[] tiles) -> (Tensor, Tensor)"
+    "int[] tiles, Tensor? segment_tiles=None) -> (Tensor, Tensor)"
 )
 def attend_packed(
     qkv: Tensor,
@@ -177,6 +180,7 @@ def attend_packed(
     is_causal: bool,
     scale: float,
     tiles: Sequence[int],
+    segment_tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
     B, N, _, H, D = qkv.shape
@@ -188,7 +192,7 @@ def attend_packed(
         lse_BHN = given.new_empty(B, H, N, dtype=torch.float32)
         launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), *_NO_EXTRAS)
         return out_BNE, lse_BHN
-    inputs = _inputs(*_views(given), bias, mask, segment_ids, rope, rope_half, is_causal, scale)
+    inputs = _inputs(*_views(given), bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
     lse_BHN = inputs.new_statistics()
     launch = forward(inputs, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, tiles)
     _remember(_forward_launches, layout, inputs, qkv, [launch])
@@ -196,7 +200,7 @@ def attend_packed(
 
 
 @attend_packed.register_fake
-def _(qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles):
+def _(qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles, segment_tiles=None):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(statistics_shape(_views(qkv)[0], bias), dtype=torch.float32)
 
@@ -204,7 +208,7 @@ def _(qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles):
 @operator(
     "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
     "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "bool needs_dbias, int[] tiles)"
+    "bool needs_dbias, int[] tiles, Tensor? segment_tiles=None)"
     " -> (Tensor, Tensor)"
 )
 def attend_packed_backward(
@@ -221,6 +225,7 @@ def attend_packed_backward(
     scale: float,
     needs_dbias: bool,
     tiles: Sequence[int],
+    segment_tiles: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return dqkv (B, N, 3, H, D) and dbias; dbias is empty if not needed."""
     B, N, _, H, D = qkv.shape
@@ -231,7 +236,8 @@ def attend_packed_backward(
         dqkv = qkv.new_empty(qkv.shape)
         _relaunch_backward(launches, do, out, lse, qkv, dqkv)
         return dqkv, qkv.new_empty(0)
-    inputs = _inputs(*_views(interpretable(qkv)), bias, mask, segment_ids, rope, rope_half, is_causal, scale)
+    views = _views(interpretable(qkv))
+    inputs = _inputs(*views, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
     out_BHND, do_BHND = (interpretable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = inputs.q.new_empty(qkv.shape)
     dbias, launches = backward(inputs, out_BHND, lse, do_BHND, _views(dqkv), tiles, _dbias_shape(bias, needs_dbias))
@@ -254,7 +260,8 @@ def _relaunch_backward(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv
 
 
 @attend_packed_backward.register_fake
-def _(do, out, lse, qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles):
+def _(do, out, lse, qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles,
+      segment_tiles=None):  # fmt: skip
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
     return qkv.new_empty(qkv.shape), dbias
 
@@ -262,13 +269,13 @@ def _(do, out, lse, qkv, bias, mask, segment_ids, rope, rope_half, is_causal, sc
 @differentiable_once("triton_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
-        return (None,) * 9
-    out, lse, qkv, *extras = ctx.saved_tensors
+        return (None,) * 10
+    out, lse, qkv, *extras, segment_tiles = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[1]
     dqkv, dbias = attend_packed_backward(
-        do, out, lse, qkv, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles
+        do, out, lse, qkv, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles, segment_tiles
     )
-    return dqkv, dbias if needs_dbias else None, *(None,) * 7
+    return dqkv, dbias if needs_dbias else None, *(None,) * 8
 
 
 attend_packed.register_autograd(_differentiate_packed, setup_context=_save)

@@ -60,10 +60,10 @@ def _hidden(s, n, m, N, M, extras):
 
 @triton.jit
 def single_tile_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, H, N, M, scale, B, run,
+    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale, B, run,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -104,10 +104,10 @@ def single_tile_forward_kernel(
 @triton.jit
 def single_tile_backward_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, partial_ptr,
-    bias_ptr, mask_ptr, segment_ptr, rope_ptr,
+    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, H, N, M, scale, B, run,
+    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale, B, run,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

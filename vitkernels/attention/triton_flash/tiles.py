@@ -184,6 +184,14 @@ def owned_tile(program, tokens, TILE: tl.constexpr):
 
 
 @triton.jit
+def owned_rows(program, table_ptr, tiles, H):
+    """Return the head of a program, and its row of the table: first, end, start, compares; see `segment_tiles`."""
+    head = program // tiles
+    row = table_ptr + (tl.cast(head // H, tl.int64) * tiles + program % tiles) * 4
+    return head, tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
+
+
+@triton.jit
 def rows_of_head(ptr, head, H, stride_b, stride_h, stride_n):
     """Return (pointer, row stride) of a head; `head` counts the heads of all batch entries."""
     return rows_of_entry(ptr, (head // H).to(tl.int64), head % H, stride_b, stride_h, stride_n)
@@ -196,6 +204,22 @@ def rows_of_entry(ptr, b, h, stride_b, stride_h, stride_n):
     Strides are multiples of 8; the hint enables 16-byte loads.
     """
     return ptr + tl.multiple_of(b * stride_b + h * stride_h, 8), tl.multiple_of(stride_n, 8)
+
+
+@triton.jit
+def full_rows(rows, TILE: tl.constexpr, TAIL: tl.constexpr):
+    """Return the number of rows in the tiles before the tail, which is not empty if TAIL > 0."""
+    full = rows
+    if TAIL > 0:
+        full = (rows - 1) // TILE * TILE
+    return full
+
+
+@triton.jit
+def rows_from(rows, start):
+    """Return (pointer, row stride) of a head's rows from `start` on."""
+    ptr, stride = rows
+    return ptr + tl.multiple_of(tl.cast(start, tl.int64) * stride, 8), stride
 
 
 # --- scores and weights -----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ class TileConfig:
     num_warps: int = 4
     num_stages: int = 3
     maxnreg: int | None = None  # fewer registers: more resident programs per multiprocessor
+    fixed: str = ""  # "n" or "m" must not shrink, because a table of segments' tiles has been made for it
 
     @property
     def options(self) -> dict[str, int]:
@@ -35,10 +36,17 @@ class TileConfig:
         """Return the next configuration that needs less shared memory: fewer stages, then half the tile."""
         if self.num_stages > 1:
             return replace(self, num_stages=self.num_stages - 1)
-        if max(self.n, self.m) == 16:
+        n, m = 0 if self.fixed == "n" else self.n, 0 if self.fixed == "m" else self.m
+        if max(n, m) == 16:
             return None
-        return replace(self, n=self.n // 2) if self.n > self.m else replace(self, m=self.m // 2)
+        return replace(self, n=n // 2) if n > m else replace(self, m=m // 2)
 
+
+# Packed sequences. A short segment needs small tiles, and a long one gains little from larger ones.
+SEGMENT_ROWS = 64  # rows that a program owns: queries, or keys in the dkdv pass
+SEGMENT_STEP = 32  # rows that it streams at a time
+LEAST_SEGMENT = 32  # average length of segments, from which on their tiles always fit into the table; see segments.py
+LONGEST_PACKED = 16384  # tokens of a batch entry whose ids one program can hold
 
 PROGRAMS_PER_MULTIPROCESSOR = 8
 _multiprocessors = cache(multiprocessors)  # asked in every call
@@ -137,11 +145,24 @@ def _fits_128(length: int) -> bool:
     return length > 512 or length % 128 > 64
 
 
+def _segment_tiles(inputs: FlashInputs, own: str, maxnreg: int) -> TileConfig:
+    """Return the tiles of a pass over packed segments, whose programs own queries ("n") or keys ("m")."""
+    width = _size(inputs)[1]
+    n, m = (SEGMENT_ROWS, SEGMENT_STEP) if own == "n" else (SEGMENT_STEP, SEGMENT_ROWS)
+    if width > 128:
+        return TileConfig(n, m, 8, 1, fixed=own)
+    if inputs.rope is not None:
+        return TileConfig(n, m, SEGMENT_ROWS // 16, 2, fixed=own)
+    return TileConfig(n, m, SEGMENT_ROWS // 16, 3, maxnreg if width <= 64 else None, own)
+
+
 def forward_tiles(inputs: FlashInputs) -> TileConfig:
     """Choose many small programs for short sequences, large tiles for long ones, small steps for ragged ones."""
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(32, 32, 4, 1) if width <= 128 else TileConfig(16, 16, 8, 1)
+    if inputs.segment_tiles is not None:
+        return _segment_tiles(inputs, "n", 80)
     if width > 128:
         return TileConfig(64, 32, 8, 1)
     if inputs.general or inputs.rope is not None:
@@ -168,6 +189,8 @@ def dq_tiles(inputs: FlashInputs) -> TileConfig:
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(32, 16, 4, 1) if width <= 128 else TileConfig(16, 16, 8, 1)
+    if inputs.segment_tiles is not None:
+        return _segment_tiles(inputs, "n", 96)
     if width > 128:
         return TileConfig(64, 32, 8, 1)
     if inputs.general or inputs.rope is not None:
@@ -188,6 +211,8 @@ def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
     length, width = _size(inputs)
     if _is_f32(inputs):
         return TileConfig(16, 32, 4, 1) if width <= 128 else TileConfig(16, 16, 8, 1)
+    if inputs.segment_tiles is not None:
+        return _segment_tiles(inputs, "m", 128)
     if width > 128:
         return TileConfig(32, 64, 8, 1)
     if inputs.general or inputs.rope is not None:
