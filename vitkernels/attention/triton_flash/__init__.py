@@ -76,16 +76,15 @@ class TritonFlash(AttentionBackend):
         from vitkernels.attention.triton_flash.operators import attend_packed
 
         given = *_extras(**extras), is_causal, scale, self._tile_sizes
-        q_BHND = qkv_BN3HD[:, :, 0].transpose(1, 2)
-        return attend_packed(qkv_BN3HD, *given, _segment_tiles(q_BHND, *given))[0]
+        return attend_packed(qkv_BN3HD, *given, _segment_tiles(qkv_BN3HD, *given))[0]
 
 
-def _segment_tiles(q_BHND, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tile_sizes):
+def _segment_tiles(x, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tile_sizes):
     if segment_ids is None:
         return None
     from vitkernels.attention.triton_flash.segments import tiles_of_call
 
-    return tiles_of_call(q_BHND, bias, mask, segment_ids, is_causal, scale, tile_sizes)
+    return tiles_of_call(x, bias, mask, segment_ids, is_causal, scale, tile_sizes)
 
 
 def _extras(bias, mask, segment_ids, rope=None, rope_half=False) -> tuple:

@@ -104,7 +104,7 @@ def _dq_tile(
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
     RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of up to TILE_N rows; see _attend_tile."""
+    """Compute dq of the rows first_n to N; see _attend_tile."""
     if TAIL_N == 0 or TAIL_N == TILE_N:
         _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
                  D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
@@ -236,7 +236,7 @@ def _dkdv_tile(
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
     RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of up to TILE_M rows; see _attend_tile."""
+    """Compute dk and dv of the rows first_m to M; see _attend_tile."""
     if TAIL_M == 0 or TAIL_M == TILE_M:
         _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
                    D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip

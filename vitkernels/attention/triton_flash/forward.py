@@ -119,7 +119,7 @@ def _attend_tile(
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
     RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend from up to TILE_N rows; with RAGGED, more than TAIL_N rows can be fewer than TILE_N."""
+    """Attend from the rows first_n to N, at most TILE_N. Without RAGGED, they are TILE_N or at most TAIL_N."""
     if TAIL_N == 0 or TAIL_N == TILE_N:
         _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
                      D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
@@ -148,7 +148,10 @@ def forward_kernel(
 
     Strides are in elements; those of q, k, v and out are multiples of 8, and 1 along D. Tiles of one head run in
     consecutive programs, so that its keys and values stay in the L2 cache. TAIL_N and TAIL_M are the tile sizes for the
-    remainder of N and M after full tiles; 0 if none remains. With table_ptr, programs own its `tiles` per batch entry.
+    remainder of N and M after full tiles; 0 if none remains.
+
+    With table_ptr, programs own the tiles of `segment_tiles`, `tiles` in each batch entry. A segment is computed like a
+    call of its own: pointers begin at its first row, and N and M are its length.
     """
     if table_ptr is None:
         head, first = owned_tile(tl.program_id(0), N, TILE_N)
@@ -174,7 +177,7 @@ def forward_kernel(
     elif first < end:
         if compares:
             _attend_rows(q, k, v, out, lse_ptr, extras, rope, first, end, M, factor,
-                         D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, True, True, CAUSAL, PRECISION)  # fmt: skip
+                         D, D1, D2, QK1, QK2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
         else:
             _attend_tile(
                 rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(out, start), lse_ptr + start,

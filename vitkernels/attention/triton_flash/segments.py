@@ -45,7 +45,7 @@ def segment_tiles_kernel(
     start = tl.associative_scan(tl.where(begins, i, 0), 0, _larger)
     last = (i >= N - 1) | (ids != after)
     end = tl.associative_scan(tl.where(last, i + 1, N), 0, _smaller, reverse=True)
-    # Two runs in one bin may have the same id. Runs with consecutive ids never share a bin by chance.
+    # Two runs in one bin may have the same id. Up to BINS runs with consecutive ids have a bin each.
     recurs = tl.max(tl.histogram(ids & (BINS - 1), BINS, mask=begins), 0) > 1
 
     owns = (i < N) & ((i - start) % ROWS == 0)
@@ -102,13 +102,15 @@ def _tiles(N: int) -> int:
     return cdiv(N, min(LEAST_SEGMENT, SEGMENT_ROWS))
 
 
-def tiles_of_call(q_BHND: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, sizes) -> Tensor | None:
-    """Return the table of a call whose kernels use it, else None. A compiled model computes it once for all layers.
+def tiles_of_call(x: Tensor, bias, mask, segment_ids: Tensor, is_causal, scale: float, sizes) -> Tensor | None:
+    """Return the table of a call whose kernels use it, else None; x has the dtype and device of q.
 
-    Calls with bias, mask or causality compare ids in every tile anyway. Requested tile sizes, and those of float32 on
-    CUDA, may differ from the table's.
+    This runs outside the attention operators, so a compiled model computes the table once for all layers. Calls with
+    bias, mask, causality or a scale <= 0 mask every tile anyway, so they compare ids there. Requested tile sizes, and
+    those of float32 on CUDA, may differ from the table's.
     """
-    if segment_ids is None or bias is not None or mask is not None or is_causal or scale <= 0 or any(sizes):
+    masks = bias is not None or mask is not None or is_causal or scale <= 0
+    other_sizes = any(sizes) or (x.is_cuda and x.dtype == torch.float32)
+    if masks or other_sizes or not SEGMENT_ROWS < segment_ids.shape[1] <= LONGEST_PACKED:
         return None
-    in_f32 = q_BHND.is_cuda and q_BHND.dtype == torch.float32
-    return segment_tiles(segment_ids) if not in_f32 and SEGMENT_ROWS < q_BHND.shape[2] <= LONGEST_PACKED else None
+    return segment_tiles(segment_ids)
