@@ -99,7 +99,8 @@ def attention_page() -> str:
         table(("backend", "device", "property", "reason"), _reasons(names)),
         "## Order of `auto`",
         "`auto` uses the first backend of this list that supports the call. On NVIDIA GPUs, it tries `triton_flash` "
-        "before `pallas_flash` for up to 64 tokens with a bias, segment ids or a head dim of at most 32:",
+        "before `pallas_flash` for up to 64 tokens with a bias, segment ids or a head dim of at most 32, and for up to "
+        "4096 tokens with segment ids but no other extras and a head dim of at most 64:",
         table(("device", "order"), _auto_orders()),
     ]
     return "\n\n".join(parts) + "\n"
