@@ -159,7 +159,10 @@ class TestSegments(AttentionHarness):
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
         assert str([graph.code for graph in graphs]).count("triton_flash_segment_tiles.default(") == 1
         without, _ = torch.ops.vitkernels.triton_flash_packed(qkv, None, None, ids, None, False, False, 32**-0.5, [])
-        torch.testing.assert_close(without, attention.get("triton_flash").qkvpacked(qkv, segment_ids=ids))
+        # Other tiles round the weights to float16 relative to other maxima: by a unit or two in the last place.
+        tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float16 else {}
+        with_table = attention.get("triton_flash").qkvpacked(qkv, segment_ids=ids)
+        torch.testing.assert_close(without, with_table, **tolerance)
 
 
 def test_smaller__keeps_the_rows_of_the_table():
