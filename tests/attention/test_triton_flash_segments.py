@@ -24,6 +24,7 @@ FALLBACK = {
     "each token": [[(i, 1) for i in range(100)], [(3, 100)]],
     "pairs": [[(i, 2) for i in range(50)]],
     "one bin": [[(0, 70), (1024, 20)]],
+    "equal in 32 bits": [[(1, 70), (2**32 + 1, 20)]],
 }
 
 

@@ -38,15 +38,15 @@ def segment_tiles_kernel(
     ids_ptr += b * ids_b
     table_ptr += b * T * 4
     i = tl.arange(0, TOKENS)
-    ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0).to(tl.int32)
-    before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0).to(tl.int32)
-    after = tl.load(ids_ptr + (i + 1) * ids_n, mask=i < N - 1, other=0).to(tl.int32)
+    ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0)
+    before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0)
+    after = tl.load(ids_ptr + (i + 1) * ids_n, mask=i < N - 1, other=0)
     begins = (i < N) & ((i == 0) | (ids != before))
     start = tl.associative_scan(tl.where(begins, i, 0), 0, _larger)
     last = (i >= N - 1) | (ids != after)
     end = tl.associative_scan(tl.where(last, i + 1, N), 0, _smaller, reverse=True)
     # Two runs in one bin may have the same id. Up to BINS runs with consecutive ids have a bin each.
-    recurs = tl.max(tl.histogram(ids & (BINS - 1), BINS, mask=begins), 0) > 1
+    recurs = tl.max(tl.histogram((ids & (BINS - 1)).to(tl.int32), BINS, mask=begins), 0) > 1
 
     owns = (i < N) & ((i - start) % ROWS == 0)
     count = tl.sum(owns.to(tl.int32), 0)
