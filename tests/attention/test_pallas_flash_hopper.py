@@ -192,7 +192,7 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
-    from vitkernels.attention.pallas_flash.hopper.token_ids import by_keys, by_queries, token_ids
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
     B = 2
     q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
@@ -205,17 +205,91 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
     wanted = exact, *torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
 
     schedule = Schedule(64, 2, warpgroups, buffers)
-    problem = (B, H, N, M, D, "bfloat16", scale, is_causal, H, (0, 0, 0), schedule, True, blocks, True)
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    problem = (B, H, N, M, D, "bfloat16", scale, is_causal, H, (0, 0, 0), schedule, True, blocks, chunks)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
-    of_queries, of_keys = ([jnp.asarray(x.numpy()) for x in by(ids)] for by in (by_queries, by_keys))
-    out, lse = Forward(*problem)(q, k, v, *of_queries)
+    ids = [jnp.asarray(x.numpy()) for x in given(ids)]
+    out, lse = Forward(*problem)(q, k, v, *ids)
     backward = Backward(*problem)
-    dq, delta = backward.dq(q, k, v, out, do, lse, *of_queries)
-    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *of_keys)
+    dq, delta = backward.dq(q, k, v, out, do, lse, *ids)
+    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *ids)
     for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[torch.bfloat16], name
         assert name in ("dq", "dk") or not x[y == 0].any()  # rows without keys, keys that no query sees: exact zeros
+
+
+def segments(*runs: tuple[int, int]) -> torch.Tensor:
+    """Return the ids of consecutive segments, given as (id, tokens)."""
+    return torch.cat([torch.full((tokens,), i) for i, tokens in runs])
+
+
+ONE_TO_130 = segments((5, 1), (-3, 64), (900, 65), (7, 130))  # 10 chunks
+TWO = segments((0, 197), (1, 63))  # 6 chunks
+RECURRING = segments((0, 70), (1, 120), (0, 70))
+SHORT = segments(*((i, 10) for i in range(26)))  # would need more chunks than there are
+
+
+@needs_new_jax
+def test_packed_chunks__start_where_segments_start():
+    from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
+    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
+
+    ids, chunks, used = packed_chunks(torch.stack([ONE_TO_130, TWO, RECURRING, SHORT]))
+    assert used.tolist() == [10, 10] and chunks.shape == (4, 18, 8) and ids.shape == (4, 18 * 64)
+    # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
+    assert chunks[1, :7, :5].tolist() == [
+        [0, 4, 3, 0, 64], [0, 4, 3, 64, 64], [0, 4, 3, 128, 64], [0, 4, 3, 192, 5],
+        [4, 5, 4, 197, 63], [4, 5, 4, 260, 0], [18, 0, 18, 260, 0],
+    ]  # fmt: skip
+    assert chunks[0, :10, 3].tolist() == [0, 64, 1, 65, 65, 129, 130, 194, 258, 260]
+    assert chunks[0, :10, 4].tolist() == [1, 0, 64, 0, 64, 1, 64, 64, 2, 0]
+    assert ids[1, :197].unique().tolist() == [0] and ids[1, 256:319].unique().tolist() == [197]
+    assert ids[1, 197:256].unique().tolist() == ids[1, 319:].unique().tolist() == [PADDING]
+    for entry, whole in ((2, RECURRING), (3, SHORT)):
+        assert torch.equal(ids[entry, :260], whole.int()) and (ids[entry, 260:] == PADDING).all()
+        assert chunks[entry, :6, :5].tolist() == [[0, 5, 0, 64 * i, 64 * (i < 5)] for i in range(5)] + [[0, 5, 0, 260, 0]]
+
+
+@pytest.mark.slow
+@needs_new_jax
+@pytest.mark.parametrize(
+    "entries, H, D, dtype, warpgroups, tile, buffers, blocks",
+    [
+        ([ONE_TO_130, TWO], 2, 32, torch.bfloat16, 2, 64, 2, 5),
+        ([TWO, RECURRING], 1, 72, torch.float16, 2, 128, 2, 3),
+        ([SHORT], 1, 40, torch.bfloat16, 1, 64, 1, 2),
+        ([ONE_TO_130], 1, 32, torch.bfloat16, 2, 128, 2, 40),
+    ],
+)
+def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, buffers, blocks):
+    """Segments of 1 to 197 tokens, whose last chunks are partly or entirely empty; blocks without an item."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.backward import Backward
+    from vitkernels.attention.pallas_flash.hopper.forward import Forward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    segment_ids = torch.stack(entries)
+    B, N = segment_ids.shape
+    q, k, v, do = (torch.randn(B, N, H, D).to(dtype) for _ in range(4))
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact = reference(*leaves, segment_ids=segment_ids, scale=0.1)
+    wanted = exact, *torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
+
+    name = str(dtype).removeprefix("torch.")
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    problem = (B, H, N, N, D, name, 0.1, False, H, (0, 0, 0), Schedule(tile, 2, warpgroups, buffers), True, blocks, chunks)
+    q, k, v, do = (jnp.asarray(x.float().numpy(), name) for x in (q, k, v, do))
+    out, lse = Forward(*problem)(q, k, v, *ids)
+    backward = Backward(*problem)
+    dq, delta = backward.dq(q, k, v, out, do, lse, *ids)
+    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *ids)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=True):
+        x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
+        assert error(x, y) < TOLERANCE[dtype], name
 
 
 @pytest.mark.slow
@@ -239,7 +313,7 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
     from vitkernels.attention.pallas_flash.hopper.bias_groups import transposed
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
-    from vitkernels.attention.pallas_flash.hopper.token_ids import by_keys, by_queries, token_ids
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
     B = 3
     q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
@@ -255,15 +329,16 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
 
     prepared = padded_bias(bias, None, N, M, 0.1)
     schedule = Schedule(64, 2, warpgroups)
-    problem = (B, H, N, M, D, "bfloat16", 0.1, is_causal, H, (0, 0, 0), schedule, True, blocks, with_ids, shape)
+    chunks = (ids[2].shape[1], ids[3].shape[1]) if with_ids else None
+    problem = (B, H, N, M, D, "bfloat16", 0.1, is_causal, H, (0, 0, 0), schedule, True, blocks, chunks, shape)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
-    of_queries, of_keys = ([jnp.asarray(x.numpy()) for x in by(ids)] for by in (by_queries, by_keys))
-    given, of_keys_bias = (jnp.asarray(x.numpy()) for x in (prepared.detach(), transposed(prepared.detach())))
-    out, lse = Forward(*problem)(q, k, v, given, *of_queries)
+    ids = [jnp.asarray(x.numpy()) for x in given(ids)]
+    of_queries_bias, of_keys_bias = (jnp.asarray(x.numpy()) for x in (prepared.detach(), transposed(prepared.detach())))
+    out, lse = Forward(*problem)(q, k, v, of_queries_bias, *ids)
     backward = Backward(*problem)
-    dq, delta = backward.dq(q, k, v, out, do, lse, given, *of_queries)
-    dk, dv = backward.dkdv(q, k, v, do, lse, delta, of_keys_bias, *of_keys)
-    sums = BiasGradient(*problem, parts=parts)(q, k, v, do, lse, delta, given, *of_queries)
+    dq, delta = backward.dq(q, k, v, out, do, lse, of_queries_bias, *ids)
+    dk, dv = backward.dkdv(q, k, v, do, lse, delta, of_keys_bias, *ids)
+    sums = BiasGradient(*problem, parts=parts)(q, k, v, do, lse, delta, of_queries_bias, *ids)
 
     for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=False):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
@@ -298,7 +373,7 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
     wanted = exact, *torch.autograd.grad(exact, [*leaves, exact_bias], do.double().transpose(1, 2))
 
     prepared = padded_bias(bias, None, N, M, scale)
-    problem = (B, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 2, False, shape)
+    problem = (B, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 2, None, shape)
     array = lambda x: jnp.asarray(x.detach().float().numpy(), "bfloat16")  # noqa: E731
     tensor = lambda x: torch.tensor(x.astype("float32").tolist())  # noqa: E731
     q, k, v, do = map(array, (q, k, v, do))
@@ -315,34 +390,37 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    "N, D, has_ids, bias_shape",
+    "N, D, chunks, bias_shape",
     [
-        (197, 64, False, None),
-        (256, 40, False, None),
-        (577, 88, False, None),
-        (4096, 128, False, None),
-        (4096, 56, False, None),
-        (1024, 40, False, None),
-        (197, 64, True, None),
-        (197, 64, True, (1, 8)),
-        (197, 64, False, (1, 8)),
-        (256, 40, False, (2, 1)),
-        (577, 88, False, (2, 1)),
+        (197, 64, None, None),
+        (256, 40, None, None),
+        (577, 88, None, None),
+        (4096, 128, None, None),
+        (4096, 56, None, None),
+        (1024, 40, None, None),
+        (197, 64, (12, 12), None),
+        (788, 64, (50, 50), None),
+        (788, 72, (50, 50), None),
+        (788, 128, (50, 50), None),
+        (197, 64, (12, 12), (1, 8)),
+        (197, 64, None, (1, 8)),
+        (256, 40, None, (2, 1)),
+        (577, 88, None, (2, 1)),
     ],
 )
-def test_kernels__lower_without_a_gpu(N, D, has_ids, bias_shape):
+def test_kernels__lower_without_a_gpu(N, D, chunks, bias_shape):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
     from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
 
-    options = True, torch.device("cuda"), has_ids, bias_shape
+    options = True, torch.device("cuda"), chunks, bias_shape
     call = AttentionKernels(2, 8, N, N, D, torch.bfloat16, False, D**-0.5, *options)
     kernels = [call.forward, call.dq, call.dkdv]
     if bias_shape is not None:
         kernels.append(call.bias_gradient)
-    if fits_short_backward(N, N, D, has_ids):
+    if fits_short_backward(N, N, D, chunks is not None):
         kernels.append(call.short_backward)
-    if bias_shape is not None and fits_short_backward(N, N, D, has_ids):
+    if bias_shape is not None and fits_short_backward(N, N, D, chunks is not None):
         kernels.append(call.short_backward_with_ds)
     if (N, D) == (4096, 56):
         kernels += [call.delta, call.fused_backward]
@@ -390,7 +468,7 @@ def test_operators__trace_with_a_symbolic_number_of_tokens():
     mode = FakeTensorMode(shape_env=ShapeEnv())
     qkv = mode.from_tensor(torch.empty(2, 70, 3, 3, 64), symbolic_context=context)
     with mode:
-        out, lse = operators.attend_packed.traced(qkv, *[None] * 5, False, 0.1)
+        out, lse = operators.attend_packed.traced(qkv, *[None] * 6, False, 0.1)
         assert out.shape[::2] == (2, 192) and all(isinstance(x.shape[i], torch.SymInt) for x, i in ((out, 1), (lse, 2)))
 
 

@@ -128,7 +128,7 @@ def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dr
     """Return the arguments that describe a call to the Hopper operators."""
     of_keys = _is_of_keys(mask)
     prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale)
-    ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids)
+    ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids, prepared is None and not is_causal)
     return prepared, *ids, is_causal, scale
 
 

@@ -53,34 +53,36 @@ class Backward(RingKernel):
     def _dq_body(self, q_ref, k_ref, v_ref, out_ref, do_ref, lse_ref, *refs, **scratch):
         bias_ref, ids, (dq_ref, delta_ref) = self.extras(refs)
         scratch["bias_ref"] = bias_ref
-        spans_ref = ids[2] if ids else None
+        queries, keys = scratch["sides"] = self.sides(ids)
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+            row = queries.row(item.batch, first)
             q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
 
             def load(ref, head, name, arrived):
-                tiles.load_rows(ref, item.batch, first, head, scratch[name], owner, arrived, self.interpret)
+                tiles.load_rows(ref, item.batch, row, head, scratch[name], owner, arrived, self.interpret)
 
             load(do_ref, item.head, "do_smem", do_arrived)
             load(out_ref, item.head, "out_smem", do_arrived)
             lse = lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)]
             plgpu.copy_gmem_to_smem(lse, scratch["lse_smem"].at[owner], do_arrived)
             if ids:
-                self._load_own_ids(ids[0], item, first, owner, do_arrived, scratch)
+                self._load_own_ids(queries.ids, item, first, owner, do_arrived, scratch)
             load(q_ref, self.heads_of(item)[0], "q_smem", q_arrived)
 
         def load_tile(item, tile, slot):
             _, k_head, v_head = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
+            row = keys.row(item.batch, first)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                tiles.load_rows(ref, item.batch, first, head, scratch[name], slot, arrived, self.interpret)
+                tiles.load_rows(ref, item.batch, row, head, scratch[name], slot, arrived, self.interpret)
             if ids:
-                self._load_ids(ids[1], item, first, slot, arrived, scratch)
+                self._load_ids(keys.ids, item, first, slot, arrived, scratch)
 
         self.divide_roles(
-            self.queries,
-            lambda item: self.span_of(item, self.keys, spans_ref),
+            queries,
+            lambda item: self.span_of(item, queries, keys),
             OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
@@ -96,15 +98,15 @@ class Backward(RingKernel):
         delta_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = delta
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
 
-        def step_of(step, dq, keys):
-            return self._add_to_dq(item, step, keys, dq, first, q, do, lse, delta, ids, scratch)
+        def step_of(step, dq, keys, compares):
+            own_ids = ids if compares else None
+            return self._add_to_dq(item, step, keys, dq, first, q, do, lse, delta, own_ids, scratch)
 
         dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile, self.has_ids)
-        for part, x in zip(q, dq, strict=True):
-            part[...] = (x * self.scale).astype(part.dtype)
-        plgpu.commit_smem()
+        queries, _ = scratch["sides"]
         q_head, *_ = self.heads_of(item)
-        tiles.store_rows(scratch["q_smem"], owner, dq_ref, item.batch, first, q_head, self.interpret)
+        dq = tuple(x * self.scale for x in dq)
+        self.store_own(item, warpgroup, queries, [(scratch["q_smem"], dq, dq_ref, q_head)])
 
     def _add_to_dq(self, item, step, keys, dq, first_query, q, do, lse, delta, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(keys)
@@ -153,7 +155,7 @@ class Backward(RingKernel):
     def dkdv(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, *extras):
         """Return dk and dv in arrays like k's and v's.
 
-        extras: see Forward; the bias is transposed, and the spans are those of queries by keys.
+        extras: see Forward; the bias is transposed.
         """
         vectors = plgpu.SMEM((self.schedule.stages, self.schedule.tile), jnp.float32)
         scratch = {
@@ -177,31 +179,33 @@ class Backward(RingKernel):
     def _dkdv_body(self, q_ref, k_ref, v_ref, do_ref, lse_ref, delta_ref, *refs, **scratch):
         bias_ref, ids, (dk_ref, dv_ref) = self.extras(refs)
         scratch["bias_ref"] = bias_ref
-        spans_ref = ids[2] if ids else None
+        queries, keys = scratch["sides"] = self.sides(ids)
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+            row = keys.row(item.batch, first)
             arrived = scratch["own_arrived"].at[owner]
             _, k_head, v_head = self.heads_of(item)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                tiles.load_rows(ref, item.batch, first, head, scratch[name], owner, arrived, self.interpret)
+                tiles.load_rows(ref, item.batch, row, head, scratch[name], owner, arrived, self.interpret)
             if ids:
-                self._load_own_ids(ids[1], item, first, owner, arrived, scratch)
+                self._load_own_ids(keys.ids, item, first, owner, arrived, scratch)
 
         def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
+            row = queries.row(item.batch, first)
             for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, item.head, "do_smem")):
-                tiles.load_rows(ref, item.batch, first, head, scratch[name], slot, arrived, self.interpret)
+                tiles.load_rows(ref, item.batch, row, head, scratch[name], slot, arrived, self.interpret)
             for ref, name in ((lse_ref, "lse_smem"), (delta_ref, "delta_smem")):
                 rows = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
                 plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)
             if ids:
-                self._load_ids(ids[0], item, first, slot, arrived, scratch)
+                self._load_ids(queries.ids, item, first, slot, arrived, scratch)
 
         self.divide_roles(
-            self.keys,
-            lambda item: self.span_of(item, self.queries, spans_ref),
+            keys,
+            lambda item: self.span_of(item, keys, queries),
             OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
@@ -213,19 +217,17 @@ class Backward(RingKernel):
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
         ids = self._own_ids_of(owner, scratch)
 
-        def step_of(step, carry, queries):
-            return self._add_to_dkdv(item, step, queries, carry, first, k, v, ids, scratch)
+        def step_of(step, carry, queries, compares):
+            own_ids = ids if compares else None
+            return self._add_to_dkdv(item, step, queries, carry, first, k, v, own_ids, scratch)
 
         zeros = self.zeros(), self.zeros()
         dk, dv = self.over_tiles(item, self.queries, step_of, zeros, after_first_tile, self.has_ids)
-        for part, x in zip(k, dk, strict=True):
-            part[...] = (x * self.scale).astype(part.dtype)
-        for part, x in zip(v, dv, strict=True):
-            part[...] = x.astype(part.dtype)
-        plgpu.commit_smem()
+        _, keys = scratch["sides"]
         _, k_head, v_head = self.heads_of(item)
-        tiles.store_rows(scratch["k_smem"], owner, dk_ref, item.batch, first, k_head, self.interpret)
-        tiles.store_rows(scratch["v_smem"], owner, dv_ref, item.batch, first, v_head, self.interpret)
+        dk = tuple(x * self.scale for x in dk)
+        results = [(scratch["k_smem"], dk, dk_ref, k_head), (scratch["v_smem"], dv, dv_ref, v_head)]
+        self.store_own(item, warpgroup, keys, results)
 
     def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)
@@ -246,7 +248,9 @@ class Backward(RingKernel):
             query = tiles.position(scores.shape, 1) + first_query
             weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)
         weights = self._of_same_id(weights, ids, slot, scratch)
-        ds = tiles.widened((weights * (dp - along_columns(delta, dp.shape))).astype(self.dtype))
+        # Nothing was stored as delta of the rows behind a segment, so a product with zero would not do.
+        ds = self._of_same_id(weights * (dp - along_columns(delta, dp.shape)), ids, slot, scratch)
+        ds = tiles.widened(ds.astype(self.dtype))
         weights = tiles.widened(weights.astype(self.dtype))
         q, do = tiles.first_rows(q, ds.shape[1]), tiles.first_rows(do, ds.shape[1])
         dk, dv = carry

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups, tiles
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream, WorkItem
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, Stream, WorkItem
 from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
@@ -39,7 +39,7 @@ class BiasGradient(RingKernel):
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, bias, *ids):
         """Return the parts' sums, in float32 and of P times the bias's shape.
 
-        ids: those of queries and keys, and the spans, which this kernel ignores; see Forward.
+        ids: see Forward. The chunks lie at multiples of 64.
         """
         rows = self.schedule.stages * self.schedule.warpgroups
         own, dtype = (lambda: tiles.tile(ROWS, self.head_dim, dtype, rows)), jnp.dtype(self.dtype)
@@ -113,10 +113,10 @@ class BiasGradient(RingKernel):
         return lax.div(item.batch, self.bias_shape[0]), lax.rem(item.batch, self.bias_shape[0])
 
     def _pairs_of(self, item: WorkItem) -> tuple:
-        """Return the first of the pairs that an item sums, and their number."""
+        """Return the first of the pairs that an item sums, and their number, as span_of does."""
         images, heads = self.sharing
         first = self._part_and_image(item)[0] * self.per_part
-        return first, lax.clamp(0, images * heads - first, self.per_part)
+        return first, lax.clamp(0, images * heads - first, self.per_part), 0
 
     def _pair(self, item: WorkItem, number) -> tuple:
         """Return the image and the head of q of the item's pair with this number."""
@@ -154,7 +154,7 @@ class BiasGradient(RingKernel):
                 plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived)
 
         self.divide_roles(
-            self.queries,
+            Side(self.queries),
             self._pairs_of,
             OwnRows(lambda item, warpgroup: None, (), scratch["own_consumed"]),
             [Stream(load_pair, scratch["arrived"], scratch["consumed"])],

@@ -23,8 +23,8 @@ class Forward(RingKernel):
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N); +inf for a query without keys.
 
-        extras: with bias_shape, the bias; see padded_bias. Then, with has_ids, the ids of queries (B, padded N) and of
-            keys (B, padded M), and the spans of keys that queries need; see span_of.
+        extras: with bias_shape, the bias; see padded_bias. Then, with has_ids, what `token_ids` returns; log-sum-exp is
+            then (B, H, 64 Q), in the order of the chunks.
         """
         scratch = {
             "q_smem": self.own_tiles(),
@@ -49,15 +49,16 @@ class Forward(RingKernel):
     def _body(self, q_ref, k_ref, v_ref, *refs, **scratch):
         bias_ref, ids, (out_ref, lse_ref) = self.extras(refs)
         scratch["bias_ref"] = bias_ref
-        spans_ref = ids[2] if ids else None
+        queries, keys = scratch["sides"] = self.sides(ids)
 
         def load_queries(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             q_smem, arrived = scratch["q_smem"], scratch["q_arrived"].at[owner]
             if ids:
-                rows = ids[0].at[item.batch, pl.ds(first, ROWS)]
+                rows = queries.ids.at[item.batch, pl.ds(first, ROWS)]
                 plgpu.copy_gmem_to_smem(rows, scratch["q_ids_smem"].at[owner], arrived)
-            tiles.load_rows(q_ref, item.batch, first, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
+            row = queries.row(item.batch, first)
+            tiles.load_rows(q_ref, item.batch, row, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
 
         def stream(ref, which, name):
             smem, arrived, consumed = (scratch[f"{name}_{kind}"] for kind in ("smem", "arrived", "consumed"))
@@ -65,28 +66,30 @@ class Forward(RingKernel):
             def load(item, tile, slot):
                 head, first = self.heads_of(item)[which], tile * self.schedule.tile
                 if ids and name == "k":
-                    rows = ids[1].at[item.batch, pl.ds(first, self.schedule.tile)]
+                    rows = keys.ids.at[item.batch, pl.ds(first, self.schedule.tile)]
                     plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
-                tiles.load_rows(ref, item.batch, first, head, smem, slot, arrived.at[slot], self.interpret)
+                row = keys.row(item.batch, first)
+                tiles.load_rows(ref, item.batch, row, head, smem, slot, arrived.at[slot], self.interpret)
 
             return Stream(load, arrived, consumed)
 
         self.divide_roles(
-            self.queries,
-            lambda item: self._span_of(item, spans_ref),
+            queries,
+            lambda item: self._span_of(item, queries, keys),
             OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
 
-    def _span_of(self, item, spans_ref):
-        """Return the first of the key tiles that the item's queries attend to, and their number."""
-        first, steps = self.span_of(item, self.keys, spans_ref)
+    def _span_of(self, item, queries, keys):
+        """Return span_of for the keys that the item's queries attend to."""
+        first, steps, uncompared = self.span_of(item, queries, keys)
         if not self.is_causal:
-            return first, steps
+            return first, steps, uncompared
         seen = (item.tile + 1) * ROWS * self.schedule.warpgroups
         end = lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), first + steps)
-        return first, lax.max(end - first, 0)
+        steps = lax.max(end - first, 0)
+        return first, steps, lax.min(uncompared, steps)
 
     def _attend(self, item, warpgroup, after_first_tile, out_ref, lse_ref, scratch):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
@@ -94,15 +97,13 @@ class Forward(RingKernel):
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         ids = plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
         out, lse = self.finalize(*self._over_keys(item, q_smem, first, ids, after_first_tile, scratch))
-        for part, x in zip(q_smem, out, strict=True):
-            part[...] = x.astype(part.dtype)
         lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
-        plgpu.commit_smem()
-        tiles.store_rows(scratch["q_smem"], owner, out_ref, item.batch, first, item.head, self.interpret)
+        queries, _ = scratch["sides"]
+        self.store_own(item, warpgroup, queries, [(scratch["q_smem"], out, out_ref, item.head)])
 
     def _over_keys(self, item, q_smem, first_query, ids, after_first_tile, scratch):
-        def step_of(step, carry, keys):
-            return self._step(item, q_smem, first_query, ids, step, keys, carry, scratch)
+        def step_of(step, carry, keys, compares):
+            return self._step(item, q_smem, first_query, ids if compares else None, step, keys, carry, scratch)
 
         all_full = self.is_causal or self.has_ids
         return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, all_full)

@@ -46,7 +46,7 @@ def load(groups_ref, interpret: bool) -> jax.Array:
                 "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", address, result_types=[f32] * 4, has_side_effects=True
             )
             for half in range(2):
-                registers[_register(group, half)] = mgpu.utils.vector.from_elements(
+                registers[register(group, half)] = mgpu.utils.vector.from_elements(
                     pair, values[2 * half : 2 * half + 2]
                 )
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
@@ -66,7 +66,7 @@ def store(groups_ref, x: jax.Array, interpret: bool) -> None:
     def store(_ctx, ref, x):
         for group, address in enumerate(_addresses(ref, count)):
             values = [
-                mgpu.utils.vector.extract(x.registers[_register(group, half)], [], [i])
+                mgpu.utils.vector.extract(x.registers[register(group, half)], [], [i])
                 for half in range(2)
                 for i in range(2)
             ]
@@ -75,7 +75,7 @@ def store(groups_ref, x: jax.Array, interpret: bool) -> None:
     store(groups_ref, x)
 
 
-def _register(group: int, half: int) -> tuple[int, ...]:
+def register(group: int, half: int) -> tuple[int, ...]:
     """Return the index of a register, two adjacent columns, in an array of the layout WGMMA."""
     return 0, group, 0, 0, half, 0, 0, 0, 0
 

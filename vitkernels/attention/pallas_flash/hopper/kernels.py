@@ -17,6 +17,7 @@ from vitkernels.attention.pallas_flash.hopper.fused_order import Delta
 from vitkernels.attention.pallas_flash.hopper.schedule import (
     MOST_DS,
     MULTIPROCESSORS,
+    ROWS,
     Schedule,
     bias_gradient_parts,
     bias_gradient_schedule,
@@ -24,13 +25,14 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     dq_schedule,
     fits_short_backward,
     fits_short_forward,
+    for_ids,
     forward_schedule,
     fused_backward_schedule,
 )
 from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
 from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
 from vitkernels.attention.pallas_flash.hopper.tiles import HopperKernel, padded
-from vitkernels.attention.pallas_flash.hopper.token_ids import by_keys, by_queries
+from vitkernels.attention.pallas_flash.hopper.token_ids import given
 from vitkernels.bridge.mosaic_gpu import Kernel
 
 
@@ -48,10 +50,12 @@ class AttentionKernels:
     scale: float
     packed: bool  # q, k and v, and their gradients, share one array of 3 H heads
     device: torch.device
-    has_ids: bool = False  # ids of queries and keys follow each kernel's inputs
+    chunks: tuple[int, int] | None = None  # of queries and keys in a call with ids, which follow each kernel's inputs
     bias_shape: tuple[int, int] | None = None  # images and heads of a bias, which precedes the ids
 
     def _build(self, kind: type, schedule: Schedule | None, **options: int) -> Any:
+        if schedule is not None and self.chunks is not None:
+            schedule = for_ids(schedule)
         return kind(
             batch=self.batch,
             heads=self.heads,
@@ -65,7 +69,7 @@ class AttentionKernels:
             first_heads=(0, self.heads, 2 * self.heads) if self.packed else (0, 0, 0),
             schedule=schedule,
             multiprocessors=_multiprocessors(self.device),
-            has_ids=self.has_ids,
+            chunks=self.chunks,
             bias_shape=self.bias_shape,
             **options,
         )
@@ -73,7 +77,7 @@ class AttentionKernels:
     @property
     def _has_mask(self) -> bool:
         """Return whether the kernels compare positions or ids."""
-        return self.is_causal or self.has_ids
+        return self.is_causal or self.chunks is not None
 
     @property
     def _is_masked(self) -> bool:
@@ -187,8 +191,9 @@ class AttentionKernels:
             kernel.start(self.device)
 
     def vector(self) -> Tensor:
-        """Return an uninitialized (B, H, padded N), for log-sum-exp or delta."""
-        return torch.empty(self.batch, self.heads, padded(self.queries), device=self.device)
+        """Return an uninitialized (B, H, padded N) for log-sum-exp or delta; with ids (B, H, 64 Q), see token_ids."""
+        length = padded(self.queries) if self.chunks is None else ROWS * self.chunks[0]
+        return torch.empty(self.batch, self.heads, length, device=self.device)
 
     def run_backward(self, q, k, v, out, lse, do, bias, ids, dq, dk, dv, needs_dbias: bool) -> Tensor | None:
         """Fill dq, dk and dv, and return the gradient of the bias if it is needed.
@@ -214,14 +219,14 @@ class AttentionKernels:
             self.fused_backward(q, k, v, do, lse, delta, counters, dq, dk, dv, sums)
             return None
         biases = () if bias is None else (bias,)
-        self.dq(q, k, v, out, do, lse, *biases, *by_queries(ids), dq, delta)
-        self.dkdv(q, k, v, do, lse, delta, *of_keys, *by_keys(ids), dk, dv)
+        self.dq(q, k, v, out, do, lse, *biases, *given(ids), dq, delta)
+        self.dkdv(q, k, v, do, lse, delta, *of_keys, *given(ids), dk, dv)
         return self._run_bias_gradient(q, k, v, do, lse, delta, bias, ids) if needs_dbias else None
 
     def _run_bias_gradient(self, q, k, v, do, lse, delta, bias, ids) -> Tensor:
         # Zeros, because no work item writes all of the padding.
         parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape)
-        self.bias_gradient(q, k, v, do, lse, delta, bias, *by_queries(ids), parts)
+        self.bias_gradient(q, k, v, do, lse, delta, bias, *given(ids), parts)
         return parts[0] if len(parts) == 1 else parts.sum(0)
 
 
@@ -242,5 +247,4 @@ def _extras(kernel: HopperKernel, own: int) -> tuple:
     """Return the shapes of the bias and ids that the call has; the bias is transposed if the `own` rows are keys."""
     other = kernel.queries + kernel.keys - own
     bias = () if kernel.bias_shape is None else (kernel.bias_array(own, other),)
-    ids = kernel.id_vector(kernel.queries), kernel.id_vector(kernel.keys), kernel.span_vector(own)
-    return *bias, *(ids if kernel.has_ids else ())
+    return *bias, *kernel.id_arrays()

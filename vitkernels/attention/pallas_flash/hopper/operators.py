@@ -15,18 +15,22 @@ from torch import Tensor
 from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels, kernels_for
 from vitkernels.attention.pallas_flash.hopper.rotation import fill_rotated
 from vitkernels.attention.pallas_flash.hopper.tiles import padded
-from vitkernels.attention.pallas_flash.hopper.token_ids import by_queries
+from vitkernels.attention.pallas_flash.hopper.token_ids import given
 from vitkernels.bridge.hopper import can_compile_for
 from vitkernels.bridge.operator import aligned, differentiable_once, operator
 
-_CALL = "Tensor? bias, Tensor? q_ids, Tensor? k_ids, Tensor? q_spans, Tensor? k_spans, bool is_causal, float scale"
-_ARGUMENTS = 7  # of a call
+_CALL = (
+    "Tensor? bias, Tensor? q_ids, Tensor? k_ids, Tensor? q_chunks, Tensor? k_chunks, Tensor? used_chunks, "
+    "bool is_causal, float scale"
+)
+_ARGUMENTS = 8  # of a call
 
 
 def _kernels(B, H, N, M, D, dtype, device, packed: bool, call: tuple) -> AttentionKernels:
-    bias, q_ids, *_, is_causal, scale = call
+    bias, _, _, q_chunks, k_chunks, _, is_causal, scale = call
     bias_shape = None if bias is None else tuple(bias.shape[:2])
-    return kernels_for(B, H, N, M, D, dtype, is_causal, scale, packed, device, q_ids is not None, bias_shape)
+    chunks = None if q_chunks is None else (q_chunks.shape[1], k_chunks.shape[1])
+    return kernels_for(B, H, N, M, D, dtype, is_causal, scale, packed, device, chunks, bias_shape)
 
 
 def _start(kernels: AttentionKernels, call: tuple, *inputs: Tensor) -> None:
@@ -41,12 +45,18 @@ def _start(kernels: AttentionKernels, call: tuple, *inputs: Tensor) -> None:
 
 def _is_known(call: tuple, *inputs: Tensor) -> bool:
     """Return whether a traced call has all that its kernels depend on; a scale may be a symbol, too."""
-    return can_compile_for(*inputs, *call[:5]) and isinstance(call[-1], float)
+    return can_compile_for(*inputs, *call[:6]) and isinstance(call[-1], float)
+
+
+def _vector_length(N, call: tuple):
+    """Return the row length of log-sum-exp."""
+    q_ids = call[1]
+    return padded(N) if q_ids is None else q_ids.shape[1]
 
 
 def _tensors_of(call: tuple) -> tuple[tuple[Tensor, ...], tuple]:
     """Return the bias, if there is one, and the ids of a call."""
-    bias, *ids = call[:5]
+    bias, *ids = call[:6]
     return () if bias is None else (bias,), tuple(ids)
 
 
@@ -65,7 +75,7 @@ def _save_call(ctx, call: tuple, *saved: Tensor) -> None:
 
 
 def _saved_call(ctx) -> tuple:
-    return *ctx.saved_tensors[-5:], ctx.is_causal, ctx.scale
+    return *ctx.saved_tensors[-6:], ctx.is_causal, ctx.scale
 
 
 def _needs_bias_gradient(ctx) -> bool:
@@ -97,7 +107,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *call) -> tuple[Tensor, Tensor]:
     q, k, v = _rows_of(q, k, v)
     out, lse = torch.empty_like(q), kernels.vector()
     bias, ids = _tensors_of(call)
-    kernels.forward(q, k, v, *bias, *by_queries(ids), out, lse)
+    kernels.forward(q, k, v, *bias, *given(ids), out, lse)
     return out.transpose(1, 2), lse
 
 
@@ -106,7 +116,7 @@ def _(q, k, v, *call):
     if _is_known(call, q, k, v):
         _start(_kernels_separate(q, k, call), call, q, k, v)
     B, H, N, _ = q.shape
-    return _rows_like(q), q.new_empty(B, H, padded(N), dtype=torch.float32)
+    return _rows_like(q), q.new_empty(B, H, _vector_length(N, call), dtype=torch.float32)
 
 
 def _rows_like(x_BHND: Tensor) -> Tensor:
@@ -125,7 +135,7 @@ def attend_backward(
     kernels = _kernels_separate(q, k, call)
     do, out, q, k, v = _rows_of(do, out, q, k, v)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    dbias = kernels.run_backward(q, k, v, out, lse, do, call[0], call[1:5], dq, dk, dv, bias_gradient)
+    dbias = kernels.run_backward(q, k, v, out, lse, do, call[0], call[1:6], dq, dk, dv, bias_gradient)
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2), _gradient_or_empty(dbias, q)
 
 
@@ -168,7 +178,7 @@ def attend_packed(qkv: Tensor, *call) -> tuple[Tensor, Tensor]:
     qkv = aligned(qkv)
     out, lse = qkv.new_empty(B, N, H * D), kernels.vector()
     bias, ids = _tensors_of(call)
-    kernels.forward(qkv, qkv, qkv, *bias, *by_queries(ids), out, lse)
+    kernels.forward(qkv, qkv, qkv, *bias, *given(ids), out, lse)
     return out, lse
 
 
@@ -177,7 +187,7 @@ def _(qkv, *call):
     if _is_known(call, qkv):
         _start(_kernels_packed(qkv, call), call, qkv)
     B, N, _, H, D = qkv.shape
-    return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, padded(N), dtype=torch.float32)
+    return qkv.new_empty(B, N, H * D), qkv.new_empty(B, H, _vector_length(N, call), dtype=torch.float32)
 
 
 @operator(
@@ -192,7 +202,7 @@ def attend_packed_backward(
     qkv, do = aligned(qkv), aligned(do)
     dqkv = torch.empty_like(qkv)
     dbias = kernels.run_backward(
-        qkv, qkv, qkv, out, lse, do, call[0], call[1:5], dqkv, dqkv, dqkv, bias_gradient
+        qkv, qkv, qkv, out, lse, do, call[0], call[1:6], dqkv, dqkv, dqkv, bias_gradient
     )  # fmt: skip
     return dqkv, _gradient_or_empty(dbias, qkv)
 
@@ -241,7 +251,7 @@ def _(qkv, rope, rope_half, *call):
     if _is_known(call, qkv):
         _start(_kernels_packed(qkv, call), call, qkv)
     B, N, _, H, D = qkv.shape
-    lse = qkv.new_empty(B, H, padded(N), dtype=torch.float32)
+    lse = qkv.new_empty(B, H, _vector_length(N, call), dtype=torch.float32)
     return qkv.new_empty(B, N, H * D), lse, qkv.new_empty(qkv.shape)
 
 

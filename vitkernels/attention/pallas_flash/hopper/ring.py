@@ -15,7 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper.chunks import COMPARED, COUNT, END, FIRST, ROW
+from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
+from vitkernels.attention.pallas_flash.hopper.tiles import at
 
 
 class WorkItem(NamedTuple):
@@ -28,6 +31,7 @@ class WorkItem(NamedTuple):
     streamed: Any  # how many tiles streamed for those items
     first: Any = 0  # the first tile that streams past this item
     steps: Any = 0  # how many tiles stream past this item
+    uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
 
 
 class Stream(NamedTuple):
@@ -46,6 +50,23 @@ class OwnRows(NamedTuple):
     consumed: Any  # barriers that a warpgroup arrives at to release the rows' buffer
 
 
+class Side(NamedTuple):
+    """The queries or the keys of a call; with ids, the references to what token_ids.py describes."""
+
+    tokens: int
+    ids: Any = None
+    chunks: Any = None
+    used: Any = None
+
+    def row(self, batch, place):
+        """Return the row that has a place, a multiple of 64, in the order of ids and vectors."""
+        return place if self.chunks is None else self.chunks[batch, lax.div(jnp.int32(place), ROWS), ROW]
+
+    def count(self, batch, place):
+        """Return how many of the rows from a place on are those of its chunk; the others must not be stored."""
+        return ROWS if self.chunks is None else self.chunks[batch, lax.div(place, ROWS), COUNT]
+
+
 class RingKernel(tiles.HopperKernel):
     """A kernel whose persistent thread blocks follow a Schedule."""
 
@@ -61,6 +82,13 @@ class RingKernel(tiles.HopperKernel):
     def ring(self) -> tuple:
         """Return scratch for the streamed tiles."""
         return tiles.tile(self.schedule.tile, self.head_dim, jnp.dtype(self.dtype), self.schedule.stages)
+
+    def sides(self, ids: tuple) -> tuple[Side, Side]:
+        """Return queries and keys, given a kernel's ids: those of `token_ids`, or none."""
+        if not ids:
+            return Side(self.queries), Side(self.keys)
+        q_ids, k_ids, q_chunks, k_chunks, used = ids
+        return Side(self.queries, q_ids, q_chunks, used.at[0]), Side(self.keys, k_ids, k_chunks, used.at[1])
 
     def own_ids(self) -> plgpu.SMEM:
         return plgpu.SMEM((self.owners, ROWS), jnp.int32)
@@ -106,8 +134,12 @@ class RingKernel(tiles.HopperKernel):
         return tuple(item.head + first for first in self.first_heads)
 
     def first_row(self, item: WorkItem, warpgroup):
-        """Return the first of a warpgroup's own rows."""
+        """Return the first of a warpgroup's own rows; with ids, its place (see Side.row)."""
         return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
+
+    def _has_rows(self, own: Side, item: WorkItem, warpgroup):
+        place = self.first_row(item, warpgroup)
+        return place < own.tokens if own.chunks is None else own.count(item.batch, place) > 0
 
     def owner(self, number, warpgroup):
         """Return the shared-memory index of a warpgroup's own rows for the block's item with this number."""
@@ -117,49 +149,86 @@ class RingKernel(tiles.HopperKernel):
         """Return the ring slot of a streamed tile."""
         return lax.rem(item.streamed + step, self.schedule.stages)
 
-    def span_of(self, item: WorkItem, tokens: int, spans_ref=None) -> tuple:
-        """Return the first of the tiles that stream past an item, and their number.
-
-        spans_ref: for each block of 64 own rows, the first and the end of the streamed rows that it needs, in blocks of
-            64: (B, 2, own rows / 64). None if every row is needed.
-        """
-        tiles = pl.cdiv(tokens, self.schedule.tile)
-        if spans_ref is None:
-            return 0, tiles
-        chunks = [item.tile * self.schedule.warpgroups + i for i in range(self.schedule.warpgroups)]
-        first = functools.reduce(lax.min, [spans_ref[item.batch, 0, chunk] for chunk in chunks])
-        end = functools.reduce(lax.max, [spans_ref[item.batch, 1, chunk] for chunk in chunks])
+    def span_of(self, item: WorkItem, own: Side, streamed: Side) -> tuple:
+        """Return the first of the tiles that stream past an item, their number, and how many need no comparison."""
+        if own.chunks is None:
+            return 0, pl.cdiv(streamed.tokens, self.schedule.tile), 0
+        first_chunk, records = item.tile * self.schedule.warpgroups, []
+        for i in range(self.schedule.warpgroups):
+            records.append([own.chunks[item.batch, first_chunk + i, field] for field in (FIRST, END, COMPARED)])
+        firsts, ends, compared = zip(*records, strict=True)
+        first, end = functools.reduce(lax.min, firsts), functools.reduce(lax.max, ends)
+        # The comparison begins at `first` for a chunk that needs other chunks than the first one does.
+        limits = [
+            jnp.where((own_first == first) | (own_end == 0), limit, first)
+            for own_first, own_end, limit in zip(firsts, ends, compared, strict=True)
+        ]
+        limit = functools.reduce(lax.min, limits)
         per_tile = self.schedule.tile // ROWS
-        first = lax.div(first, per_tile)
-        return first, lax.max(lax.min(lax.div(end + per_tile - 1, per_tile), tiles) - first, 0)
+        first_tile = lax.div(first, per_tile)
+        steps = lax.max(lax.div(end + per_tile - 1, per_tile) - first_tile, 0)
+        uncompared = jnp.where(lax.rem(first, per_tile) == 0, lax.div(limit, per_tile) - first_tile, 0)
+        return first_tile, steps, lax.clamp(0, uncompared, steps)
 
     def over_tiles(self, item: WorkItem, tokens: int, step_of, carry, after_first_tile, all_full: bool):
-        """Fold step_of(step, carry, tokens) over the streamed tiles; return the final carry.
+        """Fold step_of(step, carry, tokens, compares) over the streamed tiles; return the final carry.
 
         The last tile gets only its valid tokens, unless all_full. after_first_tile() is called after the first step.
+        compares: whether ids must be compared in this tile.
         """
-        full, last = (item.steps, 0) if all_full else divmod(tokens, self.schedule.tile)
 
-        def body(step, carry):
-            carry = step_of(step, carry, self.schedule.tile)
-            pl.when(step == 0)(after_first_tile)
-            return carry
+        def body(compares):
+            def step(step, carry):
+                carry = step_of(step, carry, self.schedule.tile, compares)
+                pl.when(step == 0)(after_first_tile)
+                return carry
 
-        carry = lax.fori_loop(0, full, body, carry)
+            return step
+
         if self.has_ids:
-            pl.when(full == 0)(after_first_tile)
-        elif not all_full and not full:
+            carry = lax.fori_loop(0, item.uncompared, body(False), carry)
+            carry = lax.fori_loop(item.uncompared, item.steps, body(True), carry)
+            pl.when(item.steps == 0)(after_first_tile)
+            return carry
+        full, last = (item.steps, 0) if all_full else divmod(tokens, self.schedule.tile)
+        carry = lax.fori_loop(0, full, body(False), carry)
+        if not all_full and not full:
             after_first_tile()
-        return step_of(jnp.int32(full), carry, last) if last else carry
+        return step_of(jnp.int32(full), carry, last, False) if last else carry
+
+    def store_own(self, item: WorkItem, warpgroup, own: Side, results: list[tuple]) -> None:
+        """Start storing results of own rows: (parts in shared memory, values, array, head)."""
+        owner, place = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+        row, count = own.row(item.batch, place), own.count(item.batch, place)
+
+        def store_chunk():
+            for parts, values, *_ in results:
+                for part, x in zip(at(parts, owner), values, strict=True):
+                    part[...] = x.astype(part.dtype)
+            plgpu.commit_smem()
+            for parts, _, ref, head in results:
+                tiles.store_rows(parts, owner, ref, item.batch, row, head, self.interpret)
+
+        if own.chunks is None:
+            store_chunk()
+            return
+        pl.when(count == ROWS)(store_chunk)
+
+        @pl.when(count < ROWS)
+        def _():
+            record = own.chunks.at[item.batch, lax.div(place, ROWS)]
+            for _, values, ref, head in results:
+                store_first_rows(ref.at[item.batch, :, head], values, row, record, self.interpret)
 
     # --- warp specialization ------------------------------------------------------------------------------------------
 
-    def divide_roles(self, rows: int, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
+    def divide_roles(self, side: Side, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
         """Run compute(item, warpgroup, after_first_tile) on the compute warpgroups while the loader requests rows.
 
         Args:
-            rows: own rows per head.
-            span_of: span_of(item) returns the first of the streamed tiles and their number.
+            side: that of the own rows.
+            span_of: span_of(item) returns the first of the streamed tiles, their number, and how many of them need no
+                comparison.
             compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
                 releases the previous item's buffer.
         """
@@ -178,42 +247,54 @@ class RingKernel(tiles.HopperKernel):
                     if self.schedule.buffers > 1:
                         pl.when(item.number > 0)(lambda: give_back(item.number - 1))
 
-                has_rows = self.first_row(item, warpgroup) < rows
+                has_rows = self._has_rows(side, item, warpgroup)
                 pl.when(has_rows)(lambda: compute(item, warpgroup, after_first_tile))
                 pl.when(~has_rows)(lambda: self._pass_through(item, warpgroup, after_first_tile, own, streams))
                 if self.schedule.buffers == 1:
                     give_back(item.number)
 
-            items, _ = self._for_each_item(rows, span_of, process)
+            items, _ = self._for_each_item(side, span_of, process)
             if self.schedule.buffers > 1:
-                give_back(items - 1)
+                pl.when(items > 0)(lambda: give_back(items - 1))
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            self._request(lambda process: self._for_each_item(rows, span_of, process), own, streams)
+            self._request(lambda process: self._for_each_item(side, span_of, process), own, streams)
 
-    def _for_each_item(self, rows: int, span_of, process) -> tuple:
+    def _for_each_item(self, side: Side, span_of, process) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
         """
-        blocks, items = self.blocks(rows), self.work_items(rows)
-        share = items // blocks
+        blocks = self.blocks(side.tokens)
+        items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
+        if side.used is not None:
+            tiles = lax.div(side.used[...] + self.schedule.warpgroups - 1, self.schedule.warpgroups)
+            items, divided = self.batch * self.heads * tiles, lambda index: self._divided(index, tiles)
+        share = lax.div(jnp.int32(items), blocks)
 
         def index(number):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def body(number, streamed):
-            item = WorkItem(*self.divided(index(number), rows), number, streamed)
-            first, steps = span_of(item)
-            process(item._replace(first=first, steps=steps))
+            item = WorkItem(*divided(index(number)), number, streamed)
+            first, steps, uncompared = span_of(item)
+            process(item._replace(first=first, steps=steps, uncompared=uncompared))
             return streamed + steps
 
-        count = share + (index(jnp.int32(share)) < items).astype(jnp.int32)
+        count = share + (index(share) < items).astype(jnp.int32)
         return count, lax.fori_loop(0, count, body, jnp.int32(0))
+
+    def _divided(self, index, tiles) -> tuple:
+        """Return batch, head and tile of an item, of which each head has `tiles`; heads come first.
+
+        Some of these may be empty, at the end of a batch entry.
+        """
+        entry, head = lax.div(index, self.heads), lax.rem(index, self.heads)
+        return lax.div(entry, tiles), head, lax.rem(entry, tiles)
 
     def _pass_through(self, item: WorkItem, warpgroup, after_first_tile, own: OwnRows, streams: list[Stream]) -> None:
         """Consume an item's barriers on a warpgroup without rows."""

@@ -3,7 +3,7 @@
 They are fixed, from measurements on one H200 (notes/pallas_flash_hopper.md), so training starts without autotuning.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
 ROWS = 64  # rows of a tile that one warpgroup multiplies at once
@@ -32,6 +32,11 @@ class Schedule:
         """Return the registers per thread of a compute warpgroup and of the loader, of a multiprocessor's 65536."""
         loader = 40 if self.warpgroups <= 2 else 24
         return min(240, (512 - loader) // self.warpgroups // 8 * 8), loader
+
+
+def for_ids(schedule: Schedule) -> Schedule:
+    """Return the schedule of a call with ids: two warpgroups at most, since packed segments have chunks in pairs."""
+    return replace(schedule, warpgroups=min(2, schedule.warpgroups))
 
 
 def widths(head_dim: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups
+from vitkernels.attention.pallas_flash.hopper.chunks import FIELDS
 from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS, ROWS, Schedule, widths
 
 LOG2E = math.log2(math.e)
@@ -48,14 +49,19 @@ class HopperKernel:
     schedule: Schedule | None  # None: the kernel has only one
     interpret: bool = False
     multiprocessors: int = MULTIPROCESSORS
-    has_ids: bool = False  # the kernels also take ids of queries and keys; a query attends to the keys with its id
+    # How many chunks queries and keys have in a call with ids, which the kernels then also take; see token_ids.py.
+    chunks: tuple[int, int] | None = None
     # Images and heads of the bias, each 1 if broadcast. The kernels take the bias before the ids; see bias.py.
     bias_shape: tuple[int, int] | None = None
 
     @property
+    def has_ids(self) -> bool:
+        return self.chunks is not None
+
+    @property
     def padded_queries(self) -> int:
         """Return the row length of log-sum-exp and delta."""
-        return padded(self.queries)
+        return padded(self.queries) if self.chunks is None else ROWS * self.chunks[0]
 
     @property
     def copies(self) -> int:
@@ -72,8 +78,12 @@ class HopperKernel:
     def vector(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((self.batch, self.heads, self.padded_queries), jnp.float32)
 
-    def id_vector(self, tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.batch, padded(tokens)), jnp.int32)
+    def id_arrays(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Return what `token_ids` returns; nothing without ids."""
+        if self.chunks is None:
+            return ()
+        shapes = *((self.batch, ROWS * n) for n in self.chunks), *((self.batch, n, FIELDS) for n in self.chunks), (2,)
+        return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
     def bias_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         assert self.bias_shape is not None
@@ -102,10 +112,7 @@ class HopperKernel:
     def extras(self, refs) -> tuple:
         """Split a kernel's arguments after q, k and v or the vectors: the bias or None, the ids, and the results."""
         bias, rest = (None, refs) if self.bias_shape is None else (refs[0], refs[1:])
-        return (bias, rest[:3], rest[3:]) if self.has_ids else (bias, (), rest)
-
-    def span_vector(self, tokens: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.batch, 2, padded(tokens) // ROWS), jnp.int32)
+        return (bias, rest[:5], rest[5:]) if self.has_ids else (bias, (), rest)
 
     def launch(self, body, grid: dict[str, int], warpgroups: int, out_type: tuple, scratch: dict):
         return plgpu.kernel(

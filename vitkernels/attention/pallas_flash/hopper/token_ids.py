@@ -1,24 +1,28 @@
 """Masks of keys and packed segments as ids, which the Hopper kernels of `pallas_flash` compare.
 
-A query attends to the keys with its id.
+A query attends to the keys with its id. Queries and keys are divided into chunks of 64 rows, each with a record of the
+chunks that it needs. Chunks of packed segments start where segments start, so most tiles lie within one segment, and
+need no comparison.
 
-Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, C chunks, Q and K chunks of queries and of
+keys.
 """
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitkernels.attention.pallas_flash.hopper.chunks import FIELDS, MASKED, PADDING
+from vitkernels.attention.pallas_flash.hopper.packed_segments import LONGEST, packed_chunks
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 from vitkernels.attention.pallas_flash.hopper.tiles import padded
 
-_LEAST = torch.iinfo(torch.int32).min
-MASKED, PADDING = _LEAST, _LEAST + 1  # ids of masked keys, and of padded queries
-
-Ids = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+Ids = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
 
-def token_ids(shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_ids: Tensor | None) -> Ids:
+def token_ids(
+    shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_ids: Tensor | None, moves_chunks: bool = False
+) -> Ids:
     """Encode mask and segments as ids: a query attends to the keys with its id. All ids are None if there are neither.
 
     This runs outside the operators, so a compiled model computes the ids once for all layers.
@@ -28,13 +32,18 @@ def token_ids(shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_id
         keys: the number of keys, M.
         mask: boolean, (B or 1, 1, 1, M or 1) or with leading ones left out; True keeps.
         segment_ids: (B, N), for as many keys as queries.
+        moves_chunks: let chunks start where segments start. The kernels then know no positions, so a call with a bias
+            or causality must not.
 
-    Returns the ids of queries (B, padded N) and of keys (B, padded M), int32; for each block of 64 queries the span of
-    keys it needs (B, 2, padded N / 64), and for each block of 64 keys the span of queries: see RingKernel.span_of.
+    Returns, in int32, the ids of queries (B, 64 Q) and of keys (B, 64 K), in the order of their chunks; the chunks of
+    queries (B, Q, 8) and of keys (B, K, 8), see chunks.py; and how many of them are used, (2,).
     """
     if mask is None and segment_ids is None:
-        return None, None, None, None
+        return None, None, None, None, None
     B, _, N, _ = shape
+    if segment_ids is not None and mask is None and moves_chunks and ROWS < N <= LONGEST:
+        ids, chunks, used = packed_chunks(segment_ids)
+        return ids, ids, chunks, chunks, used
     device = mask.device if mask is not None else segment_ids.device  # type: ignore[union-attr]  # one is given
     if segment_ids is None:
         of_queries, of_keys = torch.zeros(2, B, max(N, keys), dtype=torch.int32, device=device).unbind(0)
@@ -48,34 +57,41 @@ def token_ids(shape: tuple[int, ...], keys: int, mask: Tensor | None, segment_id
         F.pad(x, (0, padded(x.shape[1]) - x.shape[1]), value=value).contiguous()
         for x, value in ((of_queries, PADDING), (of_keys, MASKED))
     )
-    return of_queries, of_keys, _spans(of_queries, of_keys), _spans(of_keys, of_queries)
+    used = [torch.full((1,), -(-n // ROWS), dtype=torch.int32, device=device) for n in (N, keys)]
+    chunks = _chunks(of_queries, of_keys, N), _chunks(of_keys, of_queries, keys)
+    return of_queries, of_keys, *chunks, torch.cat(used)
 
 
-def by_queries(ids: Ids) -> tuple[Tensor, ...]:
-    """Return the ids in the order of the forward and dq kernels' arguments; an empty tuple if there are no ids."""
-    return tuple(x for x in ids[:3] if x is not None)
+def given(ids: Ids) -> tuple[Tensor, ...]:
+    """Return the ids as arguments of a kernel; an empty tuple if there are none."""
+    return tuple(x for x in ids if x is not None)
 
 
-def by_keys(ids: Ids) -> tuple[Tensor, ...]:
-    """Return the ids in the order of the dkdv kernel's arguments; an empty tuple if there are no ids."""
-    return tuple(x for x in (ids[0], ids[1], ids[3]) if x is not None)
+def _chunks(own_ids: Tensor, other_ids: Tensor, own_rows: int) -> Tensor:
+    """Return the chunks of own rows, in the order of the rows.
 
-
-def _spans(own_ids: Tensor, other_ids: Tensor) -> Tensor:
-    """Return the range (first, end) of other rows that each block of 64 own rows needs, in blocks of 64.
-
-    The range follows from the smallest and largest id of each block, so it is tight if segments are contiguous and
-    ordered, as packing produces them.
+    The chunks that a chunk needs follow from the smallest and largest ids, so they are few if segments are contiguous
+    and ordered, as packing produces them.
     """
-    (own_low, own_high), (low, high) = _extremes(own_ids), _extremes(other_ids)
+    own, other = own_ids.unflatten(1, (-1, ROWS)), other_ids.unflatten(1, (-1, ROWS))
+    (own_low, own_high), (low, high) = _extremes(own, own > PADDING), _extremes(other, other > PADDING)
     meets = (own_low[:, :, None] <= high[:, None]) & (low[:, None] <= own_high[:, :, None])
-    at = torch.arange(low.shape[1], dtype=torch.int32, device=low.device)
-    first, end = torch.where(meets, at, low.shape[1]).amin(-1), torch.where(meets, at + 1, 0).amax(-1)
-    return torch.stack([first, end], 1)
+    count = other.shape[1]
+    at = torch.arange(count, dtype=torch.int32, device=own.device)
+    first, end = torch.where(meets, at, count).amin(-1), torch.where(meets, at + 1, 0).amax(-1)
+
+    # Own rows of one id need no comparison with chunks that have it everywhere. Own padding is never stored.
+    own_low, own_high = _extremes(own, own != PADDING)
+    is_full = other.amin(-1) == other.amax(-1)
+    same = (own_low == own_high)[:, :, None] & is_full[:, None] & (own_low[:, :, None] == other[:, None, :, 0])
+    compared = torch.where(~same & (at >= first[:, :, None]), at, count).amin(-1)
+
+    row = ROWS * torch.arange(own.shape[1], dtype=torch.int32, device=own.device)
+    fields = [first, end, compared, row.expand_as(first), torch.where(row < own_rows, ROWS, 0).expand_as(first)]
+    return torch.stack(fields + [torch.zeros_like(first)] * (FIELDS - len(fields)), -1).to(torch.int32)
 
 
-def _extremes(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and largest id in each block of 64 rows, ignoring masked keys and padding."""
-    ids = ids.unflatten(1, (-1, ROWS))
-    counts = ids > PADDING
-    return torch.where(counts, ids, -_LEAST - 1).amin(-1), torch.where(counts, ids, _LEAST).amax(-1)
+def _extremes(ids: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the smallest and largest id in each chunk, of the rows that count."""
+    limits = torch.iinfo(torch.int32)
+    return torch.where(counts, ids, limits.max).amin(-1), torch.where(counts, ids, limits.min).amax(-1)
