@@ -224,9 +224,10 @@ def segments(*runs: tuple[int, int]) -> torch.Tensor:
     return torch.cat([torch.full((tokens,), i) for i, tokens in runs])
 
 
-ONE_TO_130 = segments((5, 1), (-3, 64), (900, 65), (7, 130))  # 10 chunks
-TWO = segments((0, 197), (1, 63))  # 6 chunks
-RECURRING = segments((0, 70), (1, 120), (0, 70))
+MIXED = segments((5, 1), (-3, 64), (900, 65), (7, 130))  # 1, 1, 2 and 4 chunks
+TWO = segments((0, 197), (1, 63))
+ODD = segments((4, 30), (0, 100), (1, 33), (2, 47), (3, 20))
+RECURRING = segments((0, 70), (1, 120), (0, 40))
 SHORT = segments(*((i, 10) for i in range(26)))  # would need more chunks than there are
 
 
@@ -235,20 +236,32 @@ def test_packed_chunks__start_where_segments_start():
     from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    ids, chunks, used = packed_chunks(torch.stack([ONE_TO_130, TWO, RECURRING, SHORT]))
-    assert used.tolist() == [10, 10] and chunks.shape == (4, 18, 8) and ids.shape == (4, 18 * 64)
+    ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]))
+    assert used.tolist() == [8, 8] and chunks.shape == (4, 18, 8) and ids.shape == (4, 18 * 64)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
-    assert chunks[1, :7, :5].tolist() == [
+    assert chunks[1, :6, :5].tolist() == [
         [0, 4, 3, 0, 64], [0, 4, 3, 64, 64], [0, 4, 3, 128, 64], [0, 4, 3, 192, 5],
-        [4, 5, 4, 197, 63], [4, 5, 4, 260, 0], [18, 0, 18, 260, 0],
+        [4, 5, 4, 197, 63], [18, 0, 18, 260, 0],
     ]  # fmt: skip
-    assert chunks[0, :10, 3].tolist() == [0, 64, 1, 65, 65, 129, 130, 194, 258, 260]
-    assert chunks[0, :10, 4].tolist() == [1, 0, 64, 0, 64, 1, 64, 64, 2, 0]
+    assert chunks[0, :9, :5].tolist() == [
+        [0, 1, 0, 0, 1], [1, 2, 2, 1, 64], [2, 4, 3, 65, 64], [2, 4, 3, 129, 1],
+        [4, 7, 6, 130, 64], [4, 7, 6, 194, 64], [4, 7, 6, 258, 2], [4, 7, 6, 260, 0], [18, 0, 18, 260, 0],
+    ]  # fmt: skip
     assert ids[1, :197].unique().tolist() == [0] and ids[1, 256:319].unique().tolist() == [197]
     assert ids[1, 197:256].unique().tolist() == ids[1, 319:].unique().tolist() == [PADDING]
-    for entry, whole in ((2, RECURRING), (3, SHORT)):
+    for entry, whole in ((2, torch.cat([ODD, ODD[:30]])), (3, SHORT)):  # recurs; too short
         assert torch.equal(ids[entry, :260], whole.int()) and (ids[entry, 260:] == PADDING).all()
         assert chunks[entry, :6, :5].tolist() == [[0, 5, 0, 64 * i, 64 * (i < 5)] for i in range(5)] + [[0, 5, 0, 260, 0]]
+
+
+@needs_new_jax
+def test_packed_chunks__leave_an_odd_chunk_empty_before_a_longer_segment():
+    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
+
+    _, chunks, used = packed_chunks(ODD[None])
+    assert used.tolist() == [8, 8]
+    assert chunks[0, :8, 3].tolist()[::2] == [0, 30, 130, 210] and chunks[0, 5, 3] == 163
+    assert chunks[0, :8, 4].tolist() == [30, 0, 64, 36, 33, 47, 20, 0]
 
 
 @pytest.mark.slow
@@ -256,10 +269,10 @@ def test_packed_chunks__start_where_segments_start():
 @pytest.mark.parametrize(
     "entries, H, D, dtype, warpgroups, tile, buffers, blocks",
     [
-        ([ONE_TO_130, TWO], 2, 32, torch.bfloat16, 2, 64, 2, 5),
-        ([TWO, RECURRING], 1, 72, torch.float16, 2, 128, 2, 3),
+        ([MIXED, TWO], 2, 32, torch.bfloat16, 2, 64, 2, 5),
+        ([ODD, RECURRING], 1, 72, torch.float16, 2, 128, 2, 3),
         ([SHORT], 1, 40, torch.bfloat16, 1, 64, 1, 2),
-        ([ONE_TO_130], 1, 32, torch.bfloat16, 2, 128, 2, 40),
+        ([MIXED], 1, 32, torch.bfloat16, 2, 128, 2, 40),
     ],
 )
 def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, buffers, blocks):

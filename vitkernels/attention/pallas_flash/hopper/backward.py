@@ -40,7 +40,7 @@ class Backward(RingKernel):
             "q_arrived": self.own_arrived(self.copies),
             "do_arrived": self.own_arrived(2 * self.copies + 1 + self.has_ids),
             "own_consumed": self.own_consumed(),
-            "arrived": self.arrived(2 * self.copies + self.has_ids),
+            "arrived": self.arrived(2 * self.tile_copies + self.has_ids),
             "consumed": self.consumed(),
         }
         if self.has_ids:
@@ -74,9 +74,8 @@ class Backward(RingKernel):
         def load_tile(item, tile, slot):
             _, k_head, v_head = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
-            row = keys.row(item.batch, first)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                tiles.load_rows(ref, item.batch, row, head, scratch[name], slot, arrived, self.interpret)
+                self.load_tile(ref, item, keys, tile, head, scratch[name], slot, arrived)
             if ids:
                 self._load_ids(keys.ids, item, first, slot, arrived, scratch)
 
@@ -167,7 +166,7 @@ class Backward(RingKernel):
             "delta_smem": vectors,
             "own_arrived": self.own_arrived(2 * self.copies + self.has_ids),
             "own_consumed": self.own_consumed(),
-            "arrived": self.arrived(2 * self.copies + 2 + self.has_ids),
+            "arrived": self.arrived(2 * self.tile_copies + 2 + self.has_ids),
             "consumed": self.consumed(),
         }
         if self.has_ids:
@@ -194,9 +193,8 @@ class Backward(RingKernel):
         def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
-            row = queries.row(item.batch, first)
             for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, item.head, "do_smem")):
-                tiles.load_rows(ref, item.batch, row, head, scratch[name], slot, arrived, self.interpret)
+                self.load_tile(ref, item, queries, tile, head, scratch[name], slot, arrived)
             for ref, name in ((lse_ref, "lse_smem"), (delta_ref, "delta_smem")):
                 rows = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
                 plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)

@@ -32,8 +32,8 @@ class Forward(RingKernel):
             "v_smem": self.ring(),
             "q_arrived": self.own_arrived(self.copies + self.has_ids),
             "q_consumed": self.own_consumed(),
-            "k_arrived": self.arrived(self.copies + self.has_ids),
-            "v_arrived": self.arrived(self.copies),
+            "k_arrived": self.arrived(self.tile_copies + self.has_ids),
+            "v_arrived": self.arrived(self.tile_copies),
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
         }
@@ -68,8 +68,7 @@ class Forward(RingKernel):
                 if ids and name == "k":
                     rows = keys.ids.at[item.batch, pl.ds(first, self.schedule.tile)]
                     plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
-                row = keys.row(item.batch, first)
-                tiles.load_rows(ref, item.batch, row, head, smem, slot, arrived.at[slot], self.interpret)
+                self.load_tile(ref, item, keys, tile, head, smem, slot, arrived.at[slot])
 
             return Stream(load, arrived, consumed)
 

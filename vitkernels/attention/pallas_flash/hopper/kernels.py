@@ -80,9 +80,9 @@ class AttentionKernels:
         return self.is_causal or self.chunks is not None
 
     @property
-    def _is_masked(self) -> bool:
-        """Return whether the kernels mask individual weights, which costs registers."""
-        return self._has_mask or self.bias_shape is not None
+    def _masks_every_tile(self) -> bool:
+        """Return whether the kernels mask weights, or add a bias, in every tile, which costs registers."""
+        return self.is_causal or self.bias_shape is not None
 
     @cached_property
     def forward(self) -> Kernel:
@@ -115,8 +115,8 @@ class AttentionKernels:
     @cached_property
     def _fused(self) -> FusedBackward | None:
         """Return the description of the kernel that computes dq, dk and dv of long sequences; None if the pair does."""
-        heads = self.batch * self.heads
-        schedule = fused_backward_schedule(heads, self.queries, self.keys, self.head_dim, self._is_masked)
+        heads, is_masked = self.batch * self.heads, self._has_mask or self.bias_shape is not None
+        schedule = fused_backward_schedule(heads, self.queries, self.keys, self.head_dim, is_masked)
         return None if schedule is None else self._build(FusedBackward, schedule)
 
     @cached_property
@@ -137,14 +137,14 @@ class AttentionKernels:
     @cached_property
     def dq(self) -> Kernel:
         """Return the dq kernel, called as (q, k, v, out, do, lse, *bias, *ids, dq, delta)."""
-        kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self._is_masked))
+        kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self._masks_every_tile))
         do = kernel.rows(self.queries, self.heads)
         return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector(), *_extras(kernel, kernel.queries)))
 
     @cached_property
     def dkdv(self) -> Kernel:
         """Return the dkdv kernel, called as (q, k, v, do, lse, delta, *transposed bias, *ids, dk, dv)."""
-        kernel = self._build(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self._is_masked))
+        kernel = self._build(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self._masks_every_tile))
         do = kernel.rows(self.queries, self.heads)
         vector = kernel.vector()
         return Kernel(kernel.dkdv, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.keys)))

@@ -1,7 +1,8 @@
 """Chunks of packed segments: each lies within one segment (Triton).
 
-A segment of 200 tokens gets four chunks, of 64, 64, 64 and 8 rows. Every segment gets an even number, the last may be
-empty: then the two chunks of a work item, and the tiles of 128 rows that stream past it, lie within one segment.
+A segment of 200 tokens gets four chunks, of 64, 64, 64 and 8 rows. Two chunks make a work item, and a tile of 128 rows.
+So that these lie within one segment, a segment of more than 64 tokens begins with an even chunk and gets an even number;
+some chunks are empty. Shorter segments get one chunk, and two of them share a work item.
 
 Shape suffixes: B batch, N tokens, C chunks of a batch entry.
 """
@@ -33,6 +34,14 @@ def _store_record(record, first, end, compared, row, count, mask):
 
 
 @triton.jit
+def _chunks_of_both(first_even, first_odd, next_even, next_odd):
+    """Return how many chunks two runs of segments take, if the first begins with an even or with an odd chunk."""
+    even = first_even + tl.where(first_even % 2 == 0, next_even, next_odd)
+    odd = first_odd + tl.where(first_odd % 2 == 1, next_even, next_odd)
+    return even, odd
+
+
+@triton.jit
 def packed_chunks_kernel(
     ids_ptr, out_ptr, chunks_ptr, used_ptr, ids_b, ids_n, N, C,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr,
@@ -44,10 +53,14 @@ def packed_chunks_kernel(
     out_ptr += b * C * ROWS
     chunks_ptr += b * C * FIELDS
     i = tl.arange(0, TOKENS)
-    ids, begins, start, end, recurs = runs_of_ids(ids_ptr, ids_n, i, N, BINS)
-    owned = (end - start + 2 * ROWS - 1) // (2 * ROWS) * 2  # chunks of the token's segment
-    base = tl.cumsum(tl.where(begins, owned, 0), 0) - owned
-    used = tl.sum(tl.where(begins, owned, 0), 0)
+    _, begins, start, end, recurs = runs_of_ids(ids_ptr, ids_n, i, N, BINS)
+    # Chunks of the token's segment. One of several chunks that would begin with an odd chunk leaves this one empty.
+    owned = tl.where(end - start > ROWS, (end - start + 2 * ROWS - 1) // (2 * ROWS) * 2, 1)
+    if_even = tl.where(begins, owned, 0)
+    if_odd = if_even + tl.where(begins & (owned > 1), 1, 0)
+    so_far, _ = tl.associative_scan((if_even, if_odd), 0, _chunks_of_both)
+    base = so_far - owned
+    used = (tl.max(so_far, 0) + 1) // 2 * 2
     fits = (used <= C) & (recurs == 0)
 
     # Otherwise chunks lie at multiples of 64 and compare all ids.
@@ -78,8 +91,8 @@ def packed_chunks_kernel(
     last, full = base + (end - start + ROWS - 1) // ROWS, base + (end - start) // ROWS
     record = chunks_ptr + own * FIELDS
     _store_record(record, base, last, full, i, tl.minimum(end - i, ROWS), first)
-    is_single = first & (end - i <= ROWS) & (row // ROWS % 2 == 0)
-    _store_record(record + FIELDS, base, last, full, tl.minimum(i + ROWS, N), 0 * i, is_single)
+    is_followed = first & (owned > 1) & (end - i <= ROWS) & (row // ROWS % 2 == 0)  # by an empty chunk
+    _store_record(record + FIELDS, base, last, full, tl.minimum(i + ROWS, N), 0 * i, is_followed)
 
 
 @operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids) -> (Tensor, Tensor, Tensor)")

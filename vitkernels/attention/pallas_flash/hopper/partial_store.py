@@ -1,4 +1,4 @@
-"""Store the first rows of a tile from the registers of a product, where the rows behind them belong to another chunk."""
+"""Stores of the first rows of a tile, from the registers of a product: the rows behind belong to another chunk."""
 
 import jax
 import jax.numpy as jnp

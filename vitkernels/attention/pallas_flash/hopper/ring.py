@@ -112,6 +112,21 @@ class RingKernel(tiles.HopperKernel):
         """Return `body` as a kernel whose work items are 64 * warpgroups of `own_rows`."""
         return self.launch(body, {"block": self.blocks(own_rows)}, self.schedule.warpgroups + 1, out_type, scratch)
 
+    @property
+    def tile_copies(self) -> int:
+        """Return the number of copies that load a streamed tile; chunks need one each."""
+        return self.copies * (self.schedule.tile // ROWS if self.has_ids else 1)
+
+    def load_tile(self, ref, item: "WorkItem", side: Side, tile, head, parts: tuple, slot, barrier) -> None:
+        """Request a streamed tile of one head; the barrier gets tile_copies arrivals."""
+        place = tile * self.schedule.tile
+        if side.chunks is None:
+            tiles.load_rows(ref, item.batch, place, head, parts, slot, barrier, self.interpret)
+            return
+        for chunk in range(self.schedule.tile // ROWS):
+            row = side.row(item.batch, place + chunk * ROWS)
+            tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret, chunk)
+
     # --- indices ------------------------------------------------------------------------------------------------------
 
     def tiles(self, own_rows: int) -> int:

@@ -187,19 +187,21 @@ def transposed(part):
     return part.transpose((1, 0))
 
 
-def untiled(part, index, interpret: bool):
-    """Return `part.at[index]` as consecutive rows of one swizzle's width, the TMA unit's view.
+def untiled(part, index, interpret: bool, chunk: int | None = None):
+    """Return `part.at[index]`, or 64 of its rows, as consecutive rows of one swizzle's width, the TMA unit's view.
 
     The memory is the same, because the (8, width) tiles are stored in that order. Mosaic GPU copies into tiles of 8
     rows only from arrays of 8 n rows, but images have 197 or 577 tokens. With plain rows, the TMA unit fills rows
     beyond the last token with zeros on load and skips them on store.
     """
     if interpret:  # the interpreter has no tiled layouts
-        return part.at[index]
+        return part.at[index] if chunk is None else part.at[index, pl.ds(chunk * ROWS, ROWS)]
     tiled = part.ref
-    others = (slice(None),) * (len(tiled.shape) - 1)
-    indexer = indexing.NDIndexer.from_indices_shape((index, *others), tiled.shape)
     rows, width = tiled.shape[-4] * tiled.shape[-2], tiled.shape[-1]
+    some = slice(None)
+    if chunk is not None:
+        rows, some = ROWS, pl.ds(chunk * ROWS // tiled.shape[-2], ROWS // tiled.shape[-2])
+    indexer = indexing.NDIndexer.from_indices_shape((index, some, *[slice(None)] * 3), tiled.shape)
     return TransformedRef(tiled, (indexer, ReshapeTransform((rows, width)), UnswizzleRef(2 * width)))
 
 
@@ -218,12 +220,17 @@ def unchecked(start):
     return start + 0 * lax.axis_index("warpgroup")
 
 
-def load_rows(array_ref, batch, first_row, head, parts: tuple, index, barrier, interpret: bool) -> None:
-    """Start copying rows of one head into `parts[index]`; the barrier gets one arrival per part."""
-    rows = parts[0].shape[-2]
+def load_rows(
+    array_ref, batch, first_row, head, parts: tuple, index, barrier, interpret: bool, chunk: int | None = None
+) -> None:
+    """Start copying rows of one head into `parts[index]`; the barrier gets one arrival per part.
+
+    chunk: copy only 64 rows, into those with this number.
+    """
+    rows = parts[0].shape[-2] if chunk is None else ROWS
     slices = _columns(array_ref, batch, first_row, rows, head, parts)
     for part, source in zip(parts, slices, strict=True):
-        plgpu.copy_gmem_to_smem(source, untiled(part, index, interpret), barrier)
+        plgpu.copy_gmem_to_smem(source, untiled(part, index, interpret, chunk), barrier)
 
 
 def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret: bool) -> None:
