@@ -248,9 +248,9 @@ def test_packed_chunks__start_where_segments_start():
         [4, 7, 6, 130, 64], [4, 7, 6, 194, 64], [4, 7, 6, 258, 2], [4, 7, 6, 260, 0], [18, 0, 18, 260, 0],
     ]  # fmt: skip
     assert ids[1, :197].unique().tolist() == [0] and ids[1, 256:319].unique().tolist() == [197]
-    assert ids[1, 197:256].unique().tolist() == ids[1, 319:].unique().tolist() == [PADDING]
+    assert ids[1, 197:256].unique().tolist() == ids[1, 319:384].unique().tolist() == [PADDING]
     for entry, whole in ((2, torch.cat([ODD, ODD[:30]])), (3, SHORT)):  # recurs; too short
-        assert torch.equal(ids[entry, :260], whole.int()) and (ids[entry, 260:] == PADDING).all()
+        assert torch.equal(ids[entry, :260], whole.int()) and (ids[entry, 260:384] == PADDING).all()
         assert chunks[entry, :6, :5].tolist() == [[0, 5, 0, 64 * i, 64 * (i < 5)] for i in range(5)] + [[0, 5, 0, 260, 0]]
 
 

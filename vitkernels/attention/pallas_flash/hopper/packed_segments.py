@@ -75,12 +75,13 @@ def packed_chunks_kernel(
         tl.where(fits | (chunk >= plain), 0, ROWS),
         chunk < C,
     )
-    for first in range(0, C * ROWS, TOKENS):
+    used = tl.where(fits, used, (plain + 1) // 2 * 2)
+    for first in range(0, used * ROWS, TOKENS):
         place = first + i
         values = tl.where(place < N, tl.load(ids_ptr + place * ids_n, mask=place < N, other=0).to(tl.int32), PADDING)
-        tl.store(out_ptr + place, tl.where(fits, PADDING, values), mask=place < C * ROWS)
-    tl.atomic_max(used_ptr, tl.where(fits, used, (plain + 1) // 2 * 2))
-    tl.atomic_max(used_ptr + 1, tl.where(fits, used, (plain + 1) // 2 * 2))
+        tl.store(out_ptr + place, tl.where(fits, PADDING, values), mask=place < used * ROWS)
+    tl.atomic_max(used_ptr, used)
+    tl.atomic_max(used_ptr + 1, used)
     tl.debug_barrier()  # the stores below overwrite some of those above
 
     inside = (i < N) & fits
@@ -111,7 +112,7 @@ def packed_chunks(segment_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     triton_call(
         segment_ids, ids, chunks, used, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
         PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, TOKENS=tokens, CHUNKS=next_power_of_2(C), BINS=BINS,
-        num_warps=min(16, max(4, tokens // 256)),
+        num_warps=min(32, max(4, tokens // 128)),
     )  # fmt: skip
     return ids, chunks, used
 
