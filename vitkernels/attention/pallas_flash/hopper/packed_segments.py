@@ -112,7 +112,7 @@ def packed_chunks(segment_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     triton_call(
         segment_ids, ids, chunks, used, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
         PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, TOKENS=tokens, CHUNKS=next_power_of_2(C), BINS=BINS,
-        num_warps=min(32, max(4, tokens // 128)),
+        num_warps=min(16, max(4, tokens // 256)),
     )  # fmt: skip
     return ids, chunks, used
 
