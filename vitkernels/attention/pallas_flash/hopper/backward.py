@@ -57,7 +57,7 @@ class Backward(RingKernel):
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
-            row = self.row_in_memory(item, warpgroup)
+            row = queries.row(item.batch, first)
             q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
 
             def load(ref, head, name, arrived):
@@ -71,17 +71,16 @@ class Backward(RingKernel):
                 self._load_own_ids(queries.ids, item, first, owner, do_arrived, scratch)
             load(q_ref, self.heads_of(item)[0], "q_smem", q_arrived)
 
-        def load_tile(item, tile, slot, rows):
+        def load_tile(item, tile, slot):
             _, k_head, v_head = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                self.load_tile(ref, item, tile, rows, head, scratch[name], slot, arrived)
+                self.load_tile(ref, item, keys, tile, head, scratch[name], slot, arrived)
             if ids:
                 self._load_ids(keys.ids, item, first, slot, arrived, scratch)
 
         self.divide_roles(
             queries,
-            keys,
             lambda item: self.span_of(item, queries, keys),
             OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
@@ -183,7 +182,7 @@ class Backward(RingKernel):
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
-            row = self.row_in_memory(item, warpgroup)
+            row = keys.row(item.batch, first)
             arrived = scratch["own_arrived"].at[owner]
             _, k_head, v_head = self.heads_of(item)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
@@ -191,20 +190,19 @@ class Backward(RingKernel):
             if ids:
                 self._load_own_ids(keys.ids, item, first, owner, arrived, scratch)
 
-        def load_tile(item, tile, slot, rows):
+        def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, item.head, "do_smem")):
-                self.load_tile(ref, item, tile, rows, head, scratch[name], slot, arrived)
+                self.load_tile(ref, item, queries, tile, head, scratch[name], slot, arrived)
             for ref, name in ((lse_ref, "lse_smem"), (delta_ref, "delta_smem")):
-                vector = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
-                plgpu.copy_gmem_to_smem(vector, scratch[name].at[slot], arrived)
+                rows = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
+                plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)
             if ids:
                 self._load_ids(queries.ids, item, first, slot, arrived, scratch)
 
         self.divide_roles(
             keys,
-            queries,
             lambda item: self.span_of(item, keys, queries),
             OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],

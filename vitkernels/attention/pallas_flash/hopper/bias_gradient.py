@@ -133,7 +133,7 @@ class BiasGradient(RingKernel):
         bias_ref, ids, (sums_ref,) = self.extras(refs)
         q_first, k_first, v_first = self.first_heads
 
-        def load_pair(item, number, slot, _rows):
+        def load_pair(item, number, slot):
             image, head = self._pair(item, number)
             arrived = scratch["arrived"].at[slot]
             for warpgroup in range(self.schedule.warpgroups):
@@ -155,7 +155,6 @@ class BiasGradient(RingKernel):
 
         self.divide_roles(
             Side(self.queries),
-            Side(self.keys),
             self._pairs_of,
             OwnRows(lambda item, warpgroup: None, (), scratch["own_consumed"]),
             [Stream(load_pair, scratch["arrived"], scratch["consumed"])],

@@ -110,7 +110,7 @@ class FusedBackward(OrderedKernel):
                 smem = scratch[f"{name}_smem"]
                 tiles.load_rows(refs[name], item.batch, first, head, smem, owner, arrived, self.interpret)
 
-        def load_tile(item, tile, slot, _rows):
+        def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
             first, arrived = tile * ROWS, scratch["arrived"].at[slot]
             for head, name in ((q_head, "q"), (item.head, "do")):

@@ -32,14 +32,12 @@ class WorkItem(NamedTuple):
     first: Any = 0  # the first tile that streams past this item
     steps: Any = 0  # how many tiles stream past this item
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
-    rows: tuple = ()  # with ids, the first own row of each warpgroup
-    counts: tuple = ()  # and how many rows it owns; those behind must not be stored
 
 
 class Stream(NamedTuple):
     """A stream of tiles through the ring."""
 
-    load: Callable  # (item, tile, slot, rows): request a tile; with ids, rows are the first of its chunks, else ()
+    load: Callable  # (item, tile, slot): request a tile
     arrived: Any  # barriers, one per slot
     consumed: Any  # barriers that the compute warpgroups arrive at to release a slot
 
@@ -60,9 +58,13 @@ class Side(NamedTuple):
     chunks: Any = None
     used: Any = None
 
-    def read(self, batch, chunk, field: int):
-        """Return a field of a chunk's record."""
-        return self.chunks[batch, lax.min(chunk, self.chunks.shape[1] - 1), field]
+    def row(self, batch, place):
+        """Return the row that has a place, a multiple of 64, in the order of ids and vectors."""
+        return place if self.chunks is None else self.chunks[batch, lax.div(jnp.int32(place), ROWS), ROW]
+
+    def count(self, batch, place):
+        """Return how many of the rows from a place on are those of its chunk; the others must not be stored."""
+        return ROWS if self.chunks is None else self.chunks[batch, lax.div(place, ROWS), COUNT]
 
 
 class RingKernel(tiles.HopperKernel):
@@ -115,12 +117,14 @@ class RingKernel(tiles.HopperKernel):
         """Return the number of copies that load a streamed tile; chunks need one each."""
         return self.copies * (self.schedule.tile // ROWS if self.has_ids else 1)
 
-    def load_tile(self, ref, item: WorkItem, tile, rows: tuple, head, parts: tuple, slot, barrier) -> None:
-        """Request a streamed tile of one head; the barrier gets tile_copies arrivals. rows: see Stream."""
-        if not rows:
-            first = tile * self.schedule.tile
-            tiles.load_rows(ref, item.batch, first, head, parts, slot, barrier, self.interpret)
-        for chunk, row in enumerate(rows):
+    def load_tile(self, ref, item: "WorkItem", side: Side, tile, head, parts: tuple, slot, barrier) -> None:
+        """Request a streamed tile of one head; the barrier gets tile_copies arrivals."""
+        place = tile * self.schedule.tile
+        if side.chunks is None:
+            tiles.load_rows(ref, item.batch, place, head, parts, slot, barrier, self.interpret)
+            return
+        for chunk in range(self.schedule.tile // ROWS):
+            row = side.row(item.batch, place + chunk * ROWS)
             tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret, chunk)
 
     # --- indices ------------------------------------------------------------------------------------------------------
@@ -145,17 +149,12 @@ class RingKernel(tiles.HopperKernel):
         return tuple(item.head + first for first in self.first_heads)
 
     def first_row(self, item: WorkItem, warpgroup):
-        """Return the first of a warpgroup's own rows; with ids, its place in ids and vectors."""
+        """Return the first of a warpgroup's own rows; with ids, its place (see Side.row)."""
         return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
 
-    def row_in_memory(self, item: WorkItem, warpgroup):
-        """Return the first of a warpgroup's own rows in q, k and v."""
-        return _of_warpgroup(item.rows, warpgroup) if item.rows else self.first_row(item, warpgroup)
-
     def _has_rows(self, own: Side, item: WorkItem, warpgroup):
-        if item.counts:
-            return _of_warpgroup(item.counts, warpgroup) > 0
-        return self.first_row(item, warpgroup) < own.tokens
+        place = self.first_row(item, warpgroup)
+        return place < own.tokens if own.chunks is None else own.count(item.batch, place) > 0
 
     def owner(self, number, warpgroup):
         """Return the shared-memory index of a warpgroup's own rows for the block's item with this number."""
@@ -171,7 +170,7 @@ class RingKernel(tiles.HopperKernel):
             return 0, pl.cdiv(streamed.tokens, self.schedule.tile), 0
         first_chunk, records = item.tile * self.schedule.warpgroups, []
         for i in range(self.schedule.warpgroups):
-            records.append([own.read(item.batch, first_chunk + i, field) for field in (FIRST, END, COMPARED)])
+            records.append([own.chunks[item.batch, first_chunk + i, field] for field in (FIRST, END, COMPARED)])
         firsts, ends, compared = zip(*records, strict=True)
         first, end = functools.reduce(lax.min, firsts), functools.reduce(lax.max, ends)
         # The comparison begins at `first` for a chunk that needs other chunks than the first one does.
@@ -214,9 +213,10 @@ class RingKernel(tiles.HopperKernel):
 
     def store_own(self, item: WorkItem, warpgroup, own: Side, results: list[tuple]) -> None:
         """Start storing results of own rows: (parts in shared memory, values, array, head)."""
-        owner, row = self.owner(item.number, warpgroup), self.row_in_memory(item, warpgroup)
+        owner, place = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+        row, count = own.row(item.batch, place), own.count(item.batch, place)
 
-        def store_all():
+        def store_chunk():
             for parts, values, *_ in results:
                 for part, x in zip(at(parts, owner), values, strict=True):
                     part[...] = x.astype(part.dtype)
@@ -224,27 +224,24 @@ class RingKernel(tiles.HopperKernel):
             for parts, _, ref, head in results:
                 tiles.store_rows(parts, owner, ref, item.batch, row, head, self.interpret)
 
-        if not item.counts:
-            store_all()
+        if own.chunks is None:
+            store_chunk()
             return
-        count = _of_warpgroup(item.counts, warpgroup)
-        pl.when(count == ROWS)(store_all)
+        pl.when(count == ROWS)(store_chunk)
 
         @pl.when(count < ROWS)
         def _():
-            record = own.chunks.at[item.batch, item.tile * self.schedule.warpgroups + warpgroup]
+            record = own.chunks.at[item.batch, lax.div(place, ROWS)]
             for _, values, ref, head in results:
                 store_first_rows(ref.at[item.batch, :, head], values, row, record, self.interpret)
 
     # --- warp specialization ------------------------------------------------------------------------------------------
 
-    def divide_roles(
-        self, side: Side, streamed: Side, span_of, own: OwnRows, streams: list[Stream], compute
-    ) -> None:
+    def divide_roles(self, side: Side, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
         """Run compute(item, warpgroup, after_first_tile) on the compute warpgroups while the loader requests rows.
 
         Args:
-            side, streamed: those of the own and of the streamed rows.
+            side: that of the own rows.
             span_of: span_of(item) returns the first of the streamed tiles, their number, and how many of them need no
                 comparison.
             compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
@@ -279,7 +276,7 @@ class RingKernel(tiles.HopperKernel):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            self._request(lambda process: self._for_each_item(side, span_of, process), own, streams, streamed)
+            self._request(lambda process: self._for_each_item(side, span_of, process), own, streams)
 
     def _for_each_item(self, side: Side, span_of, process) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
@@ -287,51 +284,24 @@ class RingKernel(tiles.HopperKernel):
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
         """
-        if side.chunks is not None:
-            return self._for_each_item_of_chunks(side, span_of, process)
-        items = self.work_items(side.tokens)
-        count, index = self._indices(items, self.blocks(side.tokens))
-
-        def body(number, streamed):
-            item = WorkItem(*self.divided(index(number), side.tokens), number, streamed)
-            first, steps, uncompared = span_of(item)
-            process(item._replace(first=first, steps=steps, uncompared=uncompared))
-            return streamed + steps
-
-        return count, lax.fori_loop(0, count, body, jnp.int32(0))
-
-    def _for_each_item_of_chunks(self, side: Side, span_of, process) -> tuple:
-        """Do the same as _for_each_item with ids; an item's records are read while the previous item is processed."""
-        tiles = lax.div(side.used[...] + self.schedule.warpgroups - 1, self.schedule.warpgroups)
-        items = self.batch * self.heads * tiles
-        count, index = self._indices(items, self.blocks(side.tokens))
-
-        def read(number):
-            zero = jnp.int32(0)
-            item = WorkItem(*self._divided(lax.min(index(number), items - 1), tiles), zero, zero)
-            first, steps, uncompared = span_of(item)
-            chunks = [item.tile * self.schedule.warpgroups + i for i in range(self.schedule.warpgroups)]
-            rows, counts = (tuple(side.read(item.batch, chunk, field) for chunk in chunks) for field in (ROW, COUNT))
-            return item._replace(first=first, steps=steps, uncompared=uncompared, rows=rows, counts=counts)
-
-        def body(number, carry):
-            streamed, item = carry
-            following = read(number + 1)
-            process(item._replace(number=number, streamed=streamed))
-            return streamed + item.steps, following
-
-        streamed, _ = lax.fori_loop(0, count, body, (jnp.int32(0), read(jnp.int32(0))))
-        return count, streamed
-
-    @staticmethod
-    def _indices(items, blocks: int) -> tuple:
-        """Return how many of the items this block processes, and a function from their numbers to their indices."""
+        blocks = self.blocks(side.tokens)
+        items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
+        if side.used is not None:
+            tiles = lax.div(side.used[...] + self.schedule.warpgroups - 1, self.schedule.warpgroups)
+            items, divided = self.batch * self.heads * tiles, lambda index: self._divided(index, tiles)
         share = lax.div(jnp.int32(items), blocks)
 
         def index(number):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
-        return share + (index(share) < items).astype(jnp.int32), index
+        def body(number, streamed):
+            item = WorkItem(*divided(index(number)), number, streamed)
+            first, steps, uncompared = span_of(item)
+            process(item._replace(first=first, steps=steps, uncompared=uncompared))
+            return streamed + steps
+
+        count = share + (index(share) < items).astype(jnp.int32)
+        return count, lax.fori_loop(0, count, body, jnp.int32(0))
 
     def _divided(self, index, tiles) -> tuple:
         """Return batch, head and tile of an item, of which each head has `tiles`; heads come first.
@@ -354,7 +324,7 @@ class RingKernel(tiles.HopperKernel):
                 plgpu.barrier_wait(stream.arrived.at[slot])
                 plgpu.barrier_arrive(stream.consumed.at[slot])
 
-    def _request(self, for_each_item, own: OwnRows, streams: list[Stream], streamed: Side | None = None) -> tuple:
+    def _request(self, for_each_item, own: OwnRows, streams: list[Stream]) -> tuple:
         """Run the loader: request own rows and streamed tiles as buffers and slots become free.
 
         for_each_item(process) calls process(item), and returns the number of items and of streamed tiles; so does this.
@@ -374,20 +344,11 @@ class RingKernel(tiles.HopperKernel):
                 wait_for_buffer(item.number, warpgroup)
                 own.load(item, warpgroup)
 
-            def rows_of(step):
-                if streamed is None or streamed.chunks is None:
-                    return ()
-                first = (item.first + step) * (s.tile // ROWS)
-                return tuple(streamed.read(item.batch, first + i, ROW) for i in range(s.tile // ROWS))
-
-            def request(step, rows):
-                following = rows_of(step + 1)  # read while this tile waits for its slot
+            @pl.loop(0, item.steps)
+            def _(step):
                 for stream in streams:
                     wait_for_slot(stream, item.streamed + step)
-                    stream.load(item, item.first + step, self.slot(item, step), rows)
-                return following
-
-            lax.fori_loop(0, item.steps, request, rows_of(0))
+                    stream.load(item, item.first + step, self.slot(item, step))
 
         items, streamed = for_each_item(process)
         # Every phase of a barrier must be waited for.
@@ -398,13 +359,3 @@ class RingKernel(tiles.HopperKernel):
             for warpgroup in range(s.warpgroups):
                 wait_for_buffer(items + i, warpgroup)
         return items, streamed
-
-
-def _of_warpgroup(values: tuple, warpgroup):
-    """Return the value of a warpgroup, whose number may be known only to the running kernel."""
-    if isinstance(warpgroup, int):
-        return values[warpgroup]
-    first, *others = values
-    for number, value in enumerate(others, 1):
-        first = jnp.where(warpgroup == number, value, first)
-    return first
