@@ -100,7 +100,7 @@ def attention_page() -> str:
         "## Order of `auto`",
         "`auto` uses the first backend of this list that supports the call. On NVIDIA GPUs, it tries `triton_flash` "
         "before `pallas_flash` for up to 64 tokens with a bias, segment ids or a head dim of at most 32, and for up to "
-        "4096 tokens with segment ids but no other extras and a head dim of at most 64:",
+        "256 tokens with segment ids but no other extras and a head dim of at most 64:",
         table(("device", "order"), _auto_orders()),
     ]
     return "\n\n".join(parts) + "\n"

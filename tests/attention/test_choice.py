@@ -95,18 +95,18 @@ def test_choose__tries_a_slower_backend_last(monkeypatch):
         (65, {}, False),
         (197, {"bias_shape": (1, 2, 197, 197)}, False),
         (49, {"bias_shape": (1, 2, 49, 49), "device_type": "xla"}, False),
-        (4096, {"has_segment_ids": True, "head_dim": 64}, True),
-        (4097, {"has_segment_ids": True}, False),
-        (788, {"has_segment_ids": True, "head_dim": 72}, False),
-        (788, {"has_segment_ids": True, "is_causal": True}, False),
-        (788, {"has_segment_ids": True, "has_mask": True}, False),
-        (788, {"has_segment_ids": True, "has_rope": True}, False),
-        (788, {"has_segment_ids": True, "bias_shape": (1, 2, 788, 788)}, False),
-        (788, {"has_segment_ids": True, "device_type": "xla"}, False),
+        (256, {"has_segment_ids": True, "head_dim": 64}, True),
+        (257, {"has_segment_ids": True}, False),
+        (196, {"has_segment_ids": True, "head_dim": 72}, False),
+        (196, {"has_segment_ids": True, "is_causal": True}, False),
+        (196, {"has_segment_ids": True, "has_mask": True}, False),
+        (196, {"has_segment_ids": True, "has_rope": True}, False),
+        (196, {"has_segment_ids": True, "bias_shape": (1, 2, 196, 196)}, False),
+        (196, {"has_segment_ids": True, "device_type": "xla"}, False),
     ],
     ids=str,
 )
-def test_pallas_flash__is_slower_for_windows_and_packed_segments_on_cuda(tokens, changes, expected):
+def test_pallas_flash__is_slower_for_windows_and_short_segments_on_cuda(tokens, changes, expected):
     problem = replace(Problem(8, 2, tokens, tokens, 32, torch.bfloat16, "cuda"), **changes)
     assert attention.get("pallas_flash").is_slower(problem) is expected
 

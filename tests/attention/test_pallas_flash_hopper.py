@@ -251,7 +251,9 @@ def test_packed_chunks__start_where_segments_start():
     assert ids[1, 197:256].unique().tolist() == ids[1, 319:384].unique().tolist() == [PADDING]
     for entry, whole in ((2, torch.cat([ODD, ODD[:30]])), (3, SHORT)):  # recurs; too short
         assert torch.equal(ids[entry, :260], whole.int()) and (ids[entry, 260:384] == PADDING).all()
-        assert chunks[entry, :6, :5].tolist() == [[0, 5, 0, 64 * i, 64 * (i < 5)] for i in range(5)] + [[0, 5, 0, 260, 0]]
+        assert chunks[entry, :6, :5].tolist() == [[0, 5, 0, 64 * i, 64 * (i < 5)] for i in range(5)] + [
+            [0, 5, 0, 260, 0]
+        ]
 
 
 @needs_new_jax
@@ -294,7 +296,22 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
     name = str(dtype).removeprefix("torch.")
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
-    problem = (B, H, N, N, D, name, 0.1, False, H, (0, 0, 0), Schedule(tile, 2, warpgroups, buffers), True, blocks, chunks)
+    problem = (
+        B,
+        H,
+        N,
+        N,
+        D,
+        name,
+        0.1,
+        False,
+        H,
+        (0, 0, 0),
+        Schedule(tile, 2, warpgroups, buffers),
+        True,
+        blocks,
+        chunks,
+    )
     q, k, v, do = (jnp.asarray(x.float().numpy(), name) for x in (q, k, v, do))
     out, lse = Forward(*problem)(q, k, v, *ids)
     backward = Backward(*problem)

@@ -118,6 +118,38 @@ def test_rope__on_gpu(N, D, rope_half, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("D", [32, 64, 72, 128])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        [(1, 49, 64, 65, 197, 324), (577, 123), (100,) * 7],
+        [(1100, 1), (64,) * 17 + (13,), (300, 2, 600, 199)],
+        [(10,) * 40, (400,), (128, 128, 144)],  # the first entry has too many segments for its chunks
+    ],
+    ids=str,
+)
+def test_packed_segments__on_gpu(lengths, D, dtype):
+    """Each chunk writes its own rows only; a rerun gives the same bits, and so does the call compiled."""
+    rows = [torch.cat([torch.full((n,), 7 * i - 3) for i, n in enumerate(entry)]) for entry in lengths]
+    segment_ids = torch.stack(rows).cuda()
+    qkv = torch.randn(*segment_ids.shape, 3, 5, D, device="cuda").to(dtype).requires_grad_()
+    do = torch.randn(*segment_ids.shape, 5 * D, device="cuda").to(dtype)
+    attend = lambda qkv: attention.get("pallas_flash").qkvpacked(qkv, segment_ids=segment_ids)  # noqa: E731
+    leaf = qkv.detach().double().requires_grad_()
+    exact = reference(*leaf.permute(2, 0, 3, 1, 4), segment_ids=segment_ids).transpose(1, 2).flatten(2)
+    wanted = exact, *torch.autograd.grad(exact, leaf, do.double())
+    results = []
+    torch.compiler.reset()  # this function's earlier shapes would exceed the limit of recompilations
+    for call in (attend, attend, torch.compile(attend, fullgraph=True)):
+        out = call(qkv)
+        results.append((out, *torch.autograd.grad(out, qkv, do)))
+    assert all(error(x, y) < TOLERANCE[dtype] for x, y in zip(results[0], wanted, strict=True))
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
+@gpu
 def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
     attend = attention.get("pallas_flash").qkvpacked
     data = torch.randn(2, 197, 3, 4, 64, device="cuda", dtype=torch.bfloat16)

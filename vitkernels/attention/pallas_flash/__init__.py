@@ -66,10 +66,10 @@ def _unsupported_anywhere(problem: Problem) -> str | None:
     return None
 
 
-def _is_packed(problem: Problem) -> bool:
-    """Return whether a call has packed segments and nothing else, with tokens and a head dim as they were measured."""
+def _has_short_segments(problem: Problem) -> bool:
+    """Return whether a call has segments that must be short, and nothing else, with a head dim that was measured."""
     has_more = problem.bias_shape is not None or problem.has_mask or problem.is_causal or problem.has_rope
-    return problem.has_segment_ids and not has_more and problem.q_tokens <= 4096 and problem.head_dim <= 64
+    return problem.has_segment_ids and not has_more and problem.q_tokens <= 256 and problem.head_dim <= 64
 
 
 class PallasFlash(AttentionBackend):
@@ -88,14 +88,14 @@ class PallasFlash(AttentionBackend):
         return by_device(problem) or _unsupported_anywhere(problem)
 
     def is_slower(self, problem: Problem) -> bool:
-        """Return True for windows and packed segments on CUDA, for which triton_flash was faster.
+        """Return True for windows and short packed segments on CUDA, for which triton_flash was faster.
 
-        Its kernels for windows took half the time. Its tiles start where segments do, so segments of 49 to 1024 tokens
-        took 0.57 to 1.05 times as long as here (notes/triton_flash.md).
+        Its kernels for windows took half the time, and segments of 49 and 64 tokens 0.65 and 0.79 of the time
+        (notes/triton_flash.md). Longer segments take less time here.
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
         has_extras = problem.bias_shape is not None or problem.has_segment_ids
-        is_faster_there = (is_window and (has_extras or problem.head_dim <= 32)) or _is_packed(problem)
+        is_faster_there = (is_window and (has_extras or problem.head_dim <= 32)) or _has_short_segments(problem)
         return problem.device_type == "cuda" and is_faster_there
 
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):

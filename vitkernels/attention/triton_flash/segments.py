@@ -11,21 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitkernels.attention.segment_runs import BINS, runs_of_ids
 from vitkernels.attention.triton_flash.tiling import LEAST_SEGMENT, LONGEST_PACKED, SEGMENT_ROWS
 from vitkernels.bridge.operator import operator
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
-
-_BINS = 1024
-
-
-@triton.jit
-def _larger(a, b):
-    return tl.maximum(a, b)
-
-
-@triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
 
 
 @triton.jit
@@ -38,15 +27,7 @@ def segment_tiles_kernel(
     ids_ptr += b * ids_b
     table_ptr += b * T * 4
     i = tl.arange(0, TOKENS)
-    ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0)
-    before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0)
-    after = tl.load(ids_ptr + (i + 1) * ids_n, mask=i < N - 1, other=0)
-    begins = (i < N) & ((i == 0) | (ids != before))
-    start = tl.associative_scan(tl.where(begins, i, 0), 0, _larger)
-    last = (i >= N - 1) | (ids != after)
-    end = tl.associative_scan(tl.where(last, i + 1, N), 0, _smaller, reverse=True)
-    # Two runs in one bin may have the same id. Up to BINS runs with consecutive ids have a bin each.
-    recurs = tl.max(tl.histogram((ids & (BINS - 1)).to(tl.int32), BINS, mask=begins), 0) > 1
+    _, _, start, end, recurs = runs_of_ids(ids_ptr, ids_n, i, N, BINS)
 
     owns = (i < N) & ((i - start) % ROWS == 0)
     count = tl.sum(owns.to(tl.int32), 0)
@@ -85,7 +66,7 @@ def segment_tiles(segment_ids: Tensor) -> Tensor:
         tokens = next_power_of_2(N)
         triton_call(
             segment_ids, table, *segment_ids.stride(), N, T, kernel=segment_tiles_kernel, grid=(B,),
-            ROWS=SEGMENT_ROWS, TOKENS=tokens, TILES=next_power_of_2(T), BINS=_BINS,
+            ROWS=SEGMENT_ROWS, TOKENS=tokens, TILES=next_power_of_2(T), BINS=BINS,
             num_warps=min(16, max(4, tokens // 256)),
         )  # fmt: skip
     return table

@@ -1,8 +1,8 @@
 """Chunks of packed segments: each lies within one segment (Triton).
 
 A segment of 200 tokens gets four chunks, of 64, 64, 64 and 8 rows. Two chunks make a work item, and a tile of 128 rows.
-So that these lie within one segment, a segment of more than 64 tokens begins with an even chunk and gets an even number;
-some chunks are empty. Shorter segments get one chunk, and two of them share a work item.
+So that these lie within one segment, a segment of more than 64 tokens begins with an even chunk and gets an even number
+of them; some are empty. Shorter segments get one chunk, and two of them share a work item.
 
 Shape suffixes: B batch, N tokens, C chunks of a batch entry.
 """

@@ -51,12 +51,12 @@ class OwnRows(NamedTuple):
 
 
 class Side(NamedTuple):
-    """The queries or the keys of a call; with ids, the references to what token_ids.py describes."""
+    """The queries or the keys of a call; with ids, references to what `token_ids` returns for them."""
 
     tokens: int
     ids: Any = None
     chunks: Any = None
-    used: Any = None
+    used: Any = None  # how many of the chunks of a batch entry are used
 
     def row(self, batch, place):
         """Return the row that has a place, a multiple of 64, in the order of ids and vectors."""
@@ -270,7 +270,9 @@ class RingKernel(tiles.HopperKernel):
 
             items, _ = self._for_each_item(side, span_of, process)
             if self.schedule.buffers > 1:
-                pl.when(items > 0)(lambda: give_back(items - 1))
+                # With ids, the number of items is known only here, and a block may have none.
+                last = lambda: give_back(items - 1)  # noqa: E731
+                last() if side.used is None else pl.when(items > 0)(last)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == self.schedule.warpgroups)
