@@ -25,7 +25,7 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     dq_schedule,
     fits_short_backward,
     fits_short_forward,
-    for_ids,
+    for_packed_segments,
     forward_schedule,
     fused_backward_schedule,
 )
@@ -54,8 +54,9 @@ class AttentionKernels:
     bias_shape: tuple[int, int] | None = None  # images and heads of a bias, which precedes the ids
 
     def _build(self, kind: type, schedule: Schedule | None, **options: int) -> Any:
-        if schedule is not None and self.chunks is not None:
-            schedule = for_ids(schedule)
+        # Chunks of packed segments are more than the rows fill.
+        if schedule is not None and self.chunks is not None and self.chunks[0] * ROWS > padded(self.queries):
+            schedule = for_packed_segments(schedule)
         return kind(
             batch=self.batch,
             heads=self.heads,

@@ -34,8 +34,8 @@ class Schedule:
         return min(240, (512 - loader) // self.warpgroups // 8 * 8), loader
 
 
-def for_ids(schedule: Schedule) -> Schedule:
-    """Return the schedule of a call with ids: two warpgroups at most, since packed segments have chunks in pairs."""
+def for_packed_segments(schedule: Schedule) -> Schedule:
+    """Return the schedule of a call whose chunks start where segments start: in pairs, so two warpgroups at most."""
     return replace(schedule, warpgroups=min(2, schedule.warpgroups))
 
 
