@@ -174,7 +174,7 @@ def operators(monkeypatch):
     return operators
 
 
-NOTHING = (None,) * 5  # no bias and no ids
+NOTHING = (None,) * 6  # no bias and no ids
 
 
 @needs_new_jax

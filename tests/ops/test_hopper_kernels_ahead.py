@@ -71,17 +71,17 @@ def events(monkeypatch):
 
 def attend(x, heads=2, bias=None):
     qkv = x.unflatten(-1, (3, heads, -1))
-    return attention.attend_packed(qkv, bias, *[None] * 4, False, 0.125)[0]
+    return attention.attend_packed(qkv, bias, *[None] * 5, False, 0.125)[0]
 
 
 def attend_separate(x):
     q, k, v = x.unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    return attention.attend(q, k, v, *[None] * 5, False, 0.125)[0]
+    return attention.attend(q, k, v, *[None] * 6, False, 0.125)[0]
 
 
 def attend_rotated(x):
     qkv = x.unflatten(-1, (3, 2, -1))
-    return attention.attend_rotary(qkv, torch.ones(x.shape[1], 128), True, *[None] * 5, False, 0.125)[0]
+    return attention.attend_rotary(qkv, torch.ones(x.shape[1], 128), True, *[None] * 6, False, 0.125)[0]
 
 
 WEIGHT, TRANSPOSED = (torch.nn.Parameter(torch.zeros(shape)) for shape in ((256, 128), (128, 256)))
