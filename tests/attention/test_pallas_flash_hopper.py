@@ -175,6 +175,17 @@ def test_fused_backward__for_long_unmasked_self_attention():
     assert not chosen(12, 1025, 1025, 64, False)  # too few heads to keep the items of a head apart
 
 
+def ring_kernels(problem: tuple, q, k, v, do, ids: list) -> tuple:
+    """Return out, dq, dk and dv of the ring kernels, given JAX arrays (B, N, H, D) and the ids of `token_ids`."""
+    from vitkernels.attention.pallas_flash.hopper.backward import Backward
+    from vitkernels.attention.pallas_flash.hopper.forward import Forward
+
+    out, lse = Forward(*problem)(q, k, v, *ids)
+    backward = Backward(*problem)
+    dq, delta = backward.dq(q, k, v, out, do, lse, *ids)
+    return out, dq, *backward.dkdv(q, k, v, do, lse, delta, *ids)
+
+
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
@@ -189,8 +200,6 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
     """Segments, masked keys, and queries without keys, whose results are zeros."""
     import jax.numpy as jnp
 
-    from vitkernels.attention.pallas_flash.hopper.backward import Backward
-    from vitkernels.attention.pallas_flash.hopper.forward import Forward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
@@ -209,11 +218,8 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
     problem = (B, H, N, M, D, "bfloat16", scale, is_causal, H, (0, 0, 0), schedule, True, blocks, chunks)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
     ids = [jnp.asarray(x.numpy()) for x in given(ids)]
-    out, lse = Forward(*problem)(q, k, v, *ids)
-    backward = Backward(*problem)
-    dq, delta = backward.dq(q, k, v, out, do, lse, *ids)
-    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *ids)
-    for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=True):
+    found = ring_kernels(problem, q, k, v, do, ids)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[torch.bfloat16], name
         assert name in ("dq", "dk") or not x[y == 0].any()  # rows without keys, keys that no query sees: exact zeros
@@ -257,6 +263,22 @@ def test_packed_chunks__start_where_segments_start():
 
 
 @needs_new_jax
+def test_masked_ids__name_the_chunks_that_need_a_comparison():
+    """Keys 0 to 99 are kept: the first chunk entirely, the second partly, the third not at all."""
+    from vitkernels.attention.pallas_flash.hopper.chunks import MASKED, PADDING
+    from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
+
+    mask = (torch.arange(150) < 100).expand(2, 1, 1, 150)
+    q_ids, k_ids, q_chunks, k_chunks, used = token_ids((2, 3, 70, 64), 150, mask, None)
+    assert used.tolist() == [2, 3] and q_chunks.shape == k_chunks.shape == (2, 4, 8)
+    # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
+    assert q_chunks[1, :3, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 1, 64, 64], [4, 0, 4, 128, 0]]
+    assert k_chunks[1, :4, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 0, 64, 64], [4, 0, 4, 128, 64], [4, 0, 4, 192, 0]]
+    assert q_ids[1].tolist() == [0] * 70 + [PADDING] * 186
+    assert k_ids[1].tolist() == [0] * 100 + [MASKED] * 50 + [PADDING] * 106
+
+
+@needs_new_jax
 def test_packed_chunks__leave_an_odd_chunk_empty_before_a_longer_segment():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
@@ -281,8 +303,6 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
     """Segments of 1 to 197 tokens, whose last chunks are partly or entirely empty; blocks without an item."""
     import jax.numpy as jnp
 
-    from vitkernels.attention.pallas_flash.hopper.backward import Backward
-    from vitkernels.attention.pallas_flash.hopper.forward import Forward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
@@ -296,28 +316,11 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
     name = str(dtype).removeprefix("torch.")
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
-    problem = (
-        B,
-        H,
-        N,
-        N,
-        D,
-        name,
-        0.1,
-        False,
-        H,
-        (0, 0, 0),
-        Schedule(tile, 2, warpgroups, buffers),
-        True,
-        blocks,
-        chunks,
-    )
+    schedule = Schedule(tile, 2, warpgroups, buffers)
+    problem = (B, H, N, N, D, name, 0.1, False, H, (0, 0, 0), schedule, True, blocks, chunks)
     q, k, v, do = (jnp.asarray(x.float().numpy(), name) for x in (q, k, v, do))
-    out, lse = Forward(*problem)(q, k, v, *ids)
-    backward = Backward(*problem)
-    dq, delta = backward.dq(q, k, v, out, do, lse, *ids)
-    dk, dv = backward.dkdv(q, k, v, do, lse, delta, *ids)
-    for name, x, y in zip(("out", "dq", "dk", "dv"), (out, dq, dk, dv), wanted, strict=True):
+    found = ring_kernels(problem, q, k, v, do, ids)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[dtype], name
 

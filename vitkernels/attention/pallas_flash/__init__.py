@@ -67,7 +67,7 @@ def _unsupported_anywhere(problem: Problem) -> str | None:
 
 
 def _has_short_segments(problem: Problem) -> bool:
-    """Return whether a call has segments that must be short, and nothing else, with a head dim that was measured."""
+    """Return whether a call has segments, which must be short, and no other extras, at head dims up to 64."""
     has_more = problem.bias_shape is not None or problem.has_mask or problem.is_causal or problem.has_rope
     return problem.has_segment_ids and not has_more and problem.q_tokens <= 256 and problem.head_dim <= 64
 
@@ -91,7 +91,7 @@ class PallasFlash(AttentionBackend):
         """Return True for windows and short packed segments on CUDA, for which triton_flash was faster.
 
         Its kernels for windows took half the time, and segments of 49 and 64 tokens 0.65 and 0.79 of the time
-        (notes/triton_flash.md). Longer segments take less time here.
+        (notes/pallas_flash_hopper.md). Segments of 197 tokens and more take less time here.
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
         has_extras = problem.bias_shape is not None or problem.has_segment_ids
@@ -128,7 +128,8 @@ def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dr
     """Return the arguments that describe a call to the Hopper operators."""
     of_keys = _is_of_keys(mask)
     prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale)
-    ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids, prepared is None and not is_causal)
+    moves_chunks = prepared is None and not is_causal
+    ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids, moves_chunks=moves_chunks)
     return prepared, *ids, is_causal, scale
 
 

@@ -101,7 +101,7 @@ class Backward(RingKernel):
             own_ids = ids if compares else None
             return self._add_to_dq(item, step, keys, dq, first, q, do, lse, delta, own_ids, scratch)
 
-        dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile, self.has_ids)
+        dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile)
         queries, _ = scratch["sides"]
         q_head, *_ = self.heads_of(item)
         dq = tuple(x * self.scale for x in dq)
@@ -220,7 +220,7 @@ class Backward(RingKernel):
             return self._add_to_dkdv(item, step, queries, carry, first, k, v, own_ids, scratch)
 
         zeros = self.zeros(), self.zeros()
-        dk, dv = self.over_tiles(item, self.queries, step_of, zeros, after_first_tile, self.has_ids)
+        dk, dv = self.over_tiles(item, self.queries, step_of, zeros, after_first_tile)
         _, keys = scratch["sides"]
         _, k_head, v_head = self.heads_of(item)
         dk = tuple(x * self.scale for x in dk)

@@ -104,8 +104,7 @@ class Forward(RingKernel):
         def step_of(step, carry, keys, compares):
             return self._step(item, q_smem, first_query, ids if compares else None, step, keys, carry, scratch)
 
-        all_full = self.is_causal or self.has_ids
-        return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, all_full)
+        return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, self.is_causal)
 
     def _step(self, item, q_smem, first_query, ids, step, keys, carry, scratch):
         """Fold the first `keys` keys of a tile into the running output, maximum and sum."""

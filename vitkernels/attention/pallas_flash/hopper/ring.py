@@ -117,7 +117,7 @@ class RingKernel(tiles.HopperKernel):
         """Return the number of copies that load a streamed tile; chunks need one each."""
         return self.copies * (self.schedule.tile // ROWS if self.has_ids else 1)
 
-    def load_tile(self, ref, item: "WorkItem", side: Side, tile, head, parts: tuple, slot, barrier) -> None:
+    def load_tile(self, ref, item: WorkItem, side: Side, tile, head, parts: tuple, slot, barrier) -> None:
         """Request a streamed tile of one head; the barrier gets tile_copies arrivals."""
         place = tile * self.schedule.tile
         if side.chunks is None:
@@ -185,7 +185,7 @@ class RingKernel(tiles.HopperKernel):
         uncompared = jnp.where(lax.rem(first, per_tile) == 0, lax.div(limit, per_tile) - first_tile, 0)
         return first_tile, steps, lax.clamp(0, uncompared, steps)
 
-    def over_tiles(self, item: WorkItem, tokens: int, step_of, carry, after_first_tile, all_full: bool):
+    def over_tiles(self, item: WorkItem, tokens: int, step_of, carry, after_first_tile, all_full: bool = False):
         """Fold step_of(step, carry, tokens, compares) over the streamed tiles; return the final carry.
 
         The last tile gets only its valid tokens, unless all_full. after_first_tile() is called after the first step.
