@@ -175,12 +175,15 @@ def test_fused_backward__for_long_unmasked_self_attention():
     assert not chosen(12, 1025, 1025, 64, False)  # too few heads to keep the items of a head apart
 
 
-def ring_kernels(problem: tuple, q, k, v, do, ids: list) -> tuple:
-    """Return out, dq, dk and dv of the ring kernels, given JAX arrays (B, N, H, D) and the ids of `token_ids`."""
+def ring_kernels(problem: tuple, q, k, v, do, ids: list, forward_problem: tuple | None = None) -> tuple:
+    """Return out, dq, dk and dv of the ring kernels, given JAX arrays (B, N, H, D) and the ids of `token_ids`.
+
+    forward_problem: that of the forward kernel if it differs.
+    """
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
 
-    out, lse = Forward(*problem)(q, k, v, *ids)
+    out, lse = Forward(*(forward_problem or problem))(q, k, v, *ids)
     backward = Backward(*problem)
     dq, delta = backward.dq(q, k, v, out, do, lse, *ids)
     return out, dq, *backward.dkdv(q, k, v, do, lse, delta, *ids)
@@ -243,17 +246,17 @@ def test_packed_chunks__start_where_segments_start():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]))
-    assert used.tolist() == [8, 8] and chunks.shape == (4, 18, 8) and ids.shape == (4, 18 * 64)
+    assert used.tolist() == [8, 8, 3] and chunks.shape == (4, 18, 16) and ids.shape == (4, 18 * 64)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert chunks[1, :6, :5].tolist() == [
         [0, 4, 3, 0, 64], [0, 4, 3, 64, 64], [0, 4, 3, 128, 64], [0, 4, 3, 192, 5],
-        [4, 5, 4, 197, 63], [18, 0, 18, 260, 0],
+        [4, 5, 4, 197, 63], [4, 5, 4, 260, 0],
     ]  # fmt: skip
     assert chunks[0, :9, :5].tolist() == [
         [0, 1, 0, 0, 1], [1, 2, 2, 1, 64], [2, 4, 3, 65, 64], [2, 4, 3, 129, 1],
         [4, 7, 6, 130, 64], [4, 7, 6, 194, 64], [4, 7, 6, 258, 2], [4, 7, 6, 260, 0], [18, 0, 18, 260, 0],
     ]  # fmt: skip
-    assert ids[1, :197].unique().tolist() == [0] and ids[1, 256:319].unique().tolist() == [197]
+    assert ids[1, :197].unique().tolist() == [0] and ids[1, 256:319].unique().tolist() == [4]
     assert ids[1, 197:256].unique().tolist() == ids[1, 319:384].unique().tolist() == [PADDING]
     for entry, whole in ((2, torch.cat([ODD, ODD[:30]])), (3, SHORT)):  # recurs; too short
         assert torch.equal(ids[entry, :260], whole.int()) and (ids[entry, 260:384] == PADDING).all()
@@ -270,7 +273,7 @@ def test_masked_ids__name_the_chunks_that_need_a_comparison():
 
     mask = (torch.arange(150) < 100).expand(2, 1, 1, 150)
     q_ids, k_ids, q_chunks, k_chunks, used = token_ids((2, 3, 70, 64), 150, mask, None)
-    assert used.tolist() == [2, 3] and q_chunks.shape == k_chunks.shape == (2, 4, 8)
+    assert used.tolist() == [2, 3, 0] and q_chunks.shape == k_chunks.shape == (2, 4, 16)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert q_chunks[1, :3, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 1, 64, 64], [4, 0, 4, 128, 0]]
     assert k_chunks[1, :4, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 0, 64, 64], [4, 0, 4, 128, 64], [4, 0, 4, 192, 0]]
@@ -283,9 +286,25 @@ def test_packed_chunks__leave_an_odd_chunk_empty_before_a_longer_segment():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     _, chunks, used = packed_chunks(ODD[None])
-    assert used.tolist() == [8, 8]
+    assert used.tolist() == [8, 8, 4]
     assert chunks[0, :8, 3].tolist()[::2] == [0, 30, 130, 210] and chunks[0, 5, 3] == 163
     assert chunks[0, :8, 4].tolist() == [30, 0, 64, 36, 33, 47, 20, 0]
+
+
+@needs_new_jax
+def test_packed_chunks__are_listed_as_work_items():
+    """10 chunks become items of 2, 3, 2 and 3; a pair of chunks of two short segments is one item."""
+    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
+
+    ids = segments((0, 577), (1, 60), (2, 40), (3, 30), (4, 256), (5, 197))
+    _, chunks, used = packed_chunks(ids[None])
+    assert used.tolist() == [22, 22, 10]
+    # The item's first chunk and number of chunks; first and end of those it needs, and the first to be compared.
+    assert chunks[0, :11, 8:13].tolist() == [
+        [0, 2, 0, 10, 9], [2, 3, 0, 10, 9], [5, 2, 0, 10, 9], [7, 3, 0, 10, 9], [10, 2, 10, 12, 10],
+        [12, 2, 12, 14, 12], [14, 2, 14, 18, 18], [16, 2, 14, 18, 18], [18, 2, 18, 22, 21], [20, 2, 18, 22, 21],
+        [0, 0, 0, 0, 0],
+    ]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -318,8 +337,9 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
     chunks = ids[2].shape[1], ids[3].shape[1]
     schedule = Schedule(tile, 2, warpgroups, buffers)
     problem = (B, H, N, N, D, name, 0.1, False, H, (0, 0, 0), schedule, True, blocks, chunks)
+    listed = (*problem[:10], Schedule(tile, 2, 3, buffers, is_listed=True), *problem[11:])
     q, k, v, do = (jnp.asarray(x.float().numpy(), name) for x in (q, k, v, do))
-    found = ring_kernels(problem, q, k, v, do, ids)
+    found = ring_kernels(problem, q, k, v, do, ids, listed)
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[dtype], name
@@ -383,6 +403,40 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
 
 @pytest.mark.slow
 @needs_new_jax
+@pytest.mark.parametrize(
+    "N, M, D, has_segments, has_mask",
+    [(130, 140, 64, False, True), (135, 135, 40, True, True), (197, 197, 64, True, False)],
+)
+def test_short_kernels__with_ids__interpreted(N, M, D, has_segments, has_mask):
+    """Segments recur, and keys are masked, all of them in one image; each thread block runs two or more heads."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
+    from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    B, H = 2, 2
+    q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
+    segment_ids = torch.arange(N).div(31, rounding_mode="floor").fmod(3).expand(B, -1) if has_segments else None
+    mask = (torch.rand(B, M) < 0.7).logical_and(torch.arange(B)[:, None] < 1)[:, None, None] if has_mask else None
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact = reference(*leaves, mask=mask, segment_ids=segment_ids, scale=-0.1)
+    wanted = exact, *torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
+
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), M, mask, segment_ids))]
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    problem = (B, H, N, M, D, "bfloat16", -0.1, False, H, (0, 0, 0), None, True, 2, chunks)
+    q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
+    out, lse = ShortForward(*problem)(q, k, v, *ids)
+    found = out, *ShortBackward(*problem)(q, k, v, out, do, lse, *ids)
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
+        assert error(x, y) < TOLERANCE[torch.bfloat16], name
+        assert not has_mask or not x[1].any()  # an image without keys: exact zeros
+
+
+@pytest.mark.slow
+@needs_new_jax
 @pytest.mark.parametrize("shape, N, M", [((1, 2), 130, 140), ((2, 1), 197, 135)])
 def test_short_kernels__with_a_bias__interpreted(shape, N, M):
     """Each thread block runs two or more heads; rows of the bias are -inf or absorb their scores."""
@@ -431,11 +485,12 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
         (4096, 128, None, None),
         (4096, 56, None, None),
         (1024, 40, None, None),
-        (197, 64, (12, 12), None),
+        (197, 64, (6, 6), None),
+        (256, 64, (6, 6), None),
         (788, 64, (50, 50), None),
         (788, 72, (50, 50), None),
         (788, 128, (50, 50), None),
-        (197, 64, (12, 12), (1, 8)),
+        (197, 64, (6, 6), (1, 8)),
         (197, 64, None, (1, 8)),
         (256, 40, None, (2, 1)),
         (577, 88, None, (2, 1)),
@@ -451,10 +506,10 @@ def test_kernels__lower_without_a_gpu(N, D, chunks, bias_shape):
     kernels = [call.forward, call.dq, call.dkdv]
     if bias_shape is not None:
         kernels.append(call.bias_gradient)
-    if fits_short_backward(N, N, D, chunks is not None):
+    if fits_short_backward(N, N, D, chunks is not None and bias_shape is not None):
         kernels.append(call.short_backward)
-    if bias_shape is not None and fits_short_backward(N, N, D, chunks is not None):
-        kernels.append(call.short_backward_with_ds)
+        if bias_shape is not None:
+            kernels.append(call.short_backward_with_ds)
     if (N, D) == (4096, 56):
         kernels += [call.delta, call.fused_backward]
     for kernel in kernels:

@@ -37,6 +37,7 @@ if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
     from vitkernels.attention.pallas_flash.hopper.bias import folded_scale, padded_bias
     from vitkernels.attention.pallas_flash.hopper.rotation import rotate
+    from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
 
@@ -128,7 +129,9 @@ def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dr
     """Return the arguments that describe a call to the Hopper operators."""
     of_keys = _is_of_keys(mask)
     prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale)
-    moves_chunks = prepared is None and not is_causal
+    is_masked = prepared is not None or is_causal
+    # The kernels for short sequences know no chunks.
+    moves_chunks = not is_masked and not fits_short_backward(q_shape[2], keys, q_shape[3], is_masked)
     ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids, moves_chunks=moves_chunks)
     return prepared, *ids, is_causal, scale
 

@@ -11,10 +11,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.attention.segment_runs import BINS, runs_of_ids
 from vitkernels.attention.triton_flash.tiling import LEAST_SEGMENT, LONGEST_PACKED, SEGMENT_ROWS
 from vitkernels.bridge.operator import operator
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
+
+_BINS = 1024  # of ids, by which `_runs_of_ids` finds those that recur
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def _runs_of_ids(ids_ptr, ids_n, i, N, BINS: tl.constexpr):
+    """Return where the run of each token i = 0, 1, ... starts and ends, and whether ids may recur.
+
+    i holds more tokens than N or as many. An id recurs if tokens with other ids lie between tokens with this id. Two
+    runs whose ids are equal modulo BINS count as recurring, so up to BINS runs with consecutive ids do not.
+    """
+    ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0)
+    before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0)
+    after = tl.load(ids_ptr + (i + 1) * ids_n, mask=i < N - 1, other=0)
+    begins = (i < N) & ((i == 0) | (ids != before))
+    start = tl.associative_scan(tl.where(begins, i, 0), 0, _larger)
+    last = (i >= N - 1) | (ids != after)
+    end = tl.associative_scan(tl.where(last, i + 1, N), 0, _smaller, reverse=True)
+    recurs = tl.max(tl.histogram((ids & (BINS - 1)).to(tl.int32), BINS, mask=begins), 0) > 1
+    return start, end, recurs
 
 
 @triton.jit
@@ -27,7 +56,7 @@ def segment_tiles_kernel(
     ids_ptr += b * ids_b
     table_ptr += b * T * 4
     i = tl.arange(0, TOKENS)
-    _, _, start, end, recurs = runs_of_ids(ids_ptr, ids_n, i, N, BINS)
+    start, end, recurs = _runs_of_ids(ids_ptr, ids_n, i, N, BINS)
 
     owns = (i < N) & ((i - start) % ROWS == 0)
     count = tl.sum(owns.to(tl.int32), 0)
@@ -66,7 +95,7 @@ def segment_tiles(segment_ids: Tensor) -> Tensor:
         tokens = next_power_of_2(N)
         triton_call(
             segment_ids, table, *segment_ids.stride(), N, T, kernel=segment_tiles_kernel, grid=(B,),
-            ROWS=SEGMENT_ROWS, TOKENS=tokens, TILES=next_power_of_2(T), BINS=BINS,
+            ROWS=SEGMENT_ROWS, TOKENS=tokens, TILES=next_power_of_2(T), BINS=_BINS,
             num_warps=min(16, max(4, tokens // 256)),
         )  # fmt: skip
     return table

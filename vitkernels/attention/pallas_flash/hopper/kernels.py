@@ -26,6 +26,7 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     fits_short_backward,
     fits_short_forward,
     for_packed_segments,
+    forward_of_packed_segments,
     forward_schedule,
     fused_backward_schedule,
 )
@@ -53,10 +54,12 @@ class AttentionKernels:
     chunks: tuple[int, int] | None = None  # of queries and keys in a call with ids, which follow each kernel's inputs
     bias_shape: tuple[int, int] | None = None  # images and heads of a bias, which precedes the ids
 
+    @property
+    def _has_packed_segments(self) -> bool:
+        """Return whether the call has ids whose chunks start where segments start: more than the rows fill."""
+        return self.chunks is not None and self.chunks[0] * ROWS > padded(self.queries)
+
     def _build(self, kind: type, schedule: Schedule | None, **options: int) -> Any:
-        # Chunks of packed segments are more than the rows fill.
-        if schedule is not None and self.chunks is not None and self.chunks[0] * ROWS > padded(self.queries):
-            schedule = for_packed_segments(schedule)
         return kind(
             batch=self.batch,
             heads=self.heads,
@@ -76,9 +79,9 @@ class AttentionKernels:
         )
 
     @property
-    def _has_mask(self) -> bool:
-        """Return whether the kernels compare positions or ids."""
-        return self.is_causal or self.chunks is not None
+    def _exceeds_short_kernels(self) -> bool:
+        """Return whether a call has what would exceed the registers of the kernels for short sequences."""
+        return self.is_causal or (self.chunks is not None and self.bias_shape is not None)
 
     @property
     def _masks_every_tile(self) -> bool:
@@ -88,16 +91,24 @@ class AttentionKernels:
     @cached_property
     def forward(self) -> Kernel:
         """Return the forward kernel, called as (q, k, v, *bias, *ids, out, lse)."""
-        if fits_short_forward(self.queries, self.keys, self.head_dim, self._has_mask):
+        if fits_short_forward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
             kernel = self._build(ShortForward, None)
         else:
-            has_bias = self.bias_shape is not None
-            kernel = self._build(Forward, forward_schedule(self.queries, self.keys, self.head_dim, has_bias))
+            kernel = self._build(Forward, self._forward_schedule)
         return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
+
+    @property
+    def _forward_schedule(self) -> Schedule:
+        if self._has_packed_segments:
+            return forward_of_packed_segments(self.head_dim)
+        return forward_schedule(self.queries, self.keys, self.head_dim, self.bias_shape is not None)
+
+    def _for_chunks(self, schedule: Schedule) -> Schedule:
+        return for_packed_segments(schedule) if self._has_packed_segments else schedule
 
     @cached_property
     def short_backward(self) -> Kernel:
-        """Return the short backward kernel, called as (q, k, v, out, do, lse, *transposed bias, dq, dk, dv)."""
+        """Return the short backward kernel, called as (q, k, v, out, do, lse, *transposed bias, *ids, dq, dk, dv)."""
         return self._compiled(self._build(ShortBackward, None))
 
     @cached_property
@@ -116,7 +127,8 @@ class AttentionKernels:
     @cached_property
     def _fused(self) -> FusedBackward | None:
         """Return the description of the kernel that computes dq, dk and dv of long sequences; None if the pair does."""
-        heads, is_masked = self.batch * self.heads, self._has_mask or self.bias_shape is not None
+        is_masked = self._masks_every_tile or self.chunks is not None
+        heads = self.batch * self.heads
         schedule = fused_backward_schedule(heads, self.queries, self.keys, self.head_dim, is_masked)
         return None if schedule is None else self._build(FusedBackward, schedule)
 
@@ -135,17 +147,21 @@ class AttentionKernels:
         do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
         return Kernel(kernel, (*_inputs(kernel), do, vector, vector, kernel.counters))
 
+    @property
+    def _backward_size(self) -> tuple[int, int, int, bool]:
+        return self.queries, self.keys, self.head_dim, self._masks_every_tile
+
     @cached_property
     def dq(self) -> Kernel:
         """Return the dq kernel, called as (q, k, v, out, do, lse, *bias, *ids, dq, delta)."""
-        kernel = self._build(Backward, dq_schedule(self.queries, self.keys, self.head_dim, self._masks_every_tile))
+        kernel = self._build(Backward, self._for_chunks(dq_schedule(*self._backward_size)))
         do = kernel.rows(self.queries, self.heads)
         return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector(), *_extras(kernel, kernel.queries)))
 
     @cached_property
     def dkdv(self) -> Kernel:
         """Return the dkdv kernel, called as (q, k, v, do, lse, delta, *transposed bias, *ids, dk, dv)."""
-        kernel = self._build(Backward, dkdv_schedule(self.queries, self.keys, self.head_dim, self._masks_every_tile))
+        kernel = self._build(Backward, self._for_chunks(dkdv_schedule(*self._backward_size)))
         do = kernel.rows(self.queries, self.heads)
         vector = kernel.vector()
         return Kernel(kernel.dkdv, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.keys)))
@@ -169,7 +185,7 @@ class AttentionKernels:
 
     def _runs_short_backward(self, bias_gradient: bool) -> bool:
         """Return whether one kernel computes the gradients; with that of a bias, it stores dS (see MOST_DS)."""
-        if not fits_short_backward(self.queries, self.keys, self.head_dim, self._has_mask):
+        if not fits_short_backward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
             return False
         return not bias_gradient or math.prod(self._short_backward_with_ds.ds.shape) <= MOST_DS
 
@@ -206,10 +222,10 @@ class AttentionKernels:
         of_keys = () if bias is None else (bias_groups.transposed(bias),)
         if self._runs_short_backward(needs_dbias):
             if not needs_dbias:
-                self.short_backward(q, k, v, out, do, lse, *of_keys, dq, dk, dv)
+                self.short_backward(q, k, v, out, do, lse, *of_keys, *given(ids), dq, dk, dv)
                 return None
             ds = q.new_empty(self._short_backward_with_ds.ds.shape)
-            self.short_backward_with_ds(q, k, v, out, do, lse, *of_keys, dq, dk, dv, ds)
+            self.short_backward_with_ds(q, k, v, out, do, lse, *of_keys, *given(ids), dq, dk, dv, ds)
             assert self.bias_shape is not None
             return bias_groups.summed(ds, self.bias_shape, self.queries, self.scale)
         delta = self.vector()

@@ -12,25 +12,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.attention.pallas_flash.hopper.chunks import COMPARED, COUNT, END, FIELDS, FIRST, PADDING, ROW
+from vitkernels.attention.pallas_flash.hopper.chunks import (
+    COMPARED,
+    COUNT,
+    END,
+    FIELDS,
+    FIRST,
+    ITEM,
+    ITEM_CHUNKS,
+    ITEM_COMPARED,
+    ITEM_END,
+    ITEM_FIRST,
+    LISTED,
+    PADDING,
+    ROW,
+)
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
-from vitkernels.attention.segment_runs import BINS, runs_of_ids
 from vitkernels.bridge.operator import operator
 from vitkernels.bridge.triton import next_power_of_2, triton_call
 
 LONGEST = 16384  # tokens of a batch entry: one program holds the ids of all
+_BINS = 1024  # segments whose ids are equal modulo this count as recurring
 _LEAST = 32  # tokens per segment, on average, for which there are enough chunks
 
 _FIRST, _END, _COMPARED, _ROW, _COUNT = (tl.constexpr(x) for x in (FIRST, END, COMPARED, ROW, COUNT))
+_ITEM, _ITEM_CHUNKS = tl.constexpr(ITEM), tl.constexpr(ITEM_CHUNKS)
+_ITEM_FIRST, _ITEM_END, _ITEM_COMPARED = (tl.constexpr(x) for x in (ITEM_FIRST, ITEM_END, ITEM_COMPARED))
+# Fields that only the kernel uses: a segment's start and first chunk, and the segment that begins with a chunk or -1.
+_START, _BASE, _SEGMENT = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
 
 
 @triton.jit
-def _store_record(record, first, end, compared, row, count, mask):
-    tl.store(record + _FIRST, first, mask=mask)
-    tl.store(record + _END, end, mask=mask)
-    tl.store(record + _COMPARED, compared, mask=mask)
-    tl.store(record + _ROW, row, mask=mask)
-    tl.store(record + _COUNT, count, mask=mask)
+def _larger(a, b):
+    return tl.maximum(a, b)
 
 
 @triton.jit
@@ -44,74 +58,123 @@ def _chunks_of_both(first_even, first_odd, next_even, next_odd):
 @triton.jit
 def packed_chunks_kernel(
     ids_ptr, out_ptr, chunks_ptr, used_ptr, ids_b, ids_n, N, C,
-    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr,
-    BINS: tl.constexpr,
+    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, TOKENS: tl.constexpr,
+    CHUNKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
-    """Fill the ids and chunks of one batch entry; see `packed_chunks`. TOKENS and CHUNKS are powers of two >= N, C."""
+    """Fill the ids and chunks of one batch entry; see `packed_chunks`. TOKENS and CHUNKS are powers of two >= N, C.
+
+    Only the first step is a scan of all tokens, as scans take most of the time. The steps communicate through the
+    records: a barrier lies between the stores of one step and the loads of the next.
+    """
     b = tl.cast(tl.program_id(0), tl.int64)
     ids_ptr += b * ids_b
     out_ptr += b * C * ROWS
     chunks_ptr += b * C * FIELDS
-    i = tl.arange(0, TOKENS)
-    _, begins, start, end, recurs = runs_of_ids(ids_ptr, ids_n, i, N, BINS)
-    # Chunks of the token's segment. One of several chunks that would begin with an odd chunk leaves this one empty.
-    owned = tl.where(end - start > ROWS, (end - start + 2 * ROWS - 1) // (2 * ROWS) * 2, 1)
-    if_even = tl.where(begins, owned, 0)
-    if_odd = if_even + tl.where(begins & (owned > 1), 1, 0)
-    so_far, _ = tl.associative_scan((if_even, if_odd), 0, _chunks_of_both)
-    base = so_far - owned
-    used = (tl.max(so_far, 0) + 1) // 2 * 2
-    fits = (used <= C) & (recurs == 0)
-
-    # Otherwise chunks lie at multiples of 64 and compare all ids.
-    plain = (N + ROWS - 1) // ROWS
     chunk = tl.arange(0, CHUNKS)
-    _store_record(
-        chunks_ptr + chunk * FIELDS,
-        tl.where(fits, C, 0) + 0 * chunk,
-        tl.where(fits, 0, plain) + 0 * chunk,
-        tl.where(fits, C, 0) + 0 * chunk,
-        tl.minimum(chunk * ROWS, N),
-        tl.where(fits | (chunk >= plain), 0, ROWS),
-        chunk < C,
-    )
-    used = tl.where(fits, used, (plain + 1) // 2 * 2)
-    for first in range(0, used * ROWS, TOKENS):
-        place = first + i
-        values = tl.where(place < N, tl.load(ids_ptr + place * ids_n, mask=place < N, other=0).to(tl.int32), PADDING)
-        tl.store(out_ptr + place, tl.where(fits, PADDING, values), mask=place < used * ROWS)
+    record, exists = chunks_ptr + chunk * FIELDS, chunk < C
+    tl.store(record + _SEGMENT, -1 + 0 * chunk, mask=exists)
+
+    # Each segment's start, in the record with the segment's number.
+    i = tl.arange(0, TOKENS)
+    ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0)
+    before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0)
+    begins = ((i < N) & ((i == 0) | (ids != before))).to(tl.int32)
+    number = tl.cumsum(begins, 0) - 1
+    tl.store(chunks_ptr + number * FIELDS + _START, i, mask=(begins > 0) & (number < C))
+    segments = tl.sum(begins, 0)
+    tl.debug_barrier()
+
+    # Each segment's first chunk. One of several chunks that would begin with an odd chunk leaves this one empty.
+    is_segment = chunk < tl.minimum(segments, C)
+    start = tl.load(record + _START, mask=is_segment, other=0)
+    end = tl.load(record + FIELDS + _START, mask=chunk + 1 < tl.minimum(segments, C), other=N)
+    ids_of_segments = tl.load(ids_ptr + start * ids_n, mask=is_segment, other=0)
+    recurs = tl.max(tl.histogram((ids_of_segments & (BINS - 1)).to(tl.int32), BINS, mask=is_segment), 0) > 1
+    owned = tl.where(end - start > ROWS, (end - start + 2 * ROWS - 1) // (2 * ROWS) * 2, 1)
+    if_even = tl.where(is_segment, owned, 0)
+    if_odd = if_even + tl.where(is_segment & (owned > 1), 1, 0)
+    so_far, _ = tl.associative_scan((if_even, if_odd), 0, _chunks_of_both)
+    used = (tl.max(so_far, 0) + 1) // 2 * 2
+    fits = (segments <= C) & (used <= C) & (recurs == 0)
+    base = so_far - owned
+    tl.store(record + _BASE, base, mask=is_segment)
+    tl.store(chunks_ptr + base * FIELDS + _SEGMENT, chunk, mask=is_segment & (base < C))
+    tl.debug_barrier()
+
+    # Records. If the chunks do not fit, they lie at multiples of 64, as those of one segment, and compare all ids.
+    segment = tl.associative_scan(tl.load(record + _SEGMENT, mask=exists, other=-1), 0, _larger)
+    of_segment = chunks_ptr + segment * FIELDS
+    is_segment = exists & fits
+    start = tl.load(of_segment + _START, mask=is_segment, other=0)
+    end = tl.load(of_segment + FIELDS + _START, mask=is_segment & (segment + 1 < segments), other=N)
+    first = tl.load(of_segment + _BASE, mask=is_segment, other=0)
+    used = tl.where(fits, used, (N + 2 * ROWS - 1) // (2 * ROWS) * 2)
+    own, position = (end - start + ROWS - 1) // ROWS, chunk - first
+    row = tl.minimum(start + position * ROWS, N)
+    count = tl.minimum(tl.maximum(end - row, 0), ROWS)
+    count = tl.where(fits | (count == 0), count, ROWS)
+    last = first + own
+    full = tl.where(fits, first + (end - start) // ROWS, 0)
+    is_used = chunk < used
+    tl.store(record + _FIRST, tl.where(is_used, first, C), mask=exists)
+    tl.store(record + _END, tl.where(is_used, last, 0), mask=exists)
+    tl.store(record + _COMPARED, tl.where(is_used, full, C), mask=exists)
+    tl.store(record + _ROW, row, mask=exists)
+    tl.store(record + _COUNT, count, mask=exists)
+
+    # Work items: a segment's chunks, divided as evenly as possible. One of one chunk shares an item with the next one.
+    is_single = own == 1
+    items = tl.where(is_single, 1 - chunk % 2, (own + LISTED - 1) // LISTED)  # of this chunk's segment
+    so_far = tl.cumsum(tl.where((count > 0) & (position == 0), items, 0), 0)
+    item = (position * items + own - 1) // own  # the first that begins here or later
+    begins = (count > 0) & (item < items) & (item * own // tl.maximum(items, 1) == position)
+    size = (item + 1) * own // tl.maximum(items, 1) - position
+    of_item = chunks_ptr + (so_far - items + item) * FIELDS
+    tl.store(of_item + _ITEM, chunk, mask=begins)
+    tl.store(of_item + _ITEM_CHUNKS, tl.where(is_single, 2, size), mask=begins)
+    tl.store(of_item + _ITEM_FIRST, first, mask=begins)
+    tl.store(of_item + _ITEM_END, tl.where(is_single, chunk + 2, last), mask=begins)
+    tl.store(of_item + _ITEM_COMPARED, tl.where(is_single, chunk, full), mask=begins)
+    listed = tl.max(so_far, 0)
+    is_empty = exists & (chunk >= listed)
+    tl.store(record + _ITEM, 0 * chunk, mask=is_empty)
+    tl.store(record + _ITEM_CHUNKS, 0 * chunk, mask=is_empty)
+    tl.store(record + _ITEM_FIRST, 0 * chunk, mask=is_empty)
+    tl.store(record + _ITEM_END, 0 * chunk, mask=is_empty)
+    tl.store(record + _ITEM_COMPARED, 0 * chunk, mask=is_empty)
     tl.atomic_max(used_ptr, used)
     tl.atomic_max(used_ptr + 1, used)
-    tl.debug_barrier()  # the stores below overwrite some of those above
+    tl.atomic_max(used_ptr + 2, listed)
+    tl.debug_barrier()
 
-    inside = (i < N) & fits
-    row = i - start
-    tl.store(out_ptr + base * ROWS + row, start, mask=inside)  # the start is an id that no other segment has
-    own = base + row // ROWS
-    first = inside & (row % ROWS == 0)
-    last, full = base + (end - start + ROWS - 1) // ROWS, base + (end - start) // ROWS
-    record = chunks_ptr + own * FIELDS
-    _store_record(record, base, last, full, i, tl.minimum(end - i, ROWS), first)
-    is_followed = first & (owned > 1) & (end - i <= ROWS) & (row // ROWS % 2 == 0)  # by an empty chunk
-    _store_record(record + FIELDS, base, last, full, tl.minimum(i + ROWS, N), 0 * i, is_followed)
+    # Ids: the number of the segment's first chunk.
+    for place in range(0, used * ROWS, TOKENS):
+        at = place + i
+        inside = at < used * ROWS
+        of_chunk = chunks_ptr + at // ROWS * FIELDS
+        own_rows = tl.load(of_chunk + _COUNT, mask=inside & fits, other=0)
+        packed = tl.where(at % ROWS < own_rows, tl.load(of_chunk + _FIRST, mask=inside & fits, other=0), PADDING)
+        plain = tl.load(ids_ptr + at * ids_n, mask=(at < N) & (fits == 0), other=0).to(tl.int32)
+        tl.store(out_ptr + at, tl.where(fits, packed, tl.where(at < N, plain, PADDING)), mask=inside)
 
 
 @operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids) -> (Tensor, Tensor, Tensor)")
 def packed_chunks(segment_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids (B, 64 C), the chunks (B, C, 8), and how many of them are used (2,), of packed segments (B, N).
+    """Return the ids (B, 64 C), the chunks (B, C, 16), and three numbers (3,), of packed segments (B, N).
 
-    Queries and keys have the same ids and chunks. If an id of a batch entry may recur after other ids, or if segments
-    are so short that their chunks exceed C, the chunks of the batch entry lie at multiples of 64, and compare all ids.
+    Queries and keys have the same ids and chunks. The numbers are those of the used chunks of queries, of keys, and of
+    the listed work items. If an id of a batch entry may recur after other ids, or if segments are so short that their
+    chunks exceed C, the chunks of the batch entry lie at multiples of 64, and compare all ids.
     """
     B, N = segment_ids.shape
     C = _chunks(N)
     ids = segment_ids.new_empty(B, C * ROWS, dtype=torch.int32)
     chunks = segment_ids.new_empty(B, C, FIELDS, dtype=torch.int32)
-    used = segment_ids.new_zeros(2, dtype=torch.int32)
+    used = segment_ids.new_zeros(3, dtype=torch.int32)
     tokens = next_power_of_2(N)
     triton_call(
         segment_ids, ids, chunks, used, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
-        PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, TOKENS=tokens, CHUNKS=next_power_of_2(C), BINS=BINS,
+        PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, TOKENS=tokens, CHUNKS=next_power_of_2(C), BINS=_BINS,
         num_warps=min(16, max(4, tokens // 256)),
     )  # fmt: skip
     return ids, chunks, used
@@ -125,7 +188,7 @@ def _(segment_ids):
     return (
         like(B, C * ROWS, dtype=torch.int32),
         like(B, C, FIELDS, dtype=torch.int32),
-        like(2, dtype=torch.int32),
+        like(3, dtype=torch.int32),
     )
 
 

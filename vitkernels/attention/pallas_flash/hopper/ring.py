@@ -15,7 +15,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.chunks import COMPARED, COUNT, END, FIRST, ROW
+from vitkernels.attention.pallas_flash.hopper.chunks import (
+    COMPARED,
+    COUNT,
+    END,
+    FIRST,
+    ITEM,
+    ITEM_CHUNKS,
+    ITEM_COMPARED,
+    ITEM_END,
+    ITEM_FIRST,
+    ROW,
+)
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 from vitkernels.attention.pallas_flash.hopper.tiles import at
@@ -32,6 +43,8 @@ class WorkItem(NamedTuple):
     first: Any = 0  # the first tile that streams past this item
     steps: Any = 0  # how many tiles stream past this item
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
+    chunk: Any = 0  # of a listed item, the first of its chunks of own rows
+    chunks: Any = 0  # of a listed item, how many it has
 
 
 class Stream(NamedTuple):
@@ -56,7 +69,7 @@ class Side(NamedTuple):
     tokens: int
     ids: Any = None
     chunks: Any = None
-    used: Any = None  # how many of the chunks of a batch entry are used
+    used: Any = None  # how many of the chunks of a batch entry are used, or how many work items are listed
 
     def row(self, batch, place):
         """Return the row that has a place, a multiple of 64, in the order of ids and vectors."""
@@ -88,7 +101,9 @@ class RingKernel(tiles.HopperKernel):
         if not ids:
             return Side(self.queries), Side(self.keys)
         q_ids, k_ids, q_chunks, k_chunks, used = ids
-        return Side(self.queries, q_ids, q_chunks, used.at[0]), Side(self.keys, k_ids, k_chunks, used.at[1])
+        # Only the forward kernel has listed items; their chunks are those of queries.
+        of_queries = used.at[2] if self.schedule.is_listed else used.at[0]
+        return Side(self.queries, q_ids, q_chunks, of_queries), Side(self.keys, k_ids, k_chunks, used.at[1])
 
     def own_ids(self) -> plgpu.SMEM:
         return plgpu.SMEM((self.owners, ROWS), jnp.int32)
@@ -150,11 +165,17 @@ class RingKernel(tiles.HopperKernel):
 
     def first_row(self, item: WorkItem, warpgroup):
         """Return the first of a warpgroup's own rows; with ids, its place (see Side.row)."""
-        return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
+        if not self.schedule.is_listed:
+            return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
+        # A warpgroup without rows gets those of another one, lest it read beyond the last chunk.
+        return (item.chunk + lax.clamp(0, warpgroup, item.chunks - 1)) * ROWS
 
     def _has_rows(self, own: Side, item: WorkItem, warpgroup):
         place = self.first_row(item, warpgroup)
-        return place < own.tokens if own.chunks is None else own.count(item.batch, place) > 0
+        if own.chunks is None:
+            return place < own.tokens
+        has_rows = own.count(item.batch, place) > 0
+        return has_rows & (warpgroup < item.chunks) if self.schedule.is_listed else has_rows
 
     def owner(self, number, warpgroup):
         """Return the shared-memory index of a warpgroup's own rows for the block's item with this number."""
@@ -168,6 +189,9 @@ class RingKernel(tiles.HopperKernel):
         """Return the first of the tiles that stream past an item, their number, and how many need no comparison."""
         if own.chunks is None:
             return 0, pl.cdiv(streamed.tokens, self.schedule.tile), 0
+        if self.schedule.is_listed:
+            fields = ITEM_FIRST, ITEM_END, ITEM_COMPARED
+            return self._tiles_of(*(own.chunks[item.batch, item.tile, field] for field in fields))
         first_chunk, records = item.tile * self.schedule.warpgroups, []
         for i in range(self.schedule.warpgroups):
             records.append([own.chunks[item.batch, first_chunk + i, field] for field in (FIRST, END, COMPARED)])
@@ -178,7 +202,10 @@ class RingKernel(tiles.HopperKernel):
             jnp.where((own_first == first) | (own_end == 0), limit, first)
             for own_first, own_end, limit in zip(firsts, ends, compared, strict=True)
         ]
-        limit = functools.reduce(lax.min, limits)
+        return self._tiles_of(first, end, functools.reduce(lax.min, limits))
+
+    def _tiles_of(self, first, end, limit) -> tuple:
+        """Return span_of for the chunks from first to end, which must be compared from `limit` on."""
         per_tile = self.schedule.tile // ROWS
         first_tile = lax.div(first, per_tile)
         steps = lax.max(lax.div(end + per_tile - 1, per_tile) - first_tile, 0)
@@ -289,7 +316,9 @@ class RingKernel(tiles.HopperKernel):
         blocks = self.blocks(side.tokens)
         items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
         if side.used is not None:
-            tiles = lax.div(side.used[...] + self.schedule.warpgroups - 1, self.schedule.warpgroups)
+            tiles = side.used[...]
+            if not self.schedule.is_listed:
+                tiles = lax.div(tiles + self.schedule.warpgroups - 1, self.schedule.warpgroups)
             items, divided = self.batch * self.heads * tiles, lambda index: self._divided(index, tiles)
         share = lax.div(jnp.int32(items), blocks)
 
@@ -298,6 +327,9 @@ class RingKernel(tiles.HopperKernel):
 
         def body(number, streamed):
             item = WorkItem(*divided(index(number)), number, streamed)
+            if self.schedule.is_listed:
+                chunk, chunks = (side.chunks[item.batch, item.tile, field] for field in (ITEM, ITEM_CHUNKS))
+                item = item._replace(chunk=chunk, chunks=chunks)
             first, steps, uncompared = span_of(item)
             process(item._replace(first=first, steps=steps, uncompared=uncompared))
             return streamed + steps

@@ -5,6 +5,8 @@ They are fixed, from measurements on one H200 (notes/pallas_flash_hopper.md), so
 
 from dataclasses import dataclass, replace
 
+from vitkernels.attention.pallas_flash.hopper.chunks import LISTED
+
 MULTIPROCESSORS = 132  # of an H100 SXM or H200
 ROWS = 64  # rows of a tile that one warpgroup multiplies at once
 _SHARED_MEMORY = 227 * 1024  # bytes available to a thread block
@@ -23,6 +25,7 @@ class Schedule:
     stages: int
     warpgroups: int
     buffers: int = 2
+    is_listed: bool = False  # the work items are those that `packed_chunks` lists
 
     def __post_init__(self):
         assert self.warpgroups <= 3, "more warpgroups request more registers than the launch provides, which deadlocks"
@@ -37,6 +40,14 @@ class Schedule:
 def for_packed_segments(schedule: Schedule) -> Schedule:
     """Return the schedule of a call whose chunks start where segments start: in pairs, so two warpgroups at most."""
     return replace(schedule, warpgroups=min(2, schedule.warpgroups))
+
+
+def forward_of_packed_segments(head_dim: int) -> Schedule:
+    """Return the forward schedule of packed segments: three warpgroups, with listed work items, where they fit."""
+    columns = sum(widths(head_dim))
+    if columns > 96:
+        return Schedule(128, 2, 2)
+    return Schedule(128, 2 if columns <= 64 else 3, LISTED, is_listed=True)
 
 
 def widths(head_dim: int) -> tuple[int, ...]:
@@ -133,7 +144,7 @@ MOST_DS = 2**29
 def fits_short_backward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
     """Return whether one kernel can compute dq, dk and dv: an entire head fits in shared memory, in rows of 128 bytes.
 
-    is_masked: causal or with ids, which would exceed its registers; a bias takes none.
+    is_masked: causal, or with both ids and a bias, which would exceed its registers.
     """
     return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_masked
 

@@ -20,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
+    BY_ROW,
     ROWS,
     WGMMA,
     along_columns,
@@ -63,10 +64,10 @@ class ShortBackward(tiles.PerHeadKernel):
         shape = self.batch, self.heads, self.keys, tiles.padded_columns(self.queries)
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
 
-    def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *bias):
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *extras):
         """Return dq, dk and dv in arrays like q's, k's and v's, and with stores_ds dS.
 
-        bias: transposed; see Forward.
+        extras: see Forward; the bias is transposed, and ids are those of chunks at multiples of 64.
         """
         queries, keys, dtype = self.steps, 2 * self.own, jnp.dtype(self.dtype)
 
@@ -83,27 +84,32 @@ class ShortBackward(tiles.PerHeadKernel):
             "dq_smem": head_tiles(1),
             "lse_smem": plgpu.SMEM((queries, ROWS), jnp.float32),
             "delta_smem": plgpu.SMEM((queries, ROWS), jnp.float32),
-            "q_arrived": plgpu.Barrier(num_arrivals=2 * self.copies + 1, num_barriers=queries),  # also dO and lse
+            # With q, dO, log-sum-exp and the ids of queries arrive.
+            "q_arrived": plgpu.Barrier(num_arrivals=2 * self.copies + 1 + self.has_ids, num_barriers=queries),
             "out_arrived": plgpu.Barrier(num_arrivals=self.copies, num_barriers=queries),
-            "keys_arrived": plgpu.Barrier(num_arrivals=2 * self.copies * keys),
+            "keys_arrived": plgpu.Barrier(num_arrivals=2 * self.copies * keys + self.has_ids),
             "delta_ready": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
             "ds_ready": plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
             "ds_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=BUFFERS),
             "q_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=queries),
             "v_consumed": plgpu.Barrier(num_arrivals=2),
         }
+        if self.has_ids:
+            scratch["q_ids_smem"] = plgpu.SMEM((queries, ROWS), jnp.int32)
+            scratch["k_ids_smem"] = plgpu.SMEM((keys * ROWS,), jnp.int32)
         q, k = self.rows(self.queries, self.all_heads), self.rows(self.keys, self.all_heads)
         outputs = (q, k, k, self.ds) if self.stores_ds else (q, k, k)
         kernel = self.launch(self._body, {"block": self.blocks}, 3, outputs, scratch)
-        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *bias)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *extras)
 
     def _body(self, q, k, v, out, do, lse, *rest, **scratch):
-        bias, _, (dq, dk, dv, *ds) = self.extras(rest)
+        bias, ids, (dq, dk, dv, *ds) = self.extras(rest)
         refs = {"q": q, "k": k, "v": v, "out": out, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "bias": bias}
         refs["ds"] = ds[0] if ds else None
+        refs |= dict(zip(("q_ids", "k_ids"), ids, strict=False))
         warpgroup = lax.axis_index("warpgroup")
         iterations = self.iterations()
-        if self.bias_shape:  # a number of 1 is known to the compiler, which then removes the loop and spills
+        if self.bias_shape or self.has_ids:  # a number of 1, known to the compiler, removes the loop, and it spills
             iterations = self._opaque(iterations)
 
         @pl.when(warpgroup < 2)
@@ -132,13 +138,18 @@ class ShortBackward(tiles.PerHeadKernel):
     def _load_keys(self, iteration, name, refs, scratch):
         for tile in range(2 * self.own):
             self._load(iteration, name, tile, tile, scratch["keys_arrived"], refs, scratch)
+        if self.has_ids and name == "k":
+            source = refs["k_ids"].at[self.head_of(iteration)[0], pl.ds(0, 2 * self.own * ROWS)]
+            plgpu.copy_gmem_to_smem(source, scratch["k_ids_smem"], scratch["keys_arrived"])
 
     def _load_queries(self, iteration, tile, refs, scratch):
         arrived = scratch["q_arrived"].at[tile]
         for name in ("q", "do"):
             self._load(iteration, name, tile, tile, arrived, refs, scratch)
-        source = refs["lse"].at[(*self.head_of(iteration), pl.ds(tile * ROWS, ROWS))]
-        plgpu.copy_gmem_to_smem(source, scratch["lse_smem"].at[tile], arrived)
+        (batch, head), rows = self.head_of(iteration), pl.ds(tile * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(refs["lse"].at[batch, head, rows], scratch["lse_smem"].at[tile], arrived)
+        if self.has_ids:
+            plgpu.copy_gmem_to_smem(refs["q_ids"].at[batch, rows], scratch["q_ids_smem"].at[tile], arrived)
 
     def _load_out(self, iteration, tile, refs, scratch):
         self._load(iteration, "out", tile, lax.rem(tile, BUFFERS), scratch["out_arrived"].at[tile], refs, scratch)
@@ -276,7 +287,7 @@ class ShortBackward(tiles.PerHeadKernel):
         (scores,) = tiles.accumulated((bias[:, :columns],), self._scores(0, first, some_q, scratch), self.interpret)
         for i in range(self.own):
             last = i == self.own - 1
-            weights = self._weights(scores, tile, self._has_padding(i), scratch)
+            weights = self._weights(scores, tile, first + i, self._has_padding(i), scratch)
             v = at(scratch["v_smem"], first + i)
             products = [(0, x, transposed(y)) for x, y in zip(v, some_do, strict=True)]
             products += [(1 + j, tiles.widened(weights), part) for j, part in enumerate(do)]
@@ -320,13 +331,17 @@ class ShortBackward(tiles.PerHeadKernel):
         """Return whether either compute warpgroup's tile with this number has rows beyond the last key."""
         return any((warpgroup * self.own + own_tile + 1) * ROWS > self.keys for warpgroup in (0, 1))
 
-    def _weights(self, scores, tile, has_padding, scratch):
+    def _weights(self, scores, tile, k_tile, has_padding, scratch):
         scores, tile = self._sequenced((scores, tile))
         lse = plgpu.load(scratch["lse_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
         exponents = self.exponents(scores) - along_columns(lse, scores.shape)
-        # Padded rows have scores of 0, possibly far above a low lse: exp2 would overflow, and inf times 0 is NaN in dq.
-        # With a bias they are -inf.
-        if has_padding and not self.bias_shape:
+        # Rows of padding have scores of 0, possibly far above a low lse: exp2 would overflow, and inf times 0 is NaN in
+        # dq. A bias of -inf or another id prevents this.
+        if self.has_ids:
+            of_keys = plgpu.load(scratch["k_ids_smem"].at[pl.ds(k_tile * ROWS, ROWS)], layout=BY_ROW)
+            of_queries = plgpu.load(scratch["q_ids_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
+            exponents = jnp.where(tiles.same_id(of_keys, of_queries), exponents, -jnp.inf)
+        elif has_padding and not self.bias_shape:
             exponents = jnp.minimum(exponents, 0.0)
         return jnp.exp2(exponents).astype(self.dtype)
 

@@ -82,7 +82,7 @@ class HopperKernel:
         """Return what `token_ids` returns; nothing without ids."""
         if self.chunks is None:
             return ()
-        shapes = *((self.batch, ROWS * n) for n in self.chunks), *((self.batch, n, FIELDS) for n in self.chunks), (2,)
+        shapes = *((self.batch, ROWS * n) for n in self.chunks), *((self.batch, n, FIELDS) for n in self.chunks), (3,)
         return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
     def bias_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
@@ -123,8 +123,10 @@ class HopperKernel:
             grid_names=tuple(grid),
             num_threads=warpgroups,
             thread_name="warpgroup",
-            # Lane semantics let a kernel choose a tile's memory layout (see untiled).
-            compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+            # Lane semantics let a kernel choose a tile's memory layout (see untiled). No reduction crosses warps.
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, reduction_scratch_bytes=0
+            ),
             interpret=INTERPRETED if self.interpret else None,
         )
 

@@ -33,7 +33,8 @@ def token_ids(
             or causality must not.
 
     Returns, in int32, the ids of queries (B, 64 Q) and of keys (B, 64 K), in the order of their chunks; the chunks of
-    queries (B, Q, 8) and of keys (B, K, 8), see chunks.py; and how many of them are used, (2,).
+    queries (B, Q, 16) and of keys (B, K, 16), see chunks.py; and (3,), how many of them are used and how many work
+    items are listed.
     """
     if mask is None and segment_ids is None:
         return None, None, None, None, None
