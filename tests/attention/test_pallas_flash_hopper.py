@@ -245,8 +245,8 @@ def test_packed_chunks__start_where_segments_start():
     from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]))
-    assert used.tolist() == [8, 8, 3] and chunks.shape == (4, 18, 16) and ids.shape == (4, 18 * 64)
+    ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]), False)
+    assert used.tolist() == [8, 8, 3, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert chunks[1, :6, :5].tolist() == [
         [0, 4, 3, 0, 64], [0, 4, 3, 64, 64], [0, 4, 3, 128, 64], [0, 4, 3, 192, 5],
@@ -273,7 +273,7 @@ def test_masked_ids__name_the_chunks_that_need_a_comparison():
 
     mask = (torch.arange(150) < 100).expand(2, 1, 1, 150)
     q_ids, k_ids, q_chunks, k_chunks, used = token_ids((2, 3, 70, 64), 150, mask, None)
-    assert used.tolist() == [2, 3, 0] and q_chunks.shape == k_chunks.shape == (2, 4, 16)
+    assert used.tolist() == [2, 3, 0, 0] and q_chunks.shape == k_chunks.shape == (2, 4, 32)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert q_chunks[1, :3, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 1, 64, 64], [4, 0, 4, 128, 0]]
     assert k_chunks[1, :4, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 0, 64, 64], [4, 0, 4, 128, 64], [4, 0, 4, 192, 0]]
@@ -285,8 +285,8 @@ def test_masked_ids__name_the_chunks_that_need_a_comparison():
 def test_packed_chunks__leave_an_odd_chunk_empty_before_a_longer_segment():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    _, chunks, used = packed_chunks(ODD[None])
-    assert used.tolist() == [8, 8, 4]
+    _, chunks, used = packed_chunks(ODD[None], False)
+    assert used.tolist() == [8, 8, 4, 0]
     assert chunks[0, :8, 3].tolist()[::2] == [0, 30, 130, 210] and chunks[0, 5, 3] == 163
     assert chunks[0, :8, 4].tolist() == [30, 0, 64, 36, 33, 47, 20, 0]
 
@@ -297,14 +297,85 @@ def test_packed_chunks__are_listed_as_work_items():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     ids = segments((0, 577), (1, 60), (2, 40), (3, 30), (4, 256), (5, 197))
-    _, chunks, used = packed_chunks(ids[None])
-    assert used.tolist() == [22, 22, 10]
+    _, chunks, used = packed_chunks(ids[None], False)
+    assert used.tolist() == [22, 22, 10, 0]
     # The item's first chunk and number of chunks; first and end of those it needs, and the first to be compared.
     assert chunks[0, :11, 8:13].tolist() == [
         [0, 2, 0, 10, 9], [2, 3, 0, 10, 9], [5, 2, 0, 10, 9], [7, 3, 0, 10, 9], [10, 2, 10, 12, 10],
         [12, 2, 12, 14, 12], [14, 2, 14, 18, 18], [16, 2, 14, 18, 18], [18, 2, 18, 22, 21], [20, 2, 18, 22, 21],
         [0, 0, 0, 0, 0],
     ]  # fmt: skip
+
+
+@needs_new_jax
+def test_packed_chunks__form_quads_behind_long_segments():
+    """Segments of up to 256 tokens do not cross from one quad to the next; recurring ids have no quads."""
+    from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
+    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
+
+    mixed = segments((0, 64), (1, 300), (2, 65), (3, 129), (4, 256), (5, 10))  # 1, 5, 2, 3, 4 and 1 chunks
+    recurring = segments((0, 300), (1, 300), (0, 224))
+    ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True)
+    assert used.tolist() == [14, 14, 5, 3]
+    # The long segment's chunks come first, in two work items.
+    assert chunks[0, :6, :5].tolist() == [
+        [0, 5, 4, 64, 64], [0, 5, 4, 128, 64], [0, 5, 4, 192, 64], [0, 5, 4, 256, 64], [0, 5, 4, 320, 44],
+        [0, 5, 4, 384, 0],
+    ]  # fmt: skip
+    assert chunks[0, :3, 8:13].tolist() == [[0, 2, 0, 5, 4], [2, 3, 0, 5, 4], [0, 0, 0, 0, 0]]
+    # No rows, and no other chunks, for the other kernels.
+    assert not chunks[0, 8:20, 4].any() and not chunks[0, 8:20, 1].any()
+    # Of each of a quad's chunks the first row, the number of rows, and the first and end of the needed chunks.
+    quads = sorted(chunks.flatten(0, 1)[:3, 16:].view(3, 4, 4).tolist(), key=lambda quad: quad[0][2])
+    assert quads == [
+        [[558, 64, 8, 12], [622, 64, 8, 12], [686, 64, 8, 12], [750, 64, 8, 12]],
+        [[429, 64, 12, 15], [493, 64, 12, 15], [557, 1, 12, 15], [0, 64, 15, 16]],
+        [[364, 64, 16, 18], [428, 1, 16, 18], [814, 10, 18, 19], [824, 0, 18, 18]],
+    ]
+    assert chunks[1, :14, 4].tolist() == [64] * 13 + [0]
+    assert [x.unique().tolist() for x in ids[0, 512:1280].view(12, 64)] == [
+        [8], [8], [8], [8], [12], [12], [PADDING, 12], [15], [16], [PADDING, 16], [PADDING, 18], [PADDING],
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@needs_new_jax
+def test_quads__interpreted():
+    """Segments of 1 to 300 tokens; each thread block runs several quads, or none."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
+    from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    entries = [
+        segments((0, 197), (1, 1), (2, 66), (3, 256), (4, 40)),
+        segments((0, 300), (1, 129), (2, 131)),
+        segments((0, 200), (1, 200), (0, 160)),  # recurs: no quads
+    ]
+    segment_ids = torch.stack(entries)
+    (B, N), H, D = segment_ids.shape, 2, 48
+    q, k, v, do = (torch.randn(B, N, H, D).bfloat16() for _ in range(4))
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact = reference(*leaves, segment_ids=segment_ids, scale=0.1)
+    wanted = exact, *torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
+
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
+    for blocks in (3, 40):
+        of_others = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 2, 2), True, blocks, chunks)
+        problem = (*of_others[:10], None, *of_others[11:])
+        out, lse = ShortForward(*problem)(q, k, v, *ids)
+        short = out, *ShortBackward(*problem)(q, k, v, out, do, lse, *ids)
+        others = ring_kernels(of_others, q, k, v, do, ids)
+        in_quads = (segment_ids[:, :, None] == segment_ids[:, None]).sum(2) <= 256
+        in_quads[2] = False
+        for name, x, y, z in zip(("out", "dq", "dk", "dv"), short, others, wanted, strict=True):
+            x, y = (torch.tensor(x.astype("float32").tolist()) for x in (x, y))
+            x = torch.where(in_quads[:, :, None, None], x, y).transpose(1, 2)
+            assert error(x, z) < TOLERANCE[torch.bfloat16], (name, blocks)
 
 
 @pytest.mark.slow
@@ -510,6 +581,8 @@ def test_kernels__lower_without_a_gpu(N, D, chunks, bias_shape):
         kernels.append(call.short_backward)
         if bias_shape is not None:
             kernels.append(call.short_backward_with_ds)
+    if (N, D, chunks) == (788, 64, (50, 50)):
+        kernels += [call.short_forward, call.short_backward]
     if (N, D) == (4096, 56):
         kernels += [call.delta, call.fused_backward]
     for kernel in kernels:

@@ -119,6 +119,26 @@ def test_rope__on_gpu(N, D, rope_half, dtype):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N, M, D", [(197, 197, 64), (256, 256, 40), (129, 250, 64), (50, 70, 64), (300, 256, 64)])
+def test_key_masks__on_gpu(N, M, D, dtype):
+    """More images and heads than thread blocks; the last image has no keys."""
+    q, k, v = (torch.randn(20, 7, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
+    mask = torch.rand(20, 1, 1, M, device="cuda") < 0.7
+    mask[-1] = False
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = reference(*leaves, mask=mask, scale=0.1)
+    do = torch.randn_like(q)
+    wanted = exact, *torch.autograd.grad(exact, leaves, do.double())
+    results = []
+    for _ in range(2):
+        out = attention.get("pallas_flash")(q, k, v, mask=mask, scale=0.1)
+        results.append((out, *torch.autograd.grad(out, (q, k, v), do)))
+    for x, y, z in zip(*results, wanted, strict=True):
+        assert torch.equal(x, y) and error(x, z) < TOLERANCE[dtype] and not x[-1].any()
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("D", [32, 64, 72, 128])
 @pytest.mark.parametrize(
     "lengths",
@@ -126,6 +146,7 @@ def test_rope__on_gpu(N, D, rope_half, dtype):
         [(1, 49, 64, 65, 197, 324), (577, 123), (100,) * 7],
         [(1100, 1), (64,) * 17 + (13,), (300, 2, 600, 199)],
         [(10,) * 40, (400,), (128, 128, 144)],  # the first entry has too many segments for its chunks
+        [(49,) * 4, (196,), (1, 67, 128)],
     ],
     ids=str,
 )

@@ -68,9 +68,9 @@ def _unsupported_anywhere(problem: Problem) -> str | None:
 
 
 def _has_short_segments(problem: Problem) -> bool:
-    """Return whether a call has segments, which must be short, and no other extras, at head dims up to 64."""
+    """Return whether a call has segments, which must be short, and no other extras, at head dim 32."""
     has_more = problem.bias_shape is not None or problem.has_mask or problem.is_causal or problem.has_rope
-    return problem.has_segment_ids and not has_more and problem.q_tokens <= 256 and problem.head_dim <= 64
+    return problem.has_segment_ids and not has_more and problem.q_tokens <= 256 and problem.head_dim <= 32
 
 
 class PallasFlash(AttentionBackend):
@@ -89,10 +89,10 @@ class PallasFlash(AttentionBackend):
         return by_device(problem) or _unsupported_anywhere(problem)
 
     def is_slower(self, problem: Problem) -> bool:
-        """Return True for windows and short packed segments on CUDA, for which triton_flash was faster.
+        """Return True for windows on CUDA, for which triton_flash took half the time, and for its short segments.
 
-        Its kernels for windows took half the time, and segments of 49 and 64 tokens 0.65 and 0.79 of the time
-        (notes/pallas_flash_hopper.md). Segments of 197 tokens and more take less time here.
+        Only at head dims above 32 do segments of up to 256 tokens have kernels for short sequences, which take about
+        as long as triton_flash's or less (notes/pallas_flash_hopper.md).
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
         has_extras = problem.bias_shape is not None or problem.has_segment_ids

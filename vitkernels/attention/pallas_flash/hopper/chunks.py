@@ -1,7 +1,7 @@
 """Chunks: 64 rows of queries or keys that a warpgroup keeps, in calls with ids.
 
-A record describes each chunk. Ids, log-sum-exp and delta are stored in the order of the chunks, at
-multiples of 64 as their copies require, wherever the rows of a chunk start.
+A record describes each chunk. Ids, log-sum-exp and delta are stored in the order of the chunks, at multiples of 64 as
+their copies require, wherever the rows of a chunk start.
 """
 
 import torch
@@ -13,7 +13,15 @@ FIRST, END, COMPARED, ROW, COUNT = range(5)
 # number also has the item's first chunk, its number of chunks, and which chunks these need, as above.
 ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED = range(8, 13)
 LISTED = 3
-FIELDS = 16
+# A quad is QUAD chunks with whole segments. The kernels for short sequences process it as if it were a sequence; for
+# the other kernels, its chunks are empty. The records of all batch entries together list the quads: from QUAD_ENTRY on,
+# each of a quad's chunks has its first row, its number of own rows, and the first and end of the chunks that it needs,
+# as indices among the chunks of all batch entries. So the first chunk's QUAD_FIRST is its own index.
+QUAD, QUAD_ENTRY = 4, 16
+QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END = range(4)
+QUAD_FIELDS = 4
+FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
+NUMBERS = 4  # of used chunks of queries, and of keys; of listed work items; of the quads of all batch entries
 
 _LEAST = torch.iinfo(torch.int32).min
 MASKED, PADDING = _LEAST, _LEAST + 1  # ids of masked keys, and of rows beyond the last

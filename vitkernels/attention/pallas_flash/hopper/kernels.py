@@ -29,10 +29,11 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     forward_of_packed_segments,
     forward_schedule,
     fused_backward_schedule,
+    takes_quads,
 )
 from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
 from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
-from vitkernels.attention.pallas_flash.hopper.tiles import HopperKernel, padded
+from vitkernels.attention.pallas_flash.hopper.tiles import HopperKernel, has_packed_segments, padded
 from vitkernels.attention.pallas_flash.hopper.token_ids import given
 from vitkernels.bridge.mosaic_gpu import Kernel
 
@@ -56,8 +57,11 @@ class AttentionKernels:
 
     @property
     def _has_packed_segments(self) -> bool:
-        """Return whether the call has ids whose chunks start where segments start: more than the rows fill."""
-        return self.chunks is not None and self.chunks[0] * ROWS > padded(self.queries)
+        return has_packed_segments(self.queries, self.chunks)
+
+    @property
+    def _has_quads(self) -> bool:
+        return self._has_packed_segments and takes_quads(self.head_dim)
 
     def _build(self, kind: type, schedule: Schedule | None, **options: int) -> Any:
         return kind(
@@ -92,9 +96,14 @@ class AttentionKernels:
     def forward(self) -> Kernel:
         """Return the forward kernel, called as (q, k, v, *bias, *ids, out, lse)."""
         if fits_short_forward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
-            kernel = self._build(ShortForward, None)
-        else:
-            kernel = self._build(Forward, self._forward_schedule)
+            return self.short_forward
+        kernel = self._build(Forward, self._forward_schedule)
+        return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
+
+    @cached_property
+    def short_forward(self) -> Kernel:
+        """Return the forward kernel for short sequences, or quads, called as `forward`."""
+        kernel = self._build(ShortForward, None)
         return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
 
     @property
@@ -108,7 +117,10 @@ class AttentionKernels:
 
     @cached_property
     def short_backward(self) -> Kernel:
-        """Return the short backward kernel, called as (q, k, v, out, do, lse, *transposed bias, *ids, dq, dk, dv)."""
+        """Return the backward kernel for short sequences, or quads.
+
+        It is called as (q, k, v, out, do, lse, *transposed bias, *ids, dq, dk, dv).
+        """
         return self._compiled(self._build(ShortBackward, None))
 
     @cached_property
@@ -195,22 +207,31 @@ class AttentionKernels:
             return (self.short_backward_with_ds if bias_gradient else self.short_backward,)
         if self._fused is not None:
             return self.delta, self.fused_backward
+        if self._has_quads:
+            return self.short_backward, self.dq, self.dkdv
         return (self.dq, self.dkdv, self.bias_gradient) if bias_gradient else (self.dq, self.dkdv)
 
     def start(self, gradient: bool, bias_gradient: bool) -> None:
-        """Start to compile the forward kernel in the background, and with `gradient` those of the backward pass, too.
+        """Start to compile the forward kernels in the background, and with `gradient` those of the backward pass, too.
 
         bias_gradient: whether the bias needs one.
         """
         # In the order of their use: lowering a kernel takes tenths of a second.
-        self.forward.start(self.device)
-        for kernel in self._backward(bias_gradient) if gradient else ():
+        forward = (self.short_forward, self.forward) if self._has_quads else (self.forward,)
+        for kernel in (*forward, *(self._backward(bias_gradient) if gradient else ())):
             kernel.start(self.device)
 
     def vector(self) -> Tensor:
         """Return an uninitialized (B, H, padded N) for log-sum-exp or delta; with ids (B, H, 64 Q), see token_ids."""
         length = padded(self.queries) if self.chunks is None else ROWS * self.chunks[0]
         return torch.empty(self.batch, self.heads, length, device=self.device)
+
+    def run_forward(self, q, k, v, bias, ids, out, lse) -> None:
+        """Fill out and log-sum-exp. bias, ids: what `padded_bias` and `token_ids` returned."""
+        extras = *(() if bias is None else (bias,)), *given(ids)
+        if self._has_quads:
+            self.short_forward(q, k, v, *extras, out, lse)
+        self.forward(q, k, v, *extras, out, lse)
 
     def run_backward(self, q, k, v, out, lse, do, bias, ids, dq, dk, dv, needs_dbias: bool) -> Tensor | None:
         """Fill dq, dk and dv, and return the gradient of the bias if it is needed.
@@ -235,6 +256,8 @@ class AttentionKernels:
             self.delta(out, do, delta, counters)
             self.fused_backward(q, k, v, do, lse, delta, counters, dq, dk, dv, sums)
             return None
+        if self._has_quads:
+            self.short_backward(q, k, v, out, do, lse, *given(ids), dq, dk, dv)
         biases = () if bias is None else (bias,)
         self.dq(q, k, v, out, do, lse, *biases, *given(ids), dq, delta)
         self.dkdv(q, k, v, do, lse, delta, *of_keys, *given(ids), dk, dv)

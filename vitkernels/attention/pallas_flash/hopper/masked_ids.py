@@ -17,6 +17,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     FIELDS,
     FIRST,
     MASKED,
+    NUMBERS,
     PADDING,
     ROW,
 )
@@ -71,7 +72,7 @@ def _summarize_kernel(
     tl.store(record + _UNIFORM, uniform)
     if (b == 0) & (chunk == 0):
         tl.store(used_ptr + is_key.to(tl.int32), (tokens + ROWS - 1) // ROWS)
-        tl.store(used_ptr + 2, 0)  # no work items are listed
+        tl.store(used_ptr + 2 + is_key.to(tl.int32), 0)  # neither work items nor quads are listed
 
 
 @triton.jit
@@ -135,5 +136,5 @@ def _(mask, segment_ids, B, N, M):
 def _empty(mask, segment_ids, B, N, M) -> tuple[Tensor, ...]:
     like = segment_ids if mask is None else mask
     Q, K = padded(N) // ROWS, padded(M) // ROWS
-    shapes = (B, Q * ROWS), (B, K * ROWS), (B, Q, FIELDS), (B, K, FIELDS), (3,)
+    shapes = (B, Q * ROWS), (B, K * ROWS), (B, Q, FIELDS), (B, K, FIELDS), (NUMBERS,)
     return tuple(like.new_empty(shape, dtype=torch.int32) for shape in shapes)

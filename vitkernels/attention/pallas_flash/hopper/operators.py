@@ -15,7 +15,6 @@ from torch import Tensor
 from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels, kernels_for
 from vitkernels.attention.pallas_flash.hopper.rotation import fill_rotated
 from vitkernels.attention.pallas_flash.hopper.tiles import padded
-from vitkernels.attention.pallas_flash.hopper.token_ids import given
 from vitkernels.bridge.hopper import can_compile_for
 from vitkernels.bridge.operator import aligned, differentiable_once, operator
 
@@ -52,12 +51,6 @@ def _vector_length(N, call: tuple):
     """Return the row length of log-sum-exp."""
     q_ids = call[1]
     return padded(N) if q_ids is None else q_ids.shape[1]
-
-
-def _tensors_of(call: tuple) -> tuple[tuple[Tensor, ...], tuple]:
-    """Return the bias, if there is one, and the ids of a call."""
-    bias, *ids = call[:6]
-    return () if bias is None else (bias,), tuple(ids)
 
 
 def _gradient_or_empty(bias_gradient: Tensor | None, like: Tensor) -> Tensor:
@@ -106,8 +99,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *call) -> tuple[Tensor, Tensor]:
     _start(kernels, call, q, k, v)
     q, k, v = _rows_of(q, k, v)
     out, lse = torch.empty_like(q), kernels.vector()
-    bias, ids = _tensors_of(call)
-    kernels.forward(q, k, v, *bias, *given(ids), out, lse)
+    kernels.run_forward(q, k, v, call[0], call[1:6], out, lse)
     return out.transpose(1, 2), lse
 
 
@@ -177,8 +169,7 @@ def attend_packed(qkv: Tensor, *call) -> tuple[Tensor, Tensor]:
     _start(kernels, call, qkv)
     qkv = aligned(qkv)
     out, lse = qkv.new_empty(B, N, H * D), kernels.vector()
-    bias, ids = _tensors_of(call)
-    kernels.forward(qkv, qkv, qkv, *bias, *given(ids), out, lse)
+    kernels.run_forward(qkv, qkv, qkv, call[0], call[1:6], out, lse)
     return out, lse
 
 

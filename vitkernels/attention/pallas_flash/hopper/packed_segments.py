@@ -4,6 +4,9 @@ A segment of 200 tokens gets four chunks, of 64, 64, 64 and 8 rows. Two chunks m
 So that these lie within one segment, a segment of more than 64 tokens begins with an even chunk and gets an even number
 of them; some are empty. Shorter segments get one chunk, and two of them share a work item.
 
+With quads, segments of up to 256 tokens get chunks behind those of the longer segments: four chunks are a quad, and no
+segment crosses from one quad to the next. Segments are put together so that few chunks remain empty.
+
 Shape suffixes: B batch, N tokens, C chunks of a batch entry.
 """
 
@@ -24,7 +27,15 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_END,
     ITEM_FIRST,
     LISTED,
+    NUMBERS,
     PADDING,
+    QUAD,
+    QUAD_COUNT,
+    QUAD_END,
+    QUAD_ENTRY,
+    QUAD_FIELDS,
+    QUAD_FIRST,
+    QUAD_ROW,
     ROW,
 )
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
@@ -38,8 +49,11 @@ _LEAST = 32  # tokens per segment, on average, for which there are enough chunks
 _FIRST, _END, _COMPARED, _ROW, _COUNT = (tl.constexpr(x) for x in (FIRST, END, COMPARED, ROW, COUNT))
 _ITEM, _ITEM_CHUNKS = tl.constexpr(ITEM), tl.constexpr(ITEM_CHUNKS)
 _ITEM_FIRST, _ITEM_END, _ITEM_COMPARED = (tl.constexpr(x) for x in (ITEM_FIRST, ITEM_END, ITEM_COMPARED))
-# Fields that only the kernel uses: a segment's start and first chunk, and the segment that begins with a chunk or -1.
-_START, _BASE, _SEGMENT = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7)
+_QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
+_QUAD_ROW, _QUAD_COUNT, _QUAD_FIRST, _QUAD_END = (tl.constexpr(x) for x in (QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END))
+# Fields that only the kernel uses: a segment's start; the segment that begins with a chunk, or -1; a chunk's id, and
+# how many rows have it.
+_START, _SEGMENT, _ID, _ROWS_OF_ID = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(13)
 
 
 @triton.jit
@@ -56,10 +70,17 @@ def _chunks_of_both(first_even, first_odd, next_even, next_odd):
 
 
 @triton.jit
+def _rank_and_count(flags):
+    """Return how many flags precede each one, and how many there are."""
+    ones = flags.to(tl.int32)
+    return tl.cumsum(ones, 0) - ones, tl.sum(ones, 0)
+
+
+@triton.jit
 def packed_chunks_kernel(
     ids_ptr, out_ptr, chunks_ptr, used_ptr, ids_b, ids_n, N, C,
-    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, TOKENS: tl.constexpr,
-    CHUNKS: tl.constexpr, BINS: tl.constexpr,
+    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
+    HAS_QUADS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Fill the ids and chunks of one batch entry; see `packed_chunks`. TOKENS and CHUNKS are powers of two >= N, C.
 
@@ -69,6 +90,7 @@ def packed_chunks_kernel(
     b = tl.cast(tl.program_id(0), tl.int64)
     ids_ptr += b * ids_b
     out_ptr += b * C * ROWS
+    all_chunks_ptr = chunks_ptr
     chunks_ptr += b * C * FIELDS
     chunk = tl.arange(0, CHUNKS)
     record, exists = chunks_ptr + chunk * FIELDS, chunk < C
@@ -90,37 +112,67 @@ def packed_chunks_kernel(
     end = tl.load(record + FIELDS + _START, mask=chunk + 1 < tl.minimum(segments, C), other=N)
     ids_of_segments = tl.load(ids_ptr + start * ids_n, mask=is_segment, other=0)
     recurs = tl.max(tl.histogram((ids_of_segments & (BINS - 1)).to(tl.int32), BINS, mask=is_segment), 0) > 1
-    owned = tl.where(end - start > ROWS, (end - start + 2 * ROWS - 1) // (2 * ROWS) * 2, 1)
-    if_even = tl.where(is_segment, owned, 0)
-    if_odd = if_even + tl.where(is_segment & (owned > 1), 1, 0)
-    so_far, _ = tl.associative_scan((if_even, if_odd), 0, _chunks_of_both)
-    used = (tl.max(so_far, 0) + 1) // 2 * 2
-    fits = (segments <= C) & (used <= C) & (recurs == 0)
+    own = tl.where(is_segment, (end - start + ROWS - 1) // ROWS, 0)
+    in_quad = HAS_QUADS & (own <= QUAD)
+    owned = tl.where(in_quad, 0, tl.where(own > 1, (own + 1) // 2 * 2, own))
+    if_odd = owned + (owned > 1).to(tl.int32)
+    so_far, _ = tl.associative_scan((owned, if_odd), 0, _chunks_of_both)
     base = so_far - owned
-    tl.store(record + _BASE, base, mask=is_segment)
+    used = (tl.max(so_far, 0) + 1) // 2 * 2
+    first_quad = (used + QUAD - 1) // QUAD * QUAD
+    quads = 0
+    if HAS_QUADS:
+        # Segments of four chunks; of three, each with one of a single chunk; of two and two; of single chunks.
+        rank4, count4 = _rank_and_count(own == 4)
+        rank3, count3 = _rank_and_count(own == 3)
+        rank2, count2 = _rank_and_count(own == 2)
+        rank1, count1 = _rank_and_count(own == 1)
+        behind_threes = tl.minimum(count1, count3)
+        pairs = 4 * (count4 + count3)
+        singles = pairs + 2 * count2
+        of_one = tl.where(rank1 < behind_threes, 4 * (count4 + rank1) + 3, singles + rank1 - behind_threes)
+        of_two = pairs + 2 * rank2
+        of_more = 4 * tl.where(own == 3, count4 + rank3, rank4)
+        base = tl.where(in_quad, first_quad + tl.where(own == 1, of_one, tl.where(own == 2, of_two, of_more)), base)
+        quads = (singles + count1 - behind_threes + QUAD - 1) // QUAD
+    end_of_quads = first_quad + quads * QUAD
+    fits = (segments <= C) & (tl.maximum(used, end_of_quads) <= C) & (recurs == 0)
     tl.store(chunks_ptr + base * FIELDS + _SEGMENT, chunk, mask=is_segment & (base < C))
     tl.debug_barrier()
 
     # Records. If the chunks do not fit, they lie at multiples of 64, as those of one segment, and compare all ids.
-    segment = tl.associative_scan(tl.load(record + _SEGMENT, mask=exists, other=-1), 0, _larger)
+    segment = tl.load(record + _SEGMENT, mask=exists, other=-1)
+    first = tl.associative_scan(tl.where(fits & (segment >= 0), chunk, 0), 0, _larger)
+    segment = tl.load(chunks_ptr + first * FIELDS + _SEGMENT, mask=exists & fits, other=0)
     of_segment = chunks_ptr + segment * FIELDS
     is_segment = exists & fits
     start = tl.load(of_segment + _START, mask=is_segment, other=0)
     end = tl.load(of_segment + FIELDS + _START, mask=is_segment & (segment + 1 < segments), other=N)
-    first = tl.load(of_segment + _BASE, mask=is_segment, other=0)
     used = tl.where(fits, used, (N + 2 * ROWS - 1) // (2 * ROWS) * 2)
     own, position = (end - start + ROWS - 1) // ROWS, chunk - first
     row = tl.minimum(start + position * ROWS, N)
     count = tl.minimum(tl.maximum(end - row, 0), ROWS)
-    count = tl.where(fits | (count == 0), count, ROWS)
     last = first + own
     full = tl.where(fits, first + (end - start) // ROWS, 0)
     is_used = chunk < used
+    in_quad = fits & (chunk >= first_quad) & (chunk < end_of_quads)
+    quad_count = tl.where(in_quad, count, 0)
+    count = tl.where(in_quad, 0, tl.where(fits | (count == 0), count, ROWS))
     tl.store(record + _FIRST, tl.where(is_used, first, C), mask=exists)
     tl.store(record + _END, tl.where(is_used, last, 0), mask=exists)
     tl.store(record + _COMPARED, tl.where(is_used, full, C), mask=exists)
     tl.store(record + _ROW, row, mask=exists)
     tl.store(record + _COUNT, count, mask=exists)
+    tl.store(record + _ID, first, mask=exists)
+    tl.store(record + _ROWS_OF_ID, count + quad_count, mask=exists)
+    if HAS_QUADS:
+        listed = tl.atomic_add(used_ptr + 3, tl.where(fits, quads, 0)) + (chunk - first_quad) // QUAD
+        entry = all_chunks_ptr + listed * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
+        before = (b * C).to(tl.int32)
+        tl.store(entry + _QUAD_ROW, row, mask=in_quad)
+        tl.store(entry + _QUAD_COUNT, quad_count, mask=in_quad)
+        tl.store(entry + _QUAD_FIRST, before + first, mask=in_quad)
+        tl.store(entry + _QUAD_END, before + tl.where(quad_count > 0, last, first), mask=in_quad)
 
     # Work items: a segment's chunks, divided as evenly as possible. One of one chunk shares an item with the next one.
     is_single = own == 1
@@ -148,47 +200,49 @@ def packed_chunks_kernel(
     tl.debug_barrier()
 
     # Ids: the number of the segment's first chunk.
-    for place in range(0, used * ROWS, TOKENS):
+    end = tl.maximum(used, tl.where(fits, end_of_quads, 0)) * ROWS
+    for place in range(0, end, TOKENS):
         at = place + i
-        inside = at < used * ROWS
+        inside = at < end
         of_chunk = chunks_ptr + at // ROWS * FIELDS
-        own_rows = tl.load(of_chunk + _COUNT, mask=inside & fits, other=0)
-        packed = tl.where(at % ROWS < own_rows, tl.load(of_chunk + _FIRST, mask=inside & fits, other=0), PADDING)
+        own_rows = tl.load(of_chunk + _ROWS_OF_ID, mask=inside & fits, other=0)
+        packed = tl.where(at % ROWS < own_rows, tl.load(of_chunk + _ID, mask=inside & fits, other=0), PADDING)
         plain = tl.load(ids_ptr + at * ids_n, mask=(at < N) & (fits == 0), other=0).to(tl.int32)
         tl.store(out_ptr + at, tl.where(fits, packed, tl.where(at < N, plain, PADDING)), mask=inside)
 
 
-@operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids) -> (Tensor, Tensor, Tensor)")
-def packed_chunks(segment_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids (B, 64 C), the chunks (B, C, 16), and three numbers (3,), of packed segments (B, N).
+@operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads) -> (Tensor, Tensor, Tensor)")
+def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ids (B, 64 C), the chunks (B, C, 32), and four numbers (4,), of packed segments (B, N).
 
-    Queries and keys have the same ids and chunks. The numbers are those of the used chunks of queries, of keys, and of
-    the listed work items. If an id of a batch entry may recur after other ids, or if segments are so short that their
-    chunks exceed C, the chunks of the batch entry lie at multiples of 64, and compare all ids.
+    Queries and keys have the same ids and chunks. The numbers are those of the used chunks of queries, of keys, of the
+    listed work items, and of the quads of all batch entries. If an id of a batch entry may recur after other ids, or if
+    segments are so short that their chunks exceed C, the chunks of the batch entry lie at multiples of 64, and compare
+    all ids.
     """
     B, N = segment_ids.shape
     C = _chunks(N)
     ids = segment_ids.new_empty(B, C * ROWS, dtype=torch.int32)
     chunks = segment_ids.new_empty(B, C, FIELDS, dtype=torch.int32)
-    used = segment_ids.new_zeros(3, dtype=torch.int32)
+    used = segment_ids.new_zeros(NUMBERS, dtype=torch.int32)
     tokens = next_power_of_2(N)
     triton_call(
         segment_ids, ids, chunks, used, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
-        PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, TOKENS=tokens, CHUNKS=next_power_of_2(C), BINS=_BINS,
-        num_warps=min(16, max(4, tokens // 256)),
+        PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD, HAS_QUADS=has_quads, TOKENS=tokens,
+        CHUNKS=next_power_of_2(C), BINS=_BINS, num_warps=min(16, max(4, tokens // 256)),
     )  # fmt: skip
     return ids, chunks, used
 
 
 @packed_chunks.register_fake
-def _(segment_ids):
+def _(segment_ids, has_quads):
     B, N = segment_ids.shape
     C = _chunks(N)
     like = segment_ids.new_empty
     return (
         like(B, C * ROWS, dtype=torch.int32),
         like(B, C, FIELDS, dtype=torch.int32),
-        like(3, dtype=torch.int32),
+        like(NUMBERS, dtype=torch.int32),
     )
 
 

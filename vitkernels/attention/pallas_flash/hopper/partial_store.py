@@ -8,22 +8,23 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups
-from vitkernels.attention.pallas_flash.hopper.chunks import COUNT
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 
 
-def store_first_rows(rows_ref, parts: tuple[jax.Array, ...], first, record_ref, interpret: bool) -> None:
+def store_first_rows(
+    rows_ref, parts: tuple[jax.Array, ...], first, record_ref, count_field: int, interpret: bool
+) -> None:
     """Store the first rows of `parts`, (64, width) in the layout of a product, from row `first` on.
 
     rows_ref: all rows of a head, (N, D); columns of the parts beyond D are dropped.
-    record_ref: the record of the rows' chunk, which holds their number.
+    record_ref: the record of the rows' chunk, which holds their number in the field count_field.
     """
     _, head_dim = rows_ref.shape
     parts = tuple(x.astype(rows_ref.dtype) for x in parts)
     if interpret:  # the interpreter does not run Mosaic GPU code
         x = jnp.concatenate(parts, axis=1)[:, :head_dim]
 
-        @pl.loop(0, record_ref[COUNT])
+        @pl.loop(0, record_ref[count_field])
         def _(i):
             rows_ref[pl.ds(first + i, 1)] = lax.dynamic_slice_in_dim(x, i, 1)
 
@@ -41,7 +42,7 @@ def store_first_rows(rows_ref, parts: tuple[jax.Array, ...], first, record_ref, 
         def number(n: int):
             return utils.c(n, i32)
 
-        address = utils.getelementptr(utils.memref_ptr(record), [COUNT], i32)
+        address = utils.getelementptr(utils.memref_ptr(record), [count_field], i32)
         count = utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32, has_side_effects=True)
         thread = arith.remui(utils.thread_idx(), number(128))
         warp, lane = arith.divui(thread, number(32)), arith.remui(thread, number(32))

@@ -260,7 +260,7 @@ class RingKernel(tiles.HopperKernel):
         def _():
             record = own.chunks.at[item.batch, lax.div(place, ROWS)]
             for _, values, ref, head in results:
-                store_first_rows(ref.at[item.batch, :, head], values, row, record, self.interpret)
+                store_first_rows(ref.at[item.batch, :, head], values, row, record, COUNT, self.interpret)
 
     # --- warp specialization ------------------------------------------------------------------------------------------
 

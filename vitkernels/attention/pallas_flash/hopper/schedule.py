@@ -154,6 +154,11 @@ def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) 
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_masked)
 
 
+def takes_quads(head_dim: int) -> bool:
+    """Return whether these kernels can process quads of packed segments, as if they were sequences."""
+    return widths(head_dim) == (64,)
+
+
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
 _APART = 2  # items of a head start this many turns, of 128 queries each, apart

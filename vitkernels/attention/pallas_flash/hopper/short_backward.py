@@ -9,6 +9,7 @@ atomics, so results are bit-equal from run to run.
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+import functools
 from dataclasses import dataclass
 
 import jax
@@ -18,6 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_END, QUAD_FIRST
+from vitkernels.attention.pallas_flash.hopper.per_head import PerHeadKernel
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -35,7 +38,7 @@ BUFFERS = 2  # for tiles of O, and of dS
 
 
 @dataclass(frozen=True)
-class ShortBackward(tiles.PerHeadKernel):
+class ShortBackward(PerHeadKernel):
     """The backward kernel for non-causal calls. Tiles have 64 rows; rows beyond the last token load as zeros."""
 
     stores_ds: bool = False  # the kernel also returns dS, transposed
@@ -51,12 +54,12 @@ class ShortBackward(tiles.PerHeadKernel):
     @property
     def steps(self) -> int:
         """Return the number of query tiles."""
-        return pl.cdiv(self.queries, ROWS)
+        return pl.cdiv(self.most_queries, ROWS)
 
     @property
     def own(self) -> int:
         """Return the number of key tiles per compute warpgroup."""
-        return pl.cdiv(self.keys, 2 * ROWS)
+        return pl.cdiv(self.most_keys, 2 * ROWS)
 
     @property
     def ds(self) -> jax.ShapeDtypeStruct:
@@ -67,7 +70,8 @@ class ShortBackward(tiles.PerHeadKernel):
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *extras):
         """Return dq, dk and dv in arrays like q's, k's and v's, and with stores_ds dS.
 
-        extras: see Forward; the bias is transposed, and ids are those of chunks at multiples of 64.
+        extras: see Forward; the bias is transposed. The chunks of ids lie at multiples of 64, or form quads. Of these,
+            only the rows are written.
         """
         queries, keys, dtype = self.steps, 2 * self.own, jnp.dtype(self.dtype)
 
@@ -94,6 +98,7 @@ class ShortBackward(tiles.PerHeadKernel):
             "q_consumed": plgpu.Barrier(num_arrivals=2, num_barriers=queries),
             "v_consumed": plgpu.Barrier(num_arrivals=2),
         }
+        scratch |= self.quad_scratch()
         if self.has_ids:
             scratch["q_ids_smem"] = plgpu.SMEM((queries, ROWS), jnp.int32)
             scratch["k_ids_smem"] = plgpu.SMEM((keys * ROWS,), jnp.int32)
@@ -105,10 +110,9 @@ class ShortBackward(tiles.PerHeadKernel):
     def _body(self, q, k, v, out, do, lse, *rest, **scratch):
         bias, ids, (dq, dk, dv, *ds) = self.extras(rest)
         refs = {"q": q, "k": k, "v": v, "out": out, "do": do, "lse": lse, "dq": dq, "dk": dk, "dv": dv, "bias": bias}
-        refs["ds"] = ds[0] if ds else None
-        refs |= dict(zip(("q_ids", "k_ids"), ids, strict=False))
+        refs |= {"ds": ds[0] if ds else None, "ids": ids}
         warpgroup = lax.axis_index("warpgroup")
-        iterations = self.iterations()
+        iterations = self.iterations(ids)
         if self.bias_shape or self.has_ids:  # a number of 1, known to the compiler, removes the loop, and it spills
             iterations = self._opaque(iterations)
 
@@ -121,7 +125,11 @@ class ShortBackward(tiles.PerHeadKernel):
         @pl.when(warpgroup == 2)
         def _():
             plgpu.set_max_registers(REGISTERS[1], action="decrease")
-            self._prefetch(refs, scratch)
+            self.request_place(jnp.int32(0), iterations, ids, scratch)
+            if self.has_quads:  # there may be none
+                pl.when(iterations > 0)(lambda: self._prefetch(refs, scratch))
+            else:
+                self._prefetch(refs, scratch)
             lax.fori_loop(
                 0, iterations, lambda iteration, _: self._run_helper(iteration, iterations, refs, scratch), None
             )
@@ -129,73 +137,72 @@ class ShortBackward(tiles.PerHeadKernel):
 
     # --- loads and stores ---------------------------------------------------------------------------------------------
 
-    def _load(self, iteration, name, tile, buffer, barrier, refs, scratch):
-        batch, head = self.head_of(iteration)
-        if name in "qkv":
-            head = head + self.first_heads["qkv".index(name)]
-        tiles.load_rows(refs[name], batch, tile * ROWS, head, scratch[f"{name}_smem"], buffer, barrier, self.interpret)
+    def _load(self, place, name, tile, buffer, barrier, refs, scratch):
+        head = place.head + (self.first_heads["qkv".index(name)] if name in "qkv" else 0)
+        row = self.row_of(place, tile)
+        tiles.load_rows(refs[name], place.batch, row, head, scratch[f"{name}_smem"], buffer, barrier, self.interpret)
 
-    def _load_keys(self, iteration, name, refs, scratch):
+    def _load_keys(self, place, name, refs, scratch):
         for tile in range(2 * self.own):
-            self._load(iteration, name, tile, tile, scratch["keys_arrived"], refs, scratch)
+            self._load(place, name, tile, tile, scratch["keys_arrived"], refs, scratch)
         if self.has_ids and name == "k":
-            source = refs["k_ids"].at[self.head_of(iteration)[0], pl.ds(0, 2 * self.own * ROWS)]
+            source = refs["ids"][1].at[place.batch, pl.ds(place.chunk * ROWS, 2 * self.own * ROWS)]
             plgpu.copy_gmem_to_smem(source, scratch["k_ids_smem"], scratch["keys_arrived"])
 
-    def _load_queries(self, iteration, tile, refs, scratch):
+    def _load_queries(self, place, tile, refs, scratch):
         arrived = scratch["q_arrived"].at[tile]
         for name in ("q", "do"):
-            self._load(iteration, name, tile, tile, arrived, refs, scratch)
-        (batch, head), rows = self.head_of(iteration), pl.ds(tile * ROWS, ROWS)
-        plgpu.copy_gmem_to_smem(refs["lse"].at[batch, head, rows], scratch["lse_smem"].at[tile], arrived)
+            self._load(place, name, tile, tile, arrived, refs, scratch)
+        rows = pl.ds((place.chunk + tile) * ROWS, ROWS)
+        plgpu.copy_gmem_to_smem(refs["lse"].at[place.batch, place.head, rows], scratch["lse_smem"].at[tile], arrived)
         if self.has_ids:
-            plgpu.copy_gmem_to_smem(refs["q_ids"].at[batch, rows], scratch["q_ids_smem"].at[tile], arrived)
+            plgpu.copy_gmem_to_smem(refs["ids"][0].at[place.batch, rows], scratch["q_ids_smem"].at[tile], arrived)
 
-    def _load_out(self, iteration, tile, refs, scratch):
-        self._load(iteration, "out", tile, lax.rem(tile, BUFFERS), scratch["out_arrived"].at[tile], refs, scratch)
+    def _load_out(self, place, tile, refs, scratch):
+        self._load(place, "out", tile, lax.rem(tile, BUFFERS), scratch["out_arrived"].at[tile], refs, scratch)
 
-    def _load_first_out(self, iteration, refs, scratch):
+    def _load_first_out(self, place, refs, scratch):
         for tile in range(min(BUFFERS, self.steps)):
-            self._load_out(iteration, jnp.int32(tile), refs, scratch)
+            self._load_out(place, jnp.int32(tile), refs, scratch)
 
     def _prefetch(self, refs, scratch):
-        iteration = jnp.int32(0)
-        self._load_keys(iteration, "k", refs, scratch)
-        self._load_keys(iteration, "v", refs, scratch)
+        self.wait_for_place(jnp.int32(0), scratch)
+        place = self.place_of(jnp.int32(0), refs["ids"], scratch)
+        self._load_keys(place, "k", refs, scratch)
+        self._load_keys(place, "v", refs, scratch)
         for tile in range(self.steps):
-            self._load_queries(iteration, tile, refs, scratch)
-        self._load_first_out(iteration, refs, scratch)
+            self._load_queries(place, tile, refs, scratch)
+        self._load_first_out(place, refs, scratch)
 
-    def _store(self, iteration, name, values, scale, first_tile, smem, buffer, refs):
+    def _store(self, place, name, values, scale, first_tile, smem, buffer, refs):
         """Start storing `values` consecutively, through smem's tiles from `buffer` on."""
-        for i, value in enumerate(values):
-            for part, x in zip(at(smem, buffer + i), value, strict=True):
-                part[...] = (x * scale).astype(part.dtype)
-        plgpu.commit_smem()
-        batch, head = self.head_of(iteration)
-        head = head + self.first_heads[("dq", "dk", "dv").index(name)]
-        for i in range(len(values)):
-            tiles.store_rows(smem, buffer + i, refs[name], batch, (first_tile + i) * ROWS, head, self.interpret)
+        head = place.head + self.first_heads[("dq", "dk", "dv").index(name)]
+        scaled = [tuple(x * scale for x in value) for value in values]
+        self.store_tiles(smem, buffer, scaled, refs[name], place, head, first_tile)
 
     # --- the helper: delta = rowsum(dO O), dq, and all loads ----------------------------------------------------------
 
     def _run_helper(self, iteration, iterations, refs, scratch):
-        lax.fori_loop(0, self.steps, lambda tile, _: self._delta(iteration, tile, refs, scratch), None)
+        place, more = self.place_of(iteration, refs["ids"], scratch), iteration + 1 < iterations
+        following = lambda: self.place_of(iteration + 1, refs["ids"], scratch)  # noqa: E731
+        self.request_place(iteration + 1, iterations, refs["ids"], scratch)
+        lax.fori_loop(0, self.steps, lambda tile, _: self._delta(place, tile, refs, scratch), None)
         plgpu.barrier_wait(scratch["keys_arrived"])
-        more = iteration + 1 < iterations
+        if self.has_quads:
+            pl.when(more)(lambda: self.wait_for_place(iteration + 1, scratch))
 
-        def dq_of(tile, _):
-            buffer = lax.rem(tile, BUFFERS)
-            last = tile == self.steps - 1
+        def dq_of(position, _):
+            tile, buffer = self._tile_at(position), lax.rem(position, BUFFERS)
+            last = position == self.steps - 1
             plgpu.barrier_wait(scratch["ds_ready"].at[buffer])
 
             @pl.when(last)
             def _():
                 plgpu.barrier_wait(scratch["v_consumed"])
-                pl.when(more)(lambda: self._load_keys(iteration + 1, "v", refs, scratch))
+                pl.when(more)(lambda: self._load_keys(following(), "v", refs, scratch))
 
             if self.stores_ds:
-                self._store_ds(iteration, tile, buffer, refs, scratch)
+                self._store_ds(place, tile, buffer, refs, scratch)
             dq = self._dq(buffer, scratch)
             if self.stores_ds:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -203,37 +210,38 @@ class ShortBackward(tiles.PerHeadKernel):
 
             @pl.when(last & more)
             def _():
-                self._load_keys(iteration + 1, "k", refs, scratch)
-                self._load_first_out(iteration + 1, refs, scratch)
+                self._load_keys(following(), "k", refs, scratch)
+                self._load_first_out(following(), refs, scratch)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            self._store(iteration, "dq", [dq], self.scale, tile, scratch["dq_smem"], 0, refs)
-            pl.when(tile > 0)(lambda: self._next_queries(iteration, tile - 1, more, refs, scratch))
+            self._store(place, "dq", [dq], self.scale, tile, scratch["dq_smem"], 0, refs)
+            previous = lambda: self._next_queries(following, self._tile_at(position - 1), more, refs, scratch)  # noqa: E731
+            pl.when(position > 0)(previous)
 
         lax.fori_loop(0, self.steps, dq_of, None)
-        self._next_queries(iteration, self.steps - 1, more, refs, scratch)
+        self._next_queries(following, self.steps - 1, more, refs, scratch)
 
-    def _store_ds(self, iteration, tile, buffer, refs, scratch):
+    def _store_ds(self, place, tile, buffer, refs, scratch):
         """Start storing dS of a tile of queries; the compute warpgroups have committed it to the TMA unit's proxy."""
-        where = self.head_of(iteration)
+        where = place.batch, place.head
         columns = pl.ds(tiles.unchecked(tile * ROWS), ROWS)
         for key_tile in range(pl.cdiv(self.keys, ROWS)):
             rows = pl.ds(tiles.unchecked(key_tile * ROWS), ROWS)
             smem = tiles.untiled(scratch["ds_smem"][0], buffer * 2 * self.own + key_tile, self.interpret)
             plgpu.copy_smem_to_gmem(smem, refs["ds"].at[(*where, rows, columns)])
 
-    def _next_queries(self, iteration, tile, more, refs, scratch):
+    def _next_queries(self, following, tile, more, refs, scratch):
         plgpu.barrier_wait(scratch["q_consumed"].at[tile])
-        pl.when(more)(lambda: self._load_queries(iteration + 1, tile, refs, scratch))
+        pl.when(more)(lambda: self._load_queries(following(), tile, refs, scratch))
 
-    def _delta(self, iteration, tile, refs, scratch):
+    def _delta(self, place, tile, refs, scratch):
         plgpu.barrier_wait(scratch["q_arrived"].at[tile])
         plgpu.barrier_wait(scratch["out_arrived"].at[tile])
         pairs = zip(at(scratch["do_smem"], tile), at(scratch["out_smem"], lax.rem(tile, BUFFERS)), strict=True)
         scratch["delta_smem"].at[tile][...] = sum(row_sums(x, y) for x, y in pairs)
         plgpu.barrier_arrive(scratch["delta_ready"].at[tile])
         plgpu.commit_smem()  # all four warps have read O
-        pl.when(tile + BUFFERS < self.steps)(lambda: self._load_out(iteration, tile + BUFFERS, refs, scratch))
+        pl.when(tile + BUFFERS < self.steps)(lambda: self._load_out(place, tile + BUFFERS, refs, scratch))
 
     def _dq(self, buffer, scratch):
         keys = 2 * self.own
@@ -247,37 +255,77 @@ class ShortBackward(tiles.PerHeadKernel):
 
     def _compute(self, iteration, refs, scratch):
         zeros = tuple(self.zeros() for _ in range(self.own))
+        self.wait_for_place(iteration, scratch)
         plgpu.barrier_wait(scratch["keys_arrived"])
-        full, last = divmod(self.queries, ROWS)
+        full, last = divmod(self.most_queries, ROWS)
         if tiles.padded_columns(last) == ROWS:
             full, last = full + 1, 0
         # The next tile's bias is requested before the product that ends a step, which hides its latency.
         bias = self._bias_of(iteration, jnp.int32(0), 0, ROWS, refs) if self.requests_early else None
         carry = zeros, zeros, bias
 
-        def step(tile, columns, *carry):
-            return self._step(iteration, tile, columns, *carry, refs, scratch)
+        def step(position, columns, *carry):
+            return self._step(iteration, position, columns, *carry, refs, scratch)
+
+        def step_of_quad(position, carry):
+            needed = self._needs(self.place_of(iteration, refs["ids"], scratch), self._tile_at(position))
+            return lax.cond(
+                needed, lambda c: step(position, ROWS, *c), lambda c: self._skip(position, c, scratch), carry
+            )
 
         # Hide the loop's end from the compiler, and keep the last tile's code behind it; otherwise registers spill.
-        carry = lax.fori_loop(0, self._opaque(full), lambda tile, c: step(tile, ROWS, *c), carry)
+        full_step = step_of_quad if self.has_quads else lambda position, c: step(position, ROWS, *c)
+        carry = lax.fori_loop(0, self._opaque(full), full_step, carry)
         if last:
-            tile, carry = self._sequenced((jnp.int32(full), carry))
-            carry = step(tile, tiles.padded_columns(last), *carry)
+            position, carry = self._sequenced((jnp.int32(full), carry))
+            carry = step(position, tiles.padded_columns(last), *carry)
         dk, dv, _ = carry
         first = lax.axis_index("warpgroup") * self.own
         for tile in range(max(0, self.steps - BUFFERS), self.steps):
             plgpu.barrier_wait(scratch["ds_consumed"].at[tile % BUFFERS])
-        self._store(iteration, "dv", dv, 1, first, scratch["ds_smem"], first, refs)
-        self._store(iteration, "dk", dk, self.scale, first, scratch["ds_smem"], 2 * self.own + first, refs)
+        place = self.place_of(iteration, refs["ids"], scratch)
+        self._store(place, "dv", dv, 1, first, scratch["ds_smem"], first, refs)
+        self._store(place, "dk", dk, self.scale, first, scratch["ds_smem"], 2 * self.own + first, refs)
 
-    def _step(self, iteration, tile, columns, dk, dv, bias, refs, scratch):
+    def _tile_at(self, position):
+        """Return which tile of queries the warpgroups process at a position.
+
+        In quads, those that only one warpgroup needs alternate: 0, 2, 1, 3.
+        """
+        if not self.has_quads:
+            return position
+        return position + (position == 1).astype(jnp.int32) - (position == 2).astype(jnp.int32)
+
+    def _needs(self, place, tile):
+        """Return whether queries of a tile may attend to own keys, those of a quad."""
+        first = lax.axis_index("warpgroup") * self.own
+        firsts, ends = ([place.of_chunk(first + i, x) for i in range(self.own)] for x in (QUAD_FIRST, QUAD_END))
+        tile = tile + place.of_chunk(0, QUAD_FIRST)
+        return (functools.reduce(lax.min, firsts) <= tile) & (tile < functools.reduce(lax.max, ends))
+
+    def _skip(self, position, carry, scratch):
+        """Pass zeros on to the helper instead of a tile's dS."""
+        tile, buffer = self._tile_at(position), lax.rem(position, BUFFERS)
+        first = lax.axis_index("warpgroup") * self.own
+        plgpu.barrier_wait(scratch["q_arrived"].at[tile])
+        self._wait_for_buffer(tile, position, buffer, scratch)
+        for i in range(self.own):
+            ds = at(scratch["ds_smem"], buffer * 2 * self.own + first + i)[0]
+            ds[...] = filled((ROWS, ROWS), 0, WGMMA, ds.dtype)
+        pl.when(position == self.steps - 1)(lambda: plgpu.barrier_arrive(scratch["v_consumed"]))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
+        plgpu.barrier_arrive(scratch["q_consumed"].at[tile])
+        return carry
+
+    def _step(self, iteration, position, columns, dk, dv, bias, refs, scratch):
         """Process the first `columns` queries of a tile. Scores and arrays of their size are keys by queries.
 
         bias: that of the first own tile; None: it was not requested yet. Return also that of the next tile of queries.
         """
         dk, dv = list(dk), list(dv)
         first = self._opaque(lax.axis_index("warpgroup")) * self.own
-        buffer = lax.rem(tile, BUFFERS)
+        tile, buffer = self._tile_at(position), lax.rem(position, BUFFERS)
         if bias is None:
             bias = self._bias_of(iteration, tile, 0, columns, refs)
         plgpu.barrier_wait(scratch["q_arrived"].at[tile])
@@ -294,9 +342,9 @@ class ShortBackward(tiles.PerHeadKernel):
             dp, *dv_i = tiles.accumulated((none, *dv[i]), products, self.interpret)
             dv[i] = tuple(dv_i)
             if i == 0:
-                self._wait_for_buffer(tile, buffer, scratch)
+                self._wait_for_buffer(tile, position, buffer, scratch)
             if last:
-                pl.when(tile == self.steps - 1)(lambda: plgpu.barrier_arrive(scratch["v_consumed"]))
+                pl.when(position == self.steps - 1)(lambda: plgpu.barrier_arrive(scratch["v_consumed"]))
             ds = tiles.widened(self._ds(weights, dp, tile, scratch))
             at(scratch["ds_smem"], buffer * 2 * self.own + first + i)[0][...] = ds
             products = [(j, ds, part) for j, part in enumerate(q)]
@@ -321,7 +369,8 @@ class ShortBackward(tiles.PerHeadKernel):
         if self.bias_shape is None:
             return filled((ROWS, columns), 0, WGMMA)
         first = self._opaque(lax.axis_index("warpgroup")) * self.own
-        where = *map(self._opaque, self.head_of(self._opaque(iteration))), (first + own_tile) * ROWS, tile * ROWS
+        place = self.place_of(self._opaque(iteration), refs["ids"], {})
+        where = self._opaque(place.batch), self._opaque(place.head), (first + own_tile) * ROWS, tile * ROWS
         return self.bias_tile(refs["bias"], *where, columns)
 
     def _scores(self, index, k_tile, q, scratch) -> list:
@@ -351,11 +400,11 @@ class ShortBackward(tiles.PerHeadKernel):
         delta = plgpu.load(scratch["delta_smem"].at[tile, pl.ds(0, dp.shape[1])], layout=BY_COLUMN)
         return (weights.astype(jnp.float32) * (dp - along_columns(delta, dp.shape))).astype(self.dtype)
 
-    def _wait_for_buffer(self, tile, buffer, scratch):
+    def _wait_for_buffer(self, tile, position, buffer, scratch):
         """Wait until delta is ready and the buffer of dS is free of an earlier tile's dS, or the previous dk and dv."""
         plgpu.barrier_wait(scratch["delta_ready"].at[tile])
-        pl.when(tile >= BUFFERS)(lambda: plgpu.barrier_wait(scratch["ds_consumed"].at[buffer]))
-        pl.when(tile == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
+        pl.when(position >= BUFFERS)(lambda: plgpu.barrier_wait(scratch["ds_consumed"].at[buffer]))
+        pl.when(position == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
 
     # --- barriers that limit register pressure ------------------------------------------------------------------------
 

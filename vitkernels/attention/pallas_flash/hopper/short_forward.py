@@ -12,25 +12,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
+from vitkernels.attention.pallas_flash.hopper.per_head import PerHeadKernel
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at
 
 BUFFERS = 2  # for heads
 LOADER_REGISTERS = 32  # per thread
 
 
-class ShortForward(tiles.PerHeadKernel, Forward):
+class ShortForward(PerHeadKernel, Forward):
     """The forward kernel for non-causal calls. Tiles have 64 rows; rows beyond the last token load as zeros."""
 
     @property
     def query_tiles(self) -> int:
         """Return the number of query tiles, one per compute warpgroup."""
-        return pl.cdiv(self.queries, ROWS)
+        return pl.cdiv(self.most_queries, ROWS)
 
     @property
     def steps(self) -> int:
         """Return the number of key tiles."""
-        return pl.cdiv(self.keys, ROWS)
+        return pl.cdiv(self.most_keys, ROWS)
+
+    @property
+    def _compares_ids(self) -> bool:
+        """Return whether ids tell which keys a query attends to; in quads, the chunks do."""
+        return self.has_ids and not self.has_quads
 
     @property
     def registers(self) -> int:
@@ -39,7 +46,10 @@ class ShortForward(tiles.PerHeadKernel, Forward):
         return (at_launch * (self.query_tiles + 1) - LOADER_REGISTERS) // self.query_tiles // 8 * 8
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
-        """Return out and log-sum-exp; see Forward. Ids are those of chunks at multiples of 64."""
+        """Return out and log-sum-exp; see Forward.
+
+        The chunks lie at multiples of 64, or form quads. Of these, only the rows and log-sum-exps are written.
+        """
 
         def head_tiles(count):
             return tiles.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), count)
@@ -50,11 +60,13 @@ class ShortForward(tiles.PerHeadKernel, Forward):
             "v_smem": head_tiles(BUFFERS * self.steps),
             "out_smem": head_tiles(self.query_tiles),
             "arrived": plgpu.Barrier(
-                num_arrivals=self.copies * (self.query_tiles + 2 * self.steps) + self.has_ids, num_barriers=BUFFERS
+                num_arrivals=self.copies * (self.query_tiles + 2 * self.steps) + self._compares_ids,
+                num_barriers=BUFFERS,
             ),
             "consumed": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=BUFFERS),
+            **self.quad_scratch(),
         }
-        if self.has_ids:
+        if self._compares_ids:
             scratch["k_ids_smem"] = plgpu.SMEM((BUFFERS, self.steps * ROWS), jnp.int32)
         outputs = self.rows(self.queries, self.heads), self.vector()
         kernel = self.launch(self._body, {"block": self.blocks}, self.query_tiles + 1, outputs, scratch)
@@ -63,7 +75,7 @@ class ShortForward(tiles.PerHeadKernel, Forward):
     def _body(self, q_ref, k_ref, v_ref, *refs, **scratch):
         scratch["bias_ref"], scratch["ids"], (out_ref, lse_ref) = self.extras(refs)
         warpgroup = lax.axis_index("warpgroup")
-        iterations = self.iterations()
+        iterations = self.iterations(scratch["ids"])
 
         @pl.when(warpgroup < self.query_tiles)
         def _():
@@ -74,69 +86,98 @@ class ShortForward(tiles.PerHeadKernel, Forward):
         @pl.when(warpgroup == self.query_tiles)
         def _():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            self.request_place(jnp.int32(0), iterations, scratch["ids"], scratch)
 
             @pl.loop(0, iterations + BUFFERS)  # the last iterations only wait for the last reads
             def _(iteration):
                 buffer = lax.rem(iteration, BUFFERS)
                 pl.when(iteration >= BUFFERS)(lambda: plgpu.barrier_wait(scratch["consumed"].at[buffer]))
-                pl.when(iteration < iterations)(lambda: self._load(iteration, buffer, (q_ref, k_ref, v_ref), scratch))
+                load = lambda: self._load(iteration, iterations, buffer, (q_ref, k_ref, v_ref), scratch)  # noqa: E731
+                pl.when(iteration < iterations)(load)
 
-    def _load(self, iteration, buffer, refs, scratch):
-        batch, head = self.head_of(iteration)
-        arrived = scratch["arrived"].at[buffer]
-        if self.has_ids:
-            of_keys = scratch["ids"][1].at[batch, pl.ds(0, self.steps * ROWS)]
+    def _load(self, iteration, iterations, buffer, refs, scratch):
+        arrived, ids = scratch["arrived"].at[buffer], scratch["ids"]
+        self.wait_for_place(iteration, scratch)
+        self.request_place(iteration + 1, iterations, ids, scratch)
+        place = self.place_of(iteration, ids, scratch)
+        if self._compares_ids:
+            of_keys = ids[1].at[place.batch, pl.ds(0, self.steps * ROWS)]
             plgpu.copy_gmem_to_smem(of_keys, scratch["k_ids_smem"].at[buffer], arrived)
         counts = self.query_tiles, self.steps, self.steps
         for ref, first, name, count in zip(refs, self.first_heads, "qkv", counts, strict=True):
             for tile in range(count):
                 smem, slot = scratch[f"{name}_smem"], buffer * count + tile
-                tiles.load_rows(ref, batch, tile * ROWS, first + head, smem, slot, arrived, self.interpret)
+                row = self.row_of(place, tile)
+                tiles.load_rows(ref, place.batch, row, first + place.head, smem, slot, arrived, self.interpret)
 
     def _attend(self, iteration, out_ref, lse_ref, scratch):
         buffer, tile = lax.rem(iteration, BUFFERS), lax.axis_index("warpgroup")
-        batch, head = self.head_of(iteration)
+        self.wait_for_place(iteration, scratch)
+        place = self.place_of(iteration, scratch["ids"], scratch)
+        over_keys = self._over_quad if self.has_quads else self._over_keys
+        out, lse = self.finalize(*over_keys(place, tile, buffer, scratch))
+        plgpu.barrier_arrive(scratch["consumed"].at[buffer])
+        lse_ref.at[place.batch, place.head, pl.ds((place.chunk + tile) * ROWS, ROWS)][...] = lse
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
+        self.store_tiles(scratch["out_smem"], tile, [out], out_ref, place, place.head, tile)
+
+    def _over_keys(self, place, tile, buffer, scratch) -> tuple:
+        """Return output, maximum and sum over all keys."""
 
         def bias_of(step):
-            return self.bias_tile(scratch["bias_ref"], batch, head, tile * ROWS, step * ROWS, self._columns(step))
+            where = place.batch, place.head, tile * ROWS, step * ROWS
+            return self.bias_tile(scratch["bias_ref"], *where, self._columns(step))
 
-        carry, bias, ids = self.initial_carry(), bias_of(0), None
+        carry, bias, q_ids = self.initial_carry(), bias_of(0), None
         if self.has_ids:  # from device memory: at 256 tokens, shared memory has no room for them
-            of_queries = scratch["ids"][0].at[batch, pl.ds(tile * ROWS, ROWS)]
-            ids = plgpu.load(of_queries, layout=BY_ROW, optimized=False)
+            of_queries = scratch["ids"][0].at[place.batch, pl.ds(tile * ROWS, ROWS)]
+            q_ids = plgpu.load(of_queries, layout=BY_ROW, optimized=False)
         plgpu.barrier_wait(scratch["arrived"].at[buffer])
-        q = at(scratch["q_smem"], buffer * self.query_tiles + tile)
         for step in range(self.steps):
-            carry, bias = self._add(step, buffer, q, ids, carry, bias, bias_of, scratch)
-        plgpu.barrier_arrive(scratch["consumed"].at[buffer])
-        out, lse = self.finalize(*carry)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
-        for part, x in zip(at(scratch["out_smem"], tile), out, strict=True):
-            part[...] = x.astype(part.dtype)
-        lse_ref.at[batch, head, pl.ds(tile * ROWS, ROWS)][...] = lse
-        plgpu.commit_smem()
-        tiles.store_rows(scratch["out_smem"], tile, out_ref, batch, tile * ROWS, head, self.interpret)
+            carry, bias = self._add(step, tile, buffer, q_ids, carry, bias, bias_of, scratch)
+        return carry
+
+    def _over_quad(self, place, tile, buffer, scratch) -> tuple:
+        """Return output, maximum and sum over the keys of the tile's segment."""
+        first, end = (place.of_chunk(tile, field) - place.of_chunk(0, QUAD_FIRST) for field in (QUAD_FIRST, QUAD_END))
+        plgpu.barrier_wait(scratch["arrived"].at[buffer])
+
+        def add(step, carry):
+            q, k, v = self._tiles(step, tile, buffer, scratch)
+            (scores,) = tiles.products((None, q, k), interpret=self.interpret)
+            keep = tiles.position(scores.shape, 1) < place.of_chunk(step, QUAD_COUNT)
+            weights, out, highest, total = self.softmax_step(scores, 0, 0, ROWS, carry, keep)
+            return self._with_values(weights, v, out), highest, total
+
+        return lax.fori_loop(first, end, add, self.initial_carry())
+
+    def _tiles(self, step, tile, buffer, scratch) -> tuple:
+        """Return the own tile of queries, and a tile of keys and of values."""
+        slot = buffer * self.steps + step
+        q = at(scratch["q_smem"], buffer * self.query_tiles + tile)
+        return q, at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
+
+    def _with_values(self, weights, v, out) -> tuple:
+        return tiles.accumulated(out, [(i, weights, part) for i, part in enumerate(v)], self.interpret)
 
     def _keys(self, step: int) -> int:
-        return min(ROWS, self.keys - step * ROWS)
+        return min(ROWS, self.most_keys - step * ROWS)
 
     def _columns(self, step: int) -> int:
         """Return the columns of a tile's scores."""
         return tiles.padded_columns(self._keys(step))
 
-    def _add(self, step, buffer, q, ids, carry, bias, bias_of, scratch):
+    def _add(self, step, tile, buffer, q_ids, carry, bias, bias_of, scratch):
         """Fold one tile of keys into the running output, maximum and sum; return also the next tile's bias."""
-        slot = buffer * self.steps + step
-        k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
+        q, k, v = self._tiles(step, tile, buffer, scratch)
         k = tiles.first_rows(k, self._columns(step))
         (scores,) = tiles.products((bias, q, k), interpret=self.interpret)
         keep = None
-        if ids is not None:
+        if q_ids is not None:
             where = buffer, pl.ds(step * ROWS, self._columns(step))
-            keep = tiles.same_id(ids, plgpu.load(scratch["k_ids_smem"].at[where], layout=BY_COLUMN))
+            keep = tiles.same_id(q_ids, plgpu.load(scratch["k_ids_smem"].at[where], layout=BY_COLUMN))
         weights, out, highest, total = self.softmax_step(scores, 0, step * ROWS, self._keys(step), carry, keep)
         # Requested before the product with values, which hides part of its latency; before the weights are computed,
         # it would exceed the registers.
         bias = bias_of(step + 1) if step + 1 < self.steps else None
-        out = tiles.accumulated(out, [(i, weights, part) for i, part in enumerate(v)], self.interpret)
-        return (out, highest, total), bias
+        return (self._with_values(weights, v, out), highest, total), bias

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups
-from vitkernels.attention.pallas_flash.hopper.chunks import FIELDS
+from vitkernels.attention.pallas_flash.hopper.chunks import FIELDS, NUMBERS
 from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS, ROWS, Schedule, widths
 
 LOG2E = math.log2(math.e)
@@ -82,7 +82,11 @@ class HopperKernel:
         """Return what `token_ids` returns; nothing without ids."""
         if self.chunks is None:
             return ()
-        shapes = *((self.batch, ROWS * n) for n in self.chunks), *((self.batch, n, FIELDS) for n in self.chunks), (3,)
+        shapes = (
+            *((self.batch, ROWS * n) for n in self.chunks),
+            *((self.batch, n, FIELDS) for n in self.chunks),
+            (NUMBERS,),
+        )
         return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
     def bias_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
@@ -131,21 +135,9 @@ class HopperKernel:
         )
 
 
-class PerHeadKernel(HopperKernel):
-    """A kernel whose persistent thread blocks loop over heads."""
-
-    @property
-    def blocks(self) -> int:
-        return min(self.multiprocessors, self.batch * self.heads)
-
-    def iterations(self):
-        """Return the number of heads this block processes."""
-        return lax.div(self.batch * self.heads - 1 - lax.axis_index("block"), self.blocks) + 1
-
-    def head_of(self, iteration) -> tuple:
-        """Return the batch entry and head of an iteration."""
-        index = lax.axis_index("block") + iteration * self.blocks
-        return lax.div(index, self.heads), lax.rem(index, self.heads)
+def has_packed_segments(queries: int, chunks: tuple[int, int] | None) -> bool:
+    """Return whether chunks start where segments start: they are more than the rows fill."""
+    return chunks is not None and chunks[0] * ROWS > padded(queries)
 
 
 def padded(tokens: int) -> int:
