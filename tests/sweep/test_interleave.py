@@ -6,6 +6,7 @@ import pytest
 
 from vitkernels.sweep import interleave
 
+ROUND = {"turns": [], "machine": [], "disturbed": []}
 LOCAL, SLURM = "hydra._internal.BasicLauncher", "hydra_plugins.hydra_submitit_launcher.submitit_launcher.SlurmLauncher"
 
 
@@ -14,9 +15,14 @@ def sweep(tmp_path, monkeypatch):
     """Return time(*changes, **arguments): a sweep of one variant per change of the settings, and its record."""
     timed = []
 
-    def in_rounds(variants, rounds, environment):
+    def in_rounds(variants, rounds, environment, earlier, keep):
         timed.append(([variant.name for variant in variants], rounds))
-        return {"rounds": [{"turns": [], "machine": [], "disturbed": []}], "failed": {}, "seconds": 1.0}
+        time.earlier = len(earlier["rounds"]), earlier["failed"]
+        record = {"rounds": [*earlier["rounds"], ROUND], "failed": dict(earlier["failed"]), "seconds": 1.0}
+        if time.fails_after is not None:
+            keep({"rounds": [ROUND] * time.fails_after, "failed": {"v2": "its process ended"}, "seconds": 1.0})
+            raise KeyboardInterrupt
+        return record
 
     monkeypatch.setattr(interleave, "time_in_rounds", in_rounds)
 
@@ -34,7 +40,7 @@ def sweep(tmp_path, monkeypatch):
         assert json.loads((tmp_path / "rounds.json").read_text()) == record
         return record
 
-    time.timed = timed
+    time.timed, time.earlier, time.fails_after = timed, None, None
     return time
 
 
@@ -56,6 +62,24 @@ def test_time_variants__reuses_the_rounds_of_the_same_runs(sweep):
     assert sweep({}, SDPA) == first and len(sweep.timed) == 1
     sweep({}, SDPA, v1={"finished": "later"})
     assert len(sweep.timed) == 2
+
+
+def test_time_variants__continues_after_the_rounds_of_an_interrupted_sweep(sweep, tmp_path):
+    variants = {}, SDPA, SDPA, {"attn": {"name": "x"}}
+    unfit = {"v3": {"runtime": "xla"}}
+    sweep.fails_after = 3
+    with pytest.raises(KeyboardInterrupt):
+        sweep(*variants, **unfit)
+    assert json.loads((tmp_path / "rounds.json").read_text())["rounds"] == [ROUND] * 3
+    sweep.fails_after = None
+    record = sweep(*variants, **unfit)
+    assert sweep.earlier == (3, {"v2": "its process ended"}) and len(record["rounds"]) == 4
+    assert record["failed"].keys() == {"v2", "v3"} and "is_interrupted" not in record
+    assert sweep(*variants, **unfit) == record and len(sweep.timed) == 2
+    sweep.fails_after = 1
+    with pytest.raises(KeyboardInterrupt):
+        sweep(*variants, v1={"finished": "later"}, **unfit)
+    assert sweep.earlier[0] == 0  # other runs
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from vitkernels.sweep.judgement import judge, sentences
-from vitkernels.sweep.rounds import TurnError, run_rounds, take_turns
+from vitkernels.sweep.rounds import TurnError, round_times, run_rounds, take_turns
 from vitkernels.sweep.statistics import round_ratio, rounds_needed
 
 QUIET = {"cores": 2, "other_cores": 0.0, "cpu_mhz": None}
@@ -159,6 +159,17 @@ def test_run_rounds__drops_a_failing_variant_and_compares_the_others():
     finally:
         Process.take = original
     assert [r["judgement"] for r in rows] == [None, None, "faster"] and rows[1]["rounds"] is None
+
+
+def test_run_rounds__continues_after_what_was_kept():
+    machine = Machine(random.Random(0), {"native": 30.0, "gone": 1.0, "half": 15.0})
+    kept = []
+    first = run_rounds(["native", "half"], machine.start, 2, lambda: QUIET, keep=kept.append)
+    assert [len(record["rounds"]) for record in kept] == [1, 2] and kept[-1]["rounds"] == first["rounds"]
+    earlier = first | {"failed": {"gone": "its process ended"}, "seconds": 100.0}
+    record = run_rounds(["native", "gone", "half"], machine.start, 6, lambda: QUIET, earlier=earlier)
+    assert len(record["rounds"]) == 6 and record["rounds"][:2] == first["rounds"] and record["seconds"] >= 100
+    assert record["failed"] == earlier["failed"] and round_times(record["rounds"][-1]).keys() == {"native", "half"}
 
 
 def test_take_turns__is_an_order_and_its_reverse():

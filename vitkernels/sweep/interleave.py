@@ -7,7 +7,7 @@ from typing import Any
 
 from vitkernels.files import read_json, write_json
 from vitkernels.sweep.judgement import incomparable
-from vitkernels.sweep.rounds import Variant, time_in_rounds
+from vitkernels.sweep.rounds import NO_ROUNDS, Variant, time_in_rounds
 from vitkernels.sweep.statistics import rounds_needed, runs_of
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ def time_variants(
 ) -> dict[str, Any]:
     """Time the sweep's variants in rounds; return the record that verdict.compare takes, also written to rounds.json.
 
-    A record of the same runs is reused. If no rounds can run, the record has none, and "reason" says why.
+    A record of the same runs is reused. Each round is written when it ends, and an interrupted sweep continues after
+    the last one. If no rounds can run, the record has none, and "reason" says why.
 
     Args:
         folder: of the sweep.
@@ -42,16 +43,26 @@ def time_variants(
     reason = _why_not(folder, rows, variants, rounds, launcher)
     of = {variant.name: next(row["finished"] for row in rows if row["variant"] == variant.name) for variant in variants}
     before = read_json(folder / RECORD)
+    earlier: Mapping[str, Any] = NO_ROUNDS
     if reason is None and before and before.get("of") == of and before["rounds"]:
-        log.info("reusing the rounds of %s", folder / RECORD)
-        return before
+        if not before.get("is_interrupted"):
+            log.info("reusing the rounds of %s", folder / RECORD)
+            return before
+        log.info("continuing after %d rounds of %s", len(before["rounds"]), folder / RECORD)
+        earlier = before | {"failed": {name: why for name, why in before["failed"].items() if name not in failed}}
+
+    def complete(record: Mapping[str, Any], is_interrupted: bool) -> dict[str, Any]:
+        interrupted = {"is_interrupted": True} if is_interrupted else {}
+        return {**record, "failed": failed | record["failed"], "reason": reason, "of": of, **interrupted}
+
     record: dict[str, Any] = {"rounds": [], "failed": {}, "seconds": 0.0}
     if reason is None:
         count = rounds_needed(len(variants) - 1) + _SPARE_ROUNDS if rounds == "auto" else int(rounds or 0)
-        record = time_in_rounds(variants, count, environment)
+        keep = lambda record: write_json(folder / RECORD, complete(record, True))  # noqa: E731
+        record = time_in_rounds(variants, count, environment, earlier, keep)
         for name, why in record["failed"].items():
             log.warning("%s could not be timed in rounds: %s", name, why)
-    record |= {"failed": failed | record["failed"], "reason": reason, "of": of}
+    record = complete(record, False)
     write_json(folder / RECORD, record)
     return record
 

@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from vitkernels.provenance import ROOT
@@ -34,6 +35,7 @@ _TURN_S = 0.4  # aim of a turn: long against the 10 ms of CPU accounting, short 
 _FEWEST_STEPS, _MOST_STEPS = 3, 100
 _START_S, _ANSWER_S = 1800.0, 600.0  # longest waits: compilation with max-autotune takes minutes
 Shuffle = Callable[[list], None]
+NO_ROUNDS: Mapping[str, Any] = MappingProxyType({"rounds": (), "failed": MappingProxyType({}), "seconds": 0.0})
 
 
 class TurnError(RuntimeError):
@@ -247,6 +249,8 @@ def run_rounds(
     rounds: int,
     lap: Callable[[], dict[str, Any]],
     shuffle: Shuffle = random.shuffle,
+    earlier: Mapping[str, Any] = NO_ROUNDS,
+    keep: Callable[[dict[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
     """Run rounds until `rounds` of them were quiet.
 
@@ -257,11 +261,18 @@ def run_rounds(
 
     Args:
         start: gives the variants of these names, in the order in which they start, fresh processes.
+        earlier: what was kept of rounds that were interrupted; they count, and variants that failed stay left out.
+        keep: is called with what would be returned, after each round and each failure.
     """
     begin = time.monotonic()
-    found: list[dict[str, Any]] = []
-    failed: dict[str, str] = {}
-    left, quiet = list(names), 0
+    found: list[dict[str, Any]] = list(earlier["rounds"])
+    failed: dict[str, str] = dict(earlier["failed"])
+    left, quiet = [name for name in names if name not in failed], sum(not one["disturbed"] for one in found)
+
+    def record() -> dict[str, Any]:
+        seconds = round(earlier["seconds"] + time.monotonic() - begin, 1)
+        return {"rounds": list(found), "failed": dict(failed), "seconds": seconds}
+
     while len(left) > 1 and names[0] in left and quiet < rounds and len(found) < 2 * rounds:
         shuffle(order := list(left))
         try:
@@ -271,15 +282,17 @@ def run_rounds(
         except VariantError as error:
             failed[error.name] = str(error)
             left.remove(error.name)
+            keep(record())
             continue
+        keep(record())
         disturbed = found[-1]["disturbed"]
         quiet += not disturbed
         log.info("round %d: %s", len(found), _describe(found[-1], names))
-        if len(found) == 1:
-            log.info("%d rounds take about %.0f s", rounds, (time.monotonic() - begin) * rounds)
+        if len(found) == len(earlier["rounds"]) + 1:
+            log.info("a round takes about %.0f s", time.monotonic() - begin)
         if len(found) >= rounds and quiet < len(found) / 2:
             break
-    return {"rounds": found, "failed": failed, "seconds": round(time.monotonic() - begin, 1)}
+    return record()
 
 
 def _describe(one: dict[str, Any], names: Sequence[str]) -> str:
@@ -296,7 +309,13 @@ def round_times(one: dict[str, Any]) -> dict[str, float]:
     return {name: statistics.geometric_mean(times) for name, times in by_variant.items()}
 
 
-def time_in_rounds(variants: Sequence[Variant], rounds: int, environment: Mapping[str, str]) -> dict[str, Any]:
+def time_in_rounds(
+    variants: Sequence[Variant],
+    rounds: int,
+    environment: Mapping[str, str],
+    earlier: Mapping[str, Any],
+    keep: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
     """Return what run_rounds does for these variants, the first of which is the baseline."""
     by_name = {variant.name: variant for variant in variants}
     log.info("timing %d variants in %d rounds; sweep.rounds=null skips this", len(variants), rounds)
@@ -305,4 +324,6 @@ def time_in_rounds(variants: Sequence[Variant], rounds: int, environment: Mappin
         lambda names: processes([by_name[name] for name in names], environment),
         rounds,
         MachineWatch().lap,
+        earlier=earlier,
+        keep=keep,
     )
