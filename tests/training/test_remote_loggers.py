@@ -53,6 +53,38 @@ def test_mlflow__file_store_holds_points_settings_and_results(tmp_path, monkeypa
     assert [file.path for file in client.list_artifacts(run.info.run_id, "evaluation")] == ["evaluation/mistakes.png"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow__points_wait_for_a_server_that_does_not_answer(tmp_path, monkeypatch, caplog):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.chdir(tmp_path)
+    logger = remote.create("mlflow", tmp_path, "vits", {})
+    send, answers = mlflow.MlflowClient.log_batch, False
+
+    def log_batch(*args, **keywords):
+        if not answers:
+            raise ConnectionError("no route")
+        send(*args, **keywords)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+    monkeypatch.setattr(remote, "_MOST_WAITING", 2)
+    for step in (1, 2, 3):
+        logger.evaluation(step, {"val_top1": 10.0 * step})
+        logger.window(step, "", "")
+    answers = True
+    logger.window(4, "", "")
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("vits").experiment_id])
+    points = client.get_metric_history(run.info.run_id, "val_top1")
+    assert [(point.step, point.value) for point in points] == [(2, 20.0), (3, 30.0)]
+    assert caplog.text.count("no route; training continues, and sends its points when") == 1
+    answers = False
+    logger.evaluation(5, {"val_top1": 50.0})
+    logger.close()
+    assert "mlflow: points not sent: 1" in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_wandb__offline_run_is_written_into_the_folder(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from vitkernels.training.metrics import StepRecord
 log = logging.getLogger(__name__)
 
 _BATCH = 900  # metrics of a request; MLflow takes up to 1000
+_MOST_WAITING = 500_000  # metrics kept for a server that does not answer: about 100 MB
 
 
 def create(name: str, folder: Path, project: str, settings: dict[str, Any]) -> NullLogger:
@@ -36,6 +37,8 @@ def create(name: str, folder: Path, project: str, settings: dict[str, Any]) -> N
 class RemoteLogger(NullLogger):
     """Collect points under TensorBoard's names and send them; a failing service does not end training."""
 
+    _consequence = "training continues without its points"
+
     def __init__(self, name: str):
         self._name, self._failing = name, False
 
@@ -45,7 +48,7 @@ class RemoteLogger(NullLogger):
             yield
         except Exception as error:
             if not self._failing:
-                log.error("%s: %s; training continues without its points", self._name, error)
+                log.error("%s: %s; %s", self._name, error, self._consequence)
             self._failing = True
 
     def send(self, step: int, values: dict[str, float]) -> None:
@@ -107,6 +110,8 @@ class WandbLogger(RemoteLogger):
 class MlflowLogger(RemoteLogger):
     """One run of MLflow; a resumed run continues it."""
 
+    _consequence = "training continues, and sends its points when the service answers again"
+
     def __init__(self, folder: Path, project: str, settings: dict[str, Any]):
         # The extra has no database driver: without a server, figures go into files, which MLflow 3 must be allowed to
         # do.
@@ -139,10 +144,13 @@ class MlflowLogger(RemoteLogger):
         self.flush()
 
     def flush(self) -> None:
+        """Send what waits. Points that the server does not take are sent again later; beyond a limit the oldest go."""
         with self._tolerant():
             while self._waiting:
-                batch, self._waiting = self._waiting[:_BATCH], self._waiting[_BATCH:]
-                self._client.log_batch(self._run, metrics=batch)
+                self._client.log_batch(self._run, metrics=self._waiting[:_BATCH])
+                del self._waiting[:_BATCH]
+                self._failing = False
+        del self._waiting[: max(0, len(self._waiting) - _MOST_WAITING)]
 
     def hparams(self, parameters: dict, results: dict) -> None:
         with self._tolerant():
@@ -157,6 +165,8 @@ class MlflowLogger(RemoteLogger):
         if not self._closed:
             self._closed = True
             self.flush()
+            if self._waiting:
+                log.error("mlflow: points not sent: %d; metrics.jsonl has those of the steps", len(self._waiting))
             with self._tolerant():
                 self._client.set_terminated(self._run, "FINISHED" if self._complete else "KILLED")
 
