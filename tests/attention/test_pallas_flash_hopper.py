@@ -297,7 +297,7 @@ def test_packed_chunks__are_listed_as_work_items():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     ids = segments((0, 577), (1, 60), (2, 40), (3, 30), (4, 256), (5, 197))
-    _, chunks, used = packed_chunks(ids[None], False)
+    _, chunks, used = packed_chunks(ids[None].to(torch.uint8), False)
     assert used.tolist() == [22, 22, 10, 0]
     # The item's first chunk and number of chunks; first and end of those it needs, and the first to be compared.
     assert chunks[0, :11, 8:13].tolist() == [
@@ -305,6 +305,20 @@ def test_packed_chunks__are_listed_as_work_items():
         [12, 2, 12, 14, 12], [14, 2, 14, 18, 18], [16, 2, 14, 18, 18], [18, 2, 18, 22, 21], [20, 2, 18, 22, 21],
         [0, 0, 0, 0, 0],
     ]  # fmt: skip
+
+
+@needs_new_jax
+@pytest.mark.parametrize("chunks, rows", [(0, [320, 320, 320]), (2, [320, 384, 384]), (3, [320, 384, 448])])
+def test_listed_items__have_no_rows_beyond_their_chunks(chunks, rows):
+    """Of a batch entry with fewer items than another one, the others are empty."""
+    from vitkernels.attention.pallas_flash.hopper.forward import Forward
+    from vitkernels.attention.pallas_flash.hopper.ring import WorkItem
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+
+    schedule = Schedule(128, 2, 3, is_listed=True)
+    kernel = Forward(1, 1, 300, 300, 64, "bfloat16", 0.1, False, 1, (0, 0, 0), schedule, True, 132, (20, 20))
+    item = WorkItem(0, 0, 0, 0, 0, chunk=5, chunks=chunks)
+    assert [int(kernel.first_row(item, jax.numpy.int32(i))) for i in range(3)] == rows
 
 
 @needs_new_jax

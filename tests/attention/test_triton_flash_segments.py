@@ -50,9 +50,12 @@ class TestSegments(AttentionHarness):
         ids = ids_of(entries, device)
         self.check_packed(attention_reference.draw_packed(device, *ids.shape, 1, 32, dtype), segment_ids=ids)
 
-    @pytest.mark.parametrize("entries, D", [("padding", 16), ("padding", 160), ("recurring", 40)])
-    def test_heads_and_head_dims(self, device, dtype, entries, D):
-        ids = ids_of((PACKED | FALLBACK)[entries], device, torch.int16)
+    @pytest.mark.parametrize(
+        "entries, D, of_ids",
+        [("padding", 16, torch.uint8), ("padding", 160, torch.int16), ("recurring", 40, torch.int8)],
+    )
+    def test_heads_and_head_dims(self, device, dtype, entries, D, of_ids):
+        ids = ids_of((PACKED | FALLBACK)[entries], device, of_ids)
         B, N = ids.shape
         self.check(attention_reference.draw(device, B, 2, N, D, dtype, None), segment_ids=ids)
 

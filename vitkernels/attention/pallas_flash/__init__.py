@@ -91,8 +91,8 @@ class PallasFlash(AttentionBackend):
     def is_slower(self, problem: Problem) -> bool:
         """Return True for windows on CUDA, for which triton_flash took half the time, and for its short segments.
 
-        Only at head dims above 32 do segments of up to 256 tokens have kernels for short sequences, which take about
-        as long as triton_flash's or less (notes/pallas_flash_hopper.md).
+        At head dims 40 to 64, segments of up to 256 tokens in all have kernels for short sequences, which take as long
+        as triton_flash's or less (notes/pallas_flash_hopper.md).
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
         has_extras = problem.bias_shape is not None or problem.has_segment_ids
@@ -129,9 +129,9 @@ def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dr
     """Return the arguments that describe a call to the Hopper operators."""
     of_keys = _is_of_keys(mask)
     prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale)
-    is_masked = prepared is not None or is_causal
-    # The kernels for short sequences know no chunks.
-    moves_chunks = not is_masked and not fits_short_backward(q_shape[2], keys, q_shape[3], is_masked)
+    # The kernels for short sequences compare ids instead.
+    is_short = fits_short_backward(q_shape[2], keys, q_shape[3], False)
+    moves_chunks = prepared is None and not is_causal and not is_short
     ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids, moves_chunks=moves_chunks)
     return prepared, *ids, is_causal, scale
 

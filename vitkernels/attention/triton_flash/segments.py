@@ -42,7 +42,7 @@ def _runs_of_ids(ids_ptr, ids_n, i, N, BINS: tl.constexpr):
     start = tl.associative_scan(tl.where(begins, i, 0), 0, _larger)
     last = (i >= N - 1) | (ids != after)
     end = tl.associative_scan(tl.where(last, i + 1, N), 0, _smaller, reverse=True)
-    recurs = tl.max(tl.histogram((ids & (BINS - 1)).to(tl.int32), BINS, mask=begins), 0) > 1
+    recurs = tl.max(tl.histogram(ids.to(tl.int32) & (BINS - 1), BINS, mask=begins), 0) > 1
     return start, end, recurs
 
 

@@ -94,7 +94,10 @@ class AttentionKernels:
 
     @cached_property
     def forward(self) -> Kernel:
-        """Return the forward kernel, called as (q, k, v, *bias, *ids, out, lse)."""
+        """Return the forward kernel, called as (q, k, v, *bias, *ids, out, lse).
+
+        Beside quads, it processes only the longer segments.
+        """
         if fits_short_forward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
             return self.short_forward
         kernel = self._build(Forward, self._forward_schedule)

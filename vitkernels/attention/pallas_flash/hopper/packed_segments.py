@@ -1,8 +1,9 @@
 """Chunks of packed segments: each lies within one segment (Triton).
 
-A segment of 200 tokens gets four chunks, of 64, 64, 64 and 8 rows. Two chunks make a work item, and a tile of 128 rows.
-So that these lie within one segment, a segment of more than 64 tokens begins with an even chunk and gets an even number
-of them; some are empty. Shorter segments get one chunk, and two of them share a work item.
+A segment of 200 tokens gets four chunks, of 64, 64, 64 and 8 rows. Two chunks make a tile of 128 rows, and a work item
+of the kernels without listed items. So that these lie within one segment, a segment of more than 64 tokens begins with
+an even chunk and gets an even number of them; some are empty. Shorter segments get one chunk, and two of them share a
+work item.
 
 With quads, segments of up to 256 tokens get chunks behind those of the longer segments: four chunks are a quad, and no
 segment crosses from one quad to the next. Segments are put together so that few chunks remain empty.
@@ -111,7 +112,7 @@ def packed_chunks_kernel(
     start = tl.load(record + _START, mask=is_segment, other=0)
     end = tl.load(record + FIELDS + _START, mask=chunk + 1 < tl.minimum(segments, C), other=N)
     ids_of_segments = tl.load(ids_ptr + start * ids_n, mask=is_segment, other=0)
-    recurs = tl.max(tl.histogram((ids_of_segments & (BINS - 1)).to(tl.int32), BINS, mask=is_segment), 0) > 1
+    recurs = tl.max(tl.histogram(ids_of_segments.to(tl.int32) & (BINS - 1), BINS, mask=is_segment), 0) > 1
     own = tl.where(is_segment, (end - start + ROWS - 1) // ROWS, 0)
     in_quad = HAS_QUADS & (own <= QUAD)
     owned = tl.where(in_quad, 0, tl.where(own > 1, (own + 1) // 2 * 2, own))

@@ -1,4 +1,4 @@
-"""Kernels of `pallas_flash` on Hopper that process a head at once: loops over heads, and where their rows lie."""
+"""Kernels of `pallas_flash` on Hopper that process a head at once: their loop over heads, and where the rows lie."""
 
 import functools
 from typing import Any, NamedTuple

@@ -37,7 +37,7 @@ class WorkItem(NamedTuple):
 
     batch: Any
     head: Any
-    tile: Any
+    tile: Any  # its number in the head, or that of a listed item in its batch entry's list
     number: Any  # how many items this block processed before
     streamed: Any  # how many tiles streamed for those items
     first: Any = 0  # the first tile that streams past this item
@@ -124,7 +124,7 @@ class RingKernel(tiles.HopperKernel):
         return plgpu.Barrier(num_arrivals=1, num_barriers=self.owners)
 
     def kernel(self, body, own_rows: int, out_type: tuple, scratch: dict):
-        """Return `body` as a kernel whose work items are 64 * warpgroups of `own_rows`."""
+        """Return `body` as a kernel whose work items are 64 * warpgroups of `own_rows`, or listed."""
         return self.launch(body, {"block": self.blocks(own_rows)}, self.schedule.warpgroups + 1, out_type, scratch)
 
     @property
@@ -145,7 +145,7 @@ class RingKernel(tiles.HopperKernel):
     # --- indices ------------------------------------------------------------------------------------------------------
 
     def tiles(self, own_rows: int) -> int:
-        """Return the number of work items per head."""
+        """Return the number of work items per head, without chunks that start where segments start."""
         return pl.cdiv(own_rows, ROWS * self.schedule.warpgroups)
 
     def work_items(self, own_rows: int) -> int:
@@ -157,7 +157,10 @@ class RingKernel(tiles.HopperKernel):
         return lax.div(head, self.heads), lax.rem(head, self.heads), tile
 
     def blocks(self, own_rows: int) -> int:
-        return min(self.multiprocessors, self.work_items(own_rows))
+        items = self.work_items(own_rows)
+        if tiles.has_packed_segments(self.queries, self.chunks):  # the device knows how many
+            items = self.batch * self.heads * self.chunks[0]
+        return min(self.multiprocessors, items)
 
     def heads_of(self, item: WorkItem) -> tuple:
         """Return the indices of the item's head in q, k and v."""
@@ -167,8 +170,8 @@ class RingKernel(tiles.HopperKernel):
         """Return the first of a warpgroup's own rows; with ids, its place (see Side.row)."""
         if not self.schedule.is_listed:
             return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
-        # A warpgroup without rows gets those of another one, lest it read beyond the last chunk.
-        return (item.chunk + lax.clamp(0, warpgroup, item.chunks - 1)) * ROWS
+        # A warpgroup without rows gets those of another one, lest it read beyond the chunks. An empty item has none.
+        return (item.chunk + lax.max(lax.min(warpgroup, item.chunks - 1), 0)) * ROWS
 
     def _has_rows(self, own: Side, item: WorkItem, warpgroup):
         place = self.first_row(item, warpgroup)

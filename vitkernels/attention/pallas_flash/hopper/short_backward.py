@@ -1,4 +1,4 @@
-"""One backward kernel for dq, dk and dv of `pallas_flash` on Hopper, for at most 256 queries and 256 keys.
+"""One backward kernel for dq, dk and dv of `pallas_flash` on Hopper, for at most 256 queries and 256 keys, or quads.
 
 A persistent thread block loops over heads. Shared memory holds all of a head's inputs, so scores and weights are
 computed once and each array crosses the memory bus once. Two warpgroups own half of the keys each: they keep dk and dv
@@ -70,8 +70,8 @@ class ShortBackward(PerHeadKernel):
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, out_BNHD, do_BNHD, lse_BHN, *extras):
         """Return dq, dk and dv in arrays like q's, k's and v's, and with stores_ds dS.
 
-        extras: see Forward; the bias is transposed. The chunks of ids lie at multiples of 64, or form quads. Of these,
-            only the rows are written.
+        extras: see Forward; the bias is transposed. The chunks of ids lie at multiples of 64, or form quads. Then the
+            kernel writes only their rows.
         """
         queries, keys, dtype = self.steps, 2 * self.own, jnp.dtype(self.dtype)
 

@@ -1,4 +1,4 @@
-"""The forward kernel of `pallas_flash` on Hopper for 129 to 256 queries and keys.
+"""The forward kernel of `pallas_flash` on Hopper for 129 to 256 queries and keys, and for quads of packed segments.
 
 A persistent thread block loops over heads. A loader warpgroup requests the next head's queries, keys and values while
 the compute warpgroups, 64 queries each, process the current head; shared memory holds both.
@@ -48,7 +48,7 @@ class ShortForward(PerHeadKernel, Forward):
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out and log-sum-exp; see Forward.
 
-        The chunks lie at multiples of 64, or form quads. Of these, only the rows and log-sum-exps are written.
+        The chunks lie at multiples of 64, or form quads. Then the kernel writes only their rows and log-sum-exps.
         """
 
         def head_tiles(count):
@@ -115,8 +115,9 @@ class ShortForward(PerHeadKernel, Forward):
         self.wait_for_place(iteration, scratch)
         place = self.place_of(iteration, scratch["ids"], scratch)
         over_keys = self._over_quad if self.has_quads else self._over_keys
-        out, lse = self.finalize(*over_keys(place, tile, buffer, scratch))
+        carry = over_keys(place, tile, buffer, scratch)
         plgpu.barrier_arrive(scratch["consumed"].at[buffer])
+        out, lse = self.finalize(*carry)
         lse_ref.at[place.batch, place.head, pl.ds((place.chunk + tile) * ROWS, ROWS)][...] = lse
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
         self.store_tiles(scratch["out_smem"], tile, [out], out_ref, place, place.head, tile)

@@ -136,7 +136,7 @@ class HopperKernel:
 
 
 def has_packed_segments(queries: int, chunks: tuple[int, int] | None) -> bool:
-    """Return whether chunks start where segments start: they are more than the rows fill."""
+    """Return whether chunks start where segments start: there are then more of them than the rows need."""
     return chunks is not None and chunks[0] * ROWS > padded(queries)
 
 
