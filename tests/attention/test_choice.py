@@ -98,6 +98,7 @@ def test_choose__tries_a_slower_backend_last(monkeypatch):
         (256, {"has_segment_ids": True}, True),
         (256, {"has_segment_ids": True, "head_dim": 64}, False),
         (257, {"has_segment_ids": True}, False),
+        (196, {"has_segment_ids": True, "head_dim": 72}, False),
         (196, {"has_segment_ids": True, "is_causal": True}, False),
         (196, {"has_segment_ids": True, "has_mask": True}, False),
         (196, {"has_segment_ids": True, "has_rope": True}, False),

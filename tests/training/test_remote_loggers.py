@@ -82,7 +82,23 @@ def test_mlflow__points_wait_for_a_server_that_does_not_answer(tmp_path, monkeyp
     answers = False
     logger.evaluation(5, {"val_top1": 50.0})
     logger.close()
-    assert "mlflow: points not sent: 1" in caplog.text
+    assert "mlflow: points not sent: 2" in caplog.text  # of steps 1 and 5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow__invalid_points_do_not_hold_up_later_ones(tmp_path, monkeypatch, caplog):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.chdir(tmp_path)
+    logger = remote.create("mlflow", tmp_path, "vits", {})
+    logger.evaluation(1, {"no/../name": 1.0})
+    logger.window(1, "", "")
+    logger.evaluation(2, {"val_top1": 20.0})
+    logger.close()
+    client = mlflow.MlflowClient((tmp_path / "mlruns").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("vits").experiment_id])
+    assert run.data.metrics == {"val_top1": 20.0} and "mlflow: points not sent: 1" in caplog.text
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,20 +52,18 @@ def time_variants(
         log.info("continuing after %d rounds of %s", len(before["rounds"]), folder / RECORD)
         earlier = before | {"failed": {name: why for name, why in before["failed"].items() if name not in failed}}
 
-    def complete(record: Mapping[str, Any], is_interrupted: bool) -> dict[str, Any]:
-        interrupted = {"is_interrupted": True} if is_interrupted else {}
-        return {**record, "failed": failed | record["failed"], "reason": reason, "of": of, **interrupted}
+    def write(record: Mapping[str, Any], **marks: bool) -> dict[str, Any]:
+        whole = {**record, "failed": failed | record["failed"], "reason": reason, "of": of, **marks}
+        write_json(folder / RECORD, whole)
+        return whole
 
-    record: dict[str, Any] = {"rounds": [], "failed": {}, "seconds": 0.0}
-    if reason is None:
-        count = rounds_needed(len(variants) - 1) + _SPARE_ROUNDS if rounds == "auto" else int(rounds or 0)
-        keep = lambda record: write_json(folder / RECORD, complete(record, True))  # noqa: E731
-        record = time_in_rounds(variants, count, environment, earlier, keep)
-        for name, why in record["failed"].items():
-            log.warning("%s could not be timed in rounds: %s", name, why)
-    record = complete(record, False)
-    write_json(folder / RECORD, record)
-    return record
+    if reason is not None:
+        return write(NO_ROUNDS)
+    count = rounds_needed(len(variants) - 1) + _SPARE_ROUNDS if rounds == "auto" else int(rounds or 0)
+    record = time_in_rounds(variants, count, environment, earlier, partial(write, is_interrupted=True))
+    for name, why in record["failed"].items():
+        log.warning("%s could not be timed in rounds: %s", name, why)
+    return write(record)
 
 
 def _candidates(folder: Path, rows: Sequence[dict]) -> tuple[list[Variant], dict[str, str]]:

@@ -35,7 +35,7 @@ _TURN_S = 0.4  # aim of a turn: long against the 10 ms of CPU accounting, short 
 _FEWEST_STEPS, _MOST_STEPS = 3, 100
 _START_S, _ANSWER_S = 1800.0, 600.0  # longest waits: compilation with max-autotune takes minutes
 Shuffle = Callable[[list], None]
-NO_ROUNDS: Mapping[str, Any] = MappingProxyType({"rounds": (), "failed": MappingProxyType({}), "seconds": 0.0})
+NO_ROUNDS: Mapping[str, Any] = MappingProxyType({"rounds": [], "failed": {}, "seconds": 0.0})
 
 
 class TurnError(RuntimeError):
@@ -250,7 +250,7 @@ def run_rounds(
     lap: Callable[[], dict[str, Any]],
     shuffle: Shuffle = random.shuffle,
     earlier: Mapping[str, Any] = NO_ROUNDS,
-    keep: Callable[[dict[str, Any]], None] = lambda record: None,
+    keep: Callable[[dict[str, Any]], object] = lambda record: None,
 ) -> dict[str, Any]:
     """Run rounds until `rounds` of them were quiet.
 
@@ -289,7 +289,8 @@ def run_rounds(
         quiet += not disturbed
         log.info("round %d: %s", len(found), _describe(found[-1], names))
         if len(found) == len(earlier["rounds"]) + 1:
-            log.info("a round takes about %.0f s", time.monotonic() - begin)
+            left_s = (time.monotonic() - begin) * (rounds - quiet)
+            log.info("%d more rounds take about %.0f s", rounds - quiet, left_s)
         if len(found) >= rounds and quiet < len(found) / 2:
             break
     return record()
@@ -314,7 +315,7 @@ def time_in_rounds(
     rounds: int,
     environment: Mapping[str, str],
     earlier: Mapping[str, Any],
-    keep: Callable[[dict[str, Any]], None],
+    keep: Callable[[dict[str, Any]], object],
 ) -> dict[str, Any]:
     """Return what run_rounds does for these variants, the first of which is the baseline."""
     by_name = {variant.name: variant for variant in variants}

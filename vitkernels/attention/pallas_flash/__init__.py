@@ -68,7 +68,7 @@ def _unsupported_anywhere(problem: Problem) -> str | None:
 
 
 def _has_short_segments(problem: Problem) -> bool:
-    """Return whether a call has segments, which must be short, and no other extras, at head dim 32."""
+    """Return whether a call has segments of at most 256 tokens in all, no other extras, and head dim 32."""
     has_more = problem.bias_shape is not None or problem.has_mask or problem.is_causal or problem.has_rope
     return problem.has_segment_ids and not has_more and problem.q_tokens <= 256 and problem.head_dim <= 32
 
@@ -89,10 +89,10 @@ class PallasFlash(AttentionBackend):
         return by_device(problem) or _unsupported_anywhere(problem)
 
     def is_slower(self, problem: Problem) -> bool:
-        """Return True for windows on CUDA, for which triton_flash took half the time, and for its short segments.
+        """Return True for calls on CUDA that triton_flash computes faster: windows, and short segments at head dim 32.
 
-        At head dims 40 to 64, segments of up to 256 tokens in all have kernels for short sequences, which take as long
-        as triton_flash's or less (notes/pallas_flash_hopper.md).
+        For windows it took half the time. Segments of 49 and 64 tokens took 1.5 and 1.3 times as long in the kernels
+        that head dim 32 has for them, measured at head dim 64 (notes/pallas_flash_hopper.md).
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
         has_extras = problem.bias_shape is not None or problem.has_segment_ids

@@ -5,6 +5,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -118,11 +119,13 @@ class MlflowLogger(RemoteLogger):
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Metric, Param
+        from mlflow.exceptions import MlflowException
 
         super().__init__("mlflow")
         uri = os.environ.get("MLFLOW_TRACKING_URI") or Path("mlruns").absolute().as_uri()
-        self._client, self._metric = MlflowClient(uri), Metric
+        self._client, self._metric, self._exception = MlflowClient(uri), Metric, MlflowException
         self._waiting: list[Any] = []
+        self._lost = 0
         identifier = folder / "mlflow_run_id"
         if identifier.exists():
             self._run = identifier.read_text().strip()
@@ -144,13 +147,26 @@ class MlflowLogger(RemoteLogger):
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits. Points that the server does not take are sent again later; beyond a limit the oldest go."""
+        """Send what waits. A batch is sent again later, unless the server answers that its content is invalid.
+
+        Beyond _MOST_WAITING points, the oldest are dropped.
+        """
         with self._tolerant():
             while self._waiting:
-                self._client.log_batch(self._run, metrics=self._waiting[:_BATCH])
+                try:
+                    self._client.log_batch(self._run, metrics=self._waiting[:_BATCH])
+                except self._exception as error:
+                    if error.get_http_status_code() == HTTPStatus.BAD_REQUEST:
+                        self._drop(_BATCH)
+                    raise
                 del self._waiting[:_BATCH]
                 self._failing = False
-        del self._waiting[: max(0, len(self._waiting) - _MOST_WAITING)]
+        self._drop(len(self._waiting) - _MOST_WAITING)
+
+    def _drop(self, count: int) -> None:
+        dropped = self._waiting[: max(0, count)]
+        self._lost += len(dropped)
+        del self._waiting[: len(dropped)]
 
     def hparams(self, parameters: dict, results: dict) -> None:
         with self._tolerant():
@@ -165,8 +181,8 @@ class MlflowLogger(RemoteLogger):
         if not self._closed:
             self._closed = True
             self.flush()
-            if self._waiting:
-                log.error("mlflow: points not sent: %d; metrics.jsonl has those of the steps", len(self._waiting))
+            if lost := self._lost + len(self._waiting):
+                log.error("mlflow: points not sent: %d; metrics.jsonl has those of the steps", lost)
             with self._tolerant():
                 self._client.set_terminated(self._run, "FINISHED" if self._complete else "KILLED")
 

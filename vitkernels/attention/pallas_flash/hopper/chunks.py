@@ -21,7 +21,10 @@ QUAD, QUAD_ENTRY = 4, 16
 QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END = range(4)
 QUAD_FIELDS = 4
 FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
-NUMBERS = 4  # of used chunks of queries, and of keys; of listed work items; of the quads of all batch entries
+# What is counted: used chunks of queries and of keys, in the batch entry with the most; likewise work items; and the
+# quads of all batch entries.
+USED_QUERIES, USED_KEYS, ITEMS, QUADS = range(4)
+COUNTS = 4
 
 _LEAST = torch.iinfo(torch.int32).min
 MASKED, PADDING = _LEAST, _LEAST + 1  # ids of masked keys, and of rows beyond the last

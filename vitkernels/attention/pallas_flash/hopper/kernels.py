@@ -94,12 +94,10 @@ class AttentionKernels:
 
     @cached_property
     def forward(self) -> Kernel:
-        """Return the forward kernel, called as (q, k, v, *bias, *ids, out, lse).
+        """Return the forward kernel for any length, called as (q, k, v, *bias, *ids, out, lse).
 
         Beside quads, it processes only the longer segments.
         """
-        if fits_short_forward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
-            return self.short_forward
         kernel = self._build(Forward, self._forward_schedule)
         return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
 
@@ -204,6 +202,13 @@ class AttentionKernels:
             return False
         return not bias_gradient or math.prod(self._short_backward_with_ds.ds.shape) <= MOST_DS
 
+    @property
+    def _forward(self) -> tuple[Kernel, ...]:
+        """Return the kernels of the forward pass."""
+        if fits_short_forward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
+            return (self.short_forward,)
+        return (self.short_forward, self.forward) if self._has_quads else (self.forward,)
+
     def _backward(self, bias_gradient: bool) -> tuple[Kernel, ...]:
         """Return the kernels of the backward pass. bias_gradient: whether the bias needs one."""
         if self._runs_short_backward(bias_gradient):
@@ -220,8 +225,7 @@ class AttentionKernels:
         bias_gradient: whether the bias needs one.
         """
         # In the order of their use: lowering a kernel takes tenths of a second.
-        forward = (self.short_forward, self.forward) if self._has_quads else (self.forward,)
-        for kernel in (*forward, *(self._backward(bias_gradient) if gradient else ())):
+        for kernel in (*self._forward, *(self._backward(bias_gradient) if gradient else ())):
             kernel.start(self.device)
 
     def vector(self) -> Tensor:
@@ -232,9 +236,8 @@ class AttentionKernels:
     def run_forward(self, q, k, v, bias, ids, out, lse) -> None:
         """Fill out and log-sum-exp. bias, ids: what `padded_bias` and `token_ids` returned."""
         extras = *(() if bias is None else (bias,)), *given(ids)
-        if self._has_quads:
-            self.short_forward(q, k, v, *extras, out, lse)
-        self.forward(q, k, v, *extras, out, lse)
+        for kernel in self._forward:
+            kernel(q, k, v, *extras, out, lse)
 
     def run_backward(self, q, k, v, out, lse, do, bias, ids, dq, dk, dv, needs_dbias: bool) -> Tensor | None:
         """Fill dq, dk and dv, and return the gradient of the bias if it is needed.

@@ -13,11 +13,11 @@ from torch import Tensor
 from vitkernels.attention.pallas_flash.hopper.chunks import (
     COMPARED,
     COUNT,
+    COUNTS,
     END,
     FIELDS,
     FIRST,
     MASKED,
-    NUMBERS,
     PADDING,
     ROW,
 )
@@ -136,5 +136,5 @@ def _(mask, segment_ids, B, N, M):
 def _empty(mask, segment_ids, B, N, M) -> tuple[Tensor, ...]:
     like = segment_ids if mask is None else mask
     Q, K = padded(N) // ROWS, padded(M) // ROWS
-    shapes = (B, Q * ROWS), (B, K * ROWS), (B, Q, FIELDS), (B, K, FIELDS), (NUMBERS,)
+    shapes = (B, Q * ROWS), (B, K * ROWS), (B, Q, FIELDS), (B, K, FIELDS), (COUNTS,)
     return tuple(like.new_empty(shape, dtype=torch.int32) for shape in shapes)

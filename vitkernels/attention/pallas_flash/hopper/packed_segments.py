@@ -19,6 +19,7 @@ from torch import Tensor
 from vitkernels.attention.pallas_flash.hopper.chunks import (
     COMPARED,
     COUNT,
+    COUNTS,
     END,
     FIELDS,
     FIRST,
@@ -28,7 +29,6 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_END,
     ITEM_FIRST,
     LISTED,
-    NUMBERS,
     PADDING,
     QUAD,
     QUAD_COUNT,
@@ -225,7 +225,7 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor,
     C = _chunks(N)
     ids = segment_ids.new_empty(B, C * ROWS, dtype=torch.int32)
     chunks = segment_ids.new_empty(B, C, FIELDS, dtype=torch.int32)
-    used = segment_ids.new_zeros(NUMBERS, dtype=torch.int32)
+    used = segment_ids.new_zeros(COUNTS, dtype=torch.int32)
     tokens = next_power_of_2(N)
     triton_call(
         segment_ids, ids, chunks, used, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
@@ -243,7 +243,7 @@ def _(segment_ids, has_quads):
     return (
         like(B, C * ROWS, dtype=torch.int32),
         like(B, C, FIELDS, dtype=torch.int32),
-        like(NUMBERS, dtype=torch.int32),
+        like(COUNTS, dtype=torch.int32),
     )
 
 

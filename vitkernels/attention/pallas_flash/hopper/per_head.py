@@ -17,6 +17,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     QUAD_FIELDS,
     QUAD_FIRST,
     QUAD_ROW,
+    QUADS,
 )
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
@@ -49,12 +50,12 @@ class PerHeadKernel(tiles.HopperKernel):
         return tiles.has_packed_segments(self.queries, self.chunks)
 
     @property
-    def most_queries(self) -> int:
+    def queries_at_once(self) -> int:
         """Return the number of queries that are processed at once."""
         return QUAD * ROWS if self.has_quads else self.queries
 
     @property
-    def most_keys(self) -> int:
+    def keys_at_once(self) -> int:
         return QUAD * ROWS if self.has_quads else self.keys
 
     @property
@@ -64,7 +65,7 @@ class PerHeadKernel(tiles.HopperKernel):
 
     def iterations(self, ids: tuple):
         """Return the number of heads this block processes."""
-        count = ids[4][3] * self.heads if self.has_quads else self.batch * self.heads
+        count = ids[4][QUADS] * self.heads if self.has_quads else self.batch * self.heads
         return lax.div(count + self.blocks - 1 - lax.axis_index("block"), self.blocks)
 
     def _index(self, iteration) -> tuple:

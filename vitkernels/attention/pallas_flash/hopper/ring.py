@@ -25,7 +25,10 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_COMPARED,
     ITEM_END,
     ITEM_FIRST,
+    ITEMS,
     ROW,
+    USED_KEYS,
+    USED_QUERIES,
 )
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
@@ -102,8 +105,8 @@ class RingKernel(tiles.HopperKernel):
             return Side(self.queries), Side(self.keys)
         q_ids, k_ids, q_chunks, k_chunks, used = ids
         # Only the forward kernel has listed items; their chunks are those of queries.
-        of_queries = used.at[2] if self.schedule.is_listed else used.at[0]
-        return Side(self.queries, q_ids, q_chunks, of_queries), Side(self.keys, k_ids, k_chunks, used.at[1])
+        of_queries = used.at[ITEMS if self.schedule.is_listed else USED_QUERIES]
+        return Side(self.queries, q_ids, q_chunks, of_queries), Side(self.keys, k_ids, k_chunks, used.at[USED_KEYS])
 
     def own_ids(self) -> plgpu.SMEM:
         return plgpu.SMEM((self.owners, ROWS), jnp.int32)

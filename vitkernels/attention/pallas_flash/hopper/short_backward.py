@@ -54,12 +54,12 @@ class ShortBackward(PerHeadKernel):
     @property
     def steps(self) -> int:
         """Return the number of query tiles."""
-        return pl.cdiv(self.most_queries, ROWS)
+        return pl.cdiv(self.queries_at_once, ROWS)
 
     @property
     def own(self) -> int:
         """Return the number of key tiles per compute warpgroup."""
-        return pl.cdiv(self.most_keys, 2 * ROWS)
+        return pl.cdiv(self.keys_at_once, 2 * ROWS)
 
     @property
     def ds(self) -> jax.ShapeDtypeStruct:
@@ -257,7 +257,7 @@ class ShortBackward(PerHeadKernel):
         zeros = tuple(self.zeros() for _ in range(self.own))
         self.wait_for_place(iteration, scratch)
         plgpu.barrier_wait(scratch["keys_arrived"])
-        full, last = divmod(self.most_queries, ROWS)
+        full, last = divmod(self.queries_at_once, ROWS)
         if tiles.padded_columns(last) == ROWS:
             full, last = full + 1, 0
         # The next tile's bias is requested before the product that ends a step, which hides its latency.

@@ -27,12 +27,12 @@ class ShortForward(PerHeadKernel, Forward):
     @property
     def query_tiles(self) -> int:
         """Return the number of query tiles, one per compute warpgroup."""
-        return pl.cdiv(self.most_queries, ROWS)
+        return pl.cdiv(self.queries_at_once, ROWS)
 
     @property
     def steps(self) -> int:
         """Return the number of key tiles."""
-        return pl.cdiv(self.most_keys, ROWS)
+        return pl.cdiv(self.keys_at_once, ROWS)
 
     @property
     def _compares_ids(self) -> bool:
@@ -162,7 +162,7 @@ class ShortForward(PerHeadKernel, Forward):
         return tiles.accumulated(out, [(i, weights, part) for i, part in enumerate(v)], self.interpret)
 
     def _keys(self, step: int) -> int:
-        return min(ROWS, self.most_keys - step * ROWS)
+        return min(ROWS, self.keys_at_once - step * ROWS)
 
     def _columns(self, step: int) -> int:
         """Return the columns of a tile's scores."""

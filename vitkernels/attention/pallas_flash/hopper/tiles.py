@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups
-from vitkernels.attention.pallas_flash.hopper.chunks import FIELDS, NUMBERS
+from vitkernels.attention.pallas_flash.hopper.chunks import COUNTS, FIELDS
 from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS, ROWS, Schedule, widths
 
 LOG2E = math.log2(math.e)
@@ -85,7 +85,7 @@ class HopperKernel:
         shapes = (
             *((self.batch, ROWS * n) for n in self.chunks),
             *((self.batch, n, FIELDS) for n in self.chunks),
-            (NUMBERS,),
+            (COUNTS,),
         )
         return tuple(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes)
 
