@@ -28,6 +28,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_COMPARED,
     ITEM_END,
     ITEM_FIRST,
+    ITEMS,
     LISTED,
     PADDING,
     QUAD,
@@ -37,7 +38,10 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     QUAD_FIELDS,
     QUAD_FIRST,
     QUAD_ROW,
+    QUADS,
     ROW,
+    USED_KEYS,
+    USED_QUERIES,
 )
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 from vitkernels.bridge.operator import operator
@@ -52,6 +56,7 @@ _ITEM, _ITEM_CHUNKS = tl.constexpr(ITEM), tl.constexpr(ITEM_CHUNKS)
 _ITEM_FIRST, _ITEM_END, _ITEM_COMPARED = (tl.constexpr(x) for x in (ITEM_FIRST, ITEM_END, ITEM_COMPARED))
 _QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
 _QUAD_ROW, _QUAD_COUNT, _QUAD_FIRST, _QUAD_END = (tl.constexpr(x) for x in (QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END))
+_USED_QUERIES, _USED_KEYS, _ITEMS, _QUADS = (tl.constexpr(x) for x in (USED_QUERIES, USED_KEYS, ITEMS, QUADS))
 # Fields that only the kernel uses: a segment's start; the segment that begins with a chunk, or -1; a chunk's id, and
 # how many rows have it.
 _START, _SEGMENT, _ID, _ROWS_OF_ID = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(13)
@@ -78,36 +83,46 @@ def _rank_and_count(flags):
 
 
 @triton.jit
-def packed_chunks_kernel(
-    ids_ptr, out_ptr, chunks_ptr, used_ptr, ids_b, ids_n, N, C,
-    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
-    HAS_QUADS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
-):  # fmt: skip
-    """Fill the ids and chunks of one batch entry; see `packed_chunks`. TOKENS and CHUNKS are powers of two >= N, C.
-
-    Only the first step is a scan of all tokens, as scans take most of the time. The steps communicate through the
-    records: a barrier lies between the stores of one step and the loads of the next.
-    """
-    b = tl.cast(tl.program_id(0), tl.int64)
-    ids_ptr += b * ids_b
-    out_ptr += b * C * ROWS
-    all_chunks_ptr = chunks_ptr
-    chunks_ptr += b * C * FIELDS
-    chunk = tl.arange(0, CHUNKS)
-    record, exists = chunks_ptr + chunk * FIELDS, chunk < C
-    tl.store(record + _SEGMENT, -1 + 0 * chunk, mask=exists)
-
-    # Each segment's start, in the record with the segment's number.
-    i = tl.arange(0, TOKENS)
+def _store_starts(ids_ptr, chunks_ptr, ids_n, i, N, C, FIELDS: tl.constexpr):
+    """Store each segment's start in the record with the segment's number; return the number of segments."""
     ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0)
     before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0)
     begins = ((i < N) & ((i == 0) | (ids != before))).to(tl.int32)
     number = tl.cumsum(begins, 0) - 1
     tl.store(chunks_ptr + number * FIELDS + _START, i, mask=(begins > 0) & (number < C))
-    segments = tl.sum(begins, 0)
-    tl.debug_barrier()
+    return tl.sum(begins, 0)
 
-    # Each segment's first chunk. One of several chunks that would begin with an odd chunk leaves this one empty.
+
+@triton.jit
+def _places_in_quads(own):
+    """Return the first chunk of each segment of one to four chunks, counted from the first quad's, and how many follow.
+
+    Quads hold segments of four chunks; of three, each with one of a single chunk; of two and two; of single chunks.
+    """
+    rank4, count4 = _rank_and_count(own == 4)
+    rank3, count3 = _rank_and_count(own == 3)
+    rank2, count2 = _rank_and_count(own == 2)
+    rank1, count1 = _rank_and_count(own == 1)
+    behind_threes = tl.minimum(count1, count3)
+    pairs = 4 * (count4 + count3)
+    singles = pairs + 2 * count2
+    of_one = tl.where(rank1 < behind_threes, 4 * (count4 + rank1) + 3, singles + rank1 - behind_threes)
+    of_two = pairs + 2 * rank2
+    of_more = 4 * tl.where(own == 3, count4 + rank3, rank4)
+    return tl.where(own == 1, of_one, tl.where(own == 2, of_two, of_more)), singles + count1 - behind_threes
+
+
+@triton.jit
+def _store_places(
+    ids_ptr, chunks_ptr, ids_n, chunk, segments, N, C,
+    ROWS: tl.constexpr, FIELDS: tl.constexpr, QUAD: tl.constexpr, HAS_QUADS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Store the number of each segment in the record of its first chunk.
+
+    Return how many chunks are used outside quads, the first quad's first chunk, the number of quads, and whether all
+    chunks fit. One of several chunks that would begin with an odd chunk leaves this one empty.
+    """
+    record = chunks_ptr + chunk * FIELDS
     is_segment = chunk < tl.minimum(segments, C)
     start = tl.load(record + _START, mask=is_segment, other=0)
     end = tl.load(record + FIELDS + _START, mask=chunk + 1 < tl.minimum(segments, C), other=N)
@@ -123,59 +138,23 @@ def packed_chunks_kernel(
     first_quad = (used + QUAD - 1) // QUAD * QUAD
     quads = 0
     if HAS_QUADS:
-        # Segments of four chunks; of three, each with one of a single chunk; of two and two; of single chunks.
-        rank4, count4 = _rank_and_count(own == 4)
-        rank3, count3 = _rank_and_count(own == 3)
-        rank2, count2 = _rank_and_count(own == 2)
-        rank1, count1 = _rank_and_count(own == 1)
-        behind_threes = tl.minimum(count1, count3)
-        pairs = 4 * (count4 + count3)
-        singles = pairs + 2 * count2
-        of_one = tl.where(rank1 < behind_threes, 4 * (count4 + rank1) + 3, singles + rank1 - behind_threes)
-        of_two = pairs + 2 * rank2
-        of_more = 4 * tl.where(own == 3, count4 + rank3, rank4)
-        base = tl.where(in_quad, first_quad + tl.where(own == 1, of_one, tl.where(own == 2, of_two, of_more)), base)
-        quads = (singles + count1 - behind_threes + QUAD - 1) // QUAD
-    end_of_quads = first_quad + quads * QUAD
-    fits = (segments <= C) & (tl.maximum(used, end_of_quads) <= C) & (recurs == 0)
+        place, of_quads = _places_in_quads(own)
+        base = tl.where(in_quad, first_quad + place, base)
+        quads = (of_quads + QUAD - 1) // QUAD
+    fits = (segments <= C) & (tl.maximum(used, first_quad + quads * QUAD) <= C) & (recurs == 0)
     tl.store(chunks_ptr + base * FIELDS + _SEGMENT, chunk, mask=is_segment & (base < C))
-    tl.debug_barrier()
+    return used, first_quad, quads, fits
 
-    # Records. If the chunks do not fit, they lie at multiples of 64, as those of one segment, and compare all ids.
-    segment = tl.load(record + _SEGMENT, mask=exists, other=-1)
-    first = tl.associative_scan(tl.where(fits & (segment >= 0), chunk, 0), 0, _larger)
-    segment = tl.load(chunks_ptr + first * FIELDS + _SEGMENT, mask=exists & fits, other=0)
-    of_segment = chunks_ptr + segment * FIELDS
-    is_segment = exists & fits
-    start = tl.load(of_segment + _START, mask=is_segment, other=0)
-    end = tl.load(of_segment + FIELDS + _START, mask=is_segment & (segment + 1 < segments), other=N)
-    used = tl.where(fits, used, (N + 2 * ROWS - 1) // (2 * ROWS) * 2)
-    own, position = (end - start + ROWS - 1) // ROWS, chunk - first
-    row = tl.minimum(start + position * ROWS, N)
-    count = tl.minimum(tl.maximum(end - row, 0), ROWS)
-    last = first + own
-    full = tl.where(fits, first + (end - start) // ROWS, 0)
-    is_used = chunk < used
-    in_quad = fits & (chunk >= first_quad) & (chunk < end_of_quads)
-    quad_count = tl.where(in_quad, count, 0)
-    count = tl.where(in_quad, 0, tl.where(fits | (count == 0), count, ROWS))
-    tl.store(record + _FIRST, tl.where(is_used, first, C), mask=exists)
-    tl.store(record + _END, tl.where(is_used, last, 0), mask=exists)
-    tl.store(record + _COMPARED, tl.where(is_used, full, C), mask=exists)
-    tl.store(record + _ROW, row, mask=exists)
-    tl.store(record + _COUNT, count, mask=exists)
-    tl.store(record + _ID, first, mask=exists)
-    tl.store(record + _ROWS_OF_ID, count + quad_count, mask=exists)
-    if HAS_QUADS:
-        listed = tl.atomic_add(used_ptr + 3, tl.where(fits, quads, 0)) + (chunk - first_quad) // QUAD
-        entry = all_chunks_ptr + listed * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
-        before = (b * C).to(tl.int32)
-        tl.store(entry + _QUAD_ROW, row, mask=in_quad)
-        tl.store(entry + _QUAD_COUNT, quad_count, mask=in_quad)
-        tl.store(entry + _QUAD_FIRST, before + first, mask=in_quad)
-        tl.store(entry + _QUAD_END, before + tl.where(quad_count > 0, last, first), mask=in_quad)
 
-    # Work items: a segment's chunks, divided as evenly as possible. One of one chunk shares an item with the next one.
+@triton.jit
+def _store_items(
+    chunks_ptr, chunk, exists, first, last, full, own, count, FIELDS: tl.constexpr, LISTED: tl.constexpr
+):  # fmt: skip
+    """List the work items: a segment's chunks, divided as evenly as possible; return how many there are.
+
+    One of one chunk shares an item with the next one.
+    """
+    record, position = chunks_ptr + chunk * FIELDS, chunk - first
     is_single = own == 1
     items = tl.where(is_single, 1 - chunk % 2, (own + LISTED - 1) // LISTED)  # of this chunk's segment
     so_far = tl.cumsum(tl.where((count > 0) & (position == 0), items, 0), 0)
@@ -195,13 +174,15 @@ def packed_chunks_kernel(
     tl.store(record + _ITEM_FIRST, 0 * chunk, mask=is_empty)
     tl.store(record + _ITEM_END, 0 * chunk, mask=is_empty)
     tl.store(record + _ITEM_COMPARED, 0 * chunk, mask=is_empty)
-    tl.atomic_max(used_ptr, used)
-    tl.atomic_max(used_ptr + 1, used)
-    tl.atomic_max(used_ptr + 2, listed)
-    tl.debug_barrier()
+    return listed
 
-    # Ids: the number of the segment's first chunk.
-    end = tl.maximum(used, tl.where(fits, end_of_quads, 0)) * ROWS
+
+@triton.jit
+def _store_ids(
+    ids_ptr, out_ptr, chunks_ptr, ids_n, i, end, fits, N,
+    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Store the ids of the rows up to `end`, in the order of the chunks: the number of the segment's first chunk."""
     for place in range(0, end, TOKENS):
         at = place + i
         inside = at < end
@@ -210,6 +191,78 @@ def packed_chunks_kernel(
         packed = tl.where(at % ROWS < own_rows, tl.load(of_chunk + _ID, mask=inside & fits, other=0), PADDING)
         plain = tl.load(ids_ptr + at * ids_n, mask=(at < N) & (fits == 0), other=0).to(tl.int32)
         tl.store(out_ptr + at, tl.where(fits, packed, tl.where(at < N, plain, PADDING)), mask=inside)
+
+
+@triton.jit
+def packed_chunks_kernel(
+    ids_ptr, out_ptr, chunks_ptr, used_ptr, ids_b, ids_n, N, C,
+    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
+    HAS_QUADS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """Fill the ids and chunks of one batch entry; see `packed_chunks`. TOKENS and CHUNKS are powers of two >= N, C.
+
+    Only the first step is a scan of all tokens, as scans take most of the time. The steps communicate through the
+    records: a barrier lies between the stores of one step and the loads of the next.
+    """
+    b = tl.cast(tl.program_id(0), tl.int64)
+    ids_ptr += b * ids_b
+    out_ptr += b * C * ROWS
+    all_chunks_ptr = chunks_ptr
+    chunks_ptr += b * C * FIELDS
+    chunk = tl.arange(0, CHUNKS)
+    record, exists = chunks_ptr + chunk * FIELDS, chunk < C
+    tl.store(record + _SEGMENT, -1 + 0 * chunk, mask=exists)
+
+    i = tl.arange(0, TOKENS)
+    segments = _store_starts(ids_ptr, chunks_ptr, ids_n, i, N, C, FIELDS)
+    tl.debug_barrier()
+    used, first_quad, quads, fits = _store_places(
+        ids_ptr, chunks_ptr, ids_n, chunk, segments, N, C, ROWS, FIELDS, QUAD, HAS_QUADS, BINS
+    )
+    end_of_quads = first_quad + quads * QUAD
+    tl.debug_barrier()
+
+    # Records. If the chunks do not fit, they lie at multiples of 64, as those of one segment, and compare all ids.
+    segment = tl.load(record + _SEGMENT, mask=exists, other=-1)
+    first = tl.associative_scan(tl.where(fits & (segment >= 0), chunk, 0), 0, _larger)
+    segment = tl.load(chunks_ptr + first * FIELDS + _SEGMENT, mask=exists & fits, other=0)
+    of_segment = chunks_ptr + segment * FIELDS
+    is_segment = exists & fits
+    start = tl.load(of_segment + _START, mask=is_segment, other=0)
+    end = tl.load(of_segment + FIELDS + _START, mask=is_segment & (segment + 1 < segments), other=N)
+    used = tl.where(fits, used, (N + 2 * ROWS - 1) // (2 * ROWS) * 2)
+    own = (end - start + ROWS - 1) // ROWS
+    row = tl.minimum(start + (chunk - first) * ROWS, N)
+    count = tl.minimum(tl.maximum(end - row, 0), ROWS)
+    last = first + own
+    full = tl.where(fits, first + (end - start) // ROWS, 0)
+    is_used = chunk < used
+    in_quad = fits & (chunk >= first_quad) & (chunk < end_of_quads)
+    quad_count = tl.where(in_quad, count, 0)
+    count = tl.where(in_quad, 0, tl.where(fits | (count == 0), count, ROWS))
+    tl.store(record + _FIRST, tl.where(is_used, first, C), mask=exists)
+    tl.store(record + _END, tl.where(is_used, last, 0), mask=exists)
+    tl.store(record + _COMPARED, tl.where(is_used, full, C), mask=exists)
+    tl.store(record + _ROW, row, mask=exists)
+    tl.store(record + _COUNT, count, mask=exists)
+    tl.store(record + _ID, first, mask=exists)
+    tl.store(record + _ROWS_OF_ID, count + quad_count, mask=exists)
+    if HAS_QUADS:
+        listed = tl.atomic_add(used_ptr + _QUADS, tl.where(fits, quads, 0)) + (chunk - first_quad) // QUAD
+        entry = all_chunks_ptr + listed * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
+        before = (b * C).to(tl.int32)
+        tl.store(entry + _QUAD_ROW, row, mask=in_quad)
+        tl.store(entry + _QUAD_COUNT, quad_count, mask=in_quad)
+        tl.store(entry + _QUAD_FIRST, before + first, mask=in_quad)
+        tl.store(entry + _QUAD_END, before + tl.where(quad_count > 0, last, first), mask=in_quad)
+
+    listed = _store_items(chunks_ptr, chunk, exists, first, last, full, own, count, FIELDS, LISTED)
+    tl.atomic_max(used_ptr + _USED_QUERIES, used)
+    tl.atomic_max(used_ptr + _USED_KEYS, used)
+    tl.atomic_max(used_ptr + _ITEMS, listed)
+    tl.debug_barrier()
+    end = tl.maximum(used, tl.where(fits, end_of_quads, 0)) * ROWS
+    _store_ids(ids_ptr, out_ptr, chunks_ptr, ids_n, i, end, fits, N, PADDING, ROWS, FIELDS, TOKENS)
 
 
 @operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads) -> (Tensor, Tensor, Tensor)")
