@@ -33,7 +33,8 @@ newest: $(VENV)/newest/.ready ## Make .venv/newest: Python 3.12 with the newest 
 test-newest: newest ## Run the tests of the bridge and of pallas_flash with .venv/newest
 	$(VENV)/newest/bin/python -m pytest tests/bridge tests/attention/test_pallas_flash_faithful.py $(ARGS)
 	$(VENV)/newest/bin/python -m pytest -m "not slow" tests/attention/test_pallas_flash_hopper.py \
-	  tests/attention/test_pallas_flash_rotation.py tests/ops/test_hopper_kernels_ahead.py $(ARGS)
+	  tests/attention/test_pallas_flash_hopper_ids.py tests/attention/test_pallas_flash_rotation.py \
+	  tests/ops/test_hopper_kernels_ahead.py $(ARGS)
 
 wheel-test: setup ## Build the wheel, install it into an empty environment, and train, evaluate and sweep with it
 	.ci/wheel
