@@ -157,10 +157,11 @@ def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks):
     schedule = Schedule(64, 3, 2)
     kernel = FusedBackward(B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, multiprocessors=blocks)
     count = kernel.work_items(N)
+    key_blocks = kernel.key_blocks(())
     with jax.disable_jit():
-        items = [kernel.item(jax.numpy.int32(i)) for i in range(count)]
-    drawn = {(int(item.batch), int(item.head), int(item.tile)): i for i, item in enumerate(items)}
-    assert sorted(drawn) == [(b, h, t) for b in range(B) for h in range(H) for t in range(kernel.key_blocks)]
+        places = [kernel.place_of(jax.numpy.int32(i), key_blocks) for i in range(count)]
+    drawn = {tuple(map(int, place)): i for i, place in enumerate(places)}
+    assert sorted(drawn) == [(b, h, t) for b in range(B) for h in range(H) for t in range(key_blocks)]
     assert all(t == 0 or drawn[b, h, t - 1] < i for (b, h, t), i in drawn.items())
 
 
@@ -173,6 +174,9 @@ def test_fused_backward__for_long_unmasked_self_attention():
     assert not chosen(640, 777, 777, 64, False) and not chosen(512, 1025, 1025, 80, False)
     assert not chosen(512, 1025, 1025, 64, True) and not chosen(512, 1025, 2048, 64, False)
     assert not chosen(12, 1025, 1025, 64, False)  # too few heads to keep the items of a head apart
+    # Of packed segments, the device knows the lengths: there must be enough heads for the shortest.
+    assert chosen(48, 9216, 9216, 64, False, True) and chosen(20, 9216, 9216, 64, False)
+    assert not chosen(20, 9216, 9216, 64, False, True)
 
 
 @pytest.mark.slow
@@ -284,6 +288,7 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
         (197, 64, (6, 6), None),
         (256, 64, (6, 6), None),
         (788, 64, (50, 50), None),
+        (1500, 64, (94, 94), None),
         (788, 72, (50, 50), None),
         (788, 128, (50, 50), None),
         (197, 64, (6, 6), (1, 8)),
@@ -298,7 +303,7 @@ def test_kernels__lower_without_a_gpu(N, D, chunks, bias_shape):
     from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward, fits_short_forward
 
     options = True, torch.device("cuda"), chunks, bias_shape
-    call = AttentionKernels(2, 8, N, N, D, torch.bfloat16, False, D**-0.5, *options)
+    call = AttentionKernels(5, 8, N, N, D, torch.bfloat16, False, D**-0.5, *options)
     kernels = [call.forward, call.dq, call.dkdv]
     if bias_shape is not None:
         kernels.append(call.bias_gradient)
@@ -311,7 +316,7 @@ def test_kernels__lower_without_a_gpu(N, D, chunks, bias_shape):
             kernels.append(call.short_backward_with_ds)
     if (N, D, chunks) == (788, 64, (50, 50)):
         kernels += [call.short_forward, call.short_backward]
-    if (N, D) == (4096, 56):
+    if (N, D) in ((4096, 56), (1500, 64)):
         kernels += [call.delta, call.fused_backward]
     for kernel in kernels:
         assert kernel.module.startswith(b"ML")  # MLIR bytecode

@@ -77,8 +77,8 @@ def test_packed_chunks__start_where_segments_start():
     from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]), False)
-    assert used.tolist() == [8, 8, 3, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
+    ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]), False, False)
+    assert used.tolist() == [8, 8, 3, 0, 0, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert chunks[1, :6, :5].tolist() == [
         [0, 4, 3, 0, 64], [0, 4, 3, 64, 64], [0, 4, 3, 128, 64], [0, 4, 3, 192, 5],
@@ -105,7 +105,7 @@ def test_masked_ids__name_the_chunks_that_need_a_comparison():
 
     mask = (torch.arange(150) < 100).expand(2, 1, 1, 150)
     q_ids, k_ids, q_chunks, k_chunks, used = token_ids((2, 3, 70, 64), 150, mask, None)
-    assert used.tolist() == [2, 3, 0, 0] and q_chunks.shape == k_chunks.shape == (2, 4, 32)
+    assert used.tolist() == [2, 3, 0, 0, 0, 0] and q_chunks.shape == k_chunks.shape == (2, 4, 32)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert q_chunks[1, :3, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 1, 64, 64], [4, 0, 4, 128, 0]]
     assert k_chunks[1, :4, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 0, 64, 64], [4, 0, 4, 128, 64], [4, 0, 4, 192, 0]]
@@ -117,8 +117,8 @@ def test_masked_ids__name_the_chunks_that_need_a_comparison():
 def test_packed_chunks__leave_an_odd_chunk_empty_before_a_longer_segment():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    _, chunks, used = packed_chunks(ODD[None], False)
-    assert used.tolist() == [8, 8, 4, 0]
+    _, chunks, used = packed_chunks(ODD[None], False, False)
+    assert used.tolist() == [8, 8, 4, 0, 0, 0]
     assert chunks[0, :8, 3].tolist()[::2] == [0, 30, 130, 210] and chunks[0, 5, 3] == 163
     assert chunks[0, :8, 4].tolist() == [30, 0, 64, 36, 33, 47, 20, 0]
 
@@ -129,8 +129,8 @@ def test_packed_chunks__are_listed_as_work_items():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     ids = segments((0, 577), (1, 60), (2, 40), (3, 30), (4, 256), (5, 197))
-    _, chunks, used = packed_chunks(ids[None].to(torch.uint8), False)
-    assert used.tolist() == [22, 22, 10, 0]
+    _, chunks, used = packed_chunks(ids[None].to(torch.uint8), False, False)
+    assert used.tolist() == [22, 22, 10, 0, 0, 0]
     # The item's first chunk and number of chunks; first and end of those it needs, and the first to be compared.
     assert chunks[0, :11, 8:13].tolist() == [
         [0, 2, 0, 10, 9], [2, 3, 0, 10, 9], [5, 2, 0, 10, 9], [7, 3, 0, 10, 9], [10, 2, 10, 12, 10],
@@ -161,8 +161,8 @@ def test_packed_chunks__form_quads_behind_long_segments():
 
     mixed = segments((0, 64), (1, 300), (2, 65), (3, 129), (4, 256), (5, 10))  # 1, 5, 2, 3, 4 and 1 chunks
     recurring = segments((0, 300), (1, 300), (0, 224))
-    ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True)
-    assert used.tolist() == [14, 14, 5, 3]
+    ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True, False)
+    assert used.tolist() == [14, 14, 5, 3, 0, 0]
     # The long segment's chunks come first, in two work items.
     assert chunks[0, :6, :5].tolist() == [
         [0, 5, 4, 64, 64], [0, 5, 4, 128, 64], [0, 5, 4, 192, 64], [0, 5, 4, 256, 64], [0, 5, 4, 320, 44],
@@ -194,7 +194,7 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
     B, N = 3, 788
     lengths = torch.randint(1, longest + 1, (B, N), generator=torch.Generator().manual_seed(longest))
     segment_ids = torch.stack([torch.arange(N).repeat_interleave(row)[:N] for row in lengths])
-    _, chunks, used = packed_chunks(segment_ids, has_quads)
+    _, chunks, used = packed_chunks(segment_ids, has_quads, False)
     C = chunks.shape[1]
     quads = chunks.flatten(0, 1)[: used[3], 16:].unflatten(1, (4, 4)).tolist()
     of_quads = {quad[0][2] + i: quad[i] for quad in quads for i in range(4)}
@@ -293,6 +293,80 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[dtype], name
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    "entries, wanted",
+    [
+        ([((0, 1000), (1, 400)), ((5, 1400),)], True),  # 16² + 22² pairs of chunks against 7²
+        ([((0, 300), (1, 900), (2, 200)), ((0, 600), (1, 600), (2, 200))], False),  # 15² against 5² + 2 · 10²
+        ([((0, 1300), (1, 100)), ((0, 1200), (1, 100), (0, 100))], False),  # an id recurs
+        ([((0, 250), (1, 250), (2, 250), (3, 250), (4, 250), (5, 150))], False),  # all in quads
+    ],
+)
+def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entries, wanted):
+    from vitkernels.attention.pallas_flash.hopper.chunks import prefers_fused
+    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
+
+    segment_ids = torch.stack([segments(*runs) for runs in entries])
+    *_, counts = packed_chunks(segment_ids, True, True)
+    assert prefers_fused(counts) == wanted
+    *_, counts = packed_chunks(segment_ids, True, False)
+    assert not prefers_fused(counts)
+
+
+@pytest.mark.slow
+@needs_new_jax
+@pytest.mark.parametrize("is_long", [True, False])
+def test_fused_backward__with_segments__interpreted(is_long):
+    """Entries with 5, 3 and 4 items; segments in quads, which the kernel leaves alone.
+
+    If the segments are not long, the kernels find nothing to do. In one thread block, no turn is waited for.
+    """
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.backward import Backward
+    from vitkernels.attention.pallas_flash.hopper.chunks import LONGER
+    from vitkernels.attention.pallas_flash.hopper.forward import Forward
+    from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
+    from vitkernels.attention.pallas_flash.hopper.fused_order import Delta
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    entries = [
+        segments((0, 257), (1, 320)),
+        segments((0, 100), (1, 321), (2, 156)),
+        segments((0, 70), (1, 507)),
+    ]
+    segment_ids = torch.stack(entries)
+    (B, N), H, D = segment_ids.shape, 2, 48
+    q, k, v, do = (torch.randn(B, N, H, D).bfloat16() for _ in range(4))
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact = reference(*leaves, segment_ids=segment_ids, scale=0.1)
+    wanted = torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
+
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
+    ids[4] = ids[4].at[LONGER].set(int(is_long))  # no segment is long enough for the kernel to be faster
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 1, chunks)
+    q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
+    long, lse = Forward(*problem)(q, k, v, *ids)
+    short, _ = ShortForward(*problem[:10], None, *problem[11:])(q, k, v, *ids)
+    out = jnp.where(jnp.isnan(long), short, long)
+    delta, counters = Delta(*problem)(out, do, *ids)
+    fused = FusedBackward(*problem)(q, k, v, do, lse, delta, counters, *ids)[:3]
+    pair = Backward(*problem)
+    dq, of_pair = pair.dq(q, k, v, out, do, lse, *ids)
+    results = fused if is_long else (dq, *pair.dkdv(q, k, v, do, lse, of_pair, *ids))
+    in_quads = (segment_ids[:, :, None] == segment_ids[:, None]).sum(2) <= 256
+    for name, x, y in zip(("dq", "dk", "dv"), results, wanted, strict=True):
+        x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
+        assert error(x.transpose(1, 2)[~in_quads], y.transpose(1, 2)[~in_quads]) < TOLERANCE[torch.bfloat16], name
+        assert x.transpose(1, 2)[in_quads].isnan().all(), name  # nothing was stored
+    if not is_long:
+        assert all(jnp.isnan(x).all() for x in (delta, *fused))
 
 
 @pytest.mark.slow

@@ -171,6 +171,33 @@ def test_packed_segments__on_gpu(lengths, D, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("D, dtype", [(64, torch.bfloat16), (40, torch.float16)])
+@pytest.mark.parametrize("lengths", [[(1100, 901), (1300, 257, 444), (64, 1937)], [(1200, 801), (1500, 1, 500)] * 2])
+def test_fused_backward__with_segments__on_gpu(lengths, D, dtype):
+    """Mostly long segments, so that the device chooses the fused kernel; some are in quads. Reruns give equal bits."""
+    from vitkernels.attention.pallas_flash.hopper.chunks import prefers_fused
+    from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
+
+    rows = [torch.cat([torch.full((n,), 7 * i - 3) for i, n in enumerate(entry)]) for entry in lengths]
+    segment_ids = torch.stack(rows).cuda()
+    qkv = torch.randn(*segment_ids.shape, 3, 12, D, device="cuda").to(dtype).requires_grad_()
+    do = torch.randn(*segment_ids.shape, 12 * D, device="cuda").to(dtype)
+    q = qkv[:, :, 0].transpose(1, 2)
+    *_, counts = token_ids(q.shape, q.shape[2], None, segment_ids, moves_chunks=True)
+    assert prefers_fused(counts)
+    leaf = qkv.detach().double().requires_grad_()
+    exact = reference(*leaf.permute(2, 0, 3, 1, 4), segment_ids=segment_ids).transpose(1, 2).flatten(2)
+    wanted = exact, *torch.autograd.grad(exact, leaf, do.double())
+    results = []
+    for _ in range(5):
+        out = attention.get("pallas_flash").qkvpacked(qkv, segment_ids=segment_ids)
+        results.append((out, *torch.autograd.grad(out, qkv, do)))
+    assert all(error(x, y) < TOLERANCE[dtype] for x, y in zip(results[0], wanted, strict=True))
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
+
+
+@gpu
 def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
     attend = attention.get("pallas_flash").qkvpacked
     data = torch.randn(2, 197, 3, 4, 64, device="cuda", dtype=torch.bfloat16)

@@ -11,7 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, Stream
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -25,6 +25,11 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
 
 class Backward(RingKernel):
     """The two backward kernels, `dq` and then `dkdv`; each is built with its own schedule."""
+
+    def sides(self, ids: tuple) -> tuple[Side, Side]:
+        """Return queries and keys, with the counts that may leave all work to the fused kernel."""
+        sides = super().sides(ids)
+        return tuple(side._replace(counts=ids[4]) for side in sides) if ids else sides
 
     # --- dq -----------------------------------------------------------------------------------------------------------
 

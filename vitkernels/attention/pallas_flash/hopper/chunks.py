@@ -21,10 +21,21 @@ QUAD, QUAD_ENTRY = 4, 16
 QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END = range(4)
 QUAD_FIELDS = 4
 FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
-# What is counted: used chunks of queries and of keys, in the batch entry with the most; likewise work items; and the
-# quads of all batch entries.
-USED_QUERIES, USED_KEYS, ITEMS, QUADS = range(4)
-COUNTS = 4
+SEGMENT_TOKENS = 14  # the length of a chunk's segment
+# What is counted. In the batch entry with the most: used chunks of queries, of keys, and work items. Of all batch
+# entries: quads; pairs of chunks of a segment, those of long segments minus the others; and the batch entries whose
+# chunks lie at multiples of 64.
+USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONGER, UNMOVED = range(6)
+COUNTS = 6
+LONG = 15  # chunks of a segment whose gradients the fused backward kernel computes faster than the pair
 
 _LEAST = torch.iinfo(torch.int32).min
 MASKED, PADDING = _LEAST, _LEAST + 1  # ids of masked keys, and of rows beyond the last
+
+
+def prefers_fused(counts):
+    """Return whether the fused backward kernel processes the segments that are not in quads, rather than the pair.
+
+    counts: as counted above, in device memory.
+    """
+    return (counts[LONGER] > 0) & (counts[UNMOVED] == 0)

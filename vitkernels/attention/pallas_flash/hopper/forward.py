@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, LOG2E, ROWS, along_rows, at, filled
 
@@ -96,6 +97,8 @@ class Forward(RingKernel):
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         ids = plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
         out, lse = self.finalize(*self._over_keys(item, q_smem, first, ids, after_first_tile, scratch))
+        if self.has_ids:  # rows behind a segment get weights of 0 in the fused backward kernel, which has no masks
+            lse = jnp.where(ids == PADDING, jnp.inf, lse)
         lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
         queries, _ = scratch["sides"]
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], out, out_ref, item.head)])

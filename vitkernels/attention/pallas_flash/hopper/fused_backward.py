@@ -1,12 +1,14 @@
 """The backward kernel of `pallas_flash` on Hopper that computes dq, dk and dv of long sequences without masks.
 
+These are heads, or packed segments of a head; see fused_order.py.
+
 S and dP are multiplied once, where separate kernels for dq and for dk and dv do so twice. It is for head dims of one
 part of 64 columns. A thread block has four warpgroups:
 
 - Two compute. Each owns 64 keys of a work item, keeps their K and V as register operands, accumulates their dk and dv,
   and passes dS of each tile of queries on through shared memory.
-- One multiplies dq, which needs dS of both, and adds it to float32 sums in device memory. The head's last item adds the
-  sums to its own product instead, and stores dq in its final dtype.
+- One multiplies dq, which needs dS of both, and adds it to float32 sums in device memory. The sequence's last item adds
+  the sums to its own product instead, and stores dq in its final dtype.
 - One loads.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
@@ -19,8 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.fused_order import TURN, OrderedKernel
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, Stream, WorkItem
+from vitkernels.attention.pallas_flash.hopper.chunks import COUNT, prefers_fused
+from vitkernels.attention.pallas_flash.hopper.fused_order import TURN, KeyBlock, OrderedKernel
+from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, Stream
 from vitkernels.attention.pallas_flash.hopper.schedule import widths
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
@@ -46,15 +50,19 @@ class FusedBackward(OrderedKernel):
         rows = self.batch * self.heads * self.query_tiles * ROWS
         return jax.ShapeDtypeStruct((rows, 64), jnp.float32)
 
-    def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, counters_BHN):
-        """Return dq, dk and dv in arrays like q's, k's and v's, and dq's float32 sums. counters: zeros."""
+    def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, counters_BHN, *ids):
+        """Return dq, dk and dv in arrays like q's, k's and v's, and dq's float32 sums.
+
+        counters: zeros. ids: what `token_ids` returns for packed segments.
+        """
         assert widths(self.head_dim) == (64,), "the registers of a compute warpgroup hold no wider dk and dv"
         assert self.schedule.buffers == 2, "dk and dv are stored while the next item's first tile is processed"
-        assert self.key_blocks > 1, "a head's last item adds the other items' sums to its product"
+        assert self.has_ids or self.keys > 2 * ROWS, "a sequence's last item adds the other items' sums to its product"
+        assert self.has_ids or self.queries > ROWS, "both buffers of dS are used"
         q, k = self.rows(self.queries, self.all_heads), self.rows(self.keys, self.all_heads)
         grid = {"block": self.blocks(self.keys)}
         kernel = self.launch(self._body, grid, self.schedule.warpgroups + 2, (q, k, k, self.sums), self._scratch())
-        return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, counters_BHN)
+        return kernel(q_BNHD, k_BMHD, v_BMHD, do_BNHD, lse_BHN, delta_BHN, counters_BHN, *ids)
 
     def _scratch(self):
         s, dtype = self.schedule, jnp.dtype(self.dtype)
@@ -79,25 +87,35 @@ class FusedBackward(OrderedKernel):
             "ds_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=_DS_BUFFERS),
         }
 
-    def _body(self, q, k, v, do, lse, delta, counters, dq, dk, dv, sums, **scratch):
-        refs = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "counters": counters}
+    def _body(self, q, k, v, do, lse, delta, counters, *rest, **scratch):
+        _, ids, (dq, dk, dv, sums) = self.extras(rest)
+        refs = {"q": q, "k": k, "v": v, "do": do, "lse": lse, "delta": delta, "counters": counters, "ids": ids}
         refs |= {"dq": dq, "dk": dk, "dv": dv, "sums": sums}
         computing, warpgroup = self.schedule.warpgroups, lax.axis_index("warpgroup")
+        has_work = prefers_fused(ids[4]) if ids else True
 
-        @pl.when(warpgroup < computing)
+        @pl.when(has_work & (warpgroup < computing))
         def _():
             plgpu.set_max_registers(_COMPUTE_REGISTERS, action="increase")
             self._run_compute(warpgroup, refs, scratch)
 
-        @pl.when(warpgroup == computing)
+        @pl.when(has_work & (warpgroup == computing))
         def _():
             plgpu.set_max_registers(_DQ_REGISTERS, action="decrease")
             self._run_dq(refs, scratch)
 
-        @pl.when(warpgroup == computing + 1)
+        @pl.when(has_work & (warpgroup == computing + 1))
         def _():
             plgpu.set_max_registers(_LOADER_REGISTERS, action="decrease")
             self._run_loader(refs, scratch)
+
+    def _for_each_drawn_item(self, process, refs, scratch):
+        """Call process(item) for the items that the loader draws; return their number."""
+        take, release = (
+            (lambda number: self.drawn(number, scratch)),
+            (lambda number: self.give_ticket_back(number, scratch)),
+        )
+        return self.for_each_item(take, release, process, refs["ids"], scratch)[1]
 
     # --- the loader ---------------------------------------------------------------------------------------------------
 
@@ -112,21 +130,24 @@ class FusedBackward(OrderedKernel):
 
         def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
-            first, arrived = tile * ROWS, scratch["arrived"].at[slot]
+            row, arrived = item.row + (tile - item.first) * ROWS, scratch["arrived"].at[slot]
             for head, name in ((q_head, "q"), (item.head, "do")):
                 smem = scratch[f"{name}_smem"]
-                tiles.load_rows(refs[name], item.batch, first, head, smem, slot, arrived, self.interpret)
+                tiles.load_rows(refs[name], item.batch, row, head, smem, slot, arrived, self.interpret)
             for name in ("lse", "delta"):
-                rows = refs[name].at[item.batch, item.head, pl.ds(first, ROWS)]
+                rows = refs[name].at[item.batch, item.head, pl.ds(tile * ROWS, ROWS)]
                 plgpu.copy_gmem_to_smem(rows, scratch[f"{name}_smem"].at[slot], arrived)
 
-        def draw(number):
-            return self.draw(number, refs["counters"], scratch)
+        def for_each_item(process):
+            draw = lambda number: self.draw(number, refs["counters"], refs["ids"], scratch)  # noqa: E731
+            nothing = lambda number: None  # noqa: E731
+            drawn, items, streamed = self.for_each_item(draw, nothing, process, refs["ids"], scratch)
+            self.finish_tickets(drawn, scratch)
+            return items, streamed
 
         own = OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"])
         stream = Stream(load_tile, scratch["arrived"], scratch["consumed"])
-        items, _ = self._request(lambda process: self.for_each_item(draw, process), own, [stream])
-        self.finish_tickets(items, scratch)
+        self._request(for_each_item, own, [stream])
 
     # --- dk and dv ----------------------------------------------------------------------------------------------------
 
@@ -142,15 +163,18 @@ class FusedBackward(OrderedKernel):
 
             self._compute(item, warpgroup, after_first_tile, refs, scratch)
 
-        items, _ = self.for_each_item(lambda number: self.drawn(number, scratch), process)
+        items = self._for_each_drawn_item(process, refs, scratch)
         pl.when(items > 0)(lambda: give_back(items - 1))
         plgpu.wait_smem_to_gmem(0)
 
     def _compute(self, item, warpgroup, after_first_tile, refs, scratch):
         """Process an item: compute dk and dv of this warpgroup's keys, pass dS of each tile on."""
-        owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+        owner = self.owner(item.number, warpgroup)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
         (k_smem,), (v_smem,) = scratch["k_smem"], scratch["v_smem"]
+        keys = self.rows_of(item, item.place + warpgroup * ROWS)
+        if self.has_ids:
+            pl.when(keys < ROWS)(lambda: self._clear_rows_from(keys, owner, scratch))
         # Operands in registers spare the bandwidth of shared memory.
         k, v = (plgpu.load(smem.at[owner], layout=WGMMA) for smem in (k_smem, v_smem))
 
@@ -160,16 +184,56 @@ class FusedBackward(OrderedKernel):
             return sums
 
         (dk,), (dv,) = self.zeros(), self.zeros()
-        dk, dv = lax.fori_loop(0, self.query_tiles, body, (dk, dv))
-        v_smem.at[owner][...] = dv.astype(self.dtype)
-        # The keys are read until dq of the last tiles is computed.
-        for step in range(max(0, self.query_tiles - _DS_BUFFERS), self.query_tiles):
-            plgpu.barrier_wait(scratch["ds_consumed"].at[lax.rem(item.streamed + step, _DS_BUFFERS)])
-        k_smem.at[owner][...] = (dk * self.scale).astype(self.dtype)
+        dk, dv = lax.fori_loop(0, item.steps, body, (dk, dv))
+        self._store(item, warpgroup, keys, dk * self.scale, dv, refs, scratch)
+
+    def _clear_rows_from(self, first, owner, scratch):
+        """Zero the rows behind those of a segment's last chunk, as rows behind the last token load as zeros."""
+        for (smem,) in (scratch["k_smem"], scratch["v_smem"]):
+            x = plgpu.load(smem.at[owner], layout=WGMMA)
+            smem.at[owner][...] = jnp.where(tiles.position(x.shape, 0) < first, x, 0)
         plgpu.commit_smem()
+
+    def _store(self, item, warpgroup, keys, dk, dv, refs, scratch):
+        """Start storing dk and dv, through the buffers of K and V.
+
+        keys: how many of the rows are those of the item's sequence.
+        """
+        owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         _, k_head, v_head = self.heads_of(item)
-        for head, x in ((k_head, "k"), (v_head, "v")):
-            tiles.store_rows(scratch[f"{x}_smem"], owner, refs[f"d{x}"], item.batch, first, head, self.interpret)
+
+        def wait():
+            """Wait until dq of the last tiles is computed, which reads the keys."""
+            for i in range(_DS_BUFFERS):
+                step = item.steps - _DS_BUFFERS + i
+                plgpu.barrier_wait(scratch["ds_consumed"].at[lax.rem(item.streamed + step, _DS_BUFFERS)])
+
+        def store_all():
+            (k_smem,), (v_smem,) = scratch["k_smem"], scratch["v_smem"]
+            v_smem.at[owner][...] = dv.astype(self.dtype)
+            wait()
+            k_smem.at[owner][...] = dk.astype(self.dtype)
+            plgpu.commit_smem()
+            for head, x in ((k_head, "k"), (v_head, "v")):
+                tiles.store_rows(scratch[f"{x}_smem"], owner, refs[f"d{x}"], item.batch, first, head, self.interpret)
+
+        if not self.has_ids:
+            store_all()
+            return
+        pl.when(keys == ROWS)(store_all)
+
+        @pl.when(keys < ROWS)
+        def _():
+            record = self._record(item, 2 * item.turn + warpgroup, refs)
+            for head, x, value in ((k_head, "dk", dk), (v_head, "dv", dv)):
+                rows = refs[x].at[item.batch, :, head]
+                store_first_rows(rows, (value,), first, record, COUNT, self.interpret)
+            wait()
+
+    def _record(self, item, chunk, refs):
+        """Return the record, in device memory, of one of the chunks of an item's segment."""
+        _, _, chunks, *_ = refs["ids"]
+        return chunks.at[item.batch, item.first + chunk]
 
     def _add(self, item, step, k, v, dk, dv, warpgroup, scratch):
         """Return dk and dv with a tile's products added: transposed, so that the keys are rows.
@@ -205,7 +269,7 @@ class FusedBackward(OrderedKernel):
         lse = plgpu.load(scratch["lse_smem"].at[slot], layout=BY_COLUMN)
         exponents = scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)
         # Padded rows have scores of 0, possibly far above a low lse: exp2 would overflow, and inf times 0 is NaN in dq.
-        if self.keys % (ROWS * self.schedule.warpgroups):
+        if self.has_ids or self.keys % (ROWS * self.schedule.warpgroups):
             exponents = jnp.minimum(exponents, 0.0)
         return jnp.exp2(exponents)
 
@@ -228,11 +292,11 @@ class FusedBackward(OrderedKernel):
     # --- dq -----------------------------------------------------------------------------------------------------------
 
     def _run_dq(self, refs, scratch):
-        self.for_each_item(lambda number: self.drawn(number, scratch), lambda item: self._add_dq(item, refs, scratch))
+        self._for_each_drawn_item(lambda item: self._add_dq(item, refs, scratch), refs, scratch)
         plgpu.wait_smem_to_gmem(0)
 
     def _add_dq(self, item, refs, scratch):
-        """Add an item's dq to the sums of its head; or, after the head's last item, store it."""
+        """Add an item's dq to the sums of its sequence; or, after the sequence's last item, store it."""
         owners = [self.owner(item.number, warpgroup) for warpgroup in range(self.schedule.warpgroups)]
         for owner in owners:
             plgpu.barrier_wait(scratch["own_arrived"].at[owner])
@@ -249,8 +313,8 @@ class FusedBackward(OrderedKernel):
             pl.when(~self.is_last(item))(lambda: self._add_to_sums(item, tile, dq, refs, scratch))
             pl.when(self.is_last(item))(lambda: self._store_dq(item, tile, dq, refs, scratch))
 
-        lax.fori_loop(0, self.query_tiles, body, None)
-        self.end_turn(item, self.query_tiles - 1, refs["counters"])
+        lax.fori_loop(0, item.steps, body, None)
+        self.end_turn(item, item.steps - 1, refs["counters"])
 
     def _dq(self, item, tile, scratch):
         """Return the product of a tile's dS and the item's keys."""
@@ -268,29 +332,42 @@ class FusedBackward(OrderedKernel):
         """Return an opaque index, so that addresses are recomputed in each step and not kept in registers."""
         return index if self.interpret else lax.optimization_barrier(jnp.int32(index))
 
-    def _sums_of(self, item: WorkItem, tile, refs):
-        first = ((item.batch * self.heads + item.head) * self.query_tiles + tile) * ROWS
+    def _sums_of(self, item: KeyBlock, tile, refs):
+        first = ((item.batch * self.heads + item.head) * self.query_tiles + item.first + tile) * ROWS
         return refs["sums"].at[pl.ds(first, ROWS), pl.ds(0, 64)]
 
     def _add_to_sums(self, item, tile, dq, refs, scratch):
-        """Start adding a tile's dq to its sums; the head's first item stores it."""
+        """Start adding a tile's dq to its sums; the sequence's first item stores it."""
         smem = scratch["sum_smem"].at[lax.rem(tile, TURN)]  # free since the last turn ended
         smem[...] = dq
         plgpu.commit_smem()
         sums = self._sums_of(item, tile, refs)
         if self.interpret:
-            sums[...] = jnp.where(item.tile == 0, smem[...], smem[...] + sums[...])
+            sums[...] = jnp.where(item.turn == 0, smem[...], smem[...] + sums[...])
             return
-        pl.when(item.tile == 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums))
-        pl.when(item.tile > 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums, reduction_op="add"))
+        pl.when(item.turn == 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums))
+        pl.when(item.turn > 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums, reduction_op="add"))
 
     def _store_dq(self, item, tile, dq, refs, scratch):
         """Add the other items' sums to a tile's dq, and start storing it."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums = self._sums_of(item, tile, refs)
         others = sums[...] if self.interpret else plgpu.load(sums, layout=WGMMA, optimized=False)
-        (smem,) = at(scratch["dq_smem"], 0)
-        smem[...] = ((dq + others) * self.scale).astype(self.dtype)
-        plgpu.commit_smem()
-        q_head, *_ = self.heads_of(item)
-        tiles.store_rows(scratch["dq_smem"], 0, refs["dq"], item.batch, tile * ROWS, q_head, self.interpret)
+        dq, (q_head, *_) = (dq + others) * self.scale, self.heads_of(item)
+        row, count = item.row + tile * ROWS, self.rows_of(item, tile * ROWS)
+
+        def store_all():
+            (smem,) = at(scratch["dq_smem"], 0)
+            smem[...] = dq.astype(self.dtype)
+            plgpu.commit_smem()
+            tiles.store_rows(scratch["dq_smem"], 0, refs["dq"], item.batch, row, q_head, self.interpret)
+
+        if not self.has_ids:
+            store_all()
+            return
+        pl.when(count == ROWS)(store_all)
+
+        @pl.when(count < ROWS)
+        def _():
+            rows, record = refs["dq"].at[item.batch, :, q_head], self._record(item, tile, refs)
+            store_first_rows(rows, (dq,), row, record, COUNT, self.interpret)

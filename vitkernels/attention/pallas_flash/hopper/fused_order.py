@@ -1,14 +1,19 @@
 """The order of the fused backward kernel of `pallas_flash` on Hopper: of its work items, and of additions to dq.
 
-A work item is a head's block of 128 keys. Each item adds its part of dq to float32 sums in device memory. Results are
-bit-equal from run to run, because the items of a head add to a tile of queries in ascending order of their keys: a
-counter per group of tiles says whose turn it is.
+A work item is a block of 128 keys of a head's sequence: of all its tokens, or of a packed segment. Each item adds its
+part of dq to float32 sums in device memory. Results are bit-equal from run to run, because the items of a sequence add
+to a tile of queries in ascending order of their keys: a counter per group of tiles says whose turn it is.
 
 An item only ever waits for items with lower numbers, and thread blocks draw items in ascending order, when they run. So
 the unfinished item with the lowest number never waits, whichever blocks run at a time: the kernel cannot deadlock.
 
+Only the device knows how long the segments are. So both backward passes are launched for them, and the counts of the
+chunks tell which one has work: this one if most of it is in long segments.
+
 Shape suffixes: B batch, H heads, N query tokens, D head dim.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +23,54 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.ring import RingKernel, WorkItem
-from vitkernels.attention.pallas_flash.hopper.schedule import interleaved_heads
+from vitkernels.attention.pallas_flash.hopper.chunks import (
+    END,
+    FIELDS,
+    FIRST,
+    ROW,
+    SEGMENT_TOKENS,
+    USED_KEYS,
+    USED_QUERIES,
+    prefers_fused,
+)
+from vitkernels.attention.pallas_flash.hopper.ring import RingKernel
+from vitkernels.attention.pallas_flash.hopper.schedule import interleaved_heads, sequence_of
 from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, at, filled, row_sums
 
 TURN = 2  # tiles of queries that an item adds to in one turn
 _TURN_ROWS = TURN * ROWS
+_KEYS = 2 * ROWS  # of a work item
+_DELTA_BLOCKS = 6  # thread blocks of the kernel of delta that a multiprocessor runs at a time
 _TICKETS = 2  # buffers for the indices of items that a block has drawn
 _COUNTER = 8  # integers: the least that a slice of an array holds
 # The counters of turns are at multiples of _TURN_ROWS in each head's row, that of drawn items between two of the first.
 _DRAWN = ROWS
 
 
+class KeyBlock(NamedTuple):
+    """A work item: 128 keys of a sequence, which is a head, or a packed segment of it. All fields are integers."""
+
+    batch: Any
+    head: Any
+    turn: Any  # how many items of the sequence add to dq before this one
+    number: Any  # how many items this block processed before
+    streamed: Any  # how many tiles streamed for those items
+    first: Any  # the sequence's first tile of queries, in the order of log-sum-exp and delta
+    steps: Any  # its number of tiles
+    row: Any  # its first row
+    tokens: Any  # its number of rows
+
+    @property
+    def place(self):
+        """Return the first of these keys, counted from the sequence's first."""
+        return self.turn * _KEYS
+
+
 class Delta(tiles.HopperKernel):
     """The kernel that computes delta = rowsum(dO O), and zeroes the counters of the fused kernel."""
 
-    def __call__(self, out_BNHD, do_BNHD):
-        """Return delta and zeros in int32, both (B, H, padded N)."""
+    def __call__(self, out_BNHD, do_BNHD, *ids):
+        """Return delta and zeros in int32, both like log-sum-exp. ids: what `token_ids` returns for packed segments."""
         dtype = jnp.dtype(self.dtype)
         counters = jax.ShapeDtypeStruct(self.vector().shape, jnp.int32)
         scratch = {
@@ -42,33 +78,46 @@ class Delta(tiles.HopperKernel):
             "do_smem": tiles.tile(ROWS, self.head_dim, dtype, 1),
             "arrived": plgpu.Barrier(num_arrivals=2 * self.copies),
         }
-        grid = {"tile": pl.cdiv(self.queries, ROWS), "head": self.heads, "entry": self.batch}
-        return self.launch(self._body, grid, 1, (self.vector(), counters), scratch)(out_BNHD, do_BNHD)
+        grid = {"block": self._blocks}
+        return self.launch(self._body, grid, 1, (self.vector(), counters), scratch)(out_BNHD, do_BNHD, *ids)
 
-    def _body(self, out_ref, do_ref, delta_ref, counters_ref, **scratch):
-        batch, head, first = lax.axis_index("entry"), lax.axis_index("head"), lax.axis_index("tile") * ROWS
-        for ref, name in ((out_ref, "out_smem"), (do_ref, "do_smem")):
-            tiles.load_rows(ref, batch, first, head, scratch[name], 0, scratch["arrived"], self.interpret)
-        rows = pl.ds(first, ROWS)
-        counters_ref.at[batch, head, rows][...] = filled((ROWS,), 0, tiles.BY_ROW, jnp.int32)
-        plgpu.barrier_wait(scratch["arrived"])
-        pairs = zip(at(scratch["out_smem"], 0), at(scratch["do_smem"], 0), strict=True)
-        delta_ref.at[batch, head, rows][...] = sum(row_sums(x, y) for x, y in pairs)
+    @property
+    def _blocks(self) -> int:
+        most = self.batch * self.heads * self.padded_queries // ROWS
+        return min(most, _DELTA_BLOCKS * self.multiprocessors)
+
+    def _body(self, out_ref, do_ref, *refs, **scratch):
+        _, ids, (delta_ref, counters_ref) = self.extras(refs)
+        tiles_of_head, row_of = pl.cdiv(self.queries, ROWS), lambda batch, tile: tile * ROWS
+        if ids:
+            _, _, chunks, _, counts = ids
+            tiles_of_head = jnp.where(prefers_fused(counts), counts[USED_QUERIES], 0)
+            row_of = lambda batch, tile: chunks[batch, tile, ROW]  # noqa: E731
+
+        @pl.loop(lax.axis_index("block"), tiles_of_head * self.heads * self.batch, step=self._blocks)
+        def _(index):
+            head, tile = lax.div(index, tiles_of_head), lax.rem(index, tiles_of_head)
+            batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
+            for ref, name in ((out_ref, "out_smem"), (do_ref, "do_smem")):
+                row, smem = row_of(batch, tile), scratch[name]
+                tiles.load_rows(ref, batch, row, head, smem, 0, scratch["arrived"], self.interpret)
+            rows = pl.ds(tile * ROWS, ROWS)
+            counters_ref.at[batch, head, rows][...] = filled((ROWS,), 0, tiles.BY_ROW, jnp.int32)
+            plgpu.barrier_wait(scratch["arrived"])
+            pairs = zip(at(scratch["out_smem"], 0), at(scratch["do_smem"], 0), strict=True)
+            delta_ref.at[batch, head, rows][...] = sum(row_sums(x, y) for x, y in pairs)
 
 
 class OrderedKernel(RingKernel):
-    """A ring kernel whose thread blocks draw work items, and whose items of a head take turns.
+    """A ring kernel whose thread blocks draw work items, and whose items of a sequence take turns.
 
-    Work items are as many keys as the compute warpgroups own; all tiles of queries stream past each.
+    Work items are as many keys as the compute warpgroups own; all of the sequence's queries stream past each.
     """
 
     @property
     def query_tiles(self) -> int:
-        return pl.cdiv(self.queries, ROWS)
-
-    @property
-    def key_blocks(self) -> int:
-        return self.tiles(self.keys)
+        """Return the most tiles of queries of a head; packed segments of more than 256 tokens take 3 for 128 tokens."""
+        return pl.cdiv(self.queries, ROWS) if self.chunks is None else pl.cdiv(3 * self.queries, 2 * ROWS)
 
     @property
     def counters(self) -> jax.ShapeDtypeStruct:
@@ -76,79 +125,135 @@ class OrderedKernel(RingKernel):
 
     # --- work items ---------------------------------------------------------------------------------------------------
 
-    def item(self, index, number=0) -> WorkItem:
-        """Return the work item with this index: blocks of keys in ascending order, of several heads in alternation.
+    def key_blocks(self, ids: tuple):
+        """Return how many items each head has; of packed segments, the batch entry with the most."""
+        return lax.div(ids[4][USED_KEYS] + 1, 2) if ids else pl.cdiv(self.keys, _KEYS)
 
-        So an item starts when the item before it in its head is some turns ahead, and rarely waits.
+    def place_of(self, index, key_blocks) -> tuple:
+        """Return the batch entry, head and block of keys of the item with this index.
+
+        Blocks of keys come in ascending order, of several heads in alternation. So an item starts when the item before
+        it in its sequence is some turns ahead, and rarely waits.
         """
-        heads, n = self.batch * self.heads, self.key_blocks
-        together = interleaved_heads(heads, self.queries, self.multiprocessors)
-        first = lax.div(index, together * n) * together
-        rest = index - first * n
+        heads = self.batch * self.heads
+        together = interleaved_heads(heads, sequence_of(self.queries, self.has_ids), self.multiprocessors)
+        first = lax.div(index, together * key_blocks) * together
+        rest = index - first * key_blocks
         alternating = lax.min(together, heads - first)
-        head, tile = first + lax.rem(rest, alternating), lax.div(rest, alternating)
-        steps = self.query_tiles
-        return WorkItem(lax.div(head, self.heads), lax.rem(head, self.heads), tile, number, number * steps, 0, steps)
+        head, block = first + lax.rem(rest, alternating), lax.div(rest, alternating)
+        return lax.div(head, self.heads), lax.rem(head, self.heads), block
 
-    def is_last(self, item: WorkItem):
-        """Return whether this is the last item of its head."""
-        return item.tile == self.key_blocks - 1
+    def item(self, index, number, streamed, ids: tuple, record) -> KeyBlock:
+        """Return the work item with this index. record: that of its first chunk, if there are ids."""
+        batch, head, block = self.place_of(index, self.key_blocks(ids))
+        if not ids:
+            return KeyBlock(batch, head, block, number, streamed, 0, self.query_tiles, 0, self.keys)
+        first, end, row, tokens = (record[field] for field in (FIRST, END, ROW, SEGMENT_TOKENS))
+        turn = block - lax.div(first, 2)
+        return KeyBlock(batch, head, turn, number, streamed, first, lax.max(end - first, 0), row - turn * _KEYS, tokens)
 
-    def for_each_item(self, take, process) -> tuple:
-        """Call process(item) for the items that take(number) returns; return their number and that of their tiles."""
+    def is_last(self, item: KeyBlock):
+        """Return whether this is the last item of its sequence."""
+        return item.place + _KEYS >= item.tokens
+
+    def first_row(self, item: KeyBlock, warpgroup):
+        return item.row + item.place + warpgroup * ROWS
+
+    def rows_of(self, item: KeyBlock, place):
+        """Return how many of the 64 rows from a place in the sequence on belong to it."""
+        return lax.clamp(0, item.tokens - place, ROWS)
+
+    def for_each_item(self, take, release, process, ids: tuple, scratch: dict):
+        """Call process(item) for the items that take(number) returns.
+
+        Return how many were taken before the last one, which is none, how many were processed, and their tiles.
+        release(number) is called when what was taken has been read.
+
+        A batch entry with fewer chunks than another one has empty items, which are not processed.
+        """
+        count = self.batch * self.heads * self.key_blocks(ids)
 
         def body(carry):
-            number, index = carry
-            process(self.item(index, number))
-            return number + 1, take(number + 1)
+            taken, number, streamed, index = carry
+            record = scratch["record_smem"].at[lax.rem(taken, _TICKETS)] if ids else None
+            item = self.item(index, number, streamed, ids, record)
+            release(taken)
+            if ids:
+                pl.when(item.steps > 0)(lambda: process(item))
+                number += (item.steps > 0).astype(jnp.int32)
+            else:
+                process(item)
+                number += 1
+            return taken + 1, number, streamed + item.steps, take(taken + 1)
 
         zero = jnp.int32(0)
-        items, _ = lax.while_loop(lambda carry: carry[1] < self.work_items(self.keys), body, (zero, take(zero)))
-        return items, items * self.query_tiles
+        first = zero, zero, zero, take(zero)
+        taken, number, streamed, _ = lax.while_loop(lambda carry: carry[3] < count, body, first)
+        release(taken)
+        return taken, number, streamed
 
     def tickets(self, readers: int) -> dict:
-        """Return scratch in which the loader passes the indices that it draws to other warpgroups."""
-        return {
+        """Return scratch in which the loader passes the items that it draws to other warpgroups."""
+        scratch = {
             "ticket_smem": plgpu.SMEM((_TICKETS, 1), jnp.int32),
-            "ticket_ready": plgpu.Barrier(num_arrivals=1, num_barriers=_TICKETS),
+            "ticket_ready": plgpu.Barrier(num_arrivals=1 + self.has_ids, num_barriers=_TICKETS),
             "ticket_read": plgpu.Barrier(num_arrivals=readers, num_barriers=_TICKETS),
         }
+        return scratch | ({"record_smem": plgpu.SMEM((_TICKETS, FIELDS), jnp.int32)} if self.has_ids else {})
 
-    def draw(self, number, counters_ref, scratch):
-        """Draw the next item for this block; return its index, and pass it to the other warpgroups."""
+    def draw(self, number, counters_ref, ids: tuple, scratch):
+        """Draw the next item for this block; return its index, and pass it to the other warpgroups.
+
+        With ids, the record of its first chunk goes with it.
+        """
         slot = lax.rem(number, _TICKETS)
+        ready = scratch["ticket_ready"].at[slot]
         pl.when(number >= _TICKETS)(lambda: plgpu.barrier_wait(scratch["ticket_read"].at[slot]))
         if self.interpret:  # one block processes all items
             scratch["ticket_smem"][slot, 0] = number
         else:
             _increment(counters_ref.at[0, 0, pl.ds(_DRAWN, _COUNTER)], scratch["ticket_smem"].at[slot])
-        plgpu.barrier_arrive(scratch["ticket_ready"].at[slot])
-        return scratch["ticket_smem"][slot, 0]
-
-    def drawn(self, number, scratch):
-        """Return the index of the item that the loader drew."""
-        slot = lax.rem(number, _TICKETS)
-        plgpu.barrier_wait(scratch["ticket_ready"].at[slot])
         index = scratch["ticket_smem"][slot, 0]
-        plgpu.barrier_arrive(scratch["ticket_read"].at[slot])
+        if ids:
+            key_blocks = self.key_blocks(ids)
+            exists = index < self.batch * self.heads * key_blocks
+
+            @pl.when(exists)
+            def _():
+                batch, _, block = self.place_of(index, key_blocks)
+                plgpu.copy_gmem_to_smem(ids[2].at[batch, 2 * block], scratch["record_smem"].at[slot], ready)
+
+            pl.when(~exists)(lambda: plgpu.barrier_arrive(ready))
+        plgpu.barrier_arrive(ready)
+        if ids:
+            plgpu.barrier_wait(ready)
         return index
 
-    def finish_tickets(self, items, scratch):
-        """Wait for the last phases of ticket_read, as every phase must be; one more ticket was drawn than items."""
+    def drawn(self, number, scratch):
+        """Return the index of the item that the loader drew; give_ticket_back must follow."""
+        slot = lax.rem(number, _TICKETS)
+        plgpu.barrier_wait(scratch["ticket_ready"].at[slot])
+        return scratch["ticket_smem"][slot, 0]
+
+    def give_ticket_back(self, number, scratch):
+        plgpu.barrier_arrive(scratch["ticket_read"].at[lax.rem(number, _TICKETS)])
+
+    def finish_tickets(self, taken, scratch):
+        """Wait for the last phases of ticket_read, as every phase must be; one more ticket was drawn."""
         for i in range(_TICKETS):
-            number = items + 1 - _TICKETS + i
+            number = taken + 1 - _TICKETS + i
             wait = scratch["ticket_read"].at[lax.rem(number + _TICKETS, _TICKETS)]
             pl.when(number >= 0)(lambda wait=wait: plgpu.barrier_wait(wait))
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
-    def _turns(self, item: WorkItem, tile, counters_ref):
+    def _turns(self, item: KeyBlock, tile, counters_ref):
         """Return the counter of items that have added to a tile's group."""
-        first = lax.div(tile, TURN) * _TURN_ROWS
+        first = item.first * ROWS + lax.div(tile, TURN) * _TURN_ROWS
         return counters_ref.at[item.batch, item.head, pl.ds(first, _COUNTER)]
 
-    def wait_for_turn(self, item: WorkItem, tile, counters_ref):
-        """Wait until all items before this one in its head have added to a tile's group."""
+    def wait_for_turn(self, item: KeyBlock, tile, counters_ref):
+        """Wait until all items before this one in its sequence have added to a tile's group."""
         if self.interpret:
             return
 
@@ -159,9 +264,9 @@ class OrderedKernel(RingKernel):
             # The additions that follow are the TMA unit's, in the async proxy.
             mgpu.utils.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
-        wait(self._turns(item, tile, counters_ref), item.tile)
+        wait(self._turns(item, tile, counters_ref), item.turn)
 
-    def end_turn(self, item: WorkItem, tile, counters_ref):
+    def end_turn(self, item: KeyBlock, tile, counters_ref):
         """Wait until this item's additions have arrived, and count its turn."""
         plgpu.wait_smem_to_gmem(0)
         if self.interpret:

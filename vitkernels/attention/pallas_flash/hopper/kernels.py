@@ -139,26 +139,29 @@ class AttentionKernels:
 
     @cached_property
     def _fused(self) -> FusedBackward | None:
-        """Return the description of the kernel that computes dq, dk and dv of long sequences; None if the pair does."""
-        is_masked = self._masks_every_tile or self.chunks is not None
-        heads = self.batch * self.heads
-        schedule = fused_backward_schedule(heads, self.queries, self.keys, self.head_dim, is_masked)
+        """Return the description of the kernel that computes dq, dk and dv of long sequences; None if the pair does.
+
+        Of packed segments, the device knows the lengths, and either this kernel or the pair finds work.
+        """
+        is_masked = self._masks_every_tile or (self.chunks is not None and not self._has_packed_segments)
+        call = self.batch * self.heads, self.queries, self.keys, self.head_dim, is_masked
+        schedule = fused_backward_schedule(*call, self._has_packed_segments)
         return None if schedule is None else self._build(FusedBackward, schedule)
 
     @cached_property
     def delta(self) -> Kernel:
-        """Return the kernel that prepares the fused one, called as (out, do, delta, counters)."""
+        """Return the kernel that prepares the fused one, called as (out, do, *ids, delta, counters)."""
         kernel = self._build(Delta, None)
         do = kernel.rows(self.queries, self.heads)
-        return Kernel(kernel, (do, do))
+        return Kernel(kernel, (do, do, *kernel.id_arrays()))
 
     @cached_property
     def fused_backward(self) -> Kernel:
-        """Return the fused backward kernel, called as (q, k, v, do, lse, delta, counters, dq, dk, dv, sums)."""
+        """Return the fused backward kernel, called as (q, k, v, do, lse, delta, counters, *ids, dq, dk, dv, sums)."""
         kernel = self._fused
         assert kernel is not None
         do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
-        return Kernel(kernel, (*_inputs(kernel), do, vector, vector, kernel.counters))
+        return Kernel(kernel, (*_inputs(kernel), do, vector, vector, kernel.counters, *kernel.id_arrays()))
 
     @property
     def _backward_size(self) -> tuple[int, int, int, bool]:
@@ -213,11 +216,11 @@ class AttentionKernels:
         """Return the kernels of the backward pass. bias_gradient: whether the bias needs one."""
         if self._runs_short_backward(bias_gradient):
             return (self.short_backward_with_ds if bias_gradient else self.short_backward,)
-        if self._fused is not None:
-            return self.delta, self.fused_backward
-        if self._has_quads:
-            return self.short_backward, self.dq, self.dkdv
-        return (self.dq, self.dkdv, self.bias_gradient) if bias_gradient else (self.dq, self.dkdv)
+        fused = () if self._fused is None else (self.delta, self.fused_backward)
+        if fused and not self._has_packed_segments:
+            return fused
+        of_quads = (self.short_backward,) if self._has_quads else ()
+        return *of_quads, *fused, self.dq, self.dkdv, *((self.bias_gradient,) if bias_gradient else ())
 
     def start(self, gradient: bool, bias_gradient: bool) -> None:
         """Start to compile the forward kernels in the background, and with `gradient` those of the backward pass, too.
@@ -259,9 +262,10 @@ class AttentionKernels:
         if self._fused is not None:
             counters = torch.empty_like(delta, dtype=torch.int32)
             sums = torch.empty(self._fused.sums.shape, device=self.device)
-            self.delta(out, do, delta, counters)
-            self.fused_backward(q, k, v, do, lse, delta, counters, dq, dk, dv, sums)
-            return None
+            self.delta(out, do, *given(ids), delta, counters)
+            self.fused_backward(q, k, v, do, lse, delta, counters, *given(ids), dq, dk, dv, sums)
+            if not self._has_packed_segments:
+                return None
         if self._has_quads:
             self.short_backward(q, k, v, out, do, lse, *given(ids), dq, dk, dv)
         biases = () if bias is None else (bias,)

@@ -73,6 +73,7 @@ def _summarize_kernel(
     if (b == 0) & (chunk == 0):
         tl.store(used_ptr + is_key.to(tl.int32), (tokens + ROWS - 1) // ROWS)
         tl.store(used_ptr + 2 + is_key.to(tl.int32), 0)  # neither work items nor quads are listed
+        tl.store(used_ptr + 4 + is_key.to(tl.int32), 0)
 
 
 @triton.jit

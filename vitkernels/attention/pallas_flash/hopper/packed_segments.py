@@ -30,6 +30,8 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_FIRST,
     ITEMS,
     LISTED,
+    LONG,
+    LONGER,
     PADDING,
     QUAD,
     QUAD_COUNT,
@@ -40,6 +42,8 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     QUAD_ROW,
     QUADS,
     ROW,
+    SEGMENT_TOKENS,
+    UNMOVED,
     USED_KEYS,
     USED_QUERIES,
 )
@@ -57,6 +61,7 @@ _ITEM_FIRST, _ITEM_END, _ITEM_COMPARED = (tl.constexpr(x) for x in (ITEM_FIRST, 
 _QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
 _QUAD_ROW, _QUAD_COUNT, _QUAD_FIRST, _QUAD_END = (tl.constexpr(x) for x in (QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END))
 _USED_QUERIES, _USED_KEYS, _ITEMS, _QUADS = (tl.constexpr(x) for x in (USED_QUERIES, USED_KEYS, ITEMS, QUADS))
+_SEGMENT_TOKENS, _LONG, _LONGER, _UNMOVED = (tl.constexpr(x) for x in (SEGMENT_TOKENS, LONG, LONGER, UNMOVED))
 # Fields that only the kernel uses: a segment's start; the segment that begins with a chunk, or -1; a chunk's id, and
 # how many rows have it.
 _START, _SEGMENT, _ID, _ROWS_OF_ID = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(13)
@@ -197,7 +202,7 @@ def _store_ids(
 def packed_chunks_kernel(
     ids_ptr, out_ptr, chunks_ptr, used_ptr, ids_b, ids_n, N, C,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
-    HAS_QUADS: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
+    HAS_QUADS: tl.constexpr, CAN_FUSE: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     """Fill the ids and chunks of one batch entry; see `packed_chunks`. TOKENS and CHUNKS are powers of two >= N, C.
 
@@ -247,6 +252,10 @@ def packed_chunks_kernel(
     tl.store(record + _COUNT, count, mask=exists)
     tl.store(record + _ID, first, mask=exists)
     tl.store(record + _ROWS_OF_ID, count + quad_count, mask=exists)
+    tl.store(record + _SEGMENT_TOKENS, end - start, mask=exists)
+    if CAN_FUSE:
+        tl.atomic_add(used_ptr + _LONGER, tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0))
+        tl.atomic_add(used_ptr + _UNMOVED, 1 - fits.to(tl.int32))
     if HAS_QUADS:
         listed = tl.atomic_add(used_ptr + _QUADS, tl.where(fits, quads, 0)) + (chunk - first_quad) // QUAD
         entry = all_chunks_ptr + listed * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
@@ -265,14 +274,18 @@ def packed_chunks_kernel(
     _store_ids(ids_ptr, out_ptr, chunks_ptr, ids_n, i, end, fits, N, PADDING, ROWS, FIELDS, TOKENS)
 
 
-@operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads) -> (Tensor, Tensor, Tensor)")
-def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids (B, 64 C), the chunks (B, C, 32), and four numbers (4,), of packed segments (B, N).
+@operator(
+    "pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads, bool can_fuse) -> (Tensor, Tensor, Tensor)"
+)
+def packed_chunks(segment_ids: Tensor, has_quads: bool, can_fuse: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ids (B, 64 C), the chunks (B, C, 32), and counts (6,), of packed segments (B, N).
 
-    Queries and keys have the same ids and chunks. The numbers are those of the used chunks of queries, of keys, of the
-    listed work items, and of the quads of all batch entries. If an id of a batch entry may recur after other ids, or if
-    segments are so short that their chunks exceed C, the chunks of the batch entry lie at multiples of 64, and compare
-    all ids.
+    Queries and keys have the same ids and chunks; see chunks.py for the counts. If an id of a batch entry may recur
+    after other ids, or if segments are so short that their chunks exceed C, the chunks of the batch entry lie at
+    multiples of 64, and compare all ids.
+
+    has_quads: put the chunks of segments of up to 256 tokens into quads. can_fuse: whether the call has a fused
+    backward kernel, and so counts what prefers_fused needs.
     """
     B, N = segment_ids.shape
     C = _chunks(N)
@@ -282,14 +295,14 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor,
     tokens = next_power_of_2(N)
     triton_call(
         segment_ids, ids, chunks, used, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
-        PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD, HAS_QUADS=has_quads, TOKENS=tokens,
-        CHUNKS=next_power_of_2(C), BINS=_BINS, num_warps=min(16, max(4, tokens // 256)),
+        PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD, HAS_QUADS=has_quads, CAN_FUSE=can_fuse,
+        TOKENS=tokens, CHUNKS=next_power_of_2(C), BINS=_BINS, num_warps=min(16, max(4, tokens // 256)),
     )  # fmt: skip
     return ids, chunks, used
 
 
 @packed_chunks.register_fake
-def _(segment_ids, has_quads):
+def _(segment_ids, has_quads, can_fuse):
     B, N = segment_ids.shape
     C = _chunks(N)
     like = segment_ids.new_empty

@@ -29,6 +29,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ROW,
     USED_KEYS,
     USED_QUERIES,
+    prefers_fused,
 )
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
@@ -73,6 +74,7 @@ class Side(NamedTuple):
     ids: Any = None
     chunks: Any = None
     used: Any = None  # how many of the chunks of a batch entry are used, or how many work items are listed
+    counts: Any = None  # all counts, if the fused backward kernel may process the chunks instead
 
     def row(self, batch, place):
         """Return the row that has a place, a multiple of 64, in the order of ids and vectors."""
@@ -322,7 +324,7 @@ class RingKernel(tiles.HopperKernel):
         blocks = self.blocks(side.tokens)
         items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
         if side.used is not None:
-            tiles = side.used[...]
+            tiles = side.used[...] if side.counts is None else jnp.where(prefers_fused(side.counts), 0, side.used[...])
             if not self.schedule.is_listed:
                 tiles = lax.div(tiles + self.schedule.warpgroups - 1, self.schedule.warpgroups)
             items, divided = self.batch * self.heads * tiles, lambda index: self._divided(index, tiles)

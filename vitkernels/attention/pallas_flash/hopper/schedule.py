@@ -162,18 +162,28 @@ def takes_quads(head_dim: int) -> bool:
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
 _APART = 2  # items of a head start this many turns, of 128 queries each, apart
+_SHORTER_FOR_PAIR = 900  # up to this many tokens, the pair of kernels is faster
 
 
-def fused_backward_schedule(heads: int, queries: int, keys: int, head_dim: int, is_masked: bool) -> Schedule | None:
+def fused_backward_schedule(
+    heads: int, queries: int, keys: int, head_dim: int, is_masked: bool, has_segments: bool = False
+) -> Schedule | None:
     """Return the schedule of the kernel that computes dq, dk and dv at any length, or None if the pair is faster.
 
     heads: of all images. It was faster than the pair from 1025 tokens on, and equal at 777. A mask, or more than 64
     columns, would exceed its registers. With too few heads, the items of a head would wait for their turns.
+
+    has_segments: of packed segments; the device then knows whether these are long enough.
     """
-    too_few = heads < fewest_heads(queries, MULTIPROCESSORS)
-    if is_masked or queries != keys or keys <= 900 or widths(head_dim) != (64,) or too_few:
+    too_few = heads < fewest_heads(sequence_of(queries, has_segments), MULTIPROCESSORS)
+    if is_masked or queries != keys or keys <= _SHORTER_FOR_PAIR or widths(head_dim) != (64,) or too_few:
         return None
     return Schedule(ROWS, 3, 2)
+
+
+def sequence_of(tokens: int, has_segments: bool) -> int:
+    """Return the shortest sequence, among those for which it is faster, that the fused kernel may process in a call."""
+    return _SHORTER_FOR_PAIR + 1 if has_segments else tokens
 
 
 def fewest_heads(queries: int, multiprocessors: int) -> int:

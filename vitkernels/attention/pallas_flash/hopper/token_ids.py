@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitkernels.attention.pallas_flash.hopper.masked_ids import masked_ids
 from vitkernels.attention.pallas_flash.hopper.packed_segments import LONGEST, packed_chunks
-from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, takes_quads
+from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, fused_backward_schedule, takes_quads
 
 Ids = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -33,14 +33,14 @@ def token_ids(
             or causality must not.
 
     Returns, in int32, the ids of queries (B, 64 Q) and of keys (B, 64 K), in the order of their chunks; the chunks of
-    queries (B, Q, 32) and of keys (B, K, 32); and (4,), how many of them are used and how many work items and quads are
-    listed; see chunks.py.
+    queries (B, Q, 32) and of keys (B, K, 32); and counts (6,); see chunks.py.
     """
     if mask is None and segment_ids is None:
         return None, None, None, None, None
-    B, _, N, head_dim = shape
+    B, H, N, head_dim = shape
     if segment_ids is not None and mask is None and moves_chunks and ROWS < N <= LONGEST:
-        ids, chunks, used = packed_chunks(segment_ids, takes_quads(head_dim))
+        fused = fused_backward_schedule(B * H, N, N, head_dim, is_masked=False, has_segments=True)
+        ids, chunks, used = packed_chunks(segment_ids, takes_quads(head_dim), fused is not None)
         return ids, ids, chunks, chunks, used
     of_keys = None if mask is None else mask[(None,) * (4 - mask.ndim)][:, 0, 0]
     return masked_ids(of_keys, segment_ids, B, N, keys)
