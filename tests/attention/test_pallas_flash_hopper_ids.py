@@ -140,6 +140,18 @@ def test_packed_chunks__are_listed_as_work_items():
 
 
 @needs_new_jax
+def test_packed_chunks__of_segments_that_need_all_chunks():
+    """36 segments fill all 36 chunks, which are not a power of two; each pair of chunks remains an item."""
+    from vitkernels.attention.pallas_flash.hopper.chunks import LONGER
+    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
+
+    _, chunks, used = packed_chunks(torch.arange(36).repeat_interleave(16)[None], False, True)
+    assert chunks.shape[1] == 36 and used[:3].tolist() == [36, 36, 18] and used[LONGER] == -36
+    assert chunks[0, :18, 8:13].tolist() == [[2 * i, 2, 2 * i, 2 * i + 2, 2 * i] for i in range(18)]
+    assert not chunks[0, 18:, 8:13].any()
+
+
+@needs_new_jax
 @pytest.mark.parametrize("chunks, rows", [(0, [320, 320, 320]), (2, [320, 384, 384]), (3, [320, 384, 448])])
 def test_listed_items__have_no_rows_beyond_their_chunks(chunks, rows):
     """Of a batch entry with fewer items than another one, the others are empty."""

@@ -7,8 +7,9 @@ their copies require, wherever the rows of a chunk start.
 import torch
 
 # Fields of a record. A chunk needs the other side's chunks from FIRST to END, and must compare ids from COMPARED on.
-# Its first row is ROW. COUNT rows from there on are its own; the others belong to another chunk.
-FIRST, END, COMPARED, ROW, COUNT = range(5)
+# Its first row is ROW. COUNT rows from there on are its own; the others belong to another chunk. Of packed segments,
+# SEGMENT_TOKENS is the length of its segment.
+FIRST, END, COMPARED, ROW, COUNT, SEGMENT_TOKENS = range(6)
 # A list of work items of up to LISTED chunks lies beside the chunks of packed segments: the record with an item's
 # number also has the item's first chunk, its number of chunks, and which chunks these need, as above.
 ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED = range(8, 13)
@@ -21,7 +22,6 @@ QUAD, QUAD_ENTRY = 4, 16
 QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END = range(4)
 QUAD_FIELDS = 4
 FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
-SEGMENT_TOKENS = 14  # the length of a chunk's segment
 # What is counted. In the batch entry with the most: used chunks of queries, of keys, and work items. Of all batch
 # entries: quads; pairs of chunks of a segment, those of long segments minus the others; and the batch entries whose
 # chunks lie at multiples of 64.

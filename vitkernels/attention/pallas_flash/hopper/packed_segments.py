@@ -17,32 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from vitkernels.attention.pallas_flash.hopper.chunks import (
-    COMPARED,
     COUNT,
     COUNTS,
-    END,
     FIELDS,
     FIRST,
     ITEM,
-    ITEM_CHUNKS,
     ITEM_COMPARED,
-    ITEM_END,
-    ITEM_FIRST,
     ITEMS,
     LISTED,
     LONG,
     LONGER,
     PADDING,
     QUAD,
-    QUAD_COUNT,
-    QUAD_END,
     QUAD_ENTRY,
     QUAD_FIELDS,
-    QUAD_FIRST,
-    QUAD_ROW,
     QUADS,
-    ROW,
-    SEGMENT_TOKENS,
     UNMOVED,
     USED_KEYS,
     USED_QUERIES,
@@ -51,20 +40,24 @@ from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 from vitkernels.bridge.operator import operator
 from vitkernels.bridge.triton import next_power_of_2, triton_call
 
-LONGEST = 16384  # tokens of a batch entry: one program holds the ids of all
+LONGEST = 16384  # tokens of a batch entry: more would not fit into the words of a segment
 _BINS = 1024  # segments whose ids are equal modulo this count as recurring
 _LEAST = 32  # tokens per segment, on average, for which there are enough chunks
+_BLOCK = 4096  # tokens processed at once
 
-_FIRST, _END, _COMPARED, _ROW, _COUNT = (tl.constexpr(x) for x in (FIRST, END, COMPARED, ROW, COUNT))
-_ITEM, _ITEM_CHUNKS = tl.constexpr(ITEM), tl.constexpr(ITEM_CHUNKS)
-_ITEM_FIRST, _ITEM_END, _ITEM_COMPARED = (tl.constexpr(x) for x in (ITEM_FIRST, ITEM_END, ITEM_COMPARED))
+_FIRST, _COUNT = tl.constexpr(FIRST), tl.constexpr(COUNT)
+_ITEM, _ITEM_COMPARED = tl.constexpr(ITEM), tl.constexpr(ITEM_COMPARED)
 _QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
-_QUAD_ROW, _QUAD_COUNT, _QUAD_FIRST, _QUAD_END = (tl.constexpr(x) for x in (QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END))
 _USED_QUERIES, _USED_KEYS, _ITEMS, _QUADS = (tl.constexpr(x) for x in (USED_QUERIES, USED_KEYS, ITEMS, QUADS))
-_SEGMENT_TOKENS, _LONG, _LONGER, _UNMOVED = (tl.constexpr(x) for x in (SEGMENT_TOKENS, LONG, LONGER, UNMOVED))
-# Fields that only the kernel uses: a segment's start; the segment that begins with a chunk, or -1; a chunk's id, and
-# how many rows have it.
-_START, _SEGMENT, _ID, _ROWS_OF_ID = tl.constexpr(5), tl.constexpr(6), tl.constexpr(7), tl.constexpr(13)
+_LONG, _LONGER, _UNMOVED = (tl.constexpr(x) for x in (LONG, LONGER, UNMOVED))
+# The kernel keeps words of its own: per batch entry, _PARTS for each chunk, and _BINS. By segment, its start and id. By
+# chunk: the start and length of the segment that begins there, or 0; the number of items up to this segment's last; the
+# chunk's id, and how many rows have it. By id, one of the segments with it.
+_SEGMENTS, _ITEMS_SO_FAR, _ROWS_OF_ID, _PARTS = (tl.constexpr(x) for x in range(1, 5))
+# Two numbers share a word: a start in the lower bits, below an id or a length; a count of chunks, below one of items; a
+# count of rows, below an id.
+_START_BITS, _CHUNKS_BITS, _ROWS_BITS = tl.constexpr(15), tl.constexpr(16), tl.constexpr(7)
+_START_MASK, _CHUNKS_MASK, _ROWS_MASK = tl.constexpr(2**15 - 1), tl.constexpr(2**16 - 1), tl.constexpr(2**7 - 1)
 
 
 @triton.jit
@@ -73,205 +66,222 @@ def _larger(a, b):
 
 
 @triton.jit
-def _chunks_of_both(first_even, first_odd, next_even, next_odd):
-    """Return how many chunks two runs of segments take, if the first begins with an even or with an odd chunk."""
-    even = first_even + tl.where(first_even % 2 == 0, next_even, next_odd)
-    odd = first_odd + tl.where(first_odd % 2 == 1, next_even, next_odd)
-    return even, odd
+def _larger_of_both(a, b, next_a, next_b):
+    return tl.maximum(a, next_a), tl.maximum(b, next_b)
 
 
 @triton.jit
-def _rank_and_count(flags):
-    """Return how many flags precede each one, and how many there are."""
-    ones = flags.to(tl.int32)
-    return tl.cumsum(ones, 0) - ones, tl.sum(ones, 0)
+def _sums_of_both(even, odd, counts, next_even, next_odd, next_counts):
+    """Return the sums of two runs of segments.
+
+    The chunks and items are those of a run that begins with an even or with an odd chunk; the first run decides which
+    ones of the second count.
+    """
+    behind_even = even + tl.where(even % 2 == 0, next_even, next_odd)
+    behind_odd = odd + tl.where(odd % 2 == 1, next_even, next_odd)
+    return behind_even, behind_odd, counts + next_counts
 
 
 @triton.jit
-def _store_starts(ids_ptr, chunks_ptr, ids_n, i, N, C, FIELDS: tl.constexpr):
-    """Store each segment's start in the record with the segment's number; return the number of segments."""
-    ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0)
-    before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0)
-    begins = ((i < N) & ((i == 0) | (ids != before))).to(tl.int32)
-    number = tl.cumsum(begins, 0) - 1
-    tl.store(chunks_ptr + number * FIELDS + _START, i, mask=(begins > 0) & (number < C))
-    return tl.sum(begins, 0)
+def _store_four(address, a, b, c, d, mask):
+    """Store four numbers side by side at each address, with one instruction, as each address takes a cycle."""
+    numbers = tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], 4)
+    tl.store(address[:, None] + tl.arange(0, 4)[None, :], numbers, mask=mask[:, None])
 
 
 @triton.jit
-def _places_in_quads(own):
+def _store_starts(ids_ptr, words_ptr, segment_of_id_ptr, ids_n, N, C, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store each segment's start and id, and its number in the place of its id; return the number of segments.
+
+    If ids recur, only one of the segments finds its number there.
+    """
+    segments = 0
+    for place in range(0, N, BLOCK):
+        i = place + tl.arange(0, BLOCK)
+        ids = tl.load(ids_ptr + i * ids_n, mask=i < N, other=0)
+        before = tl.load(ids_ptr + (i - 1) * ids_n, mask=(i > 0) & (i < N), other=0)
+        begins = ((i < N) & ((i == 0) | (ids != before))).to(tl.int32)
+        number = segments + tl.cumsum(begins, 0) - 1
+        stored = (begins > 0) & (number < C)
+        bin = ids.to(tl.int32) & (BINS - 1)
+        tl.store(words_ptr + number, i | bin << _START_BITS, mask=stored)
+        tl.store(segment_of_id_ptr + bin, number, mask=stored)
+        segments += tl.sum(begins, 0)
+    return segments
+
+
+@triton.jit
+def _place_in_quads(own, rank, counts):
     """Return the first chunk of each segment of one to four chunks, counted from the first quad's, and how many follow.
 
-    Quads hold segments of four chunks; of three, each with one of a single chunk; of two and two; of single chunks.
+    rank: how many segments of as many chunks precede this one. counts: how many have one, two, three and four chunks,
+    in 16 bits each. Quads hold segments of four chunks; of three, each with one of a single chunk; of two and two; of
+    single chunks.
     """
-    rank4, count4 = _rank_and_count(own == 4)
-    rank3, count3 = _rank_and_count(own == 3)
-    rank2, count2 = _rank_and_count(own == 2)
-    rank1, count1 = _rank_and_count(own == 1)
+    count1, count2 = (counts & 0xFFFF).to(tl.int32), (counts >> 16 & 0xFFFF).to(tl.int32)
+    count3, count4 = (counts >> 32 & 0xFFFF).to(tl.int32), (counts >> 48).to(tl.int32)
     behind_threes = tl.minimum(count1, count3)
     pairs = 4 * (count4 + count3)
     singles = pairs + 2 * count2
-    of_one = tl.where(rank1 < behind_threes, 4 * (count4 + rank1) + 3, singles + rank1 - behind_threes)
-    of_two = pairs + 2 * rank2
-    of_more = 4 * tl.where(own == 3, count4 + rank3, rank4)
+    of_one = tl.where(rank < behind_threes, 4 * (count4 + rank) + 3, singles + rank - behind_threes)
+    of_two = pairs + 2 * rank
+    of_more = 4 * tl.where(own == 3, count4 + rank, rank)
     return tl.where(own == 1, of_one, tl.where(own == 2, of_two, of_more)), singles + count1 - behind_threes
 
 
 @triton.jit
-def _store_places(
-    ids_ptr, chunks_ptr, ids_n, chunk, segments, N, C,
-    ROWS: tl.constexpr, FIELDS: tl.constexpr, QUAD: tl.constexpr, HAS_QUADS: tl.constexpr, BINS: tl.constexpr,
+def _store_segments(
+    words_ptr, segment_of_id_ptr, chunk, segments, N, C, ROWS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
+    HAS_QUADS: tl.constexpr,
 ):  # fmt: skip
-    """Store the number of each segment in the record of its first chunk.
+    """Store each segment's start, length and items so far at its first chunk.
 
-    Return how many chunks are used outside quads, the first quad's first chunk, the number of quads, and whether all
-    chunks fit. One of several chunks that would begin with an odd chunk leaves this one empty.
+    Return how many chunks are used outside quads, the first quad's first chunk, the number of quads, the number of
+    items, and whether all chunks fit. One of several chunks that would begin with an odd chunk leaves this one empty.
     """
-    record = chunks_ptr + chunk * FIELDS
-    is_segment = chunk < tl.minimum(segments, C)
-    start = tl.load(record + _START, mask=is_segment, other=0)
-    end = tl.load(record + FIELDS + _START, mask=chunk + 1 < tl.minimum(segments, C), other=N)
-    ids_of_segments = tl.load(ids_ptr + start * ids_n, mask=is_segment, other=0)
-    recurs = tl.max(tl.histogram(ids_of_segments.to(tl.int32) & (BINS - 1), BINS, mask=is_segment), 0) > 1
-    own = tl.where(is_segment, (end - start + ROWS - 1) // ROWS, 0)
-    in_quad = HAS_QUADS & (own <= QUAD)
-    owned = tl.where(in_quad, 0, tl.where(own > 1, (own + 1) // 2 * 2, own))
-    if_odd = owned + (owned > 1).to(tl.int32)
-    so_far, _ = tl.associative_scan((owned, if_odd), 0, _chunks_of_both)
-    base = so_far - owned
-    used = (tl.max(so_far, 0) + 1) // 2 * 2
+    stored = tl.minimum(segments, C)
+    is_segment = chunk < stored
+    word = tl.load(words_ptr + chunk, mask=is_segment, other=0)
+    next_word = tl.load(words_ptr + chunk + 1, mask=chunk + 1 < stored, other=N)
+    recurs = tl.load(segment_of_id_ptr + (word >> _START_BITS), mask=is_segment, other=0) != chunk
+    start = word & _START_MASK
+    length = (next_word & _START_MASK) - start
+    own = tl.where(is_segment, (length + ROWS - 1) // ROWS, 0)
+    in_quad = HAS_QUADS & is_segment & (own <= QUAD)
+    is_single = (own == 1) & (in_quad == 0)
+    is_longer = (own > 1) & (in_quad == 0)
+    owned = tl.where(is_longer, (own + 1) // 2 * 2, is_single.to(tl.int32))
+    items = tl.where(is_longer, (own + LISTED - 1) // LISTED, 0) << _CHUNKS_BITS
+    if_even = owned + items + (is_single.to(tl.int32) << _CHUNKS_BITS)
+    if_odd = owned + items + is_longer.to(tl.int32)
+    # Segments of one, two, three and four chunks are counted in 16 bits each.
+    shift = tl.where(in_quad, 16 * (own - 1), 0).to(tl.int64)
+    in_quad_of_size = in_quad.to(tl.int64) << shift
+    so_far, _, ranks = tl.associative_scan((if_even, if_odd, in_quad_of_size), 0, _sums_of_both)
+    flagged = so_far | ((is_segment & recurs).to(tl.int32) << 30)
+    total, counts = tl.reduce((flagged, ranks), 0, _larger_of_both)
+
+    used = ((total & _CHUNKS_MASK) + 1) // 2 * 2
     first_quad = (used + QUAD - 1) // QUAD * QUAD
-    quads = 0
-    if HAS_QUADS:
-        place, of_quads = _places_in_quads(own)
-        base = tl.where(in_quad, first_quad + place, base)
-        quads = (of_quads + QUAD - 1) // QUAD
-    fits = (segments <= C) & (tl.maximum(used, first_quad + quads * QUAD) <= C) & (recurs == 0)
-    tl.store(chunks_ptr + base * FIELDS + _SEGMENT, chunk, mask=is_segment & (base < C))
-    return used, first_quad, quads, fits
+    rank = ((ranks - in_quad_of_size) >> shift).to(tl.int32) & _CHUNKS_MASK
+    place, of_quads = _place_in_quads(own, rank, counts)
+    quads = (of_quads + QUAD - 1) // QUAD
+    first = tl.where(in_quad, first_quad + place, (so_far & _CHUNKS_MASK) - owned)
+    fits = (segments <= C) & (tl.maximum(used, first_quad + quads * QUAD) <= C) & (total >> 30 == 0)
+    tl.store(words_ptr + _SEGMENTS * C + first, start + (length << _START_BITS), mask=is_segment & (first < C))
+    tl.store(words_ptr + _ITEMS_SO_FAR * C + first, so_far >> _CHUNKS_BITS, mask=is_segment & (first < C))
+    return used, first_quad, quads, total >> _CHUNKS_BITS, fits
 
 
 @triton.jit
 def _store_items(
-    chunks_ptr, chunk, exists, first, last, full, own, count, FIELDS: tl.constexpr, LISTED: tl.constexpr
+    chunks_ptr, chunk, exists, first, last, full, own, count, so_far, listed,
+    FIELDS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """List the work items: a segment's chunks, divided as evenly as possible; return how many there are.
+    """List the work items: a segment's chunks, divided as evenly as possible.
 
-    One of one chunk shares an item with the next one.
+    One of one chunk shares an item with the next one. so_far: the number of items up to the chunk's segment.
     """
     record, position = chunks_ptr + chunk * FIELDS, chunk - first
     is_single = own == 1
     items = tl.where(is_single, 1 - chunk % 2, (own + LISTED - 1) // LISTED)  # of this chunk's segment
-    so_far = tl.cumsum(tl.where((count > 0) & (position == 0), items, 0), 0)
     item = (position * items + own - 1) // own  # the first that begins here or later
     begins = (count > 0) & (item < items) & (item * own // tl.maximum(items, 1) == position)
-    size = (item + 1) * own // tl.maximum(items, 1) - position
+    size = tl.where(is_single, 2, (item + 1) * own // tl.maximum(items, 1) - position)
+    last = tl.where(is_single, chunk + 2, last)
     of_item = chunks_ptr + (so_far - items + item) * FIELDS
-    tl.store(of_item + _ITEM, chunk, mask=begins)
-    tl.store(of_item + _ITEM_CHUNKS, tl.where(is_single, 2, size), mask=begins)
-    tl.store(of_item + _ITEM_FIRST, first, mask=begins)
-    tl.store(of_item + _ITEM_END, tl.where(is_single, chunk + 2, last), mask=begins)
+    _store_four(of_item + _ITEM, chunk, size, first, last, begins)
     tl.store(of_item + _ITEM_COMPARED, tl.where(is_single, chunk, full), mask=begins)
-    listed = tl.max(so_far, 0)
     is_empty = exists & (chunk >= listed)
-    tl.store(record + _ITEM, 0 * chunk, mask=is_empty)
-    tl.store(record + _ITEM_CHUNKS, 0 * chunk, mask=is_empty)
-    tl.store(record + _ITEM_FIRST, 0 * chunk, mask=is_empty)
-    tl.store(record + _ITEM_END, 0 * chunk, mask=is_empty)
-    tl.store(record + _ITEM_COMPARED, 0 * chunk, mask=is_empty)
-    return listed
+    zero = 0 * chunk
+    _store_four(record + _ITEM, zero, zero, zero, zero, is_empty)
+    tl.store(record + _ITEM_COMPARED, zero, mask=is_empty)
 
 
 @triton.jit
 def _store_ids(
-    ids_ptr, out_ptr, chunks_ptr, ids_n, i, end, fits, N,
-    PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, TOKENS: tl.constexpr,
+    ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, chunks, fits, N,
+    PADDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Store the ids of the rows up to `end`, in the order of the chunks: the number of the segment's first chunk."""
-    for place in range(0, end, TOKENS):
-        at = place + i
-        inside = at < end
-        of_chunk = chunks_ptr + at // ROWS * FIELDS
-        own_rows = tl.load(of_chunk + _ROWS_OF_ID, mask=inside & fits, other=0)
-        packed = tl.where(at % ROWS < own_rows, tl.load(of_chunk + _ID, mask=inside & fits, other=0), PADDING)
-        plain = tl.load(ids_ptr + at * ids_n, mask=(at < N) & (fits == 0), other=0).to(tl.int32)
-        tl.store(out_ptr + at, tl.where(fits, packed, tl.where(at < N, plain, PADDING)), mask=inside)
+    """Store the ids of these chunks' rows, in the order of the chunks: the number of the segment's first chunk."""
+    row = tl.arange(0, ROWS)[None, :]
+    for place in range(0, chunks, BLOCK // ROWS):
+        chunk = place + tl.arange(0, BLOCK // ROWS)
+        word = tl.load(ids_of_chunks_ptr + chunk, mask=chunk < chunks, other=0)[:, None]
+        at = chunk[:, None] * ROWS + row
+        ids = tl.where(row < (word & _ROWS_MASK), word >> _ROWS_BITS, PADDING)
+        if not fits:
+            ids = tl.where(at < N, tl.load(ids_ptr + at * ids_n, mask=at < N, other=0).to(tl.int32), PADDING)
+        tl.store(out_ptr + at, ids, mask=chunk[:, None] < chunks)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ids_b"])  # aligned loads would have another layout than the scan and the stores
 def packed_chunks_kernel(
-    ids_ptr, out_ptr, chunks_ptr, used_ptr, ids_b, ids_n, N, C,
+    ids_ptr, out_ptr, chunks_ptr, used_ptr, words_ptr, ids_b, ids_n, N, C,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
-    HAS_QUADS: tl.constexpr, CAN_FUSE: tl.constexpr, TOKENS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr,
+    HAS_QUADS: tl.constexpr, CAN_FUSE: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill the ids and chunks of one batch entry; see `packed_chunks`. TOKENS and CHUNKS are powers of two >= N, C.
+    """Fill the ids and chunks of one batch entry; see `packed_chunks`. CHUNKS is a power of two >= C.
 
-    Only the first step is a scan of all tokens, as scans take most of the time. The steps communicate through the
-    records: a barrier lies between the stores of one step and the loads of the next.
+    The steps communicate through the kernel's own words: a barrier lies between the stores of one step and the loads
+    of the next. BLOCK tokens are processed at once. The atomics are relaxed, as others wait for all earlier stores.
     """
     b = tl.cast(tl.program_id(0), tl.int64)
     ids_ptr += b * ids_b
     out_ptr += b * C * ROWS
+    words_ptr += b * (_PARTS * C + BINS)
     all_chunks_ptr = chunks_ptr
     chunks_ptr += b * C * FIELDS
+    segments_ptr, items_ptr = words_ptr + _SEGMENTS * C, words_ptr + _ITEMS_SO_FAR * C
+    ids_of_chunks_ptr, segment_of_id_ptr = words_ptr + _ROWS_OF_ID * C, words_ptr + _PARTS * C
     chunk = tl.arange(0, CHUNKS)
     record, exists = chunks_ptr + chunk * FIELDS, chunk < C
-    tl.store(record + _SEGMENT, -1 + 0 * chunk, mask=exists)
-
-    i = tl.arange(0, TOKENS)
-    segments = _store_starts(ids_ptr, chunks_ptr, ids_n, i, N, C, FIELDS)
+    tl.store(segments_ptr + chunk, 0 * chunk, mask=exists)
+    segments = _store_starts(ids_ptr, words_ptr, segment_of_id_ptr, ids_n, N, C, BINS, BLOCK)
     tl.debug_barrier()
-    used, first_quad, quads, fits = _store_places(
-        ids_ptr, chunks_ptr, ids_n, chunk, segments, N, C, ROWS, FIELDS, QUAD, HAS_QUADS, BINS
+    used, first_quad, quads, listed, fits = _store_segments(
+        words_ptr, segment_of_id_ptr, chunk, segments, N, C, ROWS, LISTED, QUAD, HAS_QUADS
     )
-    end_of_quads = first_quad + quads * QUAD
     tl.debug_barrier()
 
     # Records. If the chunks do not fit, they lie at multiples of 64, as those of one segment, and compare all ids.
-    segment = tl.load(record + _SEGMENT, mask=exists, other=-1)
-    first = tl.associative_scan(tl.where(fits & (segment >= 0), chunk, 0), 0, _larger)
-    segment = tl.load(chunks_ptr + first * FIELDS + _SEGMENT, mask=exists & fits, other=0)
-    of_segment = chunks_ptr + segment * FIELDS
-    is_segment = exists & fits
-    start = tl.load(of_segment + _START, mask=is_segment, other=0)
-    end = tl.load(of_segment + FIELDS + _START, mask=is_segment & (segment + 1 < segments), other=N)
+    begins = tl.load(segments_ptr + chunk, mask=exists, other=0) > 0
+    if HAS_QUADS:  # before the loaded numbers are needed, so that the sum arrives in the same time
+        quad = tl.atomic_add(used_ptr + _QUADS, tl.where(fits, quads, 0), sem="relaxed") + (chunk - first_quad) // QUAD
+    first = tl.associative_scan(tl.where(fits & begins, chunk, 0), 0, _larger)
+    word = tl.where(fits, tl.load(segments_ptr + first), N << _START_BITS)
+    start, length = word & _START_MASK, word >> _START_BITS
+    own = (length + ROWS - 1) // ROWS
     used = tl.where(fits, used, (N + 2 * ROWS - 1) // (2 * ROWS) * 2)
-    own = (end - start + ROWS - 1) // ROWS
-    row = tl.minimum(start + (chunk - first) * ROWS, N)
-    count = tl.minimum(tl.maximum(end - row, 0), ROWS)
-    last = first + own
-    full = tl.where(fits, first + (end - start) // ROWS, 0)
-    is_used = chunk < used
-    in_quad = fits & (chunk >= first_quad) & (chunk < end_of_quads)
-    quad_count = tl.where(in_quad, count, 0)
-    count = tl.where(in_quad, 0, tl.where(fits | (count == 0), count, ROWS))
-    tl.store(record + _FIRST, tl.where(is_used, first, C), mask=exists)
-    tl.store(record + _END, tl.where(is_used, last, 0), mask=exists)
-    tl.store(record + _COMPARED, tl.where(is_used, full, C), mask=exists)
-    tl.store(record + _ROW, row, mask=exists)
-    tl.store(record + _COUNT, count, mask=exists)
-    tl.store(record + _ID, first, mask=exists)
-    tl.store(record + _ROWS_OF_ID, count + quad_count, mask=exists)
-    tl.store(record + _SEGMENT_TOKENS, end - start, mask=exists)
-    if CAN_FUSE:
-        tl.atomic_add(used_ptr + _LONGER, tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0))
-        tl.atomic_add(used_ptr + _UNMOVED, 1 - fits.to(tl.int32))
-    if HAS_QUADS:
-        listed = tl.atomic_add(used_ptr + _QUADS, tl.where(fits, quads, 0)) + (chunk - first_quad) // QUAD
-        entry = all_chunks_ptr + listed * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
-        before = (b * C).to(tl.int32)
-        tl.store(entry + _QUAD_ROW, row, mask=in_quad)
-        tl.store(entry + _QUAD_COUNT, quad_count, mask=in_quad)
-        tl.store(entry + _QUAD_FIRST, before + first, mask=in_quad)
-        tl.store(entry + _QUAD_END, before + tl.where(quad_count > 0, last, first), mask=in_quad)
+    listed = tl.where(fits, listed, (N + LISTED * ROWS - 1) // (LISTED * ROWS))
+    items = tl.where(fits, tl.load(items_ptr + first), listed)
+    tl.atomic_max(used_ptr + _USED_QUERIES, used, sem="relaxed")
+    tl.atomic_max(used_ptr + _USED_KEYS, used, sem="relaxed")
+    tl.atomic_max(used_ptr + _ITEMS, listed, sem="relaxed")
 
-    listed = _store_items(chunks_ptr, chunk, exists, first, last, full, own, count, FIELDS, LISTED)
-    tl.atomic_max(used_ptr + _USED_QUERIES, used)
-    tl.atomic_max(used_ptr + _USED_KEYS, used)
-    tl.atomic_max(used_ptr + _ITEMS, listed)
+    row = tl.minimum(start + (chunk - first) * ROWS, N)
+    rows = tl.minimum(tl.maximum(start + length - row, 0), ROWS)
+    last = first + own
+    full = tl.where(fits, first + length // ROWS, 0)
+    is_used = chunk < used
+    in_quad = fits & (chunk >= first_quad) & (chunk < first_quad + quads * QUAD)
+    count = tl.where(in_quad, 0, tl.where(fits | (rows == 0), rows, ROWS))
+    needed = tl.where(is_used, first, C), tl.where(is_used, last, 0), tl.where(is_used, full, C)
+    _store_four(record + _FIRST, needed[0], needed[1], needed[2], row, exists)
+    _store_four(record + _COUNT, count, length, 0 * chunk, 0 * chunk, exists)
+    tl.store(ids_of_chunks_ptr + chunk, first << _ROWS_BITS | rows, mask=exists)
+    if HAS_QUADS:
+        entry = all_chunks_ptr + quad * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
+        own_index = (b * C).to(tl.int32) + first
+        _store_four(entry, row, rows, own_index, tl.where(rows > 0, own_index + own, own_index), in_quad)
+    _store_items(chunks_ptr, chunk, exists, first, last, full, own, count, items, listed, FIELDS, LISTED)
+    if CAN_FUSE:
+        longer = tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0)
+        tl.atomic_add(used_ptr + _LONGER, longer, sem="relaxed")
+        tl.atomic_add(used_ptr + _UNMOVED, 1 - fits.to(tl.int32), sem="relaxed")
     tl.debug_barrier()
-    end = tl.maximum(used, tl.where(fits, end_of_quads, 0)) * ROWS
-    _store_ids(ids_ptr, out_ptr, chunks_ptr, ids_n, i, end, fits, N, PADDING, ROWS, FIELDS, TOKENS)
+    end = tl.maximum(used, tl.where(fits, first_quad + quads * QUAD, 0))
+    _store_ids(ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, end, fits, N, PADDING, ROWS, BLOCK)
 
 
 @operator(
@@ -292,11 +302,12 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool, can_fuse: bool) -> tuple
     ids = segment_ids.new_empty(B, C * ROWS, dtype=torch.int32)
     chunks = segment_ids.new_empty(B, C, FIELDS, dtype=torch.int32)
     used = segment_ids.new_zeros(COUNTS, dtype=torch.int32)
-    tokens = next_power_of_2(N)
+    words = segment_ids.new_empty(B, _PARTS * C + _BINS, dtype=torch.int32)
+    threads = max(128, next_power_of_2(C))  # one per chunk
     triton_call(
-        segment_ids, ids, chunks, used, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
+        segment_ids, ids, chunks, used, words, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
         PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD, HAS_QUADS=has_quads, CAN_FUSE=can_fuse,
-        TOKENS=tokens, CHUNKS=next_power_of_2(C), BINS=_BINS, num_warps=min(16, max(4, tokens // 256)),
+        CHUNKS=threads, BINS=_BINS, BLOCK=min(next_power_of_2(N), _BLOCK), num_warps=threads // 32,
     )  # fmt: skip
     return ids, chunks, used
 
