@@ -215,13 +215,17 @@ def _store_ids(
         tl.store(out_ptr + at, ids, mask=chunk[:, None] < chunks)
 
 
-@triton.jit(do_not_specialize=["ids_b"])  # aligned loads would have another layout than the scan and the stores
+# With known strides, several aligned numbers would be loaded at once, and then moved to other threads for the scans.
+@triton.jit(do_not_specialize=["ids_b", "words_b"])
 def packed_chunks_kernel(
-    ids_ptr, out_ptr, chunks_ptr, used_ptr, words_ptr, ids_b, ids_n, N, C,
+    ids_ptr, out_ptr, chunks_ptr, used_ptr, words_ptr, ids_b, ids_n, words_b, N, C,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
     HAS_QUADS: tl.constexpr, CAN_FUSE: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Fill the ids and chunks of one batch entry; see `packed_chunks`. CHUNKS is a power of two >= C.
+    """Fill the ids and chunks of one batch entry; see `packed_chunks`.
+
+    CHUNKS is a power of two >= C. It is also at least the number of threads, as otherwise each thread would store fewer
+    than four numbers of a record.
 
     The steps communicate through the kernel's own words: a barrier lies between the stores of one step and the loads
     of the next. BLOCK tokens are processed at once. The atomics are relaxed, as others wait for all earlier stores.
@@ -229,7 +233,7 @@ def packed_chunks_kernel(
     b = tl.cast(tl.program_id(0), tl.int64)
     ids_ptr += b * ids_b
     out_ptr += b * C * ROWS
-    words_ptr += b * (_PARTS * C + BINS)
+    words_ptr += b * words_b
     all_chunks_ptr = chunks_ptr
     chunks_ptr += b * C * FIELDS
     segments_ptr, items_ptr = words_ptr + _SEGMENTS * C, words_ptr + _ITEMS_SO_FAR * C
@@ -303,11 +307,13 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool, can_fuse: bool) -> tuple
     chunks = segment_ids.new_empty(B, C, FIELDS, dtype=torch.int32)
     used = segment_ids.new_zeros(COUNTS, dtype=torch.int32)
     words = segment_ids.new_empty(B, _PARTS * C + _BINS, dtype=torch.int32)
-    threads = max(128, next_power_of_2(C))  # one per chunk
+    tokens = next_power_of_2(N)
+    warps = 4 if tokens <= 1024 else 8
     triton_call(
-        segment_ids, ids, chunks, used, words, *segment_ids.stride(), N, C, kernel=packed_chunks_kernel, grid=(B,),
-        PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD, HAS_QUADS=has_quads, CAN_FUSE=can_fuse,
-        CHUNKS=threads, BINS=_BINS, BLOCK=min(next_power_of_2(N), _BLOCK), num_warps=threads // 32,
+        segment_ids, ids, chunks, used, words, *segment_ids.stride(), words.stride(0), N, C,
+        kernel=packed_chunks_kernel, grid=(B,), PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD,
+        HAS_QUADS=has_quads, CAN_FUSE=can_fuse, CHUNKS=max(32 * warps, next_power_of_2(C)), BINS=_BINS,
+        BLOCK=min(tokens, _BLOCK), num_warps=warps,
     )  # fmt: skip
     return ids, chunks, used
 
