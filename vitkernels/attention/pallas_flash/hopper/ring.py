@@ -48,6 +48,9 @@ class WorkItem(NamedTuple):
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
     chunk: Any = 0  # of a listed item, the first of its chunks of own rows
     chunks: Any = 0  # of a listed item, how many it has
+    # With ids, only the loader knows:
+    rows: tuple = ()  # the first row of each warpgroup's chunk
+    shifts: tuple = ()  # how far the rows of streamed chunks of even, and of odd, numbers lie from their places
 
 
 class Stream(NamedTuple):
@@ -135,14 +138,17 @@ class RingKernel(tiles.HopperKernel):
         """Return the number of copies that load a streamed tile; chunks need one each."""
         return self.copies * (self.schedule.tile // ROWS if self.has_ids else 1)
 
-    def load_tile(self, ref, item: WorkItem, side: Side, tile, head, parts: tuple, slot, barrier) -> None:
+    def load_tile(self, ref, item: WorkItem, tile, head, parts: tuple, slot, barrier) -> None:
         """Request a streamed tile of one head; the barrier gets tile_copies arrivals."""
         place = tile * self.schedule.tile
-        if side.chunks is None:
+        if not self.has_ids:
             tiles.load_rows(ref, item.batch, place, head, parts, slot, barrier, self.interpret)
             return
-        for chunk in range(self.schedule.tile // ROWS):
-            row = side.row(item.batch, place + chunk * ROWS)
+        per_tile = self.schedule.tile // ROWS
+        for chunk in range(per_tile):
+            # Known when the kernel is compiled, unless a tile is one chunk.
+            shift = item.shifts[chunk % 2] if per_tile > 1 else jnp.where(lax.rem(tile, 2) == 0, *item.shifts)
+            row = place + chunk * ROWS + shift
             tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret, chunk)
 
     # --- indices ------------------------------------------------------------------------------------------------------
@@ -175,6 +181,24 @@ class RingKernel(tiles.HopperKernel):
             return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
         # A warpgroup without rows gets those of another one, lest it read beyond the chunks. An empty item has none.
         return (item.chunk + lax.max(lax.min(warpgroup, item.chunks - 1), 0)) * ROWS
+
+    def own_row(self, item: WorkItem, warpgroup: int):
+        """Return the first of a warpgroup's own rows; only the loader may ask."""
+        return item.rows[warpgroup] if self.has_ids else self.first_row(item, warpgroup)
+
+    def _located(self, item: WorkItem, own: Side, streamed: Side) -> WorkItem:
+        """Return the item with `rows` and `shifts`, so that the loader waits for records once, and not for each tile.
+
+        The rows of a segment's chunks follow each other. Where an even chunk and the next one belong to two segments,
+        no other chunk streams past the item.
+        """
+        if own.chunks is None:
+            return item
+        rows = (own.row(item.batch, self.first_row(item, warpgroup)) for warpgroup in range(self.schedule.warpgroups))
+        even = lax.div(item.first * (self.schedule.tile // ROWS), 2) * 2
+        last = streamed.chunks.shape[1] - 1  # an item without steps may name a chunk beyond it
+        shifts = (streamed.row(item.batch, lax.min(even + i, last) * ROWS) - (even + i) * ROWS for i in range(2))
+        return item._replace(rows=tuple(rows), shifts=tuple(shifts))
 
     def _has_rows(self, own: Side, item: WorkItem, warpgroup):
         place = self.first_row(item, warpgroup)
@@ -270,11 +294,12 @@ class RingKernel(tiles.HopperKernel):
 
     # --- warp specialization ------------------------------------------------------------------------------------------
 
-    def divide_roles(self, side: Side, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
+    def divide_roles(self, side: Side, streamed: Side, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
         """Run compute(item, warpgroup, after_first_tile) on the compute warpgroups while the loader requests rows.
 
         Args:
             side: that of the own rows.
+            streamed: that of the streamed rows.
             span_of: span_of(item) returns the first of the streamed tiles, their number, and how many of them need no
                 comparison.
             compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
@@ -311,7 +336,12 @@ class RingKernel(tiles.HopperKernel):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            self._request(lambda process: self._for_each_item(side, span_of, process), own, streams)
+
+            def for_each_item(process):
+                located = lambda item: process(self._located(item, side, streamed))  # noqa: E731
+                return self._for_each_item(side, span_of, located)
+
+            self._request(for_each_item, own, streams)
 
     def _for_each_item(self, side: Side, span_of, process) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
