@@ -42,6 +42,7 @@ class Backward(RingKernel):
             "own_consumed": self.own_consumed(),
             "arrived": self.arrived(2 * self.tile_copies + self.has_ids),
             "consumed": self.consumed(),
+            **self.record_scratch(),
         }
         if self.has_ids:
             scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
@@ -83,7 +84,9 @@ class Backward(RingKernel):
             queries,
             keys,
             lambda item: self.span_of(item, queries, keys),
-            OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
+            OwnRows(
+                load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"], self.records(scratch)
+            ),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
         )
@@ -169,6 +172,7 @@ class Backward(RingKernel):
             "own_consumed": self.own_consumed(),
             "arrived": self.arrived(2 * self.tile_copies + 2 + self.has_ids),
             "consumed": self.consumed(),
+            **self.record_scratch(),
         }
         if self.has_ids:
             scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
@@ -206,7 +210,7 @@ class Backward(RingKernel):
             keys,
             queries,
             lambda item: self.span_of(item, keys, queries),
-            OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
+            OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"], self.records(scratch)),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
         )

@@ -36,6 +36,7 @@ class Forward(RingKernel):
             "v_arrived": self.arrived(self.tile_copies),
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
+            **self.record_scratch(),
         }
         if self.has_ids:
             scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
@@ -76,7 +77,7 @@ class Forward(RingKernel):
             queries,
             keys,
             lambda item: self._span_of(item, queries, keys),
-            OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
+            OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"], self.records(scratch)),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
