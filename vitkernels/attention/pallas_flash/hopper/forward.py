@@ -37,6 +37,7 @@ class Forward(RingKernel):
             "v_arrived": self.arrived(self.tile_copies),
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
+            **self.record_scratch(),
         }
         if self.has_ids:
             scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
@@ -58,7 +59,7 @@ class Forward(RingKernel):
             if ids:
                 rows = queries.ids.at[item.batch, pl.ds(first, ROWS)]
                 plgpu.copy_gmem_to_smem(rows, scratch["q_ids_smem"].at[owner], arrived)
-            row = queries.row(item.batch, first)
+            row = self.own_row(item, warpgroup)
             tiles.load_rows(q_ref, item.batch, row, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
 
         def stream(ref, which, name):
@@ -69,14 +70,15 @@ class Forward(RingKernel):
                 if ids and name == "k":
                     rows = keys.ids.at[item.batch, pl.ds(first, self.schedule.tile)]
                     plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
-                self.load_tile(ref, item, keys, tile, head, smem, slot, arrived.at[slot])
+                self.load_tile(ref, item, tile, head, smem, slot, arrived.at[slot])
 
             return Stream(load, arrived, consumed)
 
         self.divide_roles(
             queries,
+            keys,
             lambda item: self._span_of(item, queries, keys),
-            OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
+            OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"], self.records(scratch)),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
