@@ -180,7 +180,7 @@ def test_work_items__rows_of_streamed_chunks_follow_from_two(tile, warpgroups, i
     long = segments((0, 33), (1, 350), (2, 20), (3, 64), (4, 65), (5, 268))  # a chunk stays empty behind the first one
     recurring = segments((0, 300), (1, 100), (0, 400))
     entries = torch.stack([long, recurring, segments((0, 799), (1, 1))])
-    _, chunks, used = packed_chunks(entries, has_quads)
+    _, chunks, used = packed_chunks(entries, has_quads, False)
     count, N = chunks.shape[1], entries.shape[1]
     schedule = Schedule(tile, 2, warpgroups, is_listed=is_listed)
     kernel = Forward(3, 1, N, N, 64, "bfloat16", 0.1, False, 1, (0, 0, 0), schedule, True, 132, (count, count))

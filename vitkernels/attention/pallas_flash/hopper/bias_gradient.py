@@ -180,7 +180,7 @@ class BiasGradient(RingKernel):
             keep = self._keeps(place, slot, first_row, first_key, scores.shape, scratch)
             weights = weights if keep is None else jnp.where(keep, weights, 0.0)
             ds = weights * (dp - along_rows(delta, dp.shape))
-            plgpu.barrier_arrive(scratch["consumed"].at[slot])
+            tiles.release_after_reads(scratch["consumed"].at[slot], self.interpret)
             return total + ds
 
         total = lax.fori_loop(0, item.steps, add, filled((ROWS, columns), 0, WGMMA))

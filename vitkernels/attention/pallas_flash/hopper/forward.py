@@ -126,7 +126,9 @@ class Forward(RingKernel):
         if ids is not None:
             of_keys = plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             keep = tiles.same_id(ids, of_keys)
-        plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
+            tiles.release_after_reads(scratch["k_consumed"].at[slot], self.interpret)
+        else:
+            plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])

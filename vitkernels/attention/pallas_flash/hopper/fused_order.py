@@ -167,7 +167,7 @@ class OrderedKernel(RingKernel):
         """Call process(item) for the items that take(number) returns.
 
         Return how many were taken before the last one, which is none, how many were processed, and their tiles.
-        release(number) is called when what was taken has been read.
+        release(number) is called when what was taken is no longer needed.
 
         A batch entry with fewer chunks than another one has empty items, which are not processed.
         """
@@ -177,13 +177,13 @@ class OrderedKernel(RingKernel):
             taken, number, streamed, index = carry
             record = scratch["record_smem"].at[lax.rem(taken, _TICKETS)] if ids else None
             item = self.item(index, number, streamed, ids, record)
-            release(taken)
             if ids:
                 pl.when(item.steps > 0)(lambda: process(item))
                 number += (item.steps > 0).astype(jnp.int32)
             else:
                 process(item)
                 number += 1
+            release(taken)  # not before: reads of the record could still be under way
             return taken + 1, number, streamed + item.steps, take(taken + 1)
 
         zero = jnp.int32(0)

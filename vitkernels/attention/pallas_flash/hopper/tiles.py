@@ -13,6 +13,7 @@ from jax._src.pallas.mosaic_gpu.core import UnswizzleRef
 from jax._src.state import indexing
 from jax._src.state.types import ReshapeTransform, TransformedRef
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups
@@ -233,6 +234,22 @@ def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret
     slices = _columns(array_ref, batch, first_row, rows, head, parts)
     for part, destination in zip(parts, slices, strict=True):
         plgpu.copy_smem_to_gmem(untiled(part, index, interpret), destination)
+
+
+def release_after_reads(barrier, interpret: bool) -> None:
+    """Release a slot of the ring that was also read to registers, and not only by products.
+
+    Such reads may still be under way when a later instruction arrives at the barrier, and the copy engine's next write
+    would overtake them. The fence waits for them.
+    """
+    if not interpret:
+
+        @plgpu.inline_mgpu()
+        def fence(_ctx):
+            mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+        fence()
+    plgpu.barrier_arrive(barrier)
 
 
 def first_rows(parts: tuple, rows: int) -> tuple:
