@@ -171,6 +171,21 @@ def test_packed_segments__on_gpu(lengths, D, dtype):
 
 
 @gpu
+@pytest.mark.parametrize("lengths", [(300, 300, 1400), (1200, 1201, 257), (3800,)])
+def test_packed_segments__many_heads_on_gpu(lengths):
+    """The last tiles' ids are not overwritten while slow warps still read them, as a rerun would tell."""
+    segment_ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(11, -1).cuda()
+    qkv = torch.randn(*segment_ids.shape, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
+    attend = attention.get("pallas_flash").qkvpacked
+    with torch.no_grad():
+        first = attend(qkv, segment_ids=segment_ids)
+        assert all(torch.equal(first, attend(qkv, segment_ids=segment_ids)) for _ in range(40))
+        starts = torch.tensor(lengths).cumsum(0) - torch.tensor(lengths)
+        alone = [attend(qkv[:, i : i + n]) for i, n in zip(starts.tolist(), lengths, strict=True)]
+    assert error(first, torch.cat(alone, 1).double()) < TOLERANCE[torch.bfloat16]
+
+
+@gpu
 @pytest.mark.parametrize("D, dtype", [(64, torch.bfloat16), (40, torch.float16)])
 @pytest.mark.parametrize("lengths", [[(1100, 901), (1300, 257, 444), (64, 1937)], [(1200, 801), (1500, 1, 500)] * 2])
 def test_fused_backward__with_segments__on_gpu(lengths, D, dtype):

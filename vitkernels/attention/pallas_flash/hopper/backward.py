@@ -28,8 +28,9 @@ class Backward(RingKernel):
 
     def sides(self, ids: tuple) -> tuple[Side, Side]:
         """Return queries and keys, with the counts that may leave all work to the fused kernel."""
-        sides = super().sides(ids)
-        return tuple(side._replace(counts=ids[4]) for side in sides) if ids else sides
+        queries, keys = super().sides(ids)
+        counts = ids[4] if ids else None
+        return queries._replace(counts=counts), keys._replace(counts=counts)
 
     # --- dq -----------------------------------------------------------------------------------------------------------
 

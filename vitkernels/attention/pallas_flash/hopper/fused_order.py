@@ -156,7 +156,8 @@ class OrderedKernel(RingKernel):
         """Return whether this is the last item of its sequence."""
         return item.place + _KEYS >= item.tokens
 
-    def first_row(self, item: KeyBlock, warpgroup):
+    def first_row(self, item, warpgroup):
+        """Return the first of a warpgroup's own rows. item: a KeyBlock."""
         return item.row + item.place + warpgroup * ROWS
 
     def rows_of(self, item: KeyBlock, place):
