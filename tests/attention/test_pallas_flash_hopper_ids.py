@@ -166,38 +166,6 @@ def test_listed_items__have_no_rows_beyond_their_chunks(chunks, rows):
 
 
 @needs_new_jax
-@pytest.mark.parametrize("has_quads", [False, True])
-@pytest.mark.parametrize(
-    "tile, warpgroups, is_listed", [(64, 1, False), (64, 2, False), (128, 2, False), (128, 3, True)]
-)
-def test_work_items__rows_of_streamed_chunks_follow_from_two(tile, warpgroups, is_listed, has_quads):
-    """The loader reads only the first row of an even chunk and of the next one; see RingKernel._located."""
-    from vitkernels.attention.pallas_flash.hopper.forward import Forward
-    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
-    from vitkernels.attention.pallas_flash.hopper.ring import Side, WorkItem
-    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
-
-    long = segments((0, 33), (1, 350), (2, 20), (3, 64), (4, 65), (5, 268))  # a chunk stays empty behind the first one
-    recurring = segments((0, 300), (1, 100), (0, 400))
-    entries = torch.stack([long, recurring, segments((0, 799), (1, 1))])
-    _, chunks, used = packed_chunks(entries, has_quads, False)
-    count, N = chunks.shape[1], entries.shape[1]
-    schedule = Schedule(tile, 2, warpgroups, is_listed=is_listed)
-    kernel = Forward(3, 1, N, N, 64, "bfloat16", 0.1, False, 1, (0, 0, 0), schedule, True, 132, (count, count))
-    side = Side(N, chunks=chunks.numpy())
-    for batch in range(len(entries)):
-        for i in range(used[2] if is_listed else -(-used[0] // warpgroups)):
-            item = WorkItem(batch, 0, i, 0, 0)
-            if is_listed:
-                item = item._replace(chunk=int(chunks[batch, i, 8]), chunks=int(chunks[batch, i, 9]))
-            first, steps, _ = (int(x) for x in kernel.span_of(item, side, side))
-            located = kernel._located(item._replace(first=first, steps=steps), side, side)
-            for chunk in range(first * tile // 64, (first + steps) * tile // 64):
-                row = 64 * chunk + int(located.shifts[chunk % 2])
-                assert min(row, N) == chunks[batch, chunk, 3]  # beyond the last row, any rows load as zeros
-
-
-@needs_new_jax
 def test_packed_chunks__form_quads_behind_long_segments():
     """Segments of up to 256 tokens do not cross from one quad to the next; recurring ids have no quads."""
     from vitkernels.attention.pallas_flash.hopper.chunks import PADDING

@@ -48,7 +48,6 @@ class Backward(RingKernel):
             "own_consumed": self.own_consumed(),
             "arrived": self.arrived(2 * self.tile_copies + self.has_ids),
             "consumed": self.consumed(),
-            **self.record_scratch(),
         }
         if self.has_ids:
             scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
@@ -64,7 +63,7 @@ class Backward(RingKernel):
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
-            row = self.own_row(item, warpgroup)
+            row = queries.row(item.batch, first)
             q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
 
             def load(ref, head, name, arrived):
@@ -82,17 +81,14 @@ class Backward(RingKernel):
             _, k_head, v_head = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
-                self.load_tile(ref, item, tile, head, scratch[name], slot, arrived)
+                self.load_tile(ref, item, keys, tile, head, scratch[name], slot, arrived)
             if ids:
                 self._load_ids(keys.ids, item, first, slot, arrived, scratch)
 
         self.divide_roles(
             queries,
-            keys,
             lambda item: self.span_of(item, queries, keys),
-            OwnRows(
-                load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"], self.records(scratch)
-            ),
+            OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
         )
@@ -178,7 +174,6 @@ class Backward(RingKernel):
             "own_consumed": self.own_consumed(),
             "arrived": self.arrived(2 * self.tile_copies + 2 + self.has_ids),
             "consumed": self.consumed(),
-            **self.record_scratch(),
         }
         if self.has_ids:
             scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
@@ -193,7 +188,7 @@ class Backward(RingKernel):
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
-            row = self.own_row(item, warpgroup)
+            row = keys.row(item.batch, first)
             arrived = scratch["own_arrived"].at[owner]
             _, k_head, v_head = self.heads_of(item)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
@@ -205,7 +200,7 @@ class Backward(RingKernel):
             q_head, *_ = self.heads_of(item)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, item.head, "do_smem")):
-                self.load_tile(ref, item, tile, head, scratch[name], slot, arrived)
+                self.load_tile(ref, item, queries, tile, head, scratch[name], slot, arrived)
             for ref, name in ((lse_ref, "lse_smem"), (delta_ref, "delta_smem")):
                 rows = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
                 plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)
@@ -214,9 +209,8 @@ class Backward(RingKernel):
 
         self.divide_roles(
             keys,
-            queries,
             lambda item: self.span_of(item, keys, queries),
-            OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"], self.records(scratch)),
+            OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
         )

@@ -155,7 +155,6 @@ class BiasGradient(RingKernel):
 
         self.divide_roles(
             Side(self.queries),
-            Side(self.keys),
             self._pairs_of,
             OwnRows(lambda item, warpgroup: None, (), scratch["own_consumed"]),
             [Stream(load_pair, scratch["arrived"], scratch["consumed"])],

@@ -37,7 +37,6 @@ class Forward(RingKernel):
             "v_arrived": self.arrived(self.tile_copies),
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
-            **self.record_scratch(),
         }
         if self.has_ids:
             scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
@@ -59,7 +58,7 @@ class Forward(RingKernel):
             if ids:
                 rows = queries.ids.at[item.batch, pl.ds(first, ROWS)]
                 plgpu.copy_gmem_to_smem(rows, scratch["q_ids_smem"].at[owner], arrived)
-            row = self.own_row(item, warpgroup)
+            row = queries.row(item.batch, first)
             tiles.load_rows(q_ref, item.batch, row, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
 
         def stream(ref, which, name):
@@ -70,15 +69,14 @@ class Forward(RingKernel):
                 if ids and name == "k":
                     rows = keys.ids.at[item.batch, pl.ds(first, self.schedule.tile)]
                     plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
-                self.load_tile(ref, item, tile, head, smem, slot, arrived.at[slot])
+                self.load_tile(ref, item, keys, tile, head, smem, slot, arrived.at[slot])
 
             return Stream(load, arrived, consumed)
 
         self.divide_roles(
             queries,
-            keys,
             lambda item: self._span_of(item, queries, keys),
-            OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"], self.records(scratch)),
+            OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
@@ -126,7 +124,6 @@ class Forward(RingKernel):
         if ids is not None:
             of_keys = plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             keep = tiles.same_id(ids, of_keys)
-            tiles.release_after_reads(scratch["k_consumed"].at[slot], self.interpret)
         else:
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep)
@@ -134,6 +131,10 @@ class Forward(RingKernel):
         v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
         out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
         plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
+        if ids is not None:
+            # Not before: the reads of ids could still be under way, and the next tile's ids would overtake them. The
+            # product with values waited for them.
+            plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         return out, highest, total
 
     # --- online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), a carry of output, maximum and sum -----------

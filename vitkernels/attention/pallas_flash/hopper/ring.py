@@ -19,7 +19,6 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     COMPARED,
     COUNT,
     END,
-    FIELDS,
     FIRST,
     ITEM,
     ITEM_CHUNKS,
@@ -38,7 +37,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import at
 
 
 class WorkItem(NamedTuple):
-    """The unit of work of a thread block: own rows of a head, 64 per compute warpgroup. Most fields are integers."""
+    """The unit of work of a thread block: own rows of a head, 64 per compute warpgroup. All fields are integers."""
 
     batch: Any
     head: Any
@@ -50,11 +49,6 @@ class WorkItem(NamedTuple):
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
     chunk: Any = 0  # of a listed item, the first of its chunks of own rows
     chunks: Any = 0  # of a listed item, how many it has
-    # With ids, on the compute warpgroups: records in shared memory, of their chunks, then the one that lists the item.
-    records: Any = None
-    # With ids, on the loader, which reads records from device memory:
-    rows: tuple = ()  # the first row of each warpgroup's chunk
-    shifts: tuple = ()  # of streamed chunks with even and with odd numbers, how far their rows lie from their places
 
 
 class Stream(NamedTuple):
@@ -71,7 +65,6 @@ class OwnRows(NamedTuple):
     load: Callable  # (item, warpgroup): request the rows
     arrived: tuple  # barriers, one per owner
     consumed: Any  # barriers that a warpgroup arrives at to release the rows' buffer
-    records: tuple = ()  # with ids: records of work items in shared memory, and the barriers that they arrive at
 
 
 class Side(NamedTuple):
@@ -82,6 +75,14 @@ class Side(NamedTuple):
     chunks: Any = None
     used: Any = None  # how many of the chunks of a batch entry are used, or how many work items are listed
     counts: Any = None  # all counts, if the fused backward kernel may process the chunks instead
+
+    def row(self, batch, place):
+        """Return the row that has a place, a multiple of 64, in the order of ids and vectors."""
+        return place if self.chunks is None else self.chunks[batch, lax.div(jnp.int32(place), ROWS), ROW]
+
+    def count(self, batch, place):
+        """Return how many of the rows from a place on are those of its chunk; the others must not be stored."""
+        return ROWS if self.chunks is None else self.chunks[batch, lax.div(place, ROWS), COUNT]
 
 
 class RingKernel(tiles.HopperKernel):
@@ -115,19 +116,6 @@ class RingKernel(tiles.HopperKernel):
     def ring_of_ids(self) -> plgpu.SMEM:
         return plgpu.SMEM((self.schedule.stages, self.schedule.tile), jnp.int32)
 
-    def record_scratch(self) -> dict:
-        """Return scratch for the records of the work items whose own rows are kept; nothing without ids."""
-        if not self.has_ids:
-            return {}
-        s = self.schedule
-        return {
-            "records_smem": plgpu.SMEM((s.buffers, s.warpgroups + s.is_listed, FIELDS), jnp.int32),
-            "records_arrived": plgpu.Barrier(num_arrivals=1 + s.is_listed, num_barriers=s.buffers),
-        }
-
-    def records(self, scratch: dict) -> tuple:
-        return (scratch["records_smem"], scratch["records_arrived"]) if self.has_ids else ()
-
     def arrived(self, arrivals: int) -> plgpu.Barrier:
         return plgpu.Barrier(num_arrivals=arrivals, num_barriers=self.schedule.stages)
 
@@ -149,17 +137,14 @@ class RingKernel(tiles.HopperKernel):
         """Return the number of copies that load a streamed tile; chunks need one each."""
         return self.copies * (self.schedule.tile // ROWS if self.has_ids else 1)
 
-    def load_tile(self, ref, item: WorkItem, tile, head, parts: tuple, slot, barrier) -> None:
+    def load_tile(self, ref, item: WorkItem, side: Side, tile, head, parts: tuple, slot, barrier) -> None:
         """Request a streamed tile of one head; the barrier gets tile_copies arrivals."""
         place = tile * self.schedule.tile
-        if not self.has_ids:
+        if side.chunks is None:
             tiles.load_rows(ref, item.batch, place, head, parts, slot, barrier, self.interpret)
             return
-        per_tile = self.schedule.tile // ROWS
-        for chunk in range(per_tile):
-            # Known when the kernel is compiled, unless a tile is one chunk.
-            shift = item.shifts[chunk % 2] if per_tile > 1 else jnp.where(lax.rem(tile, 2) == 0, *item.shifts)
-            row = place + chunk * ROWS + shift
+        for chunk in range(self.schedule.tile // ROWS):
+            row = side.row(item.batch, place + chunk * ROWS)
             tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret, chunk)
 
     # --- indices ------------------------------------------------------------------------------------------------------
@@ -186,51 +171,18 @@ class RingKernel(tiles.HopperKernel):
         """Return the indices of the item's head in q, k and v."""
         return tuple(item.head + first for first in self.first_heads)
 
-    def chunk(self, item: WorkItem, warpgroup):
-        """Return the number of a warpgroup's chunk of own rows."""
-        if not self.schedule.is_listed:
-            return item.tile * self.schedule.warpgroups + warpgroup
-        # A warpgroup without rows gets those of another one, lest it read beyond the chunks. An empty item has none.
-        return item.chunk + lax.max(lax.min(warpgroup, item.chunks - 1), 0)
-
     def first_row(self, item: WorkItem, warpgroup):
-        """Return the first of a warpgroup's own rows; with ids, its place in the order of ids and vectors."""
-        return self.chunk(item, warpgroup) * ROWS
+        """Return the first of a warpgroup's own rows; with ids, its place (see Side.row)."""
+        if not self.schedule.is_listed:
+            return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
+        # A warpgroup without rows gets those of another one, lest it read beyond the chunks. An empty item has none.
+        return (item.chunk + lax.max(lax.min(warpgroup, item.chunks - 1), 0)) * ROWS
 
-    def own_row(self, item: WorkItem, warpgroup: int):
-        """Return the first of a warpgroup's own rows; only the loader may ask."""
-        return item.rows[warpgroup] if self.has_ids else self.first_row(item, warpgroup)
-
-    def _located(self, item: WorkItem, own: Side, streamed: Side) -> WorkItem:
-        """Return an item with `rows` and `shifts`, so that the loader waits for records once, and not for each tile.
-
-        The rows of a segment's chunks follow each other. Where an even chunk and the next one belong to two segments,
-        no other chunk streams past the item.
-        """
+    def _has_rows(self, own: Side, item: WorkItem, warpgroup):
+        place = self.first_row(item, warpgroup)
         if own.chunks is None:
-            return item
-        rows = (self._field(item, own, warpgroup, ROW) for warpgroup in range(self.schedule.warpgroups))
-        even = lax.div(item.first * (self.schedule.tile // ROWS), 2) * 2
-        last = streamed.chunks.shape[1] - 1  # an item without steps may name a chunk beyond it
-        shifts = (streamed.chunks[item.batch, lax.min(even + i, last), ROW] - (even + i) * ROWS for i in range(2))
-        return item._replace(rows=tuple(rows), shifts=tuple(shifts))
-
-    def _field(self, item: WorkItem, own: Side, warpgroup, field: int):
-        """Return a field of the record of a warpgroup's chunk."""
-        if item.records is None:
-            return own.chunks[item.batch, self.chunk(item, warpgroup), field]
-        return item.records[warpgroup, field]
-
-    def _listed_field(self, item: WorkItem, own: Side, field: int):
-        """Return a field of the record that lists the item."""
-        if item.records is None:
-            return own.chunks[item.batch, item.tile, field]
-        return item.records[self.schedule.warpgroups, field]
-
-    def _has_rows(self, item: WorkItem, own: Side, warpgroup):
-        if own.chunks is None:
-            return self.first_row(item, warpgroup) < own.tokens
-        has_rows = self._field(item, own, warpgroup, COUNT) > 0
+            return place < own.tokens
+        has_rows = own.count(item.batch, place) > 0
         return has_rows & (warpgroup < item.chunks) if self.schedule.is_listed else has_rows
 
     def owner(self, number, warpgroup):
@@ -247,11 +199,10 @@ class RingKernel(tiles.HopperKernel):
             return 0, pl.cdiv(streamed.tokens, self.schedule.tile), 0
         if self.schedule.is_listed:
             fields = ITEM_FIRST, ITEM_END, ITEM_COMPARED
-            return self._tiles_of(*(self._listed_field(item, own, field) for field in fields))
-        records = [
-            [self._field(item, own, warpgroup, field) for field in (FIRST, END, COMPARED)]
-            for warpgroup in range(self.schedule.warpgroups)
-        ]
+            return self._tiles_of(*(own.chunks[item.batch, item.tile, field] for field in fields))
+        first_chunk, records = item.tile * self.schedule.warpgroups, []
+        for i in range(self.schedule.warpgroups):
+            records.append([own.chunks[item.batch, first_chunk + i, field] for field in (FIRST, END, COMPARED)])
         firsts, ends, compared = zip(*records, strict=True)
         first, end = functools.reduce(lax.min, firsts), functools.reduce(lax.max, ends)
         # The comparison begins at `first` for a chunk that needs other chunks than the first one does.
@@ -297,9 +248,10 @@ class RingKernel(tiles.HopperKernel):
 
     def store_own(self, item: WorkItem, warpgroup, own: Side, results: list[tuple]) -> None:
         """Start storing results of own rows: (parts in shared memory, values, array, head)."""
-        owner = self.owner(item.number, warpgroup)
+        owner, place = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
+        row, count = own.row(item.batch, place), own.count(item.batch, place)
 
-        def store_chunk(row):
+        def store_chunk():
             for parts, values, *_ in results:
                 for part, x in zip(at(parts, owner), values, strict=True):
                     part[...] = x.astype(part.dtype)
@@ -308,25 +260,23 @@ class RingKernel(tiles.HopperKernel):
                 tiles.store_rows(parts, owner, ref, item.batch, row, head, self.interpret)
 
         if own.chunks is None:
-            store_chunk(self.first_row(item, warpgroup))
+            store_chunk()
             return
-        row, count = (self._field(item, own, warpgroup, field) for field in (ROW, COUNT))
-        pl.when(count == ROWS)(lambda: store_chunk(row))
+        pl.when(count == ROWS)(store_chunk)
 
         @pl.when(count < ROWS)
         def _():
-            record = own.chunks.at[item.batch, self.chunk(item, warpgroup)]
+            record = own.chunks.at[item.batch, lax.div(place, ROWS)]
             for _, values, ref, head in results:
                 store_first_rows(ref.at[item.batch, :, head], values, row, record, COUNT, self.interpret)
 
     # --- warp specialization ------------------------------------------------------------------------------------------
 
-    def divide_roles(self, side: Side, streamed: Side, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
+    def divide_roles(self, side: Side, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
         """Run compute(item, warpgroup, after_first_tile) on the compute warpgroups while the loader requests rows.
 
         Args:
             side: that of the own rows.
-            streamed: that of the streamed rows.
             span_of: span_of(item) returns the first of the streamed tiles, their number, and how many of them need no
                 comparison.
             compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
@@ -347,13 +297,13 @@ class RingKernel(tiles.HopperKernel):
                     if self.schedule.buffers > 1:
                         pl.when(item.number > 0)(lambda: give_back(item.number - 1))
 
-                has_rows = self._has_rows(item, side, warpgroup)
+                has_rows = self._has_rows(side, item, warpgroup)
                 pl.when(has_rows)(lambda: compute(item, warpgroup, after_first_tile))
                 pl.when(~has_rows)(lambda: self._pass_through(item, warpgroup, after_first_tile, own, streams))
                 if self.schedule.buffers == 1:
                     give_back(item.number)
 
-            items, _ = self._for_each_item(side, span_of, process, functools.partial(self._arrived_records, own))
+            items, _ = self._for_each_item(side, span_of, process)
             if self.schedule.buffers > 1:
                 # With ids, the number of items is known only here, and a block may have none.
                 last = lambda: give_back(items - 1)  # noqa: E731
@@ -363,22 +313,10 @@ class RingKernel(tiles.HopperKernel):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
+            self._request(lambda process: self._for_each_item(side, span_of, process), own, streams)
 
-            def for_each_item(process):
-                located = lambda item: process(self._located(item, side, streamed))  # noqa: E731
-                return self._for_each_item(side, span_of, located, lambda number: None)
-
-            def load(item, warpgroup):
-                if warpgroup == self.schedule.warpgroups - 1:  # the item's buffers are all free, and so are its records
-                    self._request_records(item, side, own)
-                own.load(item, warpgroup)
-
-            self._request(for_each_item, own._replace(load=load), streams)
-
-    def _for_each_item(self, side: Side, span_of, process, records_of) -> tuple:
+    def _for_each_item(self, side: Side, span_of, process) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
-
-        records_of(number) returns an item's records, if they are in shared memory.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
@@ -396,9 +334,9 @@ class RingKernel(tiles.HopperKernel):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def body(number, streamed):
-            item = WorkItem(*divided(index(number)), number, streamed, records=records_of(number))
+            item = WorkItem(*divided(index(number)), number, streamed)
             if self.schedule.is_listed:
-                chunk, chunks = (self._listed_field(item, side, field) for field in (ITEM, ITEM_CHUNKS))
+                chunk, chunks = (side.chunks[item.batch, item.tile, field] for field in (ITEM, ITEM_CHUNKS))
                 item = item._replace(chunk=chunk, chunks=chunks)
             first, steps, uncompared = span_of(item)
             process(item._replace(first=first, steps=steps, uncompared=uncompared))
@@ -406,31 +344,6 @@ class RingKernel(tiles.HopperKernel):
 
         count = share + (index(share) < items).astype(jnp.int32)
         return count, lax.fori_loop(0, count, body, jnp.int32(0))
-
-    def _request_records(self, item: WorkItem, side: Side, own: OwnRows) -> None:
-        """Request an item's records for the compute warpgroups, which would wait for each read from device memory.
-
-        They must have released the own rows of the item whose records are replaced.
-        """
-        if not own.records:
-            return
-        (smem, arrived), warpgroups = own.records, self.schedule.warpgroups
-        slot = lax.rem(item.number, self.schedule.buffers)
-        # Records beyond the last one arrive as zeros: such chunks have no rows.
-        chunks = side.chunks.at[item.batch, pl.ds(self.chunk(item, 0), warpgroups)]
-        plgpu.copy_gmem_to_smem(chunks, smem.at[slot, pl.ds(0, warpgroups)], arrived.at[slot])
-        if self.schedule.is_listed:
-            listing = side.chunks.at[item.batch, item.tile]
-            plgpu.copy_gmem_to_smem(listing, smem.at[slot, warpgroups], arrived.at[slot])
-
-    def _arrived_records(self, own: OwnRows, number):
-        """Return an item's records when they have arrived; each compute warpgroup must call this once per item."""
-        if not own.records:
-            return None
-        smem, arrived = own.records
-        slot = lax.rem(number, self.schedule.buffers)
-        plgpu.barrier_wait(arrived.at[slot])
-        return smem.at[slot]
 
     def _divided(self, index, tiles) -> tuple:
         """Return batch, head and tile of an item, of which each head has `tiles`; heads come first.
