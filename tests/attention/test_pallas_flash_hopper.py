@@ -148,16 +148,27 @@ def test_fused_backward__interpreted(H, N, M, D, stages):
 
 
 @needs_new_jax
-@pytest.mark.parametrize("B, H, N, blocks", [(3, 7, 1025, 132), (1, 40, 1025, 132), (2, 16, 4096, 132), (5, 3, 300, 1)])
-def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks):
+@pytest.mark.parametrize(
+    "B, H, N, blocks, chunks",
+    [
+        (3, 7, 1025, 132, None),
+        (1, 40, 1025, 132, None),
+        (2, 16, 4096, 132, None),
+        (5, 3, 300, 1, None),
+        (4, 12, 2000, 132, (126, 126)),  # packed segments, of which the batch entry with the most chunks has 46
+        (11, 12, 1000, 144, (64, 64)),
+    ],
+)
+def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks, chunks):
     """So some thread block can always proceed, whichever blocks run."""
     from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
     schedule = Schedule(64, 3, 2)
-    kernel = FusedBackward(B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, multiprocessors=blocks)
-    count = kernel.work_items(N)
-    key_blocks = kernel.key_blocks(())
+    call = B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True
+    kernel = FusedBackward(*call, multiprocessors=blocks, chunks=chunks)
+    key_blocks = kernel.key_blocks(()) if chunks is None else 23
+    count = B * H * key_blocks
     with jax.disable_jit():
         places = [kernel.place_of(jax.numpy.int32(i), key_blocks) for i in range(count)]
     drawn = {tuple(map(int, place)): i for i, place in enumerate(places)}
