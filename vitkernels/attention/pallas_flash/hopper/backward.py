@@ -6,6 +6,8 @@ beyond the last token load as zeros, and their results are never stored.
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,13 +25,19 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
 )
 
 
+@dataclass(frozen=True)
 class Backward(RingKernel):
-    """The two backward kernels, `dq` and then `dkdv`; each is built with its own schedule."""
+    """The two backward kernels, `dq` and then `dkdv`; each is built with its own schedule.
+
+    yields: leave all work to the fused backward kernel if the device prefers it; the call must launch both.
+    """
+
+    yields: bool = False
 
     def sides(self, ids: tuple) -> tuple[Side, Side]:
-        """Return queries and keys, with the counts that may leave all work to the fused kernel."""
+        """Return queries and keys, with the counts if they may leave all work to the fused kernel."""
         queries, keys = super().sides(ids)
-        counts = ids[4] if ids else None
+        counts = ids[4] if self.yields else None
         return queries._replace(counts=counts), keys._replace(counts=counts)
 
     # --- dq -----------------------------------------------------------------------------------------------------------
@@ -242,7 +250,7 @@ class Backward(RingKernel):
         # Transposed: keys by queries.
         some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
         scores, dp = tiles.products((bias, k, some_q), (None, v, some_do), interpret=self.interpret)
-        # Read into registers before the slot is released; the copy engine's later write needs no fence.
+        # The products awaited below depend on these registers, so the reads are over when the slot is released.
         lse, delta = (
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
             for name in ("lse_smem", "delta_smem")

@@ -23,9 +23,9 @@ QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END = range(4)
 QUAD_FIELDS = 4
 FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
 # What is counted. In the batch entry with the most: used chunks of queries, of keys, and work items. Of all batch
-# entries: quads; pairs of chunks of a segment, those of long segments minus the others; and the batch entries whose
-# chunks lie at multiples of 64.
-USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONGER, UNMOVED = range(6)
+# entries: quads; how many more pairs of chunks that need each other there are in long segments than in others that are
+# not in quads; and the batch entries whose chunks lie at multiples of 64.
+USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONG_SURPLUS, UNMOVED_ENTRIES = range(6)
 COUNTS = 6
 LONG = 15  # chunks of a segment whose gradients the fused backward kernel computes faster than the pair
 
@@ -38,4 +38,4 @@ def prefers_fused(counts):
 
     counts: as counted above, in device memory.
     """
-    return (counts[LONGER] > 0) & (counts[UNMOVED] == 0)
+    return (counts[LONG_SURPLUS] > 0) & (counts[UNMOVED_ENTRIES] == 0)

@@ -97,7 +97,7 @@ class Forward(RingKernel):
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         ids = plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
         out, lse = self.finalize(*self._over_keys(item, q_smem, first, ids, after_first_tile, scratch))
-        if self.has_ids:  # rows behind a segment get weights of 0 in the fused backward kernel, which has no masks
+        if self.has_ids:  # rows past a segment's end get weights of 0 in the fused backward kernel, which has no masks
             lse = jnp.where(ids == PADDING, jnp.inf, lse)
         lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
         queries, _ = scratch["sides"]
@@ -132,8 +132,8 @@ class Forward(RingKernel):
         out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
         plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
         if ids is not None:
-            # Not before: the reads of ids could still be under way, and the next tile's ids would overtake them. The
-            # product with values waited for them.
+            # Only here: an arrival does not wait for outstanding reads, so the loader could overwrite the ids. The
+            # product just awaited depends on them.
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         return out, highest, total
 

@@ -1,6 +1,6 @@
 """The backward kernel of `pallas_flash` on Hopper that computes dq, dk and dv of long sequences without masks.
 
-These are heads, or packed segments of a head; see fused_order.py.
+A sequence is one head's tokens, or one packed segment of them; see fused_order.py.
 
 S and dP are multiplied once, where separate kernels for dq and for dk and dv do so twice. It is for head dims of one
 part of 64 columns. A thread block has four warpgroups:
@@ -14,6 +14,8 @@ part of 64 columns. A thread block has four warpgroups:
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,13 +27,14 @@ from vitkernels.attention.pallas_flash.hopper.chunks import COUNT, prefers_fused
 from vitkernels.attention.pallas_flash.hopper.fused_order import TURN, KeyBlock, OrderedKernel
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, Stream
-from vitkernels.attention.pallas_flash.hopper.schedule import widths
+from vitkernels.attention.pallas_flash.hopper.schedule import takes_quads, widths
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     LOG2E,
     ROWS,
     WGMMA,
     along_columns,
+    along_rows,
     at,
     filled,
     transposed,
@@ -59,6 +62,7 @@ class FusedBackward(OrderedKernel):
         assert self.schedule.buffers == 2, "dk and dv are stored while the next item's first tile is processed"
         assert self.has_ids or self.keys > 2 * ROWS, "a sequence's last item adds the other items' sums to its product"
         assert self.has_ids or self.queries > ROWS, "both buffers of dS are used"
+        assert not self.has_ids or takes_quads(self.head_dim), "segments of up to 256 tokens are in quads"
         q, k = self.rows(self.queries, self.all_heads), self.rows(self.keys, self.all_heads)
         grid = {"block": self.blocks(self.keys)}
         kernel = self.launch(self._body, grid, self.schedule.warpgroups + 2, (q, k, k, self.sums), self._scratch())
@@ -111,10 +115,7 @@ class FusedBackward(OrderedKernel):
 
     def _for_each_drawn_item(self, process, refs, scratch):
         """Call process(item) for the items that the loader draws; return their number."""
-        take, release = (
-            (lambda number: self.drawn(number, scratch)),
-            (lambda number: self.give_ticket_back(number, scratch)),
-        )
+        take, release = partial(self.drawn, scratch=scratch), partial(self.give_ticket_back, scratch=scratch)
         return self.for_each_item(take, release, process, refs["ids"], scratch)[1]
 
     # --- the loader ---------------------------------------------------------------------------------------------------
@@ -178,8 +179,14 @@ class FusedBackward(OrderedKernel):
         # Operands in registers spare the bandwidth of shared memory.
         k, v = (plgpu.load(smem.at[owner], layout=WGMMA) for smem in (k_smem, v_smem))
 
+        highest = None
+        if self.has_ids or self.keys % (ROWS * self.schedule.warpgroups):
+            # Padded rows have scores of 0, possibly far above a low lse. Their weights must be 0, as infinity times 0
+            # would be NaN in dq.
+            highest = jnp.where(tiles.row_numbers() < keys, 0.0, -jnp.inf)
+
         def body(step, sums):
-            sums = self._add(item, step, k, v, *sums, warpgroup, scratch)
+            sums = self._add(item, step, k, v, highest, *sums, warpgroup, scratch)
             pl.when(step == 0)(after_first_tile)
             return sums
 
@@ -188,7 +195,7 @@ class FusedBackward(OrderedKernel):
         self._store(item, warpgroup, keys, dk * self.scale, dv, refs, scratch)
 
     def _clear_rows_from(self, first, owner, scratch):
-        """Zero the rows behind those of a segment's last chunk, as rows behind the last token load as zeros."""
+        """Zero the rows past a segment's end, as rows past the last token load as zeros."""
         for (smem,) in (scratch["k_smem"], scratch["v_smem"]):
             x = plgpu.load(smem.at[owner], layout=WGMMA)
             smem.at[owner][...] = jnp.where(tiles.position(x.shape, 0) < first, x, 0)
@@ -235,7 +242,7 @@ class FusedBackward(OrderedKernel):
         _, _, chunks, *_ = refs["ids"]
         return chunks.at[item.batch, item.first + chunk]
 
-    def _add(self, item, step, k, v, dk, dv, warpgroup, scratch):
+    def _add(self, item, step, k, v, highest, dk, dv, warpgroup, scratch):
         """Return dk and dv with a tile's products added: transposed, so that the keys are rows.
 
         dP's product runs while the weights are computed, and dv's while dS is.
@@ -248,14 +255,14 @@ class FusedBackward(OrderedKernel):
             scores_ref, dp_ref, dk_ref, dv_ref = refs
             plgpu.wgmma(scores_ref, k, transposed(q))
             plgpu.wgmma(dp_ref, v, transposed(do))
-            weights = self._weights(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1), slot, scratch)
+            weights = self._weights(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1), highest, slot, scratch)
             plgpu.wgmma(dv_ref, weights.astype(self.dtype), do)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
             plgpu.wgmma(dk_ref, self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch), q)
 
         if self.interpret:
             scores, dp = (jnp.dot(a, b[...].T, preferred_element_type=jnp.float32) for a, b in ((k, q), (v, do)))
-            weights = self._weights(scores, slot, scratch)
+            weights = self._weights(scores, highest, slot, scratch)
             ds = self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch)
             products = [(0, ds, q), (1, weights.astype(self.dtype), do)]
             dk, dv = tiles.accumulated((dk, dv), products, self.interpret)
@@ -265,12 +272,11 @@ class FusedBackward(OrderedKernel):
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dk, dv
 
-    def _weights(self, scores, slot, scratch):
+    def _weights(self, scores, highest, slot, scratch):
         lse = plgpu.load(scratch["lse_smem"].at[slot], layout=BY_COLUMN)
         exponents = scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)
-        # Padded rows have scores of 0, possibly far above a low lse: exp2 would overflow, and inf times 0 is NaN in dq.
-        if self.has_ids or self.keys % (ROWS * self.schedule.warpgroups):
-            exponents = jnp.minimum(exponents, 0.0)
+        if highest is not None:
+            exponents = jnp.minimum(exponents, along_rows(highest, exponents.shape))
         return jnp.exp2(exponents)
 
     def _pass_ds(self, item, step, weights, dp, slot, warpgroup, scratch):

@@ -24,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import (
+    COUNT,
     END,
     FIELDS,
     FIRST,
@@ -34,7 +35,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     prefers_fused,
 )
 from vitkernels.attention.pallas_flash.hopper.ring import RingKernel
-from vitkernels.attention.pallas_flash.hopper.schedule import interleaved_heads, sequence_of
+from vitkernels.attention.pallas_flash.hopper.schedule import interleaved_heads, shortest_fused
 from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, at, filled, row_sums
 
 TURN = 2  # tiles of queries that an item adds to in one turn
@@ -88,24 +89,26 @@ class Delta(tiles.HopperKernel):
 
     def _body(self, out_ref, do_ref, *refs, **scratch):
         _, ids, (delta_ref, counters_ref) = self.extras(refs)
-        tiles_of_head, row_of = pl.cdiv(self.queries, ROWS), lambda batch, tile: tile * ROWS
+        tiles_of_head = pl.cdiv(self.queries, ROWS)
         if ids:
             _, _, chunks, _, counts = ids
             tiles_of_head = jnp.where(prefers_fused(counts), counts[USED_QUERIES], 0)
-            row_of = lambda batch, tile: chunks[batch, tile, ROW]  # noqa: E731
 
         @pl.loop(lax.axis_index("block"), tiles_of_head * self.heads * self.batch, step=self._blocks)
         def _(index):
             head, tile = lax.div(index, tiles_of_head), lax.rem(index, tiles_of_head)
             batch, head = lax.div(head, self.heads), lax.rem(head, self.heads)
             for ref, name in ((out_ref, "out_smem"), (do_ref, "do_smem")):
-                row, smem = row_of(batch, tile), scratch[name]
+                row, smem = chunks[batch, tile, ROW] if ids else tile * ROWS, scratch[name]
                 tiles.load_rows(ref, batch, row, head, smem, 0, scratch["arrived"], self.interpret)
             rows = pl.ds(tile * ROWS, ROWS)
             counters_ref.at[batch, head, rows][...] = filled((ROWS,), 0, tiles.BY_ROW, jnp.int32)
             plgpu.barrier_wait(scratch["arrived"])
             pairs = zip(at(scratch["out_smem"], 0), at(scratch["do_smem"], 0), strict=True)
-            delta_ref.at[batch, head, rows][...] = sum(row_sums(x, y) for x, y in pairs)
+            delta = sum(row_sums(x, y) for x, y in pairs)
+            if ids:  # rows past a segment's end have weights of 0, and 0 times the next segment's delta may be NaN
+                delta = jnp.where(tiles.row_numbers() < chunks[batch, tile, COUNT], delta, 0.0)
+            delta_ref.at[batch, head, rows][...] = delta
 
 
 class OrderedKernel(RingKernel):
@@ -116,7 +119,7 @@ class OrderedKernel(RingKernel):
 
     @property
     def query_tiles(self) -> int:
-        """Return the most tiles of queries of a head; packed segments of more than 256 tokens take 3 for 128 tokens."""
+        """Return the most tiles of queries of a head; segments of more than 256 tokens take at most 3 per 128."""
         return pl.cdiv(self.queries, ROWS) if self.chunks is None else pl.cdiv(3 * self.queries, 2 * ROWS)
 
     @property
@@ -136,7 +139,7 @@ class OrderedKernel(RingKernel):
         it in its sequence is some turns ahead, and rarely waits.
         """
         heads = self.batch * self.heads
-        together = interleaved_heads(heads, sequence_of(self.queries, self.has_ids), self.multiprocessors)
+        together = interleaved_heads(heads, shortest_fused(self.queries, self.has_ids), self.multiprocessors)
         first = lax.div(index, together * key_blocks) * together
         rest = index - first * key_blocks
         alternating = lax.min(together, heads - first)
@@ -167,7 +170,8 @@ class OrderedKernel(RingKernel):
     def for_each_item(self, take, release, process, ids: tuple, scratch: dict):
         """Call process(item) for the items that take(number) returns.
 
-        Return how many were taken before the last one, which is none, how many were processed, and their tiles.
+        Stop at the first index past the last item. Return that ticket's number, how many items were processed, and how
+        many tiles streamed for them.
         release(number) is called when what was taken is no longer needed.
 
         A batch entry with fewer chunks than another one has empty items, which are not processed.

@@ -113,8 +113,10 @@ class AttentionKernels:
             return forward_of_packed_segments(self.head_dim)
         return forward_schedule(self.queries, self.keys, self.head_dim, self.bias_shape is not None)
 
-    def _for_chunks(self, schedule: Schedule) -> Schedule:
-        return for_packed_segments(schedule) if self._has_packed_segments else schedule
+    def _build_pair(self, schedule: Schedule) -> Backward:
+        if not self._has_packed_segments:
+            return self._build(Backward, schedule)
+        return self._build(Backward, for_packed_segments(schedule), yields=self._fused is not None)
 
     @cached_property
     def short_backward(self) -> Kernel:
@@ -141,7 +143,8 @@ class AttentionKernels:
     def _fused(self) -> FusedBackward | None:
         """Return the description of the kernel that computes dq, dk and dv of long sequences; None if the pair does.
 
-        Of packed segments, the device knows the lengths, and either this kernel or the pair finds work.
+        Only the device knows the lengths of packed segments, so this kernel and the pair are both launched for them,
+        and one of the two finds no work.
         """
         is_masked = self._masks_every_tile or (self.chunks is not None and not self._has_packed_segments)
         call = self.batch * self.heads, self.queries, self.keys, self.head_dim, is_masked
@@ -170,14 +173,14 @@ class AttentionKernels:
     @cached_property
     def dq(self) -> Kernel:
         """Return the dq kernel, called as (q, k, v, out, do, lse, *bias, *ids, dq, delta)."""
-        kernel = self._build(Backward, self._for_chunks(dq_schedule(*self._backward_size)))
+        kernel = self._build_pair(dq_schedule(*self._backward_size))
         do = kernel.rows(self.queries, self.heads)
         return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector(), *_extras(kernel, kernel.queries)))
 
     @cached_property
     def dkdv(self) -> Kernel:
         """Return the dkdv kernel, called as (q, k, v, do, lse, delta, *transposed bias, *ids, dk, dv)."""
-        kernel = self._build(Backward, self._for_chunks(dkdv_schedule(*self._backward_size)))
+        kernel = self._build_pair(dkdv_schedule(*self._backward_size))
         do = kernel.rows(self.queries, self.heads)
         vector = kernel.vector()
         return Kernel(kernel.dkdv, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.keys)))
@@ -220,7 +223,7 @@ class AttentionKernels:
         if fused and not self._has_packed_segments:
             return fused
         of_quads = (self.short_backward,) if self._has_quads else ()
-        return *of_quads, *fused, self.dq, self.dkdv, *((self.bias_gradient,) if bias_gradient else ())
+        return *fused, *of_quads, self.dq, self.dkdv, *((self.bias_gradient,) if bias_gradient else ())
 
     def start(self, gradient: bool, bias_gradient: bool) -> None:
         """Start to compile the forward kernels in the background, and with `gradient` those of the backward pass, too.
@@ -246,6 +249,7 @@ class AttentionKernels:
         """Fill dq, dk and dv, and return the gradient of the bias if it is needed.
 
         For up to 256 tokens, that gradient takes 2 bytes per score of memory for a moment, at most 1 GB (see MOST_DS).
+        Where the fused kernel may run, float32 sums of dq take as much as q and k, or with segments as q, k and v.
 
         bias, ids: what `padded_bias` and `token_ids` returned.
         """

@@ -26,13 +26,13 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEMS,
     LISTED,
     LONG,
-    LONGER,
+    LONG_SURPLUS,
     PADDING,
     QUAD,
     QUAD_ENTRY,
     QUAD_FIELDS,
     QUADS,
-    UNMOVED,
+    UNMOVED_ENTRIES,
     USED_KEYS,
     USED_QUERIES,
 )
@@ -49,7 +49,8 @@ _FIRST, _COUNT = tl.constexpr(FIRST), tl.constexpr(COUNT)
 _ITEM, _ITEM_COMPARED = tl.constexpr(ITEM), tl.constexpr(ITEM_COMPARED)
 _QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
 _USED_QUERIES, _USED_KEYS, _ITEMS, _QUADS = (tl.constexpr(x) for x in (USED_QUERIES, USED_KEYS, ITEMS, QUADS))
-_LONG, _LONGER, _UNMOVED = (tl.constexpr(x) for x in (LONG, LONGER, UNMOVED))
+_LONG, _LONG_SURPLUS = tl.constexpr(LONG), tl.constexpr(LONG_SURPLUS)
+_UNMOVED_ENTRIES = tl.constexpr(UNMOVED_ENTRIES)
 # The kernel keeps words of its own: per batch entry, _PARTS for each chunk, and _BINS. By segment, its start and id. By
 # chunk: the start and length of the segment that begins there, or 0; the number of items up to this segment's last; the
 # chunk's id, and how many rows have it. By id, one of the segments with it.
@@ -90,10 +91,10 @@ def _store_four(address, a, b, c, d, mask):
 
 
 @triton.jit
-def _store_starts(ids_ptr, words_ptr, segment_of_id_ptr, ids_n, N, C, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """Store each segment's start and id, and its number in the place of its id; return the number of segments.
+def _store_starts(ids_ptr, words_ptr, segment_of_bin_ptr, ids_n, N, C, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Store each segment's start and id, and write its number to the bin of its id; return the number of segments.
 
-    If ids recur, only one of the segments finds its number there.
+    Of several segments with one bin, only one will find its own number there.
     """
     segments = 0
     for place in range(0, N, BLOCK):
@@ -105,7 +106,7 @@ def _store_starts(ids_ptr, words_ptr, segment_of_id_ptr, ids_n, N, C, BINS: tl.c
         stored = (begins > 0) & (number < C)
         bin = ids.to(tl.int32) & (BINS - 1)
         tl.store(words_ptr + number, i | bin << _START_BITS, mask=stored)
-        tl.store(segment_of_id_ptr + bin, number, mask=stored)
+        tl.store(segment_of_bin_ptr + bin, number, mask=stored)
         segments += tl.sum(begins, 0)
     return segments
 
@@ -131,7 +132,7 @@ def _place_in_quads(own, rank, counts):
 
 @triton.jit
 def _store_segments(
-    words_ptr, segment_of_id_ptr, chunk, segments, N, C, ROWS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
+    words_ptr, segment_of_bin_ptr, chunk, segments, N, C, ROWS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
     HAS_QUADS: tl.constexpr,
 ):  # fmt: skip
     """Store each segment's start, length and items so far at its first chunk.
@@ -143,7 +144,7 @@ def _store_segments(
     is_segment = chunk < stored
     word = tl.load(words_ptr + chunk, mask=is_segment, other=0)
     next_word = tl.load(words_ptr + chunk + 1, mask=chunk + 1 < stored, other=N)
-    recurs = tl.load(segment_of_id_ptr + (word >> _START_BITS), mask=is_segment, other=0) != chunk
+    recurs = tl.load(segment_of_bin_ptr + (word >> _START_BITS), mask=is_segment, other=0) != chunk
     start = word & _START_MASK
     length = (next_word & _START_MASK) - start
     own = tl.where(is_segment, (length + ROWS - 1) // ROWS, 0)
@@ -220,7 +221,7 @@ def _store_ids(
 def packed_chunks_kernel(
     ids_ptr, out_ptr, chunks_ptr, used_ptr, words_ptr, ids_b, ids_n, words_b, N, C,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
-    HAS_QUADS: tl.constexpr, CAN_FUSE: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_QUADS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Fill the ids and chunks of one batch entry; see `packed_chunks`.
 
@@ -237,14 +238,14 @@ def packed_chunks_kernel(
     all_chunks_ptr = chunks_ptr
     chunks_ptr += b * C * FIELDS
     segments_ptr, items_ptr = words_ptr + _SEGMENTS * C, words_ptr + _ITEMS_SO_FAR * C
-    ids_of_chunks_ptr, segment_of_id_ptr = words_ptr + _ROWS_OF_ID * C, words_ptr + _PARTS * C
+    ids_of_chunks_ptr, segment_of_bin_ptr = words_ptr + _ROWS_OF_ID * C, words_ptr + _PARTS * C
     chunk = tl.arange(0, CHUNKS)
     record, exists = chunks_ptr + chunk * FIELDS, chunk < C
     tl.store(segments_ptr + chunk, 0 * chunk, mask=exists)
-    segments = _store_starts(ids_ptr, words_ptr, segment_of_id_ptr, ids_n, N, C, BINS, BLOCK)
+    segments = _store_starts(ids_ptr, words_ptr, segment_of_bin_ptr, ids_n, N, C, BINS, BLOCK)
     tl.debug_barrier()
     used, first_quad, quads, listed, fits = _store_segments(
-        words_ptr, segment_of_id_ptr, chunk, segments, N, C, ROWS, LISTED, QUAD, HAS_QUADS
+        words_ptr, segment_of_bin_ptr, chunk, segments, N, C, ROWS, LISTED, QUAD, HAS_QUADS
     )
     tl.debug_barrier()
 
@@ -279,27 +280,24 @@ def packed_chunks_kernel(
         own_index = (b * C).to(tl.int32) + first
         _store_four(entry, row, rows, own_index, tl.where(rows > 0, own_index + own, own_index), in_quad)
     _store_items(chunks_ptr, chunk, exists, first, last, full, own, count, items, listed, FIELDS, LISTED)
-    if CAN_FUSE:
-        longer = tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0)
-        tl.atomic_add(used_ptr + _LONGER, longer, sem="relaxed")
-        tl.atomic_add(used_ptr + _UNMOVED, 1 - fits.to(tl.int32), sem="relaxed")
+    if HAS_QUADS:
+        surplus = tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0)
+        tl.atomic_add(used_ptr + _LONG_SURPLUS, surplus, sem="relaxed")
+        tl.atomic_add(used_ptr + _UNMOVED_ENTRIES, 1 - fits.to(tl.int32), sem="relaxed")
     tl.debug_barrier()
     end = tl.maximum(used, tl.where(fits, first_quad + quads * QUAD, 0))
     _store_ids(ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, end, fits, N, PADDING, ROWS, BLOCK)
 
 
-@operator(
-    "pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads, bool can_fuse) -> (Tensor, Tensor, Tensor)"
-)
-def packed_chunks(segment_ids: Tensor, has_quads: bool, can_fuse: bool) -> tuple[Tensor, Tensor, Tensor]:
+@operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads) -> (Tensor, Tensor, Tensor)")
+def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids (B, 64 C), the chunks (B, C, 32), and counts (6,), of packed segments (B, N).
 
     Queries and keys have the same ids and chunks; see chunks.py for the counts. If an id of a batch entry may recur
     after other ids, or if segments are so short that their chunks exceed C, the chunks of the batch entry lie at
     multiples of 64, and compare all ids.
 
-    has_quads: put the chunks of segments of up to 256 tokens into quads. can_fuse: whether the call has a fused
-    backward kernel, and so counts what prefers_fused needs.
+    has_quads: put the chunks of segments of up to 256 tokens into quads, and count what prefers_fused needs.
     """
     B, N = segment_ids.shape
     C = _chunks(N)
@@ -312,14 +310,14 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool, can_fuse: bool) -> tuple
     triton_call(
         segment_ids, ids, chunks, used, words, *segment_ids.stride(), words.stride(0), N, C,
         kernel=packed_chunks_kernel, grid=(B,), PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD,
-        HAS_QUADS=has_quads, CAN_FUSE=can_fuse, CHUNKS=max(32 * warps, next_power_of_2(C)), BINS=_BINS,
+        HAS_QUADS=has_quads,  CHUNKS=max(32 * warps, next_power_of_2(C)), BINS=_BINS,
         BLOCK=min(tokens, _BLOCK), num_warps=warps,
     )  # fmt: skip
     return ids, chunks, used
 
 
 @packed_chunks.register_fake
-def _(segment_ids, has_quads, can_fuse):
+def _(segment_ids, has_quads):
     B, N = segment_ids.shape
     C = _chunks(N)
     like = segment_ids.new_empty

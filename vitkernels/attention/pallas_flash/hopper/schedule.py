@@ -162,7 +162,7 @@ def takes_quads(head_dim: int) -> bool:
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
 _APART = 2  # items of a head start this many turns, of 128 queries each, apart
-_SHORTER_FOR_PAIR = 900  # up to this many tokens, the pair of kernels is faster
+_PAIR_IS_FASTER_UP_TO = 900  # tokens
 
 
 def fused_backward_schedule(
@@ -175,15 +175,18 @@ def fused_backward_schedule(
 
     has_segments: of packed segments; the device then knows whether these are long enough.
     """
-    too_few = heads < fewest_heads(sequence_of(queries, has_segments), MULTIPROCESSORS)
-    if is_masked or queries != keys or keys <= _SHORTER_FOR_PAIR or widths(head_dim) != (64,) or too_few:
+    too_few = heads < fewest_heads(shortest_fused(queries, has_segments), MULTIPROCESSORS)
+    if is_masked or queries != keys or keys <= _PAIR_IS_FASTER_UP_TO or widths(head_dim) != (64,) or too_few:
         return None
     return Schedule(ROWS, 3, 2)
 
 
-def sequence_of(tokens: int, has_segments: bool) -> int:
-    """Return the shortest sequence, among those for which it is faster, that the fused kernel may process in a call."""
-    return _SHORTER_FOR_PAIR + 1 if has_segments else tokens
+def shortest_fused(tokens: int, has_segments: bool) -> int:
+    """Return the shortest sequence that the fused kernel should expect in a call of this many tokens.
+
+    With segments, it is the shortest for which the fused kernel is faster.
+    """
+    return _PAIR_IS_FASTER_UP_TO + 1 if has_segments else tokens
 
 
 def fewest_heads(queries: int, multiprocessors: int) -> int:

@@ -292,6 +292,11 @@ def row_sums(x_part, y_part) -> jax.Array:
     return (x * y).sum(axis=1)
 
 
+def row_numbers() -> jax.Array:
+    """Return 0 to 63, by row."""
+    return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
+
+
 def position(shape, axis: int) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=WGMMA)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitkernels.attention.pallas_flash.hopper.masked_ids import masked_ids
 from vitkernels.attention.pallas_flash.hopper.packed_segments import LONGEST, packed_chunks
-from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, fused_backward_schedule, takes_quads
+from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, takes_quads
 
 Ids = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -37,10 +37,9 @@ def token_ids(
     """
     if mask is None and segment_ids is None:
         return None, None, None, None, None
-    B, H, N, head_dim = shape
+    B, _, N, head_dim = shape
     if segment_ids is not None and mask is None and moves_chunks and ROWS < N <= LONGEST:
-        fused = fused_backward_schedule(B * H, N, N, head_dim, is_masked=False, has_segments=True)
-        ids, chunks, used = packed_chunks(segment_ids, takes_quads(head_dim), fused is not None)
+        ids, chunks, used = packed_chunks(segment_ids, takes_quads(head_dim))
         return ids, ids, chunks, chunks, used
     of_keys = None if mask is None else mask[(None,) * (4 - mask.ndim)][:, 0, 0]
     return masked_ids(of_keys, segment_ids, B, N, keys)
