@@ -329,7 +329,7 @@ def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entri
 @needs_new_jax
 @pytest.mark.parametrize("is_long", [True, False])
 def test_fused_backward__with_segments__interpreted(is_long):
-    """Entries with 5, 3 and 4 items; segments in quads, which the kernel leaves alone.
+    """Entries with 6 and 3 items; segments in quads, which the kernel leaves alone.
 
     If the segments are not long, the kernels find nothing to do, else the pair does. In one thread block, no turn is
     waited for.
@@ -348,10 +348,9 @@ def test_fused_backward__with_segments__interpreted(is_long):
     entries = [
         segments((0, 257), (1, 320)),
         segments((0, 100), (1, 321), (2, 156)),
-        segments((0, 70), (1, 507)),
     ]
     segment_ids = torch.stack(entries)
-    (B, N), H, D = segment_ids.shape, 2, 48
+    (B, N), H, D = segment_ids.shape, 1, 48
     q, k, v, do = (torch.randn(B, N, H, D).bfloat16() for _ in range(4))
     q[1, ..., 0], k[1, ..., 0] = 60, -60  # low scores: a padded key's score of 0 would have an infinite weight
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
