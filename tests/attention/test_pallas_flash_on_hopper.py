@@ -173,7 +173,7 @@ def test_packed_segments__on_gpu(lengths, D, dtype):
 @gpu
 @pytest.mark.parametrize("lengths", [(300, 300, 1400), (1200, 1201, 257), (3800,)])
 def test_packed_segments__many_heads_on_gpu(lengths):
-    """The last tiles' ids are not overwritten while slow warps still read them, as a rerun would tell."""
+    """Reruns give equal bits: no tile's ids are overwritten while a slow warp still reads them."""
     segment_ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)).expand(11, -1).cuda()
     qkv = torch.randn(*segment_ids.shape, 3, 12, 64, device="cuda", dtype=torch.bfloat16)
     attend = attention.get("pallas_flash").qkvpacked

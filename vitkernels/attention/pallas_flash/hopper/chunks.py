@@ -27,7 +27,6 @@ FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at l
 # not in quads; and the batch entries whose chunks lie at multiples of 64.
 USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONG_SURPLUS, UNMOVED_ENTRIES = range(6)
 COUNTS = 6
-LONG = 15  # chunks of a segment whose gradients the fused backward kernel computes faster than the pair
 
 _LEAST = torch.iinfo(torch.int32).min
 MASKED, PADDING = _LEAST, _LEAST + 1  # ids of masked keys, and of rows beyond the last

@@ -224,18 +224,22 @@ class FusedBackward(OrderedKernel):
             for head, x in ((k_head, "k"), (v_head, "v")):
                 tiles.store_rows(scratch[f"{x}_smem"], owner, refs[f"d{x}"], item.batch, first, head, self.interpret)
 
-        if not self.has_ids:
-            store_all()
-            return
-        pl.when(keys == ROWS)(store_all)
-
-        @pl.when(keys < ROWS)
-        def _():
+        def store_first():
             record = self._record(item, 2 * item.turn + warpgroup, refs)
             for head, x, value in ((k_head, "dk", dk), (v_head, "dv", dv)):
                 rows = refs[x].at[item.batch, :, head]
                 store_first_rows(rows, (value,), first, record, COUNT, self.interpret)
             wait()
+
+        self._store_rows(keys, store_all, store_first)
+
+    def _store_rows(self, count, store_all, store_first):
+        """Store a tile: all of it, or only its first rows if it reaches past a segment's end. count: its own rows."""
+        if not self.has_ids:  # rows past the last token are not written
+            store_all()
+            return
+        pl.when(count == ROWS)(store_all)
+        pl.when(count < ROWS)(store_first)
 
     def _record(self, item, chunk, refs):
         """Return the record, in device memory, of one of the chunks of an item's segment."""
@@ -368,12 +372,8 @@ class FusedBackward(OrderedKernel):
             plgpu.commit_smem()
             tiles.store_rows(scratch["dq_smem"], 0, refs["dq"], item.batch, row, q_head, self.interpret)
 
-        if not self.has_ids:
-            store_all()
-            return
-        pl.when(count == ROWS)(store_all)
-
-        @pl.when(count < ROWS)
-        def _():
+        def store_first():
             rows, record = refs["dq"].at[item.batch, :, q_head], self._record(item, tile, refs)
             store_first_rows(rows, (dq,), row, record, COUNT, self.interpret)
+
+        self._store_rows(count, store_all, store_first)

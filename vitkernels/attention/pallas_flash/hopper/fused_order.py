@@ -7,8 +7,8 @@ to a tile of queries in ascending order of their keys: a counter per group of ti
 An item only ever waits for items with lower numbers, and thread blocks draw items in ascending order, when they run. So
 the unfinished item with the lowest number never waits, whichever blocks run at a time: the kernel cannot deadlock.
 
-Only the device knows how long the segments are. So both backward passes are launched for them, and the counts of the
-chunks tell which one has work: this one if most of it is in long segments.
+Only the device knows how long the segments are. So both this kernel and the pair are launched for them, and counts of
+chunks tell which one has work: this one if most of the work is in long segments.
 
 Shape suffixes: B batch, H heads, N query tokens, D head dim.
 """
@@ -130,7 +130,7 @@ class OrderedKernel(RingKernel):
 
     def key_blocks(self, ids: tuple):
         """Return how many items each head has; of packed segments, the batch entry with the most."""
-        return lax.div(ids[4][USED_KEYS] + 1, 2) if ids else pl.cdiv(self.keys, _KEYS)
+        return lax.div(ids[4][USED_KEYS] + 1, 2) if ids else self.tiles(self.keys)
 
     def place_of(self, index, key_blocks) -> tuple:
         """Return the batch entry, head and block of keys of the item with this index.

@@ -25,7 +25,6 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_COMPARED,
     ITEMS,
     LISTED,
-    LONG,
     LONG_SURPLUS,
     PADDING,
     QUAD,
@@ -36,7 +35,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     USED_KEYS,
     USED_QUERIES,
 )
-from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
+from vitkernels.attention.pallas_flash.hopper.schedule import LONG, ROWS
 from vitkernels.bridge.operator import operator
 from vitkernels.bridge.triton import next_power_of_2, triton_call
 
@@ -51,12 +50,14 @@ _QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
 _USED_QUERIES, _USED_KEYS, _ITEMS, _QUADS = (tl.constexpr(x) for x in (USED_QUERIES, USED_KEYS, ITEMS, QUADS))
 _LONG, _LONG_SURPLUS = tl.constexpr(LONG), tl.constexpr(LONG_SURPLUS)
 _UNMOVED_ENTRIES = tl.constexpr(UNMOVED_ENTRIES)
-# The kernel keeps words of its own: per batch entry, _PARTS for each chunk, and _BINS. By segment, its start and id. By
-# chunk: the start and length of the segment that begins there, or 0; the number of items up to this segment's last; the
-# chunk's id, and how many rows have it. By id, one of the segments with it.
+# The kernel keeps words of its own. Per batch entry, there are _PARTS arrays of C words, and one of _BINS words:
+# - by segment: its start in the lower bits, and its bin, that is, its id modulo _BINS;
+# - _SEGMENTS, by chunk: the start and the length of the segment that begins there, or 0;
+# - _ITEMS_SO_FAR, by chunk: the number of items up to the last one of the segment that begins there;
+# - _ROWS_OF_ID, by chunk: how many rows have the chunk's id, and the id;
+# - by bin: one of its segments.
 _SEGMENTS, _ITEMS_SO_FAR, _ROWS_OF_ID, _PARTS = (tl.constexpr(x) for x in range(1, 5))
-# Two numbers share a word: a start in the lower bits, below an id or a length; a count of chunks, below one of items; a
-# count of rows, below an id.
+# Bits of the lower one of two numbers in a word. While segments are summed up, chunks lie below items.
 _START_BITS, _CHUNKS_BITS, _ROWS_BITS = tl.constexpr(15), tl.constexpr(16), tl.constexpr(7)
 _START_MASK, _CHUNKS_MASK, _ROWS_MASK = tl.constexpr(2**15 - 1), tl.constexpr(2**16 - 1), tl.constexpr(2**7 - 1)
 
@@ -175,6 +176,28 @@ def _store_segments(
 
 
 @triton.jit
+def _store_records(
+    record, ids_of_chunks_ptr, chunk, exists, first, start, length, used, in_quad, fits, N, C, ROWS: tl.constexpr
+):  # fmt: skip
+    """Store each chunk's record, its id, and how many rows have it.
+
+    Return the chunks' first rows; how many rows have their id; the end of the chunks of their segment, and the first of
+    these that must be compared; and how many rows are theirs for the kernels that do not process quads.
+    """
+    row = tl.minimum(start + (chunk - first) * ROWS, N)
+    rows = tl.minimum(tl.maximum(start + length - row, 0), ROWS)
+    last = first + (length + ROWS - 1) // ROWS
+    full = tl.where(fits, first + length // ROWS, 0)
+    count = tl.where(in_quad, 0, tl.where(fits | (rows == 0), rows, ROWS))
+    is_used = chunk < used
+    needed, end, compared = tl.where(is_used, first, C), tl.where(is_used, last, 0), tl.where(is_used, full, C)
+    _store_four(record + _FIRST, needed, end, compared, row, exists)
+    _store_four(record + _COUNT, count, length, 0 * chunk, 0 * chunk, exists)
+    tl.store(ids_of_chunks_ptr + chunk, first << _ROWS_BITS | rows, mask=exists)
+    return row, rows, last, full, count
+
+
+@triton.jit
 def _store_items(
     chunks_ptr, chunk, exists, first, last, full, own, count, so_far, listed,
     FIELDS: tl.constexpr, LISTED: tl.constexpr,
@@ -219,7 +242,7 @@ def _store_ids(
 # With known strides, several aligned numbers would be loaded at once, and then moved to other threads for the scans.
 @triton.jit(do_not_specialize=["ids_b", "words_b"])
 def packed_chunks_kernel(
-    ids_ptr, out_ptr, chunks_ptr, used_ptr, words_ptr, ids_b, ids_n, words_b, N, C,
+    ids_ptr, out_ptr, chunks_ptr, counts_ptr, words_ptr, ids_b, ids_n, words_b, N, C,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
     HAS_QUADS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -252,7 +275,9 @@ def packed_chunks_kernel(
     # Records. If the chunks do not fit, they lie at multiples of 64, as those of one segment, and compare all ids.
     begins = tl.load(segments_ptr + chunk, mask=exists, other=0) > 0
     if HAS_QUADS:  # before the loaded numbers are needed, so that the sum arrives in the same time
-        quad = tl.atomic_add(used_ptr + _QUADS, tl.where(fits, quads, 0), sem="relaxed") + (chunk - first_quad) // QUAD
+        quad = (
+            tl.atomic_add(counts_ptr + _QUADS, tl.where(fits, quads, 0), sem="relaxed") + (chunk - first_quad) // QUAD
+        )
     first = tl.associative_scan(tl.where(fits & begins, chunk, 0), 0, _larger)
     word = tl.where(fits, tl.load(segments_ptr + first), N << _START_BITS)
     start, length = word & _START_MASK, word >> _START_BITS
@@ -260,21 +285,14 @@ def packed_chunks_kernel(
     used = tl.where(fits, used, (N + 2 * ROWS - 1) // (2 * ROWS) * 2)
     listed = tl.where(fits, listed, (N + LISTED * ROWS - 1) // (LISTED * ROWS))
     items = tl.where(fits, tl.load(items_ptr + first), listed)
-    tl.atomic_max(used_ptr + _USED_QUERIES, used, sem="relaxed")
-    tl.atomic_max(used_ptr + _USED_KEYS, used, sem="relaxed")
-    tl.atomic_max(used_ptr + _ITEMS, listed, sem="relaxed")
+    tl.atomic_max(counts_ptr + _USED_QUERIES, used, sem="relaxed")
+    tl.atomic_max(counts_ptr + _USED_KEYS, used, sem="relaxed")
+    tl.atomic_max(counts_ptr + _ITEMS, listed, sem="relaxed")
 
-    row = tl.minimum(start + (chunk - first) * ROWS, N)
-    rows = tl.minimum(tl.maximum(start + length - row, 0), ROWS)
-    last = first + own
-    full = tl.where(fits, first + length // ROWS, 0)
-    is_used = chunk < used
     in_quad = fits & (chunk >= first_quad) & (chunk < first_quad + quads * QUAD)
-    count = tl.where(in_quad, 0, tl.where(fits | (rows == 0), rows, ROWS))
-    needed = tl.where(is_used, first, C), tl.where(is_used, last, 0), tl.where(is_used, full, C)
-    _store_four(record + _FIRST, needed[0], needed[1], needed[2], row, exists)
-    _store_four(record + _COUNT, count, length, 0 * chunk, 0 * chunk, exists)
-    tl.store(ids_of_chunks_ptr + chunk, first << _ROWS_BITS | rows, mask=exists)
+    row, rows, last, full, count = _store_records(
+        record, ids_of_chunks_ptr, chunk, exists, first, start, length, used, in_quad, fits, N, C, ROWS
+    )
     if HAS_QUADS:
         entry = all_chunks_ptr + quad * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
         own_index = (b * C).to(tl.int32) + first
@@ -282,8 +300,8 @@ def packed_chunks_kernel(
     _store_items(chunks_ptr, chunk, exists, first, last, full, own, count, items, listed, FIELDS, LISTED)
     if HAS_QUADS:
         surplus = tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0)
-        tl.atomic_add(used_ptr + _LONG_SURPLUS, surplus, sem="relaxed")
-        tl.atomic_add(used_ptr + _UNMOVED_ENTRIES, 1 - fits.to(tl.int32), sem="relaxed")
+        tl.atomic_add(counts_ptr + _LONG_SURPLUS, surplus, sem="relaxed")
+        tl.atomic_add(counts_ptr + _UNMOVED_ENTRIES, 1 - fits.to(tl.int32), sem="relaxed")
     tl.debug_barrier()
     end = tl.maximum(used, tl.where(fits, first_quad + quads * QUAD, 0))
     _store_ids(ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, end, fits, N, PADDING, ROWS, BLOCK)
@@ -303,17 +321,17 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor,
     C = _chunks(N)
     ids = segment_ids.new_empty(B, C * ROWS, dtype=torch.int32)
     chunks = segment_ids.new_empty(B, C, FIELDS, dtype=torch.int32)
-    used = segment_ids.new_zeros(COUNTS, dtype=torch.int32)
+    counts = segment_ids.new_zeros(COUNTS, dtype=torch.int32)
     words = segment_ids.new_empty(B, _PARTS * C + _BINS, dtype=torch.int32)
     tokens = next_power_of_2(N)
     warps = 4 if tokens <= 1024 else 8
     triton_call(
-        segment_ids, ids, chunks, used, words, *segment_ids.stride(), words.stride(0), N, C,
+        segment_ids, ids, chunks, counts, words, *segment_ids.stride(), words.stride(0), N, C,
         kernel=packed_chunks_kernel, grid=(B,), PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD,
-        HAS_QUADS=has_quads,  CHUNKS=max(32 * warps, next_power_of_2(C)), BINS=_BINS,
+        HAS_QUADS=has_quads, CHUNKS=max(32 * warps, next_power_of_2(C)), BINS=_BINS,
         BLOCK=min(tokens, _BLOCK), num_warps=warps,
     )  # fmt: skip
-    return ids, chunks, used
+    return ids, chunks, counts
 
 
 @packed_chunks.register_fake

@@ -163,6 +163,7 @@ def takes_quads(head_dim: int) -> bool:
 
 _APART = 2  # items of a head start this many turns, of 128 queries each, apart
 _PAIR_IS_FASTER_UP_TO = 900  # tokens
+LONG = -(-(_PAIR_IS_FASTER_UP_TO + 1) // ROWS)  # chunks of a packed segment for which the fused kernel is faster
 
 
 def fused_backward_schedule(
@@ -173,7 +174,7 @@ def fused_backward_schedule(
     heads: of all images. It was faster than the pair from 1025 tokens on, and equal at 777. A mask, or more than 64
     columns, would exceed its registers. With too few heads, the items of a head would wait for their turns.
 
-    has_segments: of packed segments; the device then knows whether these are long enough.
+    has_segments: for packed segments. Only the device knows whether these are long enough.
     """
     too_few = heads < fewest_heads(shortest_fused(queries, has_segments), MULTIPROCESSORS)
     if is_masked or queries != keys or keys <= _PAIR_IS_FASTER_UP_TO or widths(head_dim) != (64,) or too_few:

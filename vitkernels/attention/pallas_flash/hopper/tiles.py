@@ -237,10 +237,9 @@ def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret
 
 
 def release_after_reads(barrier, interpret: bool) -> None:
-    """Release a slot of the ring that was also read to registers, and not only by products.
+    """Release a slot of the ring that was also read into registers, and not only by products.
 
-    Such reads may still be under way when a later instruction arrives at the barrier, and the copy engine's next write
-    would overtake them. The fence waits for them.
+    An arrival does not wait for such reads, so the copy engine's next write could overtake them. The fence waits.
     """
     if not interpret:
 
@@ -293,7 +292,7 @@ def row_sums(x_part, y_part) -> jax.Array:
 
 
 def row_numbers() -> jax.Array:
-    """Return 0 to 63, by row."""
+    """Return each row's number, 0 to 63."""
     return plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=BY_ROW)
 
 
