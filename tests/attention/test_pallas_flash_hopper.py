@@ -149,28 +149,30 @@ def test_fused_backward__interpreted(H, N, M, D, stages):
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    "B, H, N, blocks, chunks",
+    "B, H, N, blocks, counts",
     [
         (3, 7, 1025, 132, None),
         (1, 40, 1025, 132, None),
         (2, 16, 4096, 132, None),
         (5, 3, 300, 1, None),
-        (4, 12, 2000, 132, (126, 126)),  # packed segments, of which the batch entry with the most chunks has 46
-        (11, 12, 1000, 144, (64, 64)),
+        # Packed segments: the batch entry with the most chunks has 46. The long segments are of 32 and of 16 chunks.
+        (4, 12, 2000, 132, [0, 46, 0, 0, 4 * 32**2, 0, 4 * 32]),
+        (11, 12, 1000, 144, [0, 46, 0, 0, 11 * 16**2, 0, 11 * 16]),
     ],
 )
-def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks, chunks):
+def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks, counts):
     """So some thread block can always proceed, whichever blocks run."""
     from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
     schedule = Schedule(64, 3, 2)
     call = B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True
-    kernel = FusedBackward(*call, multiprocessors=blocks, chunks=chunks)
-    key_blocks = kernel.key_blocks(()) if chunks is None else 23
+    kernel = FusedBackward(*call, multiprocessors=blocks, chunks=counts and (N // 16, N // 16))
+    ids = (None, None, None, None, jax.numpy.array(counts)) if counts else ()
+    key_blocks = 23 if counts else kernel.key_blocks(ids)
     count = B * H * key_blocks
     with jax.disable_jit():
-        places = [kernel.place_of(jax.numpy.int32(i), key_blocks) for i in range(count)]
+        places = [kernel.place_of(jax.numpy.int32(i), ids) for i in range(count)]
     drawn = {tuple(map(int, place)): i for i, place in enumerate(places)}
     assert sorted(drawn) == [(b, h, t) for b in range(B) for h in range(H) for t in range(key_blocks)]
     assert all(t == 0 or drawn[b, h, t - 1] < i for (b, h, t), i in drawn.items())

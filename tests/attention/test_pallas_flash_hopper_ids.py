@@ -78,7 +78,7 @@ def test_packed_chunks__start_where_segments_start():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]), False)
-    assert used.tolist() == [8, 8, 3, 0, 0, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
+    assert used.tolist() == [8, 8, 3, 0, 0, 0, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert chunks[1, :6, :5].tolist() == [
         [0, 4, 3, 0, 64], [0, 4, 3, 64, 64], [0, 4, 3, 128, 64], [0, 4, 3, 192, 5],
@@ -105,7 +105,7 @@ def test_masked_ids__name_the_chunks_that_need_a_comparison():
 
     mask = (torch.arange(150) < 100).expand(2, 1, 1, 150)
     q_ids, k_ids, q_chunks, k_chunks, used = token_ids((2, 3, 70, 64), 150, mask, None)
-    assert used.tolist() == [2, 3, 0, 0, 0, 0] and q_chunks.shape == k_chunks.shape == (2, 4, 32)
+    assert used.tolist() == [2, 3, 0, 0, 0, 0, 0] and q_chunks.shape == k_chunks.shape == (2, 4, 32)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert q_chunks[1, :3, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 1, 64, 64], [4, 0, 4, 128, 0]]
     assert k_chunks[1, :4, :5].tolist() == [[0, 2, 1, 0, 64], [0, 2, 0, 64, 64], [4, 0, 4, 128, 64], [4, 0, 4, 192, 0]]
@@ -118,7 +118,7 @@ def test_packed_chunks__leave_an_odd_chunk_empty_before_a_longer_segment():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     _, chunks, used = packed_chunks(ODD[None], False)
-    assert used.tolist() == [8, 8, 4, 0, 0, 0]
+    assert used.tolist() == [8, 8, 4, 0, 0, 0, 0]
     assert chunks[0, :8, 3].tolist()[::2] == [0, 30, 130, 210] and chunks[0, 5, 3] == 163
     assert chunks[0, :8, 4].tolist() == [30, 0, 64, 36, 33, 47, 20, 0]
 
@@ -130,7 +130,7 @@ def test_packed_chunks__are_listed_as_work_items():
 
     ids = segments((0, 577), (1, 60), (2, 40), (3, 30), (4, 256), (5, 197))
     _, chunks, used = packed_chunks(ids[None].to(torch.uint8), False)
-    assert used.tolist() == [22, 22, 10, 0, 0, 0]
+    assert used.tolist() == [22, 22, 10, 0, 0, 0, 0]
     # The item's first chunk and number of chunks; first and end of those it needs, and the first to be compared.
     assert chunks[0, :11, 8:13].tolist() == [
         [0, 2, 0, 10, 9], [2, 3, 0, 10, 9], [5, 2, 0, 10, 9], [7, 3, 0, 10, 9], [10, 2, 10, 12, 10],
@@ -173,7 +173,7 @@ def test_packed_chunks__form_quads_behind_long_segments():
     mixed = segments((0, 64), (1, 300), (2, 65), (3, 129), (4, 256), (5, 10))  # 1, 5, 2, 3, 4 and 1 chunks
     recurring = segments((0, 300), (1, 300), (0, 224))
     ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True)
-    assert used.tolist() == [14, 14, 5, 3, -(5**2) - 13**2, 1]
+    assert used.tolist() == [14, 14, 5, 3, -(5**2) - 13**2, 1, 0]
     # The long segment's chunks come first, in two work items.
     assert chunks[0, :6, :5].tolist() == [
         [0, 5, 4, 64, 64], [0, 5, 4, 128, 64], [0, 5, 4, 192, 64], [0, 5, 4, 256, 64], [0, 5, 4, 320, 44],
@@ -231,7 +231,7 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
 @pytest.mark.slow
 @needs_new_jax
 def test_quads__interpreted():
-    """Segments of 1 to 300 tokens; each thread block runs several quads, or none."""
+    """Segments of 1 to 300 tokens, with narrow and wide last tiles; each thread block runs several quads, or none."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
@@ -248,14 +248,14 @@ def test_quads__interpreted():
     (B, N), H, D = segment_ids.shape, 2, 48
     q, k, v, do = (torch.randn(B, N, H, D).bfloat16() for _ in range(4))
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    exact = reference(*leaves, segment_ids=segment_ids, scale=0.1)
-    wanted = exact, *torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
-
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
+    cotangent = do.double().transpose(1, 2)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
-    for blocks in (3, 40):
-        of_others = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 2, 2), True, blocks, chunks)
+    for blocks, scale in ((3, 0.1), (40, -0.1)):
+        exact = reference(*leaves, segment_ids=segment_ids, scale=scale)
+        wanted = exact, *torch.autograd.grad(exact, leaves, cotangent)
+        of_others = (B, H, N, N, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(64, 2, 2), True, blocks, chunks)
         problem = (*of_others[:10], None, *of_others[11:])
         out, lse = ShortForward(*problem)(q, k, v, *ids)
         short = out, *ShortBackward(*problem)(q, k, v, out, do, lse, *ids)
@@ -323,6 +323,58 @@ def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entri
     segment_ids = torch.stack([segments(*runs) for runs in entries])
     *_, counts = packed_chunks(segment_ids, True)
     assert prefers_fused(counts) == wanted
+
+
+@pytest.mark.slow
+@needs_new_jax
+def test_last_tiles_of_segments__are_narrowed__interpreted():
+    """Behind tiles of 128 rows remain 65, 16, 73, 17 and 128; NaN marks what belongs to quads."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    segment_ids = torch.stack([segments((0, 321), (1, 272), (2, 65)), segments((0, 329), (1, 273), (2, 56))])
+    segment_ids = torch.cat([segment_ids, torch.full((2, 384), 3)], 1)
+    (B, N), H, D = segment_ids.shape, 1, 48
+    q, k, v, do = (torch.randn(B, N, H, D).bfloat16() for _ in range(4))
+    leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    exact = reference(*leaves, segment_ids=segment_ids, scale=0.1)
+    wanted = exact, *torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
+
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(128, 2, 2), True, 3, chunks)
+    listed = (*problem[:10], Schedule(128, 2, 3, is_listed=True), *problem[11:])
+    q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
+    found = ring_kernels(problem, q, k, v, do, ids, listed)
+    in_quads = segment_ids == 2
+    for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
+        x, y = torch.tensor(x.astype("float32").tolist()), y.transpose(1, 2)
+        assert error(x[~in_quads], y[~in_quads]) < TOLERANCE[torch.bfloat16], name
+        assert x[in_quads].isnan().all(), name
+
+
+@needs_new_jax
+@pytest.mark.parametrize(
+    "lengths, alternating",
+    [((2304,) * 4, 16), ((4608, 4608), 8), ((1024,) * 9, 48), ((100, 7000, 2116), 6)],
+)
+def test_fused_backward__alternates_between_as_many_heads_as_segments_need(lengths, alternating):
+    """So that the items of a segment of mean length start two turns of 128 queries apart."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
+    from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+
+    segment_ids = segments(*enumerate(lengths)).expand(4, -1)
+    (B, N), H = segment_ids.shape, 12
+    _, chunks, counts = packed_chunks(segment_ids, True)
+    ids = None, None, None, None, jnp.asarray(counts.numpy())
+    of_chunks = chunks.shape[1], chunks.shape[1]
+    call = (B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 132, of_chunks)
+    assert FusedBackward(*call).heads_together(ids) == alternating
 
 
 @pytest.mark.slow

@@ -147,6 +147,7 @@ def test_key_masks__on_gpu(N, M, D, dtype):
         [(1100, 1), (64,) * 17 + (13,), (300, 2, 600, 199)],
         [(10,) * 40, (400,), (128, 128, 144)],  # the first entry has too many segments for its chunks
         [(49,) * 4, (196,), (1, 67, 128)],
+        [(321, 272, 65), (329, 273, 56), (16, 197, 385, 60)],  # narrow and wide last tiles
     ],
     ids=str,
 )

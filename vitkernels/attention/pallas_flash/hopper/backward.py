@@ -95,7 +95,7 @@ class Backward(RingKernel):
 
         self.divide_roles(
             queries,
-            lambda item: self.span_of(item, queries, keys),
+            lambda item: self.with_span(item, queries, keys),
             OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
@@ -110,6 +110,7 @@ class Backward(RingKernel):
         delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
         delta_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = delta
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
+        q, do = self.operand(q), self.operand(do)
 
         def step_of(step, dq, keys, compares):
             own_ids = ids if compares else None
@@ -128,7 +129,8 @@ class Backward(RingKernel):
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
         some_k, some_v = tiles.first_rows(k, columns), tiles.first_rows(v, columns)
-        scores, dp = tiles.products((bias, q, some_k), (None, do, some_v), interpret=self.interpret)
+        start = along_rows(-delta, (ROWS, columns))
+        scores, dp_less_delta = tiles.products((bias, q, some_k), (start, do, some_v), interpret=self.interpret)
         weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
         if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
             key = tiles.position(scores.shape, 1) + first_key
@@ -137,7 +139,7 @@ class Backward(RingKernel):
                 keep = keep & (key <= tiles.position(scores.shape, 0) + first_query)
             weights = jnp.where(keep, weights, 0.0)
         weights = self._of_same_id(weights, ids, slot, scratch)
-        ds = tiles.widened((weights * (dp - along_rows(delta, dp.shape))).astype(self.dtype))
+        ds = tiles.widened((weights * dp_less_delta).astype(self.dtype))
         k = tiles.first_rows(k, ds.shape[1])
         dq = tiles.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
@@ -217,7 +219,7 @@ class Backward(RingKernel):
 
         self.divide_roles(
             keys,
-            lambda item: self.span_of(item, keys, queries),
+            lambda item: self.with_span(item, keys, queries),
             OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
             [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
@@ -228,6 +230,7 @@ class Backward(RingKernel):
         k, v = at(scratch["k_smem"], owner), at(scratch["v_smem"], owner)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
         ids = self._own_ids_of(owner, scratch)
+        k = self.operand(k)
 
         def step_of(step, carry, queries, compares):
             own_ids = ids if compares else None

@@ -112,11 +112,11 @@ class BiasGradient(RingKernel):
         assert self.bias_shape is not None
         return lax.div(item.batch, self.bias_shape[0]), lax.rem(item.batch, self.bias_shape[0])
 
-    def _pairs_of(self, item: WorkItem) -> tuple:
-        """Return the first of the pairs that an item sums, and their number, as span_of does."""
+    def _with_pairs(self, item: WorkItem) -> WorkItem:
+        """Return the item with the pairs that it sums instead of tiles."""
         images, heads = self.sharing
         first = self._part_and_image(item)[0] * self.per_part
-        return first, lax.clamp(0, images * heads - first, self.per_part), 0
+        return item._replace(first=first, steps=lax.clamp(0, images * heads - first, self.per_part))
 
     def _pair(self, item: WorkItem, number) -> tuple:
         """Return the image and the head of q of the item's pair with this number."""
@@ -155,7 +155,7 @@ class BiasGradient(RingKernel):
 
         self.divide_roles(
             Side(self.queries),
-            self._pairs_of,
+            self._with_pairs,
             OwnRows(lambda item, warpgroup: None, (), scratch["own_consumed"]),
             [Stream(load_pair, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._sum(*where, bias_ref, sums_ref, scratch),

@@ -11,8 +11,8 @@ import torch
 # SEGMENT_TOKENS is the length of its segment.
 FIRST, END, COMPARED, ROW, COUNT, SEGMENT_TOKENS = range(6)
 # A list of work items of up to LISTED chunks lies beside the chunks of packed segments: the record with an item's
-# number also has the item's first chunk, its number of chunks, and which chunks these need, as above.
-ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED = range(8, 13)
+# number also has the item's first chunk, its number of chunks, which chunks these need, as above, and SEGMENT_TOKENS.
+ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_TOKENS = range(8, 14)
 LISTED = 3
 # A quad is QUAD chunks with whole segments. The kernels for short sequences process it as if it were a sequence; for
 # the other kernels, its chunks are empty. The records of all batch entries together list the quads: from QUAD_ENTRY on,
@@ -24,9 +24,9 @@ QUAD_FIELDS = 4
 FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
 # What is counted. In the batch entry with the most: used chunks of queries, of keys, and work items. Of all batch
 # entries: quads; how many more pairs of chunks that need each other there are in long segments than in others that are
-# not in quads; and the batch entries whose chunks lie at multiples of 64.
-USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONG_SURPLUS, UNMOVED_ENTRIES = range(6)
-COUNTS = 6
+# not in quads; the batch entries whose chunks lie at multiples of 64; and the chunks of long segments.
+USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONG_SURPLUS, UNMOVED_ENTRIES, LONG_CHUNKS = range(7)
+COUNTS = 7
 
 _LEAST = torch.iinfo(torch.int32).min
 MASKED, PADDING = _LEAST, _LEAST + 1  # ids of masked keys, and of rows beyond the last

@@ -21,6 +21,8 @@ LOWEST = -1e30  # below every score, but finite, so that a tile without keys for
 class Forward(RingKernel):
     """The forward kernel: call it with JAX arrays, or compile it with vitkernels.bridge.mosaic_gpu.Kernel."""
 
+    narrow_widths = 64, 16  # see _step
+
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N); +inf for a query without keys.
 
@@ -75,21 +77,21 @@ class Forward(RingKernel):
 
         self.divide_roles(
             queries,
-            lambda item: self._span_of(item, queries, keys),
+            lambda item: self._with_span(item, queries, keys),
             OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
 
-    def _span_of(self, item, queries, keys):
-        """Return span_of for the keys that the item's queries attend to."""
-        first, steps, uncompared = self.span_of(item, queries, keys)
+    def _with_span(self, item, queries, keys):
+        """Return with_span for the keys that the item's queries attend to."""
+        item = self.with_span(item, queries, keys)
         if not self.is_causal:
-            return first, steps, uncompared
+            return item
         seen = (item.tile + 1) * ROWS * self.schedule.warpgroups
-        end = lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), first + steps)
-        steps = lax.max(end - first, 0)
-        return first, steps, lax.min(uncompared, steps)
+        end = lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), item.first + item.steps)
+        steps = lax.max(end - item.first, 0)
+        return item._replace(steps=steps, uncompared=lax.min(item.uncompared, steps))
 
     def _attend(self, item, warpgroup, after_first_tile, out_ref, lse_ref, scratch):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)

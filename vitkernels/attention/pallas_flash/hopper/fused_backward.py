@@ -30,6 +30,7 @@ from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, Stream
 from vitkernels.attention.pallas_flash.hopper.schedule import takes_quads, widths
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
+    BY_ROW,
     LOG2E,
     ROWS,
     WGMMA,
@@ -179,14 +180,14 @@ class FusedBackward(OrderedKernel):
         # Operands in registers spare the bandwidth of shared memory.
         k, v = (plgpu.load(smem.at[owner], layout=WGMMA) for smem in (k_smem, v_smem))
 
-        highest = None
+        start = filled((ROWS,), 0, BY_ROW)
         if self.has_ids or self.keys % (ROWS * self.schedule.warpgroups):
-            # Padded rows have scores of 0, possibly far above a low lse. Their weights must be 0, as infinity times 0
+            # A padded row's score would be 0, possibly far above a low lse. Its weight must be 0, as infinity times 0
             # would be NaN in dq.
-            highest = jnp.where(tiles.row_numbers() < keys, 0.0, -jnp.inf)
+            start = jnp.where(tiles.row_numbers() < keys, 0.0, self.lowest_product)
 
         def body(step, sums):
-            sums = self._add(item, step, k, v, highest, *sums, warpgroup, scratch)
+            sums = self._add(item, step, k, v, start, *sums, warpgroup, scratch)
             pl.when(step == 0)(after_first_tile)
             return sums
 
@@ -246,9 +247,10 @@ class FusedBackward(OrderedKernel):
         _, _, chunks, *_ = refs["ids"]
         return chunks.at[item.batch, item.first + chunk]
 
-    def _add(self, item, step, k, v, highest, dk, dv, warpgroup, scratch):
+    def _add(self, item, step, k, v, start, dk, dv, warpgroup, scratch):
         """Return dk and dv with a tile's products added: transposed, so that the keys are rows.
 
+        start: of each key, what the product of scores starts from.
         dP's product runs while the weights are computed, and dv's while dS is.
         """
         slot = self.slot(item, step)
@@ -259,29 +261,26 @@ class FusedBackward(OrderedKernel):
             scores_ref, dp_ref, dk_ref, dv_ref = refs
             plgpu.wgmma(scores_ref, k, transposed(q))
             plgpu.wgmma(dp_ref, v, transposed(do))
-            weights = self._weights(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1), highest, slot, scratch)
+            weights = self._weights(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1), slot, scratch)
             plgpu.wgmma(dv_ref, weights.astype(self.dtype), do)
             dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
             plgpu.wgmma(dk_ref, self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch), q)
 
         if self.interpret:
             scores, dp = (jnp.dot(a, b[...].T, preferred_element_type=jnp.float32) for a, b in ((k, q), (v, do)))
-            weights = self._weights(scores, highest, slot, scratch)
+            weights = self._weights(scores + along_rows(start, scores.shape), slot, scratch)
             ds = self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch)
             products = [(0, ds, q), (1, weights.astype(self.dtype), do)]
             dk, dv = tiles.accumulated((dk, dv), products, self.interpret)
         else:
-            none = filled((ROWS, ROWS), 0, WGMMA)
-            *_, dk, dv = pl.run_state(chain)(tuple(plgpu.ACC.init(x) for x in (none, none, dk, dv)))
+            starts = along_rows(start, (ROWS, ROWS)), filled((ROWS, ROWS), 0, WGMMA), dk, dv
+            *_, dk, dv = pl.run_state(chain)(tuple(plgpu.ACC.init(x) for x in starts))
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dk, dv
 
-    def _weights(self, scores, highest, slot, scratch):
+    def _weights(self, scores, slot, scratch):
         lse = plgpu.load(scratch["lse_smem"].at[slot], layout=BY_COLUMN)
-        exponents = scores * (self.scale * LOG2E) - along_columns(lse, scores.shape)
-        if highest is not None:
-            exponents = jnp.minimum(exponents, along_rows(highest, exponents.shape))
-        return jnp.exp2(exponents)
+        return jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape))
 
     def _pass_ds(self, item, step, weights, dp, slot, warpgroup, scratch):
         """Pass dS to the warpgroup that multiplies dq; return it as the operand of dk's product."""

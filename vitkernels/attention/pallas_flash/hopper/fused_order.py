@@ -28,6 +28,8 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     END,
     FIELDS,
     FIRST,
+    LONG_CHUNKS,
+    LONG_SURPLUS,
     ROW,
     SEGMENT_TOKENS,
     USED_KEYS,
@@ -35,7 +37,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     prefers_fused,
 )
 from vitkernels.attention.pallas_flash.hopper.ring import RingKernel
-from vitkernels.attention.pallas_flash.hopper.schedule import interleaved_heads, shortest_fused
+from vitkernels.attention.pallas_flash.hopper.schedule import APART, interleaved_heads
 from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, at, filled, row_sums
 
 TURN = 2  # tiles of queries that an item adds to in one turn
@@ -132,14 +134,26 @@ class OrderedKernel(RingKernel):
         """Return how many items each head has; of packed segments, the batch entry with the most."""
         return lax.div(ids[4][USED_KEYS] + 1, 2) if ids else self.tiles(self.keys)
 
-    def place_of(self, index, key_blocks) -> tuple:
+    def heads_together(self, ids: tuple):
+        """Return of how many heads the items alternate: few, so that these heads' rows and sums stay in the cache."""
+        heads = self.batch * self.heads
+        if not ids:
+            return interleaved_heads(heads, self.queries, self.multiprocessors)
+        # The surplus is the sum of the long segments' squared lengths, in chunks, less that of shorter ones. Divided by
+        # the number of chunks, it is at most the mean length of a chunk's segment.
+        counts = ids[4]
+        surplus = lax.max(counts[LONG_SURPLUS], 1)
+        fewest = lax.div(2 * APART * self.multiprocessors * counts[LONG_CHUNKS] + surplus - 1, surplus)
+        groups = lax.max(lax.div(jnp.int32(heads), lax.max(fewest, 1)), 1)
+        return lax.div(heads + groups - 1, groups)
+
+    def place_of(self, index, ids: tuple) -> tuple:
         """Return the batch entry, head and block of keys of the item with this index.
 
         Blocks of keys come in ascending order, of several heads in alternation. So an item starts when the item before
         it in its sequence is some turns ahead, and rarely waits.
         """
-        heads = self.batch * self.heads
-        together = interleaved_heads(heads, shortest_fused(self.queries, self.has_ids), self.multiprocessors)
+        heads, key_blocks, together = self.batch * self.heads, self.key_blocks(ids), self.heads_together(ids)
         first = lax.div(index, together * key_blocks) * together
         rest = index - first * key_blocks
         alternating = lax.min(together, heads - first)
@@ -148,7 +162,7 @@ class OrderedKernel(RingKernel):
 
     def item(self, index, number, streamed, ids: tuple, record) -> KeyBlock:
         """Return the work item with this index. record: that of its first chunk, if there are ids."""
-        batch, head, block = self.place_of(index, self.key_blocks(ids))
+        batch, head, block = self.place_of(index, ids)
         if not ids:
             return KeyBlock(batch, head, block, number, streamed, 0, self.query_tiles, 0, self.keys)
         first, end, row, tokens = (record[field] for field in (FIRST, END, ROW, SEGMENT_TOKENS))
@@ -220,12 +234,11 @@ class OrderedKernel(RingKernel):
             _increment(counters_ref.at[0, 0, pl.ds(_DRAWN, _COUNTER)], scratch["ticket_smem"].at[slot])
         index = scratch["ticket_smem"][slot, 0]
         if ids:
-            key_blocks = self.key_blocks(ids)
-            exists = index < self.batch * self.heads * key_blocks
+            exists = index < self.batch * self.heads * self.key_blocks(ids)
 
             @pl.when(exists)
             def _():
-                batch, _, block = self.place_of(index, key_blocks)
+                batch, _, block = self.place_of(index, ids)
                 plgpu.copy_gmem_to_smem(ids[2].at[batch, 2 * block], scratch["record_smem"].at[slot], ready)
 
             pl.when(~exists)(lambda: plgpu.barrier_arrive(ready))

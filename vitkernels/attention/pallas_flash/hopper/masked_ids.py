@@ -74,6 +74,7 @@ def _summarize_kernel(
         tl.store(used_ptr + is_key.to(tl.int32), (tokens + ROWS - 1) // ROWS)
         tl.store(used_ptr + 2 + is_key.to(tl.int32), 0)  # neither work items nor quads are listed
         tl.store(used_ptr + 4 + is_key.to(tl.int32), 0)
+        tl.store(used_ptr + 6, 0)
 
 
 @triton.jit

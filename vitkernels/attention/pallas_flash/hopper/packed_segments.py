@@ -23,8 +23,10 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     FIRST,
     ITEM,
     ITEM_COMPARED,
+    ITEM_TOKENS,
     ITEMS,
     LISTED,
+    LONG_CHUNKS,
     LONG_SURPLUS,
     PADDING,
     QUAD,
@@ -45,11 +47,11 @@ _LEAST = 32  # tokens per segment, on average, for which there are enough chunks
 _BLOCK = 4096  # tokens processed at once
 
 _FIRST, _COUNT = tl.constexpr(FIRST), tl.constexpr(COUNT)
-_ITEM, _ITEM_COMPARED = tl.constexpr(ITEM), tl.constexpr(ITEM_COMPARED)
+_ITEM, _ITEM_COMPARED, _ITEM_TOKENS = (tl.constexpr(x) for x in (ITEM, ITEM_COMPARED, ITEM_TOKENS))
 _QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
 _USED_QUERIES, _USED_KEYS, _ITEMS, _QUADS = (tl.constexpr(x) for x in (USED_QUERIES, USED_KEYS, ITEMS, QUADS))
 _LONG, _LONG_SURPLUS = tl.constexpr(LONG), tl.constexpr(LONG_SURPLUS)
-_UNMOVED_ENTRIES = tl.constexpr(UNMOVED_ENTRIES)
+_UNMOVED_ENTRIES, _LONG_CHUNKS = tl.constexpr(UNMOVED_ENTRIES), tl.constexpr(LONG_CHUNKS)
 # The kernel keeps words of its own. Per batch entry, there are _PARTS arrays of C words, and one of _BINS words:
 # - by segment: its start in the lower bits, and its bin, that is, its id modulo _BINS;
 # - _SEGMENTS, by chunk: the start and the length of the segment that begins there, or 0;
@@ -199,7 +201,7 @@ def _store_records(
 
 @triton.jit
 def _store_items(
-    chunks_ptr, chunk, exists, first, last, full, own, count, so_far, listed,
+    chunks_ptr, chunk, exists, first, last, full, own, length, count, so_far, listed,
     FIELDS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """List the work items: a segment's chunks, divided as evenly as possible.
@@ -216,6 +218,7 @@ def _store_items(
     of_item = chunks_ptr + (so_far - items + item) * FIELDS
     _store_four(of_item + _ITEM, chunk, size, first, last, begins)
     tl.store(of_item + _ITEM_COMPARED, tl.where(is_single, chunk, full), mask=begins)
+    tl.store(of_item + _ITEM_TOKENS, length, mask=begins)
     is_empty = exists & (chunk >= listed)
     zero = 0 * chunk
     _store_four(record + _ITEM, zero, zero, zero, zero, is_empty)
@@ -297,10 +300,12 @@ def packed_chunks_kernel(
         entry = all_chunks_ptr + quad * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
         own_index = (b * C).to(tl.int32) + first
         _store_four(entry, row, rows, own_index, tl.where(rows > 0, own_index + own, own_index), in_quad)
-    _store_items(chunks_ptr, chunk, exists, first, last, full, own, count, items, listed, FIELDS, LISTED)
+    _store_items(chunks_ptr, chunk, exists, first, last, full, own, length, count, items, listed, FIELDS, LISTED)
     if HAS_QUADS:
         surplus = tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0)
         tl.atomic_add(counts_ptr + _LONG_SURPLUS, surplus, sem="relaxed")
+        long_chunks = tl.sum(((count > 0) & (own >= _LONG)).to(tl.int32), 0)
+        tl.atomic_add(counts_ptr + _LONG_CHUNKS, long_chunks, sem="relaxed")
         tl.atomic_add(counts_ptr + _UNMOVED_ENTRIES, 1 - fits.to(tl.int32), sem="relaxed")
     tl.debug_barrier()
     end = tl.maximum(used, tl.where(fits, first_quad + quads * QUAD, 0))
@@ -309,7 +314,7 @@ def packed_chunks_kernel(
 
 @operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads) -> (Tensor, Tensor, Tensor)")
 def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the ids (B, 64 C), the chunks (B, C, 32), and counts (6,), of packed segments (B, N).
+    """Return the ids (B, 64 C), the chunks (B, C, 32), and counts (7,), of packed segments (B, N).
 
     Queries and keys have the same ids and chunks; see chunks.py for the counts. If an id of a batch entry may recur
     after other ids, or if segments are so short that their chunks exceed C, the chunks of the batch entry lie at

@@ -22,6 +22,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 
+NARROW = 16  # rows of the last tile of a segment in a quad, up to which only so many columns are processed
 _RECORDS = 4  # of quads in shared memory: the next one's, and those that a warpgroup may still read
 
 
@@ -48,6 +49,11 @@ class PerHeadKernel(tiles.HopperKernel):
     @property
     def has_quads(self) -> bool:
         return tiles.has_packed_segments(self.queries, self.chunks)
+
+    @property
+    def compares_ids(self) -> bool:
+        """Return whether ids tell which keys a query attends to; in quads, the chunks do."""
+        return self.has_ids and not self.has_quads
 
     @property
     def queries_at_once(self) -> int:

@@ -25,15 +25,17 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_COMPARED,
     ITEM_END,
     ITEM_FIRST,
+    ITEM_TOKENS,
     ITEMS,
     ROW,
+    SEGMENT_TOKENS,
     USED_KEYS,
     USED_QUERIES,
     prefers_fused,
 )
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
-from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
-from vitkernels.attention.pallas_flash.hopper.tiles import at
+from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, takes_quads, widths
+from vitkernels.attention.pallas_flash.hopper.tiles import WGMMA, at
 
 
 class WorkItem(NamedTuple):
@@ -47,6 +49,8 @@ class WorkItem(NamedTuple):
     first: Any = 0  # the first tile that streams past this item
     steps: Any = 0  # how many tiles stream past this item
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
+    row: Any = 0  # the first row of the first of these
+    last: Any = 0  # how many rows of the last of these have the ids of the own rows, if there is one segment
     chunk: Any = 0  # of a listed item, the first of its chunks of own rows
     chunks: Any = 0  # of a listed item, how many it has
 
@@ -73,12 +77,13 @@ class Side(NamedTuple):
     tokens: int
     ids: Any = None
     chunks: Any = None
+    are_moved: bool = False  # chunks start where segments start
     used: Any = None  # how many of the chunks of a batch entry are used, or how many work items are listed
     counts: Any = None  # all counts, if the fused backward kernel may process the chunks instead
 
     def row(self, batch, place):
         """Return the row that has a place, a multiple of 64, in the order of ids and vectors."""
-        return place if self.chunks is None else self.chunks[batch, lax.div(jnp.int32(place), ROWS), ROW]
+        return self.chunks[batch, lax.div(jnp.int32(place), ROWS), ROW] if self.are_moved else place
 
     def count(self, batch, place):
         """Return how many of the rows from a place on are those of its chunk; the others must not be stored."""
@@ -88,6 +93,9 @@ class Side(NamedTuple):
 class RingKernel(tiles.HopperKernel):
     """A kernel whose persistent thread blocks follow a Schedule."""
 
+    # Of 128 rows: the narrowest that are faster. 577 = 4 * 128 + 65.
+    narrow_widths = 72, 16
+
     def own_tiles(self) -> tuple:
         """Return scratch for the rows that each warpgroup keeps."""
         return tiles.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), self.owners)
@@ -96,6 +104,14 @@ class RingKernel(tiles.HopperKernel):
     def owners(self) -> int:
         """Return the number of buffers of 64 own rows."""
         return self.schedule.buffers * self.schedule.warpgroups
+
+    def operand(self, parts: tuple) -> tuple:
+        """Return own rows as the first operand of products: in registers where they fit, which spares bandwidth.
+
+        The interpreter does not support operands in registers.
+        """
+        fits = 64 < sum(widths(self.head_dim)) <= 96
+        return tuple(plgpu.load(part, layout=WGMMA) for part in parts) if fits and not self.interpret else parts
 
     def ring(self) -> tuple:
         """Return scratch for the streamed tiles."""
@@ -108,7 +124,9 @@ class RingKernel(tiles.HopperKernel):
         q_ids, k_ids, q_chunks, k_chunks, used = ids
         # Only the forward kernel has listed items; their chunks are those of queries.
         of_queries = used.at[ITEMS if self.schedule.is_listed else USED_QUERIES]
-        return Side(self.queries, q_ids, q_chunks, of_queries), Side(self.keys, k_ids, k_chunks, used.at[USED_KEYS])
+        are_moved = tiles.has_packed_segments(self.queries, self.chunks)
+        queries = Side(self.queries, q_ids, q_chunks, are_moved, of_queries)
+        return queries, Side(self.keys, k_ids, k_chunks, are_moved, used.at[USED_KEYS])
 
     def own_ids(self) -> plgpu.SMEM:
         return plgpu.SMEM((self.owners, ROWS), jnp.int32)
@@ -133,19 +151,30 @@ class RingKernel(tiles.HopperKernel):
         return self.launch(body, {"block": self.blocks(own_rows)}, self.schedule.warpgroups + 1, out_type, scratch)
 
     @property
+    def _copies_chunks(self) -> bool:
+        """Return whether chunks are copied one by one, because a streamed tile may hold those of two segments."""
+        return tiles.has_packed_segments(self.queries, self.chunks) and not takes_quads(self.head_dim)
+
+    @property
     def tile_copies(self) -> int:
-        """Return the number of copies that load a streamed tile; chunks need one each."""
-        return self.copies * (self.schedule.tile // ROWS if self.has_ids else 1)
+        """Return the number of copies that load a streamed tile."""
+        return self.copies * (self.schedule.tile // ROWS if self._copies_chunks else 1)
 
     def load_tile(self, ref, item: WorkItem, side: Side, tile, head, parts: tuple, slot, barrier) -> None:
         """Request a streamed tile of one head; the barrier gets tile_copies arrivals."""
-        place = tile * self.schedule.tile
-        if side.chunks is None:
-            tiles.load_rows(ref, item.batch, place, head, parts, slot, barrier, self.interpret)
+        if not self._copies_chunks:
+            row = item.row + (tile - item.first) * self.schedule.tile
+            tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret)
             return
         for chunk in range(self.schedule.tile // ROWS):
-            row = side.row(item.batch, place + chunk * ROWS)
+            row = side.row(item.batch, tile * self.schedule.tile + chunk * ROWS)
             tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret, chunk)
+
+    @property
+    def _narrow_widths(self) -> tuple[int, ...]:
+        """Return to how many rows the last tile of a packed segment is narrowed if it has no more; descending."""
+        may_narrow = tiles.has_packed_segments(self.queries, self.chunks) and not self._copies_chunks
+        return self.narrow_widths if may_narrow and self.schedule.tile == 2 * ROWS else ()
 
     # --- indices ------------------------------------------------------------------------------------------------------
 
@@ -193,10 +222,22 @@ class RingKernel(tiles.HopperKernel):
         """Return the ring slot of a streamed tile."""
         return lax.rem(item.streamed + step, self.schedule.stages)
 
-    def span_of(self, item: WorkItem, own: Side, streamed: Side) -> tuple:
-        """Return the first of the tiles that stream past an item, their number, and how many need no comparison."""
+    def with_span(self, item: WorkItem, own: Side, streamed: Side) -> WorkItem:
+        """Return the item with the tiles that stream past it."""
         if own.chunks is None:
-            return 0, pl.cdiv(streamed.tokens, self.schedule.tile), 0
+            return item._replace(steps=pl.cdiv(streamed.tokens, self.schedule.tile))
+        first, steps, uncompared = self._span_of(item, own)
+        item = item._replace(first=first, steps=steps, uncompared=uncompared, row=first * self.schedule.tile)
+        if not streamed.are_moved:
+            return item
+        row = streamed.row(item.batch, lax.min(item.row, (self.chunks[0] - 1) * ROWS))  # an empty item is behind all
+        record, field = item.tile * self.schedule.warpgroups, SEGMENT_TOKENS
+        if self.schedule.is_listed:
+            record, field = item.tile, ITEM_TOKENS
+        return item._replace(row=row, last=own.chunks[item.batch, record, field] - (steps - 1) * self.schedule.tile)
+
+    def _span_of(self, item: WorkItem, own: Side) -> tuple:
+        """Return the first of the tiles that an item's chunks need, their number, and how many need no comparison."""
         if self.schedule.is_listed:
             fields = ITEM_FIRST, ITEM_END, ITEM_COMPARED
             return self._tiles_of(*(own.chunks[item.batch, item.tile, field] for field in fields))
@@ -213,7 +254,7 @@ class RingKernel(tiles.HopperKernel):
         return self._tiles_of(first, end, functools.reduce(lax.min, limits))
 
     def _tiles_of(self, first, end, limit) -> tuple:
-        """Return span_of for the chunks from first to end, which must be compared from `limit` on."""
+        """Return _span_of for the chunks from first to end, which must be compared from `limit` on."""
         per_tile = self.schedule.tile // ROWS
         first_tile = lax.div(first, per_tile)
         steps = lax.max(lax.div(end + per_tile - 1, per_tile) - first_tile, 0)
@@ -227,9 +268,9 @@ class RingKernel(tiles.HopperKernel):
         compares: whether ids must be compared in this tile.
         """
 
-        def body(compares):
+        def body(compares, width=self.schedule.tile):
             def step(step, carry):
-                carry = step_of(step, carry, self.schedule.tile, compares)
+                carry = step_of(step, carry, width, compares)
                 pl.when(step == 0)(after_first_tile)
                 return carry
 
@@ -237,7 +278,12 @@ class RingKernel(tiles.HopperKernel):
 
         if self.has_ids:
             carry = lax.fori_loop(0, item.uncompared, body(False), carry)
-            carry = lax.fori_loop(item.uncompared, item.steps, body(True), carry)
+            start, width = item.uncompared, self.schedule.tile
+            for narrower in self._narrow_widths:
+                end = lax.max(start, item.steps - (item.last <= narrower).astype(jnp.int32))
+                carry = lax.fori_loop(start, end, body(True, width), carry)
+                start, width = end, narrower
+            carry = lax.fori_loop(start, item.steps, body(True, width), carry)
             pl.when(item.steps == 0)(after_first_tile)
             return carry
         full, last = (item.steps, 0) if all_full else divmod(tokens, self.schedule.tile)
@@ -272,13 +318,12 @@ class RingKernel(tiles.HopperKernel):
 
     # --- warp specialization ------------------------------------------------------------------------------------------
 
-    def divide_roles(self, side: Side, span_of, own: OwnRows, streams: list[Stream], compute) -> None:
+    def divide_roles(self, side: Side, with_span, own: OwnRows, streams: list[Stream], compute) -> None:
         """Run compute(item, warpgroup, after_first_tile) on the compute warpgroups while the loader requests rows.
 
         Args:
             side: that of the own rows.
-            span_of: span_of(item) returns the first of the streamed tiles, their number, and how many of them need no
-                comparison.
+            with_span: with_span(item) returns the item with the tiles that stream past it.
             compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
                 releases the previous item's buffer.
         """
@@ -303,7 +348,7 @@ class RingKernel(tiles.HopperKernel):
                 if self.schedule.buffers == 1:
                     give_back(item.number)
 
-            items, _ = self._for_each_item(side, span_of, process)
+            items, _ = self._for_each_item(side, with_span, process)
             if self.schedule.buffers > 1:
                 # With ids, the number of items is known only here, and a block may have none.
                 last = lambda: give_back(items - 1)  # noqa: E731
@@ -313,9 +358,9 @@ class RingKernel(tiles.HopperKernel):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            self._request(lambda process: self._for_each_item(side, span_of, process), own, streams)
+            self._request(lambda process: self._for_each_item(side, with_span, process), own, streams)
 
-    def _for_each_item(self, side: Side, span_of, process) -> tuple:
+    def _for_each_item(self, side: Side, with_span, process) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
@@ -338,9 +383,9 @@ class RingKernel(tiles.HopperKernel):
             if self.schedule.is_listed:
                 chunk, chunks = (side.chunks[item.batch, item.tile, field] for field in (ITEM, ITEM_CHUNKS))
                 item = item._replace(chunk=chunk, chunks=chunks)
-            first, steps, uncompared = span_of(item)
-            process(item._replace(first=first, steps=steps, uncompared=uncompared))
-            return streamed + steps
+            item = with_span(item)
+            process(item)
+            return streamed + item.steps
 
         count = share + (index(share) < items).astype(jnp.int32)
         return count, lax.fori_loop(0, count, body, jnp.int32(0))

@@ -161,7 +161,7 @@ def takes_quads(head_dim: int) -> bool:
 
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
-_APART = 2  # items of a head start this many turns, of 128 queries each, apart
+APART = 2  # items of a head start this many turns, of 128 queries each, apart
 _PAIR_IS_FASTER_UP_TO = 900  # tokens
 LONG = -(-(_PAIR_IS_FASTER_UP_TO + 1) // ROWS)  # chunks of a packed segment for which the fused kernel is faster
 
@@ -176,23 +176,16 @@ def fused_backward_schedule(
 
     has_segments: for packed segments. Only the device knows whether these are long enough.
     """
-    too_few = heads < fewest_heads(shortest_fused(queries, has_segments), MULTIPROCESSORS)
+    shortest = _PAIR_IS_FASTER_UP_TO + 1 if has_segments else queries
+    too_few = heads < fewest_heads(shortest, MULTIPROCESSORS)
     if is_masked or queries != keys or keys <= _PAIR_IS_FASTER_UP_TO or widths(head_dim) != (64,) or too_few:
         return None
     return Schedule(ROWS, 3, 2)
 
 
-def shortest_fused(tokens: int, has_segments: bool) -> int:
-    """Return the shortest sequence that the fused kernel should expect in a call of this many tokens.
-
-    With segments, it is the shortest for which the fused kernel is faster.
-    """
-    return _PAIR_IS_FASTER_UP_TO + 1 if has_segments else tokens
-
-
 def fewest_heads(queries: int, multiprocessors: int) -> int:
     """Return of how many heads the fused kernel's work items must alternate, so that items of a head start apart."""
-    return -(-_APART * multiprocessors // -(-queries // 128))
+    return -(-APART * multiprocessors // -(-queries // 128))
 
 
 def interleaved_heads(heads: int, queries: int, multiprocessors: int) -> int:

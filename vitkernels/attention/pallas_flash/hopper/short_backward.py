@@ -19,14 +19,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_END, QUAD_FIRST
-from vitkernels.attention.pallas_flash.hopper.per_head import PerHeadKernel
+from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
+from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
     ROWS,
     WGMMA,
     along_columns,
+    along_rows,
     at,
     filled,
     row_sums,
@@ -89,9 +90,9 @@ class ShortBackward(PerHeadKernel):
             "lse_smem": plgpu.SMEM((queries, ROWS), jnp.float32),
             "delta_smem": plgpu.SMEM((queries, ROWS), jnp.float32),
             # With q, dO, log-sum-exp and the ids of queries arrive.
-            "q_arrived": plgpu.Barrier(num_arrivals=2 * self.copies + 1 + self.has_ids, num_barriers=queries),
+            "q_arrived": plgpu.Barrier(num_arrivals=2 * self.copies + 1 + self.compares_ids, num_barriers=queries),
             "out_arrived": plgpu.Barrier(num_arrivals=self.copies, num_barriers=queries),
-            "keys_arrived": plgpu.Barrier(num_arrivals=2 * self.copies * keys + self.has_ids),
+            "keys_arrived": plgpu.Barrier(num_arrivals=2 * self.copies * keys + self.compares_ids),
             "delta_ready": plgpu.Barrier(num_arrivals=1, num_barriers=queries),
             "ds_ready": plgpu.Barrier(num_arrivals=2, num_barriers=BUFFERS),
             "ds_consumed": plgpu.Barrier(num_arrivals=1, num_barriers=BUFFERS),
@@ -99,7 +100,7 @@ class ShortBackward(PerHeadKernel):
             "v_consumed": plgpu.Barrier(num_arrivals=2),
         }
         scratch |= self.quad_scratch()
-        if self.has_ids:
+        if self.compares_ids:
             scratch["q_ids_smem"] = plgpu.SMEM((queries, ROWS), jnp.int32)
             scratch["k_ids_smem"] = plgpu.SMEM((keys * ROWS,), jnp.int32)
         q, k = self.rows(self.queries, self.all_heads), self.rows(self.keys, self.all_heads)
@@ -145,8 +146,8 @@ class ShortBackward(PerHeadKernel):
     def _load_keys(self, place, name, refs, scratch):
         for tile in range(2 * self.own):
             self._load(place, name, tile, tile, scratch["keys_arrived"], refs, scratch)
-        if self.has_ids and name == "k":
-            source = refs["ids"][1].at[place.batch, pl.ds(place.chunk * ROWS, 2 * self.own * ROWS)]
+        if self.compares_ids and name == "k":
+            source = refs["ids"][1].at[place.batch, pl.ds(0, 2 * self.own * ROWS)]
             plgpu.copy_gmem_to_smem(source, scratch["k_ids_smem"], scratch["keys_arrived"])
 
     def _load_queries(self, place, tile, refs, scratch):
@@ -155,7 +156,7 @@ class ShortBackward(PerHeadKernel):
             self._load(place, name, tile, tile, arrived, refs, scratch)
         rows = pl.ds((place.chunk + tile) * ROWS, ROWS)
         plgpu.copy_gmem_to_smem(refs["lse"].at[place.batch, place.head, rows], scratch["lse_smem"].at[tile], arrived)
-        if self.has_ids:
+        if self.compares_ids:
             plgpu.copy_gmem_to_smem(refs["ids"][0].at[place.batch, rows], scratch["q_ids_smem"].at[tile], arrived)
 
     def _load_out(self, place, tile, refs, scratch):
@@ -268,10 +269,14 @@ class ShortBackward(PerHeadKernel):
             return self._step(iteration, position, columns, *carry, refs, scratch)
 
         def step_of_quad(position, carry):
-            needed = self._needs(self.place_of(iteration, refs["ids"], scratch), self._tile_at(position))
-            return lax.cond(
-                needed, lambda c: step(position, ROWS, *c), lambda c: self._skip(position, c, scratch), carry
+            place, tile = self.place_of(iteration, refs["ids"], scratch), self._tile_at(position)
+            is_wide = place.of_chunk(tile, QUAD_COUNT) > NARROW
+            ways = (
+                lambda c: self._skip(position, c, scratch),
+                lambda c: step(position, NARROW, *c),
+                lambda c: step(position, ROWS, *c),
             )
+            return lax.switch(jnp.where(self._needs(place, tile), 1 + is_wide.astype(jnp.int32), 0), ways, carry)
 
         # Hide the loop's end from the compiler, and keep the last tile's code behind it; otherwise registers spill.
         full_step = step_of_quad if self.has_quads else lambda position, c: step(position, ROWS, *c)
@@ -297,11 +302,14 @@ class ShortBackward(PerHeadKernel):
         return position + (position == 1).astype(jnp.int32) - (position == 2).astype(jnp.int32)
 
     def _needs(self, place, tile):
-        """Return whether queries of a tile may attend to own keys, those of a quad."""
-        first = lax.axis_index("warpgroup") * self.own
-        firsts, ends = ([place.of_chunk(first + i, x) for i in range(self.own)] for x in (QUAD_FIRST, QUAD_END))
+        """Return whether queries of a tile attend to keys of an own tile, those of a quad."""
+        return functools.reduce(lambda a, b: a | b, (self._is_needed(place, tile, i) for i in range(self.own)))
+
+    def _is_needed(self, place, tile, own_tile: int):
+        """Return whether an own tile, of a quad, is of the same segment as a tile of queries."""
+        own_tile = lax.axis_index("warpgroup") * self.own + own_tile
         tile = tile + place.of_chunk(0, QUAD_FIRST)
-        return (functools.reduce(lax.min, firsts) <= tile) & (tile < functools.reduce(lax.max, ends))
+        return (place.of_chunk(own_tile, QUAD_FIRST) <= tile) & (tile < place.of_chunk(own_tile, QUAD_END))
 
     def _skip(self, position, carry, scratch):
         """Pass zeros on to the helper instead of a tile's dS."""
@@ -327,7 +335,7 @@ class ShortBackward(PerHeadKernel):
         first = self._opaque(lax.axis_index("warpgroup")) * self.own
         tile, buffer = self._tile_at(position), lax.rem(position, BUFFERS)
         if bias is None:
-            bias = self._bias_of(iteration, tile, 0, columns, refs)
+            bias = self._start_of(iteration, tile, 0, columns, refs, scratch)
         plgpu.barrier_wait(scratch["q_arrived"].at[tile])
         q, do = at(scratch["q_smem"], tile), at(scratch["do_smem"], tile)
         some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
@@ -357,17 +365,30 @@ class ShortBackward(PerHeadKernel):
                     bias = None
                 dk[i] = tiles.accumulated(dk[i], products, self.interpret)
             else:
-                bias = self._bias_of(iteration, tile, i + 1, columns, refs)
+                bias = self._start_of(iteration, tile, i + 1, columns, refs, scratch)
                 products += self._scores(len(q), first + i + 1, some_q, scratch)
                 *dk_i, scores = tiles.accumulated((*dk[i], bias), products, self.interpret)
                 dk[i] = tuple(dk_i)
         plgpu.barrier_arrive(scratch["q_consumed"].at[tile])
         return tuple(dk), tuple(dv), bias
 
-    def _bias_of(self, iteration, tile, own_tile, columns, refs):
-        """Request the bias of an own tile and the first `columns` queries of a tile; zeros without a bias."""
-        if self.bias_shape is None:
+    def _start_of(self, iteration, tile, own_tile, columns, refs, scratch):
+        """Return what the scores of an own tile and the first `columns` queries of a tile start from.
+
+        It is the bias, which is requested. In quads, it is infinitely low for keys past a segment's end, and for all if
+        the queries are of another segment. Queries past a segment's end have a log-sum-exp of infinity.
+        """
+        if self.bias_shape is not None:
+            return self._bias_of(iteration, tile, own_tile, columns, refs)
+        if not self.has_quads:
             return filled((ROWS, columns), 0, WGMMA)
+        place = self.place_of(iteration, refs["ids"], scratch)
+        keys = place.of_chunk(lax.axis_index("warpgroup") * self.own + own_tile, QUAD_COUNT)
+        keys = jnp.where(self._is_needed(place, tile, own_tile), keys, 0)
+        return along_rows(jnp.where(tiles.row_numbers() < keys, 0.0, self.lowest_product), (ROWS, columns))
+
+    def _bias_of(self, iteration, tile, own_tile, columns, refs):
+        """Request the bias of an own tile and the first `columns` queries of a tile."""
         first = self._opaque(lax.axis_index("warpgroup")) * self.own
         place = self.place_of(self._opaque(iteration), refs["ids"], {})
         where = self._opaque(place.batch), self._opaque(place.head), (first + own_tile) * ROWS, tile * ROWS
@@ -385,12 +406,12 @@ class ShortBackward(PerHeadKernel):
         lse = plgpu.load(scratch["lse_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
         exponents = self.exponents(scores) - along_columns(lse, scores.shape)
         # Rows of padding have scores of 0, possibly far above a low lse: exp2 would overflow, and inf times 0 is NaN in
-        # dq. A bias of -inf or another id prevents this.
-        if self.has_ids:
+        # dq. A bias of -inf, another id or what the scores of a quad start from prevents this.
+        if self.compares_ids:
             of_keys = plgpu.load(scratch["k_ids_smem"].at[pl.ds(k_tile * ROWS, ROWS)], layout=BY_ROW)
             of_queries = plgpu.load(scratch["q_ids_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
             exponents = jnp.where(tiles.same_id(of_keys, of_queries), exponents, -jnp.inf)
-        elif has_padding and not self.bias_shape:
+        elif has_padding and not self.bias_shape and not self.has_quads:
             exponents = jnp.minimum(exponents, 0.0)
         return jnp.exp2(exponents).astype(self.dtype)
 

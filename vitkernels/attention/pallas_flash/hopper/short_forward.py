@@ -6,6 +6,8 @@ the compute warpgroups, 64 queries each, process the current head; shared memory
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+from functools import partial
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
-from vitkernels.attention.pallas_flash.hopper.per_head import PerHeadKernel
+from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at
 
 BUFFERS = 2  # for heads
@@ -33,11 +35,6 @@ class ShortForward(PerHeadKernel, Forward):
     def steps(self) -> int:
         """Return the number of key tiles."""
         return pl.cdiv(self.keys_at_once, ROWS)
-
-    @property
-    def _compares_ids(self) -> bool:
-        """Return whether ids tell which keys a query attends to; in quads, the chunks do."""
-        return self.has_ids and not self.has_quads
 
     @property
     def registers(self) -> int:
@@ -60,13 +57,13 @@ class ShortForward(PerHeadKernel, Forward):
             "v_smem": head_tiles(BUFFERS * self.steps),
             "out_smem": head_tiles(self.query_tiles),
             "arrived": plgpu.Barrier(
-                num_arrivals=self.copies * (self.query_tiles + 2 * self.steps) + self._compares_ids,
+                num_arrivals=self.copies * (self.query_tiles + 2 * self.steps) + self.compares_ids,
                 num_barriers=BUFFERS,
             ),
             "consumed": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=BUFFERS),
             **self.quad_scratch(),
         }
-        if self._compares_ids:
+        if self.compares_ids:
             scratch["k_ids_smem"] = plgpu.SMEM((BUFFERS, self.steps * ROWS), jnp.int32)
         outputs = self.rows(self.queries, self.heads), self.vector()
         kernel = self.launch(self._body, {"block": self.blocks}, self.query_tiles + 1, outputs, scratch)
@@ -100,7 +97,7 @@ class ShortForward(PerHeadKernel, Forward):
         self.wait_for_place(iteration, scratch)
         self.request_place(iteration + 1, iterations, ids, scratch)
         place = self.place_of(iteration, ids, scratch)
-        if self._compares_ids:
+        if self.compares_ids:
             of_keys = ids[1].at[place.batch, pl.ds(0, self.steps * ROWS)]
             plgpu.copy_gmem_to_smem(of_keys, scratch["k_ids_smem"].at[buffer], arrived)
         counts = self.query_tiles, self.steps, self.steps
@@ -118,6 +115,8 @@ class ShortForward(PerHeadKernel, Forward):
         carry = over_keys(place, tile, buffer, scratch)
         plgpu.barrier_arrive(scratch["consumed"].at[buffer])
         out, lse = self.finalize(*carry)
+        if self.has_quads:  # queries past a segment's end get weights of 0 in the backward kernel
+            lse = jnp.where(tiles.row_numbers() < place.of_chunk(tile, QUAD_COUNT), lse, jnp.inf)
         lse_ref.at[place.batch, place.head, pl.ds((place.chunk + tile) * ROWS, ROWS)][...] = lse
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
         self.store_tiles(scratch["out_smem"], tile, [out], out_ref, place, place.head, tile)
@@ -143,14 +142,20 @@ class ShortForward(PerHeadKernel, Forward):
         first, end = (place.of_chunk(tile, field) - place.of_chunk(0, QUAD_FIRST) for field in (QUAD_FIRST, QUAD_END))
         plgpu.barrier_wait(scratch["arrived"].at[buffer])
 
-        def add(step, carry):
+        def add(columns, step, carry):
             q, k, v = self._tiles(step, tile, buffer, scratch)
-            (scores,) = tiles.products((None, q, k), interpret=self.interpret)
-            keep = tiles.position(scores.shape, 1) < place.of_chunk(step, QUAD_COUNT)
-            weights, out, highest, total = self.softmax_step(scores, 0, 0, ROWS, carry, keep)
+            (scores,) = tiles.products((None, q, tiles.first_rows(k, columns or ROWS)), interpret=self.interpret)
+            keep = tiles.position(scores.shape, 1) < place.of_chunk(step, QUAD_COUNT) if columns else None
+            weights, out, highest, total = self.softmax_step(scores, 0, 0, scores.shape[1], carry, keep)
             return self._with_values(weights, v, out), highest, total
 
-        return lax.fori_loop(first, end, add, self.initial_carry())
+        # A segment's last tile may have few keys, as in 197 = 3 * 64 + 5.
+        keys_of_last = place.of_chunk(lax.max(end - 1, 0), QUAD_COUNT)
+        full = lax.max(end - (keys_of_last < ROWS).astype(jnp.int32), first)
+        wide = jnp.where(keys_of_last <= NARROW, full, end)
+        carry = lax.fori_loop(first, full, partial(add, None), self.initial_carry())
+        carry = lax.fori_loop(full, wide, partial(add, ROWS), carry)
+        return lax.fori_loop(wide, end, partial(add, NARROW), carry)
 
     def _tiles(self, step, tile, buffer, scratch) -> tuple:
         """Return the own tile of queries, and a tile of keys and of values."""

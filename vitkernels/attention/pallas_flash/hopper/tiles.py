@@ -95,6 +95,11 @@ class HopperKernel:
         return jax.ShapeDtypeStruct(stored_bias_shape(self.bias_shape, rows, columns), jnp.float32)
 
     @property
+    def lowest_product(self) -> float:
+        """Return a product of q and k whose weight is 0; with a scale of 0, whose weight is that of any other."""
+        return math.copysign(math.inf, -self.scale) if self.scale else 0.0
+
+    @property
     def low(self) -> float:
         return lowest_score(self.scale)
 

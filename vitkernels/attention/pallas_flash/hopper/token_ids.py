@@ -33,7 +33,7 @@ def token_ids(
             or causality must not.
 
     Returns, in int32, the ids of queries (B, 64 Q) and of keys (B, 64 K), in the order of their chunks; the chunks of
-    queries (B, Q, 32) and of keys (B, K, 32); and counts (6,); see chunks.py.
+    queries (B, Q, 32) and of keys (B, K, 32); and counts (7,); see chunks.py.
     """
     if mask is None and segment_ids is None:
         return None, None, None, None, None
