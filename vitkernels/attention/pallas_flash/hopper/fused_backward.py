@@ -31,7 +31,6 @@ from vitkernels.attention.pallas_flash.hopper.schedule import takes_quads, width
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
-    LOG2E,
     ROWS,
     WGMMA,
     along_columns,
@@ -280,7 +279,7 @@ class FusedBackward(OrderedKernel):
 
     def _weights(self, scores, slot, scratch):
         lse = plgpu.load(scratch["lse_smem"].at[slot], layout=BY_COLUMN)
-        return jnp.exp2(scores * (self.scale * LOG2E) - along_columns(lse, scores.shape))
+        return jnp.exp2(scores * self.log2_scale - along_columns(lse, scores.shape))
 
     def _pass_ds(self, item, step, weights, dp, slot, warpgroup, scratch):
         """Pass dS to the warpgroup that multiplies dq; return it as the operand of dk's product."""

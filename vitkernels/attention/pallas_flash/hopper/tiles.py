@@ -95,9 +95,14 @@ class HopperKernel:
         return jax.ShapeDtypeStruct(stored_bias_shape(self.bias_shape, rows, columns), jnp.float32)
 
     @property
+    def log2_scale(self) -> float:
+        """Return the factor of q k in exponents of 2: not 0, so that infinite products keep weights of 0."""
+        return (self.scale or 2.0**-100) * LOG2E
+
+    @property
     def lowest_product(self) -> float:
-        """Return a product of q and k whose weight is 0; with a scale of 0, whose weight is that of any other."""
-        return math.copysign(math.inf, -self.scale) if self.scale else 0.0
+        """Return a q k whose weight is 0."""
+        return -math.inf if self.scale >= 0 else math.inf
 
     @property
     def low(self) -> float:
@@ -117,7 +122,7 @@ class HopperKernel:
         """Return scores in log2 units from q k + bias; 0 for keys whose huge bias absorbs their scores."""
         if self.bias_shape is not None:
             scores = jnp.where(scores <= self.low / 2, scores - self.low, scores)
-        return scores * (self.scale * LOG2E)
+        return scores * self.log2_scale
 
     def extras(self, refs) -> tuple:
         """Split a kernel's arguments after q, k and v or the vectors: the bias or None, the ids, and the results."""
