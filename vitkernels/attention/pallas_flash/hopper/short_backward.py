@@ -307,9 +307,9 @@ class ShortBackward(PerHeadKernel):
 
     def _is_needed(self, place, tile, own_tile: int):
         """Return whether an own tile, of a quad, is of the same segment as a tile of queries."""
-        own_tile = lax.axis_index("warpgroup") * self.own + own_tile
+        chunk = lax.axis_index("warpgroup") * self.own + own_tile
         tile = tile + place.of_chunk(0, QUAD_FIRST)
-        return (place.of_chunk(own_tile, QUAD_FIRST) <= tile) & (tile < place.of_chunk(own_tile, QUAD_END))
+        return (place.of_chunk(chunk, QUAD_FIRST) <= tile) & (tile < place.of_chunk(chunk, QUAD_END))
 
     def _skip(self, position, carry, scratch):
         """Pass zeros on to the helper instead of a tile's dS."""
