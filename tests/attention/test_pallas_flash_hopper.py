@@ -120,8 +120,8 @@ def test_short_backward__interpreted(shift):
 
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("H, N, M, D, stages", [(2, 130, 300, 64, 3), (3, 200, 130, 48, 2)])
-def test_fused_backward__interpreted(H, N, M, D, stages):
+@pytest.mark.parametrize("H, N, M, D, stages, scale", [(2, 130, 300, 64, 3, -0.1), (3, 200, 130, 48, 2, 0.1)])
+def test_fused_backward__interpreted(H, N, M, D, stages, scale):
     """Run all items in one thread block, so that no turn is waited for and every buffer is reused."""
     import jax.numpy as jnp
 
@@ -131,14 +131,14 @@ def test_fused_backward__interpreted(H, N, M, D, stages):
 
     q, k, v, do = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M, N))
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    scores = leaves[0] @ leaves[1].mT * 0.1
+    scores = leaves[0] @ leaves[1].mT * scale
     out = (scores.softmax(-1) @ leaves[2]).transpose(1, 2)
     exact = torch.autograd.grad(out, leaves, do.double())
     lse = torch.zeros(1, H, 256)
     lse[:, :, :N] = scores.logsumexp(-1) / math.log(2)
 
     array = lambda x: jnp.asarray(x.detach().float().numpy(), "bfloat16")  # noqa: E731
-    problem = (1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, stages, 2), True, 1)
+    problem = (1, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(64, stages, 2), True, 1)
     delta, counters = Delta(*problem)(*map(array, (out, do)))
     assert error(torch.tensor(delta.tolist())[:, :, :N], (out * do.double()).sum(-1).transpose(1, 2)) < 2**-8
     found = FusedBackward(*problem)(*map(array, (q, k, v, do)), jnp.asarray(lse.detach().numpy()), delta, counters)

@@ -1,5 +1,7 @@
 """Segments and masks of keys in the Hopper kernels of pallas_flash: their chunks, and interpreted kernels with ids."""
 
+import math
+
 import pytest
 import torch
 from hopper import error, jax, needs_new_jax
@@ -377,13 +379,14 @@ def test_fused_backward__alternates_between_as_many_heads_as_segments_need(lengt
     ids = None, None, None, None, jnp.asarray(counts.numpy())
     of_chunks = chunks.shape[1], chunks.shape[1]
     call = (B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 132, of_chunks)
-    assert FusedBackward(*call).heads_together(ids) == alternating
+    groups, together = FusedBackward(*call).groups_of_heads(ids)
+    assert together == alternating and groups == B * H // alternating
 
 
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("is_long", [True, False])
-def test_fused_backward__with_segments__interpreted(is_long):
+@pytest.mark.parametrize("is_long, scale", [(True, 0.1), (True, -0.1), (False, 0.1)])
+def test_fused_backward__with_segments__interpreted(is_long, scale):
     """Entries with 6 and 3 items; segments in quads, which the kernel leaves alone.
 
     If the segments are not long, the kernels find nothing to do, else the pair does. In one thread block, no turn is
@@ -407,15 +410,16 @@ def test_fused_backward__with_segments__interpreted(is_long):
     segment_ids = torch.stack(entries)
     (B, N), H, D = segment_ids.shape, 1, 48
     q, k, v, do = (torch.randn(B, N, H, D).bfloat16() for _ in range(4))
-    q[1, ..., 0], k[1, ..., 0] = 60, -60  # low scores: a padded key's score of 0 would have an infinite weight
+    # Low scores: a padded key's score of 0 would have an infinite weight.
+    q[1, ..., 0], k[1, ..., 0] = math.copysign(60, scale), -60
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
-    exact = reference(*leaves, segment_ids=segment_ids, scale=0.1)
+    exact = reference(*leaves, segment_ids=segment_ids, scale=scale)
     wanted = torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
 
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     ids[4] = ids[4].at[LONG_SURPLUS].set(int(is_long))  # no segment is long enough for the kernel to be faster
     chunks = ids[2].shape[1], ids[3].shape[1]
-    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 1, chunks)
+    problem = (B, H, N, N, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 1, chunks)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
     long, lse = Forward(*problem)(q, k, v, *ids)
     short, _ = ShortForward(*problem[:10], None, *problem[11:])(q, k, v, *ids)

@@ -113,7 +113,7 @@ class BiasGradient(RingKernel):
         return lax.div(item.batch, self.bias_shape[0]), lax.rem(item.batch, self.bias_shape[0])
 
     def _with_pairs(self, item: WorkItem) -> WorkItem:
-        """Return the item with the pairs that it sums instead of tiles."""
+        """Return the item with the pairs that it sums, in place of streamed tiles."""
         images, heads = self.sharing
         first = self._part_and_image(item)[0] * self.per_part
         return item._replace(first=first, steps=lax.clamp(0, images * heads - first, self.per_part))

@@ -134,18 +134,23 @@ class OrderedKernel(RingKernel):
         """Return how many items each head has; of packed segments, the batch entry with the most."""
         return lax.div(ids[4][USED_KEYS] + 1, 2) if ids else self.tiles(self.keys)
 
-    def heads_together(self, ids: tuple):
-        """Return of how many heads the items alternate: few, so that these heads' rows and sums stay in the cache."""
+    def groups_of_heads(self, ids: tuple) -> tuple:
+        """Return into how many groups the heads are divided, and the size of all but the last, which has the rest.
+
+        The items of a group's heads alternate. With segments, the groups are as small as keeps a segment's items apart,
+        so that their rows and sums stay in the cache.
+        """
         heads = self.batch * self.heads
         if not ids:
-            return interleaved_heads(heads, self.queries, self.multiprocessors)
+            together = interleaved_heads(heads, self.queries, self.multiprocessors)
+            return pl.cdiv(heads, together), together
         # The surplus is the sum of the long segments' squared lengths, in chunks, less that of shorter ones. Divided by
-        # the number of chunks, it is at most the mean length of a chunk's segment.
+        # the number of the long segments' chunks, it is at most the mean length of such a chunk's segment.
         counts = ids[4]
         surplus = lax.max(counts[LONG_SURPLUS], 1)
         fewest = lax.div(2 * APART * self.multiprocessors * counts[LONG_CHUNKS] + surplus - 1, surplus)
         groups = lax.max(lax.div(jnp.int32(heads), lax.max(fewest, 1)), 1)
-        return lax.div(heads + groups - 1, groups)
+        return groups, lax.div(heads, groups)
 
     def place_of(self, index, ids: tuple) -> tuple:
         """Return the batch entry, head and block of keys of the item with this index.
@@ -153,10 +158,11 @@ class OrderedKernel(RingKernel):
         Blocks of keys come in ascending order, of several heads in alternation. So an item starts when the item before
         it in its sequence is some turns ahead, and rarely waits.
         """
-        heads, key_blocks, together = self.batch * self.heads, self.key_blocks(ids), self.heads_together(ids)
-        first = lax.div(index, together * key_blocks) * together
+        heads, key_blocks, (groups, together) = self.batch * self.heads, self.key_blocks(ids), self.groups_of_heads(ids)
+        group = lax.min(lax.div(index, together * key_blocks), groups - 1)
+        first = group * together
         rest = index - first * key_blocks
-        alternating = lax.min(together, heads - first)
+        alternating = jnp.where(group == groups - 1, heads - first, together)
         head, block = first + lax.rem(rest, alternating), lax.div(rest, alternating)
         return lax.div(head, self.heads), lax.rem(head, self.heads), block
 

@@ -116,7 +116,8 @@ class AttentionKernels:
     def _build_pair(self, schedule: Schedule) -> Backward:
         if not self._has_packed_segments:
             return self._build(Backward, schedule)
-        return self._build(Backward, for_packed_segments(schedule), yields=self._fused is not None)
+        schedule = for_packed_segments(schedule, self.head_dim)
+        return self._build(Backward, schedule, yields=self._fused is not None)
 
     @cached_property
     def short_backward(self) -> Kernel:

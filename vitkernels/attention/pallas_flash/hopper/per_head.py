@@ -22,7 +22,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 
-NARROW = 16  # rows of the last tile of a segment in a quad, up to which only so many columns are processed
+NARROW = 16  # columns as which a segment's last tile in a quad is processed if it has no more rows
 _RECORDS = 4  # of quads in shared memory: the next one's, and those that a warpgroup may still read
 
 

@@ -50,7 +50,7 @@ class WorkItem(NamedTuple):
     steps: Any = 0  # how many tiles stream past this item
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
     row: Any = 0  # the first row of the first of these
-    last: Any = 0  # how many rows of the last of these have the ids of the own rows, if there is one segment
+    last: Any = 0  # how many rows of the last of these are the segment's; of entries not moved, not padding
     chunk: Any = 0  # of a listed item, the first of its chunks of own rows
     chunks: Any = 0  # of a listed item, how many it has
 
@@ -93,7 +93,7 @@ class Side(NamedTuple):
 class RingKernel(tiles.HopperKernel):
     """A kernel whose persistent thread blocks follow a Schedule."""
 
-    # Of 128 rows: the narrowest that are faster. 577 = 4 * 128 + 65.
+    # Widths of a narrowed tile of 128 rows. 577 = 4 * 128 + 65.
     narrow_widths = 72, 16
 
     def own_tiles(self) -> tuple:
@@ -172,7 +172,7 @@ class RingKernel(tiles.HopperKernel):
 
     @property
     def _narrow_widths(self) -> tuple[int, ...]:
-        """Return to how many rows the last tile of a packed segment is narrowed if it has no more; descending."""
+        """Return the widths, descending, to which a packed segment's last tile is narrowed if its rows fit."""
         may_narrow = tiles.has_packed_segments(self.queries, self.chunks) and not self._copies_chunks
         return self.narrow_widths if may_narrow and self.schedule.tile == 2 * ROWS else ()
 
@@ -230,7 +230,7 @@ class RingKernel(tiles.HopperKernel):
         item = item._replace(first=first, steps=steps, uncompared=uncompared, row=first * self.schedule.tile)
         if not streamed.are_moved:
             return item
-        row = streamed.row(item.batch, lax.min(item.row, (self.chunks[0] - 1) * ROWS))  # an empty item is behind all
+        row = streamed.row(item.batch, lax.min(item.row, (self.chunks[0] - 1) * ROWS))  # an empty item has no tile
         record, field = item.tile * self.schedule.warpgroups, SEGMENT_TOKENS
         if self.schedule.is_listed:
             record, field = item.tile, ITEM_TOKENS

@@ -37,8 +37,13 @@ class Schedule:
         return min(240, (512 - loader) // self.warpgroups // 8 * 8), loader
 
 
-def for_packed_segments(schedule: Schedule) -> Schedule:
-    """Return the schedule of a call whose chunks start where segments start: in pairs, so two warpgroups at most."""
+def for_packed_segments(schedule: Schedule, head_dim: int) -> Schedule:
+    """Return the backward schedule of a call whose chunks start where segments start: in pairs, so of two warpgroups.
+
+    With quads, no segment is shorter than two tiles of 128 rows, and the last tile is narrowed.
+    """
+    if takes_quads(head_dim):
+        return Schedule(2 * ROWS, 2, 2)
     return replace(schedule, warpgroups=min(2, schedule.warpgroups))
 
 
