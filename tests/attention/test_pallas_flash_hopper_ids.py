@@ -333,7 +333,7 @@ def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entri
 @pytest.mark.slow
 @needs_new_jax
 def test_last_tiles_of_segments__are_narrowed__interpreted():
-    """Behind tiles of 128 rows remain 65, 16, 73, 17 and 128; NaN marks what belongs to quads."""
+    """The last tiles have 65, 16, 73, 17 and 128 rows. The ring kernels do not write rows in quads: they stay NaN."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule

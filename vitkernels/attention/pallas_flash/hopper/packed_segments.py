@@ -226,6 +226,17 @@ def _store_items(
 
 
 @triton.jit
+def _count_long(counts_ptr, own, count, fits):
+    """Add what the fused backward kernel needs to the counts. own: the number of chunks of each chunk's segment."""
+    is_long = own >= _LONG
+    tl.atomic_add(
+        counts_ptr + _LONG_SURPLUS, tl.sum(tl.where(count > 0, tl.where(is_long, own, -own), 0), 0), sem="relaxed"
+    )
+    tl.atomic_add(counts_ptr + _LONG_CHUNKS, tl.sum(((count > 0) & is_long).to(tl.int32), 0), sem="relaxed")
+    tl.atomic_add(counts_ptr + _UNMOVED_ENTRIES, 1 - fits.to(tl.int32), sem="relaxed")
+
+
+@triton.jit
 def _store_ids(
     ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, chunks, fits, N,
     PADDING: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -302,11 +313,7 @@ def packed_chunks_kernel(
         _store_four(entry, row, rows, own_index, tl.where(rows > 0, own_index + own, own_index), in_quad)
     _store_items(chunks_ptr, chunk, exists, first, last, full, own, length, count, items, listed, FIELDS, LISTED)
     if HAS_QUADS:
-        surplus = tl.sum(tl.where(count > 0, tl.where(own >= _LONG, own, -own), 0), 0)
-        tl.atomic_add(counts_ptr + _LONG_SURPLUS, surplus, sem="relaxed")
-        long_chunks = tl.sum(((count > 0) & (own >= _LONG)).to(tl.int32), 0)
-        tl.atomic_add(counts_ptr + _LONG_CHUNKS, long_chunks, sem="relaxed")
-        tl.atomic_add(counts_ptr + _UNMOVED_ENTRIES, 1 - fits.to(tl.int32), sem="relaxed")
+        _count_long(counts_ptr, own, count, fits)
     tl.debug_barrier()
     end = tl.maximum(used, tl.where(fits, first_quad + quads * QUAD, 0))
     _store_ids(ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, end, fits, N, PADDING, ROWS, BLOCK)

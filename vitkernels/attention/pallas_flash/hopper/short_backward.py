@@ -399,7 +399,7 @@ class ShortBackward(PerHeadKernel):
 
     def _has_padding(self, own_tile: int) -> bool:
         """Return whether either compute warpgroup's tile with this number has rows beyond the last key."""
-        return any((warpgroup * self.own + own_tile + 1) * ROWS > self.keys for warpgroup in (0, 1))
+        return any((warpgroup * self.own + own_tile + 1) * ROWS > self.keys_at_once for warpgroup in (0, 1))
 
     def _weights(self, scores, tile, k_tile, has_padding, scratch):
         scores, tile = self._sequenced((scores, tile))
@@ -411,7 +411,7 @@ class ShortBackward(PerHeadKernel):
             of_keys = plgpu.load(scratch["k_ids_smem"].at[pl.ds(k_tile * ROWS, ROWS)], layout=BY_ROW)
             of_queries = plgpu.load(scratch["q_ids_smem"].at[tile, pl.ds(0, scores.shape[1])], layout=BY_COLUMN)
             exponents = jnp.where(tiles.same_id(of_keys, of_queries), exponents, -jnp.inf)
-        elif has_padding and not self.bias_shape and not self.has_quads:
+        elif has_padding and not self.bias_shape:
             exponents = jnp.minimum(exponents, 0.0)
         return jnp.exp2(exponents).astype(self.dtype)
 
