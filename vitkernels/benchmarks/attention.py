@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from vitkernels import attention
-from vitkernels.benchmarks.timing import Timing
+from vitkernels.benchmarks.timing import Replays, Timing
 
 # (batch, heads, tokens, head dim) of ViT-B, L and H at the usual resolutions, with and without a class token.
 SHAPES = (
@@ -81,8 +81,8 @@ def flex():
     return torch.compile(flex_attention, dynamic=False)
 
 
-def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing.of_calls) -> tuple[Timing, Timing]:
-    """Return the times of forward and of forward + backward in bfloat16, at the shape (B, H, N, D).
+def module_calls(attend: Attend, shape: tuple[int, int, int, int]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Return functions that run forward, and forward + backward, in bfloat16 at the shape (B, H, N, D).
 
     The gradient is made contiguous in qkv's layout, as the backward matmul of the projection needs it.
     """
@@ -98,7 +98,7 @@ def module_times(attend: Attend, shape: tuple[int, int, int, int], timing=Timing
         (dqkv_BN3HD,) = torch.autograd.grad(attend(qkv_BN3HD), qkv_BN3HD, do_BNE)
         dqkv_BN3HD.contiguous()
 
-    return timing(forward), timing(both)
+    return forward, both
 
 
 def kernel_times(name: str, shape: tuple[int, int, int, int]) -> tuple[Timing, Timing]:
@@ -144,25 +144,28 @@ def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Tim
 def measure_shape(shape: tuple[int, int, int, int], backends: tuple[str, ...], flex: bool = True) -> list[dict]:
     """Return the row of each contender at the shape (B, H, N, D) in bfloat16; a failure becomes a row with its error.
 
-    The first backend is measured again at the end, to show the noise.
+    Device times are measured in turns. The first backend is measured twice, to show the noise.
     """
     torch._dynamo.reset()  # flex_attention's limit on recompilations is per process
     found = contenders(backends)
     if not flex:
         del found["flex compiled"]
-    rows = []
+    rows, replays = [], {}
     for name, attend in [*found.items(), (f"{backends[0]} again", found[backends[0]])]:
         row: dict[str, Any] = {"shape_BHND": shape, "dtype": "bfloat16", "contender": name}
         try:
-            forward, both = module_times(attend, shape)
-            row |= {"forward_ms": asdict(forward), "both_ms": asdict(both)}
+            forward, both = module_calls(attend, shape)
+            row |= {"forward_ms": asdict(Timing.of_calls(forward)), "both_ms": asdict(Timing.of_calls(both))}
             if not name.startswith("flex"):
-                forward, both = module_times(attend, shape, Timing.on_device)
-                row |= {"device_forward_ms": asdict(forward), "device_both_ms": asdict(both)}
+                replays[name] = Replays(forward), Replays(both)
             if name in ("triton_flash", "sdpa cudnn", "sdpa flash", FA4):
-                forward, backward = kernel_times(name, shape)
-                row |= {"kernel_forward_ms": asdict(forward), "kernel_backward_ms": asdict(backward)}
+                of_forward, of_backward = kernel_times(name, shape)
+                row |= {"kernel_forward_ms": asdict(of_forward), "kernel_backward_ms": asdict(of_backward)}
         except Exception as error:  # a peer without a kernel for this shape
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         rows.append(row)
+    times = iter(Timing.in_turns([x for pair in replays.values() for x in pair]))
+    for row in rows:
+        if row["contender"] in replays:
+            row |= {"device_forward_ms": asdict(next(times)), "device_both_ms": asdict(next(times))}
     return rows

@@ -13,9 +13,8 @@ from torch import Tensor
 from vitkernels import attention
 from vitkernels.benchmarks.attention import flex
 from vitkernels.benchmarks.tables import markdown
-from vitkernels.benchmarks.timing import Timing
+from vitkernels.benchmarks.timing import Replays, Timing
 
-PLAIN = "plain"
 SEGMENTS = 4  # of equal length in a row
 KEPT = 0.75  # of the keys of a padded image
 
@@ -27,7 +26,7 @@ def extras(shape: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
     bias_1HNN = torch.randn(1, H, N, N, device=device)
     angles_ND = torch.arange(N - 1, device=device)[:, None] / torch.arange(1, D + 1, device=device)
     return {
-        PLAIN: {},
+        "plain": {},
         "bias (1, H, N, N)": {"bias": bias_1HNN},
         "and its gradient": {"bias": bias_1HNN.clone().requires_grad_()},
         "padding mask": {"mask": (torch.arange(N, device=device) < KEPT * N).expand(B, 1, 1, N)},
@@ -37,28 +36,34 @@ def extras(shape: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
     }
 
 
-def measure_extras(shape: tuple[int, int, int, int], backends: tuple[str, ...], timing=Timing.on_device) -> str:
+def measure_extras(shape: tuple[int, int, int, int], backends: tuple[str, ...]) -> str:
     """Return a table of forward + backward in ms at the shape (B, H, N, D), and the ratios to the plain call.
 
-    sdpa gets its masks and biases dense, and rotates q and k in separate operations. A call that fails shows its error.
+    Each call is timed in turns with the plain one. sdpa gets its masks and biases dense, and rotates q and k in
+    separate operations. A call that fails shows its error.
     """
     calls = extras(shape)
     cells = []
     contenders: dict[str, Callable] = {name: attention.get(name).qkvpacked for name in (*backends, "sdpa")}
     for name, attend in [*contenders.items(), ("flex compiled", _flex_call)]:
-        times = [_time(attend, keywords, shape, timing) for keywords in calls.values()]
-        cells.append((name, *(_cell(time, times[0]) for time in times)))
+        plain = _replays(attend, {}, shape)
+        cells.append((name, *(_cell(_replays(attend, keywords, shape), plain) for keywords in calls.values())))
     _block_mask.cache_clear()  # frees the masks and the tensors that they are made from
     return markdown.table(("contender", *calls), cells)
 
 
-def _cell(time: float | str, plain: float | str) -> str:
-    if isinstance(time, str) or isinstance(plain, str):
-        return str(time)
-    return f"{time:.3f} ({time / plain:.2f})"
+def _cell(call: Replays | str, plain: Replays | str) -> str:
+    """Return the time of a call, and its ratio to the plain one; of a call that failed, the error."""
+    if isinstance(call, str):
+        return call
+    if isinstance(plain, str):
+        return f"{Timing.in_turns([call])[0].median:.3f}"
+    times = Timing.in_turns([call, plain])
+    return f"{times[0].median:.3f} ({times[0].median / times[1].median:.2f})"
 
 
-def _time(attend: Callable, keywords: dict, shape: tuple[int, int, int, int], timing) -> float | str:
+def _replays(attend: Callable, keywords: dict, shape: tuple[int, int, int, int]) -> Replays | str:
+    """Return the call, ready to be timed; if it fails, the error."""
     B, H, N, D = shape
     qkv_BN3HD = torch.randn(B, N, 3, H, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     do_BNE = torch.randn(B, N, H * D, device="cuda", dtype=torch.bfloat16)
@@ -70,7 +75,7 @@ def _time(attend: Callable, keywords: dict, shape: tuple[int, int, int, int], ti
 
     try:
         both()
-        return timing(both).median
+        return Replays(both)
     except Exception as error:  # a contender without a kernel for this call
         return " ".join(f"{type(error).__name__}: {error}".split())[:60].replace("|", "/")
 

@@ -1,7 +1,7 @@
 """Time functions on a GPU, with and without the host, and describe the machine."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +26,34 @@ class Timing:
     @classmethod
     def on_device(cls, function: Callable[[], object], milliseconds: float = 100) -> "Timing":
         """Time replays of a CUDA graph, which exclude host time."""
+        (timing,) = cls.in_turns([Replays(function, milliseconds / 10)])
+        return timing
+
+    @classmethod
+    def in_turns(cls, functions: Sequence["Replays"], rounds: int = 10) -> list["Timing"]:
+        """Time functions that are compared, one replay of each per round.
+
+        A GPU at its power limit lowers its clock as it gets warm, by up to 13 %. In turns, all run at the same clocks.
+        """
+        times = [[replays.milliseconds() for replays in functions] for _ in range(rounds)]
+        quantiles = torch.tensor([0.2, 0.5, 0.8])
+        return [cls(*torch.tensor(of_one).quantile(quantiles).tolist()) for of_one in zip(*times, strict=True)]
+
+
+class Replays:
+    """A CUDA graph of a function, with as many calls as take some milliseconds."""
+
+    def __init__(self, function: Callable[[], object], milliseconds: float = 10):
+        self._function = function  # keeps the tensors alive that the graph reads
         with torch.cuda.stream(torch.cuda.Stream()):
             function()
             once = _replay_ms(_captured(function, 1))
-            calls = max(1, int(milliseconds / 10 / once))
-            graph = _captured(function, calls)
-            times = [_replay_ms(graph) / calls for _ in range(10)]
-        return cls(*torch.tensor(times).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist())
+            self._calls = max(1, int(milliseconds / once))
+            self._graph = _captured(function, self._calls)
+
+    def milliseconds(self) -> float:
+        """Replay the graph, and return the time of one call."""
+        return _replay_ms(self._graph) / self._calls
 
 
 def _captured(function: Callable[[], object], calls: int) -> torch.cuda.CUDAGraph:
