@@ -26,18 +26,23 @@ class Timing:
     @classmethod
     def on_device(cls, function: Callable[[], object], milliseconds: float = 100) -> "Timing":
         """Time replays of a CUDA graph, which exclude host time."""
-        (timing,) = cls.in_turns([Replays(function, milliseconds / 10)])
+        (timing,) = cls.in_turns([Replays(function, milliseconds / 10)], rounds=10)
         return timing
 
     @classmethod
-    def in_turns(cls, functions: Sequence["Replays"], rounds: int = 10) -> list["Timing"]:
-        """Time functions that are compared, one replay of each per round.
+    def in_turns(cls, functions: Sequence["Replays"], rounds: int = 20) -> list["Timing"]:
+        """Time functions that are compared, one replay of each per round, in a random order.
 
-        A GPU at its power limit lowers its clock as it gets warm, by up to 13 %. In turns, all run at the same clocks.
+        A GPU at its power limit lowers its clock as it gets warm, by up to 13 %. After a function that takes little
+        power, the next one runs at a higher clock. In random turns, all run at the same clocks on average.
         """
-        times = [[replays.milliseconds() for replays in functions] for _ in range(rounds)]
+        generator = torch.Generator().manual_seed(0)
+        times = torch.empty(len(functions), rounds)
+        for turn in range(rounds):
+            for i in torch.randperm(len(functions), generator=generator).tolist():
+                times[i, turn] = functions[i].milliseconds()
         quantiles = torch.tensor([0.2, 0.5, 0.8])
-        return [cls(*torch.tensor(of_one).quantile(quantiles).tolist()) for of_one in zip(*times, strict=True)]
+        return [cls(*of_one.quantile(quantiles).tolist()) for of_one in times]
 
 
 class Replays:
