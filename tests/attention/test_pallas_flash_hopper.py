@@ -195,15 +195,15 @@ def test_fused_backward__for_long_unmasked_self_attention():
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
-    "H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts",
+    "H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts, of_bias",
     [
-        (2, 100, 100, 32, (1, 2), False, True, 2, 3, 2),
-        (2, 70, 130, 40, (3, 1), False, False, 1, 2, 2),
-        (2, 150, 150, 32, (1, 1), True, False, 2, 1, 3),
-        (1, 65, 65, 64, (3, 1), True, True, 2, 4, 1),
+        (2, 100, 100, 32, (1, 2), False, True, 2, 3, 2, torch.float32),
+        (2, 70, 130, 40, (3, 1), False, False, 1, 2, 2, torch.bfloat16),
+        (2, 150, 150, 32, (1, 1), True, False, 2, 1, 3, torch.bfloat16),
+        (1, 65, 65, 64, (3, 1), True, True, 2, 4, 1, torch.float32),
     ],
 )
-def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts):
+def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts, of_bias):
     """Biases shared by images, heads or both, with rows that are -inf or absorb their scores."""
     import jax.numpy as jnp
 
@@ -215,25 +215,28 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
-    B = 3
+    B, scale = 3, 0.125
     q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
-    bias = torch.randn(*shape, N, M)
-    bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(torch.float32).min, -torch.inf
+    bias = torch.randn(*shape, N, M).to(of_bias)
+    bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(of_bias).min, -torch.inf
     bias.requires_grad_()
     segment_ids = torch.arange(N).expand(B, -1) // 40 if with_ids else None
     ids = token_ids((B, H, N, D), M, None, segment_ids)
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     exact_bias = bias.detach().double().requires_grad_()
-    exact = reference(*leaves, bias=exact_bias, segment_ids=segment_ids, is_causal=is_causal, scale=0.1)
+    exact = reference(*leaves, bias=exact_bias, segment_ids=segment_ids, is_causal=is_causal, scale=scale)
     wanted = exact, *torch.autograd.grad(exact, [*leaves, exact_bias], do.double().transpose(1, 2))
 
-    prepared = padded_bias(bias, None, N, M, 0.1)
+    prepared = padded_bias(bias, None, N, M, scale)
+    assert prepared.dtype == of_bias
     schedule = Schedule(64, 2, warpgroups)
     chunks = (ids[2].shape[1], ids[3].shape[1]) if with_ids else None
-    problem = (B, H, N, M, D, "bfloat16", 0.1, is_causal, H, (0, 0, 0), schedule, True, blocks, chunks, shape)
-    q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
+    dtype = str(of_bias).removeprefix("torch.")
+    problem = (B, H, N, M, D, "bfloat16", scale, is_causal, H, (0, 0, 0), schedule, True, blocks, chunks, shape, dtype)
+    array = lambda x, dtype: jnp.asarray(x.detach().float().numpy(), dtype)  # noqa: E731
+    q, k, v, do = (array(x, "bfloat16") for x in (q, k, v, do))
     ids = [jnp.asarray(x.numpy()) for x in given(ids)]
-    of_queries_bias, of_keys_bias = (jnp.asarray(x.numpy()) for x in (prepared.detach(), transposed(prepared.detach())))
+    of_queries_bias, of_keys_bias = array(prepared, dtype), array(transposed(prepared.detach()), dtype)
     out, lse = Forward(*problem)(q, k, v, of_queries_bias, *ids)
     backward = Backward(*problem)
     dq, delta = backward.dq(q, k, v, out, do, lse, of_queries_bias, *ids)
@@ -250,8 +253,11 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
 
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("shape, N, M", [((1, 2), 130, 140), ((2, 1), 197, 135)])
-def test_short_kernels__with_a_bias__interpreted(shape, N, M):
+@pytest.mark.parametrize(
+    "shape, N, M, scale, of_bias",
+    [((1, 2), 130, 140, 0.125, torch.bfloat16), ((2, 1), 197, 135, 0.1, torch.float32)],
+)
+def test_short_kernels__with_a_bias__interpreted(shape, N, M, scale, of_bias):
     """Each thread block runs two or more heads; rows of the bias are -inf or absorb their scores."""
     import jax.numpy as jnp
 
@@ -260,11 +266,11 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
     from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
     from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
 
-    B, H, D, scale = 2, 2, 64, 0.1
+    B, H, D = 2, 2, 64
     q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
-    bias = 3 * torch.randn(*shape, N, M)
-    bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(torch.float32).min, -torch.inf
-    bias[:, :, 8, 1::2], bias[:, :, 9] = torch.finfo(torch.float32).min, 1e38
+    bias = 3 * torch.randn(*shape, N, M).to(of_bias)
+    bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(of_bias).min, -torch.inf
+    bias[:, :, 8, 1::2], bias[:, :, 9] = torch.finfo(of_bias).min, 1e38
     bias[:, :, 10, 1::2] = 1000.0
     bias.requires_grad_()
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
@@ -273,11 +279,13 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
     wanted = exact, *torch.autograd.grad(exact, [*leaves, exact_bias], do.double().transpose(1, 2))
 
     prepared = padded_bias(bias, None, N, M, scale)
-    problem = (B, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 2, None, shape)
-    array = lambda x: jnp.asarray(x.detach().float().numpy(), "bfloat16")  # noqa: E731
+    assert prepared.dtype == of_bias
+    dtype = str(of_bias).removeprefix("torch.")
+    problem = (B, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 2, None, shape, dtype)
+    array = lambda x, dtype="bfloat16": jnp.asarray(x.detach().float().numpy(), dtype)  # noqa: E731
     tensor = lambda x: torch.tensor(x.astype("float32").tolist())  # noqa: E731
     q, k, v, do = map(array, (q, k, v, do))
-    given, of_keys = (jnp.asarray(x.detach().numpy()) for x in (prepared, transposed(prepared.detach())))
+    given, of_keys = array(prepared, dtype), array(transposed(prepared.detach()), dtype)
     out, lse = ShortForward(*problem)(q, k, v, given)
     *found, ds = ShortBackward(*problem, stores_ds=True)(q, k, v, out, do, lse, of_keys)
 
@@ -290,7 +298,7 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    "N, D, chunks, bias_shape",
+    "N, D, chunks, of_bias",
     [
         (197, 64, None, None),
         (256, 40, None, None),
@@ -304,28 +312,30 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M):
         (1500, 64, (94, 94), None),
         (788, 72, (50, 50), None),
         (788, 128, (50, 50), None),
-        (197, 64, (6, 6), (1, 8)),
-        (197, 64, None, (1, 8)),
-        (256, 40, None, (2, 1)),
-        (577, 88, None, (2, 1)),
+        (197, 64, (6, 6), ((1, 8), torch.float32)),
+        (197, 64, None, ((1, 8), torch.float32)),
+        (197, 64, None, ((1, 8), torch.bfloat16)),
+        (256, 40, None, ((2, 1), torch.float32)),
+        (577, 64, None, ((2, 1), torch.bfloat16)),
+        (577, 88, None, ((2, 1), torch.float32)),
     ],
 )
-def test_kernels__lower_without_a_gpu(N, D, chunks, bias_shape):
+def test_kernels__lower_without_a_gpu(N, D, chunks, of_bias):
     """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
     from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward, fits_short_forward
 
-    options = True, torch.device("cuda"), chunks, bias_shape
+    options = True, torch.device("cuda"), chunks, *(of_bias or ())
     call = AttentionKernels(5, 8, N, N, D, torch.bfloat16, False, D**-0.5, *options)
     kernels = [call.forward, call.dq, call.dkdv]
-    if bias_shape is not None:
+    if of_bias is not None:
         kernels.append(call.bias_gradient)
-    is_masked = chunks is not None and bias_shape is not None
+    is_masked = chunks is not None and of_bias is not None
     if fits_short_forward(N, N, D, is_masked):
         kernels.append(call.short_forward)
     if fits_short_backward(N, N, D, is_masked):
         kernels.append(call.short_backward)
-        if bias_shape is not None:
+        if of_bias is not None:
             kernels.append(call.short_backward_with_ds)
     if (N, D, chunks) == (788, 64, (50, 50)):
         kernels += [call.short_forward, call.short_backward]

@@ -29,6 +29,8 @@ def extras(shape: tuple[int, int, int, int]) -> dict[str, dict[str, Any]]:
         "plain": {},
         "bias (1, H, N, N)": {"bias": bias_1HNN},
         "and its gradient": {"bias": bias_1HNN.clone().requires_grad_()},
+        "bias in bfloat16": {"bias": bias_1HNN.bfloat16()},
+        "and its gradient in bfloat16": {"bias": bias_1HNN.bfloat16().requires_grad_()},
         "padding mask": {"mask": (torch.arange(N, device=device) < KEPT * N).expand(B, 1, 1, N)},
         f"{SEGMENTS} segments": {"segment_ids": (torch.arange(N, device=device) * SEGMENTS // N).expand(B, N)},
         "causal": {"is_causal": True},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vitkernels.autocast import dtype_of
 from vitkernels.models.adapters.rotary_attention import biased_qkv
 from vitkernels.models.backend_attention import BackendAttention, split_heads
 
@@ -22,7 +23,16 @@ class BiasedAttention(BackendAttention):
 
     def attend_with_bias(self, qkv_BNF: Tensor, bias_1HNN: Tensor | None, segment_ids: Tensor | None = None) -> Tensor:
         qkv_BN3HD = qkv_BNF.unflatten(-1, (3, self.num_heads, -1))
-        return self.backend.qkvpacked(qkv_BN3HD, **self.keywords(bias_1HNN), segment_ids=segment_ids, scale=self.scale)
+        keywords = self.keywords(as_autocast(bias_1HNN))
+        return self.backend.qkvpacked(qkv_BN3HD, **keywords, segment_ids=segment_ids, scale=self.scale)
+
+
+def as_autocast(bias: Tensor | None) -> Tensor | None:
+    """Return a bias in autocast's dtype, in which SDPA computes it in timm's own modules; kernels read half the bytes.
+
+    Only for relative positions: a mask in float32 may be below the range of autocast's dtype.
+    """
+    return bias if bias is None else bias.to(dtype_of(bias))
 
 
 class BeitAttention(BiasedAttention):
@@ -51,7 +61,7 @@ class RelPosAttention(BiasedAttention):
 
 def relative_bias(module: BackendAttention, shared: Tensor | None) -> Tensor | None:
     """Return the bias (1, H, N, N) of the module's own rel_pos, otherwise the shared one."""
-    return shared if module.rel_pos is None else module.rel_pos.get_bias()
+    return as_autocast(shared if module.rel_pos is None else module.rel_pos.get_bias())
 
 
 class WindowAttention(BiasedAttention):

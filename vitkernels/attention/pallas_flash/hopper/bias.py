@@ -1,4 +1,4 @@
-"""A bias and a mask as the Hopper kernels of `pallas_flash` read them: float32 in units of q k, padded and in groups.
+"""A bias and a mask as the Hopper kernels of `pallas_flash` read them: in units of q k, padded and in groups.
 
 The kernels start the product of scores, q k, from the bias. So it is divided by the scale, which must be positive (see
 `folded_scale`), and stored in the order in which the threads hold the product (see bias_groups.py).
@@ -41,27 +41,35 @@ def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: in
     In float32 a huge bias absorbs its score, so SDPA averages the keys of a row of -1e9 or finfo.min. To match that,
     rows whose maximum is 2^29 or more in size are shifted so that it becomes LOW: far from every score, but finite.
     Their other keys get weights of 0. The padding is -inf.
+
+    The result is in float32, or in bfloat16 where that is exact: for a mask alone, and for a bias in bfloat16 if the
+    scale is a power of two. The kernels then read half as many bytes.
     """
     if bias is None and mask is None:
         return None
     if bias is None:
         assert mask is not None
-        bias = torch.zeros((), device=mask.device)
+        bias, scale = torch.zeros((), device=mask.device, dtype=torch.bfloat16), 1.0  # 0 and -inf have no unit
     if mask is not None:
-        bias = torch.where(mask, bias.float(), -torch.inf)
+        bias = torch.where(mask, bias if bias.dtype == torch.bfloat16 else bias.float(), -torch.inf)
     bias = bias[(None,) * (4 - bias.ndim)]
-    return _stored(bias.expand(*bias.shape[:2], queries, keys), scale)
+    is_exact = bias.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5
+    return _stored(bias.expand(*bias.shape[:2], queries, keys), scale, is_exact)
 
 
-@operator("pallas_flash_hopper_bias(Tensor bias, float scale) -> Tensor")
-def _stored(bias_BHNM: Tensor, scale: float) -> Tensor:
-    return bias_groups.stored(bias_BHNM, scale)
+@operator("pallas_flash_hopper_bias(Tensor bias, float scale, bool in_bfloat16) -> Tensor")
+def _stored(bias_BHNM: Tensor, scale: float, in_bfloat16: bool) -> Tensor:
+    return bias_groups.stored(bias_BHNM, scale, _dtype(in_bfloat16))
+
+
+def _dtype(in_bfloat16: bool) -> torch.dtype:
+    return torch.bfloat16 if in_bfloat16 else torch.float32
 
 
 @_stored.register_fake
-def _(bias, scale):
+def _(bias, scale, in_bfloat16):
     B, H, N, M = bias.shape
-    return bias.new_empty(stored_bias_shape((B, H), N, M), dtype=torch.float32)
+    return bias.new_empty(stored_bias_shape((B, H), N, M), dtype=_dtype(in_bfloat16))
 
 
 @operator("pallas_flash_hopper_bias_backward(Tensor gradient, SymInt N, SymInt M, float scale) -> Tensor")
@@ -75,7 +83,7 @@ def _(gradient, N, M, scale):
 
 
 def _save(ctx, inputs, output):
-    bias, ctx.scale = inputs
+    bias, ctx.scale, _ = inputs
     ctx.size, ctx.dtype = bias.shape[2:], bias.dtype
     ctx.set_materialize_grads(False)
 
@@ -83,7 +91,7 @@ def _save(ctx, inputs, output):
 @differentiable_once("pallas_flash")
 def _differentiate(ctx, gradient):
     # A bias that was raised gets a weight of 0, and so a gradient of 0, either way.
-    return None if gradient is None else _in_rows(gradient, *ctx.size, ctx.scale).to(ctx.dtype), None
+    return None if gradient is None else _in_rows(gradient, *ctx.size, ctx.scale).to(ctx.dtype), None, None
 
 
 _stored.register_autograd(_differentiate, setup_context=_save)

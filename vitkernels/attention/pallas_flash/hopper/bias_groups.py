@@ -18,6 +18,9 @@ from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 _ROWS = 16  # of a program of the kernel that stores: those of a warp
 _ELEMENTS = 1024  # of a program of the other kernels
 _ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
+# In bfloat16, rows whose maximum is smaller keep their values, because differences would be rounded. Above, differences
+# of up to 64 are exact.
+_UNSHIFTED = 128.0
 _UNROLLED = 8  # pairs whose loads are in flight at a time
 
 
@@ -31,7 +34,7 @@ def _place(row, column, groups):
 
 @triton.jit
 def _store_kernel(
-    bias_ptr, out_ptr, bias_b, bias_h, bias_r, bias_c, H, R, C, tiles, groups, low, absorbing, factor,
+    bias_ptr, out_ptr, bias_b, bias_h, bias_r, bias_c, H, R, C, tiles, groups, low, absorbing, unshifted, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store ROWS rows of a bias; see padded_bias."""
@@ -46,7 +49,7 @@ def _store_kernel(
         x = tl.load(bias_ptr + row * bias_r + column * bias_c, mask=inside, other=-float("inf")).to(tl.float32)
         highest = tl.maximum(highest, x)
     top = tl.max(highest, 1)[:, None]
-    top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
+    top = tl.where((tl.abs(top) == float("inf")) | (tl.abs(top) < unshifted), 0.0, top)
     absorbs = tl.abs(top) >= absorbing
     shift = tl.where(absorbs, low, 0.0)
     limit = tl.where(absorbs, 0.0, low / 4)
@@ -108,39 +111,42 @@ def _sum_kernel(
     tl.store(out_ptr + place, total * factor, mask=inside & (query < N))
 
 
-def stored(bias_BHRC: Tensor, scale: float) -> Tensor:
-    """Return a bias of any strides in the order and the units of the kernels; see padded_bias."""
+def stored(bias_BHRC: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Return a bias of any strides in the order and the units of the kernels, float32 or bfloat16; see padded_bias."""
     images, heads, R, C = bias_BHRC.shape
     bias = interpretable(bias_BHRC)
-    out = bias.new_empty(stored_bias_shape((images, heads), R, C), dtype=torch.float32)
+    out = interpretable(bias.new_empty(stored_bias_shape((images, heads), R, C), dtype=dtype))
+    unshifted = _UNSHIFTED if dtype == torch.bfloat16 else 0.0
     triton_call(
-        bias, out, *bias.stride(), heads, R, C, *out.shape[2:4], lowest_score(scale), _ABSORBING, 1 / scale,
+        bias, out, *bias.stride(), heads, R, C, *out.shape[2:4], lowest_score(scale), _ABSORBING, unshifted, 1 / scale,
         kernel=_store_kernel, grid=(cdiv(out.shape[2] * 64, _ROWS), images * heads),
         ROWS=_ROWS, COLUMNS=min(256, next_power_of_2(C)), num_warps=4,
     )  # fmt: skip
-    return out
+    return out.to(dtype)
 
 
 def transposed(groups: Tensor) -> Tensor:
     """Return a stored bias, keys by queries."""
     images, heads, tiles, count, size = groups.shape
-    out = groups.new_empty(images, heads, count // 8, tiles * 8, size)
+    x = interpretable(groups)
+    out = x.new_empty(images, heads, count // 8, tiles * 8, size)
     triton_call(
-        groups, out, *out.shape[2:4],
+        x, out, *out.shape[2:4],
         kernel=_transpose_kernel, grid=(cdiv(tiles * count * size, _ELEMENTS), images * heads), ELEMENTS=_ELEMENTS,
     )  # fmt: skip
-    return out
+    return out.to(groups.dtype)
 
 
 def in_rows(groups: Tensor, R: int, C: int, factor: float) -> Tensor:
     """Return factor * a stored array as rows by columns, (images, heads, R, C)."""
     images, heads, tiles, count, _ = groups.shape
-    out = groups.new_empty(images, heads, R, C)
+    x = interpretable(groups)
+    out = x.new_empty(images, heads, R, C)
     triton_call(
-        groups, out, R, C, tiles, count, factor,
+        x, out, R, C, tiles, count, factor,
         kernel=_rows_kernel, grid=(cdiv(R * C, _ELEMENTS), images * heads), ELEMENTS=_ELEMENTS,
     )  # fmt: skip
-    return out
+    return out.to(groups.dtype)
 
 
 def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float) -> Tensor:

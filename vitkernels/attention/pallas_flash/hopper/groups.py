@@ -1,8 +1,8 @@
 """Tiles of 64 rows in the registers of a product, loaded from and stored to device memory in groups of 8 columns.
 
 A group is 512 consecutive values in the order (warp, lane, register). A thread's four values of a group are then 16
-bytes, and a warp accesses 512 consecutive bytes at once. Row by row, it would access 32 bytes of each of 8 rows, with
-twice as many instructions.
+bytes (8 in bfloat16), and a warp accesses 512 (256) consecutive bytes at once. Row by row, it would access 32 bytes of
+each of 8 rows, with twice as many instructions.
 """
 
 import jax
@@ -28,30 +28,46 @@ def at(ref, leading: tuple, first_row, first_column, columns: int):
 
 
 def load(groups_ref, interpret: bool) -> jax.Array:
-    """Request groups of float32 values, (n, ROWS * COLUMNS); return (ROWS, 8 n) in the layout of a product."""
-    count = groups_ref.shape[0]
+    """Request groups of float32 or bfloat16 values, (n, ROWS * COLUMNS); return (ROWS, 8 n) in a product's layout."""
+    count, dtype = groups_ref.shape[0], groups_ref.dtype
     shape = ROWS, count * COLUMNS
     if interpret:  # the interpreter does not run Mosaic GPU code
         return groups_ref[...].reshape(count, *_ORDER).transpose(1, 4, 2, 0, 3, 5).reshape(shape)
 
-    result = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA)
+    result = plgpu.ShapeDtypeStruct(shape, dtype, layout=plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=result)
     def load(_ctx, ref):
-        f32 = mgpu.utils.ir.F32Type.get()
-        pair = mgpu.utils.ir.VectorType.get((2,), f32)
         registers = np.empty(mgpu.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
         for group, address in enumerate(_addresses(ref, count)):
-            values = mgpu.utils.inline_ptx(  # with side effects: not moved behind a wait, unlike an ordinary load
-                "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", address, result_types=[f32] * 4, has_side_effects=True
-            )
-            for half in range(2):
-                registers[register(group, half)] = mgpu.utils.vector.from_elements(
-                    pair, values[2 * half : 2 * half + 2]
-                )
+            for half, pair in enumerate((_load_bfloat16 if dtype == jnp.bfloat16 else _load_float32)(address)):
+                registers[register(group, half)] = pair
         return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
     return load(groups_ref)
+
+
+# With side effects, the loads are not moved behind a wait, unlike ordinary ones.
+
+
+def _load_float32(address):
+    """Return a thread's two pairs of values of a group."""
+    f32 = mgpu.utils.ir.F32Type.get()
+    pair = mgpu.utils.ir.VectorType.get((2,), f32)
+    values = mgpu.utils.inline_ptx(
+        "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", address, result_types=[f32] * 4, has_side_effects=True
+    )
+    return [mgpu.utils.vector.from_elements(pair, values[i : i + 2]) for i in (0, 2)]
+
+
+def _load_bfloat16(address):
+    """Return a thread's two pairs of values of a group, each in one register."""
+    i32 = mgpu.utils.ir.IntegerType.get_signless(32)
+    pair = mgpu.utils.ir.VectorType.get((2,), mgpu.utils.ir.BF16Type.get())
+    values = mgpu.utils.inline_ptx(
+        "ld.global.v2.b32 {$0, $1}, [$2];", address, result_types=[i32] * 2, has_side_effects=True
+    )
+    return [mgpu.utils.bitcast(x, pair) for x in values]
 
 
 def store(groups_ref, x: jax.Array, interpret: bool) -> None:
@@ -83,7 +99,7 @@ def register(group: int, half: int) -> tuple[int, ...]:
 def _addresses(ref, count: int) -> list:
     """Return the addresses of a thread's values in each group."""
     utils = mgpu.utils
-    f32, i32 = utils.ir.F32Type.get(), utils.ir.IntegerType.get_signless(32)
+    element, i32 = ref.type.element_type, utils.ir.IntegerType.get_signless(32)
     thread = utils.arith.remui(utils.thread_idx(), utils.c(128, i32))
-    first = utils.getelementptr(utils.memref_ptr(ref), [utils.arith.muli(thread, utils.c(_VALUES, i32))], f32)
-    return [utils.getelementptr(first, [group * ROWS * COLUMNS], f32) for group in range(count)]
+    first = utils.getelementptr(utils.memref_ptr(ref), [utils.arith.muli(thread, utils.c(_VALUES, i32))], element)
+    return [utils.getelementptr(first, [group * ROWS * COLUMNS], element) for group in range(count)]

@@ -54,6 +54,7 @@ class AttentionKernels:
     device: torch.device
     chunks: tuple[int, int] | None = None  # of queries and keys in a call with ids, which follow each kernel's inputs
     bias_shape: tuple[int, int] | None = None  # images and heads of a bias, which precedes the ids
+    bias_dtype: torch.dtype = torch.float32
 
     @property
     def _has_packed_segments(self) -> bool:
@@ -70,7 +71,7 @@ class AttentionKernels:
             queries=self.queries,
             keys=self.keys,
             head_dim=self.head_dim,
-            dtype=str(self.dtype).removeprefix("torch."),
+            dtype=_name(self.dtype),
             scale=self.scale,
             is_causal=self.is_causal,
             all_heads=(3 if self.packed else 1) * self.heads,
@@ -79,6 +80,7 @@ class AttentionKernels:
             multiprocessors=_multiprocessors(self.device),
             chunks=self.chunks,
             bias_shape=self.bias_shape,
+            bias_dtype=_name(self.bias_dtype),
             **options,
         )
 
@@ -280,9 +282,13 @@ class AttentionKernels:
 
     def _run_bias_gradient(self, q, k, v, do, lse, delta, bias, ids) -> Tensor:
         # Zeros, because no work item writes all of the padding.
-        parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape)
+        parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape, dtype=torch.float32)
         self.bias_gradient(q, k, v, do, lse, delta, bias, *given(ids), parts)
         return parts[0] if len(parts) == 1 else parts.sum(0)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -27,9 +27,9 @@ _ARGUMENTS = 8  # of a call
 
 def _kernels(B, H, N, M, D, dtype, device, packed: bool, call: tuple) -> AttentionKernels:
     bias, _, _, q_chunks, k_chunks, _, is_causal, scale = call
-    bias_shape = None if bias is None else tuple(bias.shape[:2])
+    of_bias = () if bias is None else (tuple(bias.shape[:2]), bias.dtype)
     chunks = None if q_chunks is None else (q_chunks.shape[1], k_chunks.shape[1])
-    return kernels_for(B, H, N, M, D, dtype, is_causal, scale, packed, device, chunks, bias_shape)
+    return kernels_for(B, H, N, M, D, dtype, is_causal, scale, packed, device, chunks, *of_bias)
 
 
 def _start(kernels: AttentionKernels, call: tuple, *inputs: Tensor) -> None:

@@ -54,6 +54,7 @@ class HopperKernel:
     chunks: tuple[int, int] | None = None
     # Images and heads of the bias, each 1 if broadcast. The kernels take the bias before the ids; see bias.py.
     bias_shape: tuple[int, int] | None = None
+    bias_dtype: str = "float32"
 
     @property
     def has_ids(self) -> bool:
@@ -92,7 +93,8 @@ class HopperKernel:
 
     def bias_array(self, rows: int, columns: int) -> jax.ShapeDtypeStruct:
         assert self.bias_shape is not None
-        return jax.ShapeDtypeStruct(stored_bias_shape(self.bias_shape, rows, columns), jnp.float32)
+        shape = stored_bias_shape(self.bias_shape, rows, columns)
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.bias_dtype))
 
     @property
     def log2_scale(self) -> float:
@@ -111,7 +113,8 @@ class HopperKernel:
     def bias_tile(self, bias_ref, image, head, first_row, first_column, columns: int):
         """Request ROWS × columns of a head's bias, and return it in registers, in units of q k; None without a bias.
 
-        A product with scores starts from these registers, so that the bias takes none beside the scores.
+        A product with scores starts from these registers, so that the bias takes none beside the scores. A bias of 16
+        bits takes half as many until then.
         """
         if self.bias_shape is None:
             return None
@@ -335,10 +338,11 @@ def products(*terms: tuple[jax.Array | None, tuple, tuple], interpret: bool) -> 
 
 
 def accumulated(sums: tuple, products: list[tuple], interpret: bool) -> tuple:
-    """Return `sums` (float32) with sums[i] += a b for each (i, a, b) of `products`; all run concurrently.
+    """Return `sums` in float32 with sums[i] += a b for each (i, a, b) of `products`; all run concurrently.
 
     a is an array in registers or a tile in shared memory, b a tile in shared memory.
     """
+    sums = tuple(x.astype(jnp.float32) for x in sums)
     if interpret:  # the interpreter does not support register operands
         sums = list(sums)
         for i, a, b in products:
