@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, Stream
+from vitkernels.attention.pallas_flash.hopper.ring import BiasRows, OwnRows, RingKernel, Side, Stream
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -112,25 +112,29 @@ class Backward(RingKernel):
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         q, do = self.operand(q), self.operand(do)
 
-        def step_of(step, dq, keys, compares):
-            own_ids = ids if compares else None
-            return self._add_to_dq(item, step, keys, dq, first, q, do, lse, delta, own_ids, scratch)
+        bias = BiasRows(self, scratch["bias_ref"], item, first, self.keys)
 
-        dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile)
+        def step_of(step, carry, keys, compares):
+            own_ids = ids if compares else None
+            return self._add_to_dq(item, step, keys, carry, first, q, do, lse, delta, own_ids, bias, scratch)
+
+        dq, _ = self.over_tiles(item, self.keys, step_of, (self.zeros(), bias.requested(0)), after_first_tile)
         queries, _ = scratch["sides"]
         q_head, *_ = self.heads_of(item)
         dq = tuple(x * self.scale for x in dq)
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], dq, dq_ref, q_head)])
 
-    def _add_to_dq(self, item, step, keys, dq, first_query, q, do, lse, delta, ids, scratch):
+    def _add_to_dq(self, item, step, keys, carry, first_query, q, do, lse, delta, ids, bias, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(keys)
         first_key = (item.first + step) * self.schedule.tile
-        bias = self.bias_tile(scratch["bias_ref"], item.batch, item.head, first_query, first_key, columns)
+        dq, requested = carry
+        of_bias = None if requested is None else requested[:, :columns]
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
         some_k, some_v = tiles.first_rows(k, columns), tiles.first_rows(v, columns)
         start = along_rows(-delta, (ROWS, columns))
-        scores, dp_less_delta = tiles.products((bias, q, some_k), (start, do, some_v), interpret=self.interpret)
+        scores, dp_less_delta = tiles.products((of_bias, q, some_k), (start, do, some_v), interpret=self.interpret)
+        requested = bias.requested(step + 1) if columns == self.schedule.tile else None
         weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
         if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
             key = tiles.position(scores.shape, 1) + first_key
@@ -143,7 +147,7 @@ class Backward(RingKernel):
         k = tiles.first_rows(k, ds.shape[1])
         dq = tiles.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return dq
+        return dq, requested
 
     # --- ids of own and of streamed rows ------------------------------------------------------------------------------
 
@@ -232,27 +236,31 @@ class Backward(RingKernel):
         ids = self._own_ids_of(owner, scratch)
         k = self.operand(k)
 
+        bias = BiasRows(self, scratch["bias_ref"], item, first, self.queries)
+
         def step_of(step, carry, queries, compares):
             own_ids = ids if compares else None
-            return self._add_to_dkdv(item, step, queries, carry, first, k, v, own_ids, scratch)
+            return self._add_to_dkdv(item, step, queries, carry, first, k, v, own_ids, bias, scratch)
 
-        zeros = self.zeros(), self.zeros()
-        dk, dv = self.over_tiles(item, self.queries, step_of, zeros, after_first_tile)
+        carry = self.zeros(), self.zeros(), bias.requested(0)
+        dk, dv, _ = self.over_tiles(item, self.queries, step_of, carry, after_first_tile)
         _, keys = scratch["sides"]
         _, k_head, v_head = self.heads_of(item)
         dk = tuple(x * self.scale for x in dk)
         results = [(scratch["k_smem"], dk, dk_ref, k_head), (scratch["v_smem"], dv, dv_ref, v_head)]
         self.store_own(item, warpgroup, keys, results)
 
-    def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, ids, scratch):
+    def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, ids, bias, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)
         first_query = (item.first + step) * self.schedule.tile
-        bias = self.bias_tile(scratch["bias_ref"], item.batch, item.head, first_key, first_query, columns)
+        dk, dv, requested = carry
+        start = None if requested is None else requested[:, :columns]
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.
         some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
-        scores, dp = tiles.products((bias, k, some_q), (None, v, some_do), interpret=self.interpret)
+        scores, dp = tiles.products((start, k, some_q), (None, v, some_do), interpret=self.interpret)
+        requested = bias.requested(step + 1) if columns == self.schedule.tile else None
         # The products awaited below depend on these registers, so the reads are over when the slot is released.
         lse, delta = (
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
@@ -268,9 +276,8 @@ class Backward(RingKernel):
         ds = tiles.widened(ds.astype(self.dtype))
         weights = tiles.widened(weights.astype(self.dtype))
         q, do = tiles.first_rows(q, ds.shape[1]), tiles.first_rows(do, ds.shape[1])
-        dk, dv = carry
         products = [(i, ds, part) for i, part in enumerate(q)]
         products += [(len(dk) + i, weights, part) for i, part in enumerate(do)]
         sums = tiles.accumulated((*dk, *dv), products, self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return sums[: len(dk)], sums[len(dk) :]
+        return sums[: len(dk)], sums[len(dk) :], requested
