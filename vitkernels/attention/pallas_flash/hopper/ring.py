@@ -107,6 +107,8 @@ class BiasRows(NamedTuple):
 
         Behind the last tile, request that of the last tile, which is then not used.
         """
+        if self.kernel.bias_shape is None:
+            return None
         columns = self.kernel.schedule.tile
         tile = lax.min(self.item.first + step, pl.cdiv(self.streamed, columns) - 1)
         item = self.item
