@@ -28,8 +28,7 @@ def rows_of(*biases, scale=0.125):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("N, M", [(70, 130), (768, 768)])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("N, M, masked", [(70, 130, False), (70, 130, True), (768, 768, False)])
 def test_padded_bias(device, N, M, masked):
     """Strides vary: a table of relative positions is often a permuted view. 768 tokens need no padding."""
     from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
@@ -63,6 +62,45 @@ def test_padded_bias__that_absorbs_scores():
     assert (found[5] == averaged).all() and (found[6] == 0).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_padded_bias__in_bfloat16(device):
+    """A bias in bfloat16 keeps its values if the scale is a power of two. Rows of 128 and more are shifted."""
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+
+    bias = (3 * torch.randn(6, 70, device=device)).bfloat16()
+    bias[1] += 500  # numbers that are 2 apart
+    bias[2] -= 500
+    bias[3, ::2], bias[4, 5] = torch.finfo(torch.bfloat16).min, -torch.inf
+    bias[5] = torch.finfo(torch.bfloat16).min
+    stored = padded_bias(bias, None, 6, 70, 0.125)
+    found = in_order(stored)[0, 0, :6, :70]
+    assert stored.dtype == torch.bfloat16
+    shift = torch.zeros(6, 1, dtype=torch.bfloat16, device=device)
+    shift[1:3] = bias[1:3].amax(1, keepdim=True)
+    is_usual = bias > -1e9
+    expected = (bias.float() - shift.float()) * 8
+    assert torch.equal(found.float()[:5][is_usual[:5]], expected[:5][is_usual[:5]])
+    assert found[4, 5] == -torch.inf and (found[3, ::2] < -1e27).all() and found.isfinite().sum() == 6 * 70 - 1
+    assert len(found[5].unique()) == 1 and math.frexp(found[5, 0].item())[0] == -0.5
+    wide = padded_bias(bias, None, 6, 70, 0.1)
+    torch.testing.assert_close(
+        in_order(wide)[0, 0, :3, :70], in_order(padded_bias(bias.float(), None, 6, 70, 0.1))[0, 0, :3, :70]
+    )
+    assert wide.dtype == torch.float32 == padded_bias(bias.half(), None, 6, 70, 0.125).dtype
+
+
+@pytest.mark.parametrize("scale", [0.125, 0.1])
+def test_padded_bias__of_a_mask_alone(scale):
+    """0 and -inf are exact in bfloat16 at every scale."""
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+
+    mask = torch.rand(2, 3, 40, 70) < 0.5
+    stored = padded_bias(None, mask, 40, 70, scale)
+    found = in_order(stored)[:, :, :40, :70]
+    assert stored.dtype == torch.bfloat16
+    assert torch.equal(found == 0, mask) and torch.equal(found == -torch.inf, ~mask)
+
+
 def test_padded_bias__has_a_gradient_in_its_shape():
     from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
 
@@ -81,8 +119,8 @@ def test_padded_bias__passes_opcheck():
 
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
     bias = torch.randn(1, 2, 9, 17, requires_grad=True)
-    torch.library.opcheck(module._stored.traced, (bias, 0.1), test_utils=checks)
-    stored = module._stored(bias.detach(), 0.1)
+    torch.library.opcheck(module._stored.traced, (bias, 0.125, True), test_utils=checks)
+    stored = module._stored(bias.detach(), 0.1, False)
     torch.library.opcheck(module._in_rows.traced, (stored, 9, 17, 0.1), test_utils=checks[:2])
 
 
@@ -178,7 +216,7 @@ def test_start__compiles_what_the_backward_pass_runs(monkeypatch, N, most_ds, st
         monkeypatch.setattr(kernels, "MOST_DS", most_ds)
     monkeypatch.setattr(kernels, "Kernel", StartedKernel)
     device = torch.device("cuda", 0)
-    call = kernels.AttentionKernels(2, 3, N, N, 64, torch.bfloat16, False, 0.1, False, device, False, (1, 3))
+    call = kernels.AttentionKernels(2, 3, N, N, 64, torch.bfloat16, False, 0.1, False, device, None, (1, 3))
     call.start(gradient=True, bias_gradient=True)
     assert {name for name, kernel in vars(call).items() if getattr(kernel, "is_started", False)} == started
 

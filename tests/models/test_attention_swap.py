@@ -127,6 +127,28 @@ def test_rotary_models__hand_over_the_packed_projection(name):
     assert all(qkv.is_contiguous() and rope.shape == (4, 2 * qkv.shape[-1]) for qkv, rope in calls)
 
 
+@pytest.mark.parametrize("name", ["beit_base_patch16_224", "vit_relpos_small_patch16_224"])
+def test_relative_positions__under_autocast_have_its_dtype_as_in_timm(name):
+    """PyTorch's SDPA, which timm calls, casts them too. Their tables get gradients in float32."""
+    found = []
+
+    class Recording(Native):
+        name = "recording"
+
+        def run(self, *qkv, bias, **keywords):
+            found.append(bias.dtype)
+            return super().run(*qkv, bias=bias, **keywords)
+
+    model = models.set_attention(tiny(name), Recording())
+    model(torch.randn(2, 3, 32, 32))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.randn(2, 3, 32, 32))
+    out.sum().backward()
+    assert found == 2 * [torch.float32] + 2 * [torch.bfloat16]
+    tables = [x for n, x in model.named_parameters() if "rel_pos" in n or "relative_position" in n]
+    assert tables and all(x.grad is not None and x.grad.dtype == torch.float32 for x in tables)
+
+
 def test_timm_feature_extraction__traces_a_swapped_model():
     model, x = models.set_attention(tiny(), "native"), torch.randn(2, 3, 32, 32)
     features = create_feature_extractor(model, {"blocks.0.attn": "attn", "head": "logits"})(x)

@@ -66,7 +66,9 @@ def forward_schedule(queries: int, keys: int, head_dim: int, has_bias: bool = Fa
     if columns > 96:
         return Schedule(64 if has_bias else 128, 2, min(2, _tiles(queries)))
     warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
-    if keys <= 3 * ROWS or has_bias:  # a bias of 128 keys would exceed the registers
+    if has_bias and columns <= 64 and keys > 3 * ROWS:  # its two tiles of 128 keys would exceed a third's registers
+        return Schedule(128, 2, min(2, _tiles(queries)))
+    if keys <= 3 * ROWS or has_bias:
         return Schedule(64, 4, warpgroups)
     return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
 
