@@ -221,7 +221,6 @@ def test_start__compiles_what_the_backward_pass_runs(monkeypatch, N, most_ds, st
     assert {name for name, kernel in vars(call).items() if getattr(kernel, "is_started", False)} == started
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "N, shape, most_ds", [(140, (1, 2, 140, 140), None), (70, (2, 1, 1, 70), None), (66, (66, 66), 0)]
 )
@@ -239,7 +238,7 @@ def test_attend__interpreted(interpreted, monkeypatch, N, shape, most_ds):
         bias[..., 3, :], bias[..., 4, :], bias[..., 5, :] = LOWEST, -torch.inf, -LOWEST / 2
     leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
     prepared = padded_bias(leaves[3], None, N, N, 0.125)
-    out = interpreted.attend(*leaves[:3], prepared, *[None] * 4, False, 0.125)[0]
+    out = interpreted.attend(*leaves[:3], prepared, *[None] * 5, False, 0.125)[0]
     found = out, *torch.autograd.grad(out, leaves, do)
     exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
     exact = reference(*exact_leaves[:3], bias=exact_leaves[3], scale=0.125)
