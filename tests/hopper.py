@@ -33,3 +33,16 @@ def exact_attention(qkv_BN3HD, do_BNHD, scale, is_causal):
     out = (scores.softmax(-1) @ v).transpose(1, 2)
     (dqkv,) = torch.autograd.grad(out, leaf, do_BNHD.double())
     return out.detach(), dqkv, torch.logsumexp(scores, -1).detach() / math.log(2)
+
+
+def segments(*runs: tuple[int, int]) -> torch.Tensor:
+    """Return the ids of consecutive segments, given as (id, tokens)."""
+    return torch.cat([torch.full((tokens,), i) for i, tokens in runs])
+
+
+# Ids of packed segments.
+MIXED = segments((5, 1), (-3, 64), (900, 65), (7, 130))  # 1, 1, 2 and 4 chunks
+TWO = segments((0, 197), (1, 63))
+ODD = segments((4, 30), (0, 100), (1, 33), (2, 47), (3, 20))
+RECURRING = segments((0, 70), (1, 120), (0, 40))
+SHORT = segments(*((i, 10) for i in range(26)))  # would need more chunks than there are
