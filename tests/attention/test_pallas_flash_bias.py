@@ -64,12 +64,13 @@ def test_padded_bias__that_absorbs_scores():
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_padded_bias__in_bfloat16(device):
-    """A bias in bfloat16 keeps its values if the scale is a power of two. Rows of 128 and more are shifted."""
+    """A bias in bfloat16 keeps its values if the scale is a power of two. Rows of 1024 and more are shifted."""
     from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
 
     bias = (3 * torch.randn(6, 70, device=device)).bfloat16()
-    bias[1] += 500  # numbers that are 2 apart
-    bias[2] -= 500
+    bias[1] += 2000  # numbers that are 8 apart
+    bias[2] -= 2000
+    bias[0, 7] = 1000
     bias[3, ::2], bias[4, 5] = torch.finfo(torch.bfloat16).min, -torch.inf
     bias[5] = torch.finfo(torch.bfloat16).min
     stored = padded_bias(bias, None, 6, 70, 0.125)
@@ -87,6 +88,8 @@ def test_padded_bias__in_bfloat16(device):
         in_order(wide)[0, 0, :3, :70], in_order(padded_bias(bias.float(), None, 6, 70, 0.1))[0, 0, :3, :70]
     )
     assert wide.dtype == torch.float32 == padded_bias(bias.half(), None, 6, 70, 0.125).dtype
+    # The maximum of a row may be hidden. Differences to it would be rounded.
+    assert padded_bias(bias, None, 6, 70, 0.125, hides_keys=True).dtype == torch.float32
 
 
 @pytest.mark.parametrize("scale", [0.125, 0.1])

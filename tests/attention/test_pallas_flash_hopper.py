@@ -192,19 +192,23 @@ def test_fused_backward__for_long_unmasked_self_attention():
     assert not chosen(20, 9216, 9216, 64, False, True)
 
 
-@pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
-    "H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts, of_bias",
+    "H, N, M, D, shape, is_causal, of_segment, kept, warpgroups, blocks, parts, of_bias",
     [
-        (2, 100, 100, 32, (1, 2), False, True, 2, 3, 2, torch.float32),
-        (2, 70, 130, 40, (3, 1), False, False, 1, 2, 2, torch.bfloat16),
-        (2, 150, 150, 32, (1, 1), True, False, 2, 1, 3, torch.bfloat16),
-        (1, 65, 65, 64, (3, 1), True, True, 2, 4, 1, torch.float32),
+        # Work items whose first tile is not the array's, and some without any.
+        (1, 200, 200, 32, (1, 1), False, 70, 140, 1, 3, 1, torch.bfloat16),
+        pytest.param(2, 100, 100, 32, (1, 2), False, 40, 100, 2, 3, 2, torch.float32, marks=pytest.mark.slow),
+        pytest.param(2, 70, 130, 40, (3, 1), False, None, 130, 1, 2, 2, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(2, 150, 150, 32, (1, 1), True, None, 150, 2, 1, 3, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(1, 65, 65, 64, (3, 1), True, 40, 65, 2, 4, 1, torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, blocks, parts, of_bias):
-    """Biases shared by images, heads or both, with rows that are -inf or absorb their scores."""
+def test_bias__interpreted(H, N, M, D, shape, is_causal, of_segment, kept, warpgroups, blocks, parts, of_bias):
+    """Biases shared by images, heads or both, with rows that are -inf or absorb their scores.
+
+    of_segment: tokens of a segment. kept: how many keys a mask keeps.
+    """
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
@@ -220,17 +224,18 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, with_ids, warpgroups, b
     bias = torch.randn(*shape, N, M).to(of_bias)
     bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(of_bias).min, -torch.inf
     bias.requires_grad_()
-    segment_ids = torch.arange(N).expand(B, -1) // 40 if with_ids else None
-    ids = token_ids((B, H, N, D), M, None, segment_ids)
+    segment_ids = torch.arange(N).expand(B, -1) // of_segment if of_segment else None
+    mask = (torch.arange(M) < kept).expand(B, 1, 1, M) if kept < M else None
+    ids = token_ids((B, H, N, D), M, mask, segment_ids)
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     exact_bias = bias.detach().double().requires_grad_()
-    exact = reference(*leaves, bias=exact_bias, segment_ids=segment_ids, is_causal=is_causal, scale=scale)
+    exact = reference(*leaves, bias=exact_bias, mask=mask, segment_ids=segment_ids, is_causal=is_causal, scale=scale)
     wanted = exact, *torch.autograd.grad(exact, [*leaves, exact_bias], do.double().transpose(1, 2))
 
     prepared = padded_bias(bias, None, N, M, scale)
     assert prepared.dtype == of_bias
     schedule = Schedule(64, 2, warpgroups)
-    chunks = (ids[2].shape[1], ids[3].shape[1]) if with_ids else None
+    chunks = (ids[2].shape[1], ids[3].shape[1]) if of_segment else None
     dtype = str(of_bias).removeprefix("torch.")
     problem = (B, H, N, M, D, "bfloat16", scale, is_causal, H, (0, 0, 0), schedule, True, blocks, chunks, shape, dtype)
     array = lambda x, dtype: jnp.asarray(x.detach().float().numpy(), dtype)  # noqa: E731

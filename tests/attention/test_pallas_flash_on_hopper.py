@@ -95,34 +95,39 @@ def test_fused_backward__while_another_kernel_holds_multiprocessors():
 @gpu
 @pytest.mark.parametrize("of_bias", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    "N, D, shape, is_causal",
+    "N, D, shape, is_causal, of_segment",
     [
-        (197, 64, (1, 8), False),
-        (144, 64, (3, 1), False),
-        (577, 64, (1, 8), False),
-        (700, 56, (3, 8), False),
-        (300, 96, (1, 8), True),
-        (577, 128, (1, 1), False),
-        (40, 48, (1, 8), True),
+        (197, 64, (1, 8), False, None),
+        (144, 64, (3, 1), False, None),
+        (577, 64, (1, 8), False, None),
+        (700, 56, (3, 8), False, None),
+        (300, 96, (1, 8), True, None),
+        (577, 128, (1, 1), False, None),
+        (40, 48, (1, 8), True, None),
+        (577, 64, (1, 8), False, 150),
+        (300, 64, (1, 8), True, None),
     ],
 )
-def test_bias__on_gpu(N, D, shape, is_causal, of_bias):
+def test_bias__on_gpu(N, D, shape, is_causal, of_segment, of_bias):
     """Rows of -inf, rows whose bias absorbs their scores, and large numbers; reruns give the same bits."""
+    ids = None if of_segment is None else (torch.arange(N, device="cuda") // of_segment).expand(3, N)
     bias = 3 * torch.randn(*shape, N, N, device="cuda")
     lowest = torch.finfo(of_bias).min
     bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2], bias[:, :, 8, 1::2] = -torch.inf, lowest, -torch.inf, lowest
     bias[:, :, 9], bias[:, :, 10, 1::2] = 1e30, 1000.0
     bias[:, :, 11] -= 300
+    bias[:, :, 12, 39] = 1000.0  # hidden by causality
     bias = bias.to(of_bias).requires_grad_()
     qkv = torch.randn(3, N, 3, 8, D, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     do = torch.randn(3, N, 8 * D, device="cuda", dtype=torch.bfloat16)
     results = []
     for _ in range(2):
-        out = attention.get("pallas_flash").qkvpacked(qkv, bias=bias, is_causal=is_causal, scale=0.125)
+        out = attention.get("pallas_flash").qkvpacked(qkv, bias=bias, segment_ids=ids, is_causal=is_causal, scale=0.125)
         results.append((out, *torch.autograd.grad(out, (qkv, bias), do)))
     leaves = [x.detach().double().requires_grad_() for x in (qkv, bias)]
     q, k, v = leaves[0].permute(2, 0, 3, 1, 4).unbind(0)
-    exact = reference(q, k, v, bias=leaves[1], is_causal=is_causal, scale=0.125).transpose(1, 2).flatten(2)
+    exact = reference(q, k, v, bias=leaves[1], segment_ids=ids, is_causal=is_causal, scale=0.125)
+    exact = exact.transpose(1, 2).flatten(2)
     for x, y, z in zip(*results, (exact, *torch.autograd.grad(exact, leaves, do.double())), strict=True):
         assert torch.equal(x, y) and error(x, z) < TOLERANCE[torch.bfloat16]
 

@@ -144,13 +144,15 @@ def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Tim
 def measure_shape(shape: tuple[int, int, int, int], backends: tuple[str, ...], flex: bool = True) -> list[dict]:
     """Return the row of each contender at the shape (B, H, N, D) in bfloat16; a failure becomes a row with its error.
 
-    Device times are measured in turns. The first backend is measured twice, to show the noise.
+    Device times are measured in turns, so the graphs of all contenders are in memory together. The first backend is
+    measured twice, to show the noise.
     """
     torch._dynamo.reset()  # flex_attention's limit on recompilations is per process
     found = contenders(backends)
     if not flex:
         del found["flex compiled"]
-    rows, replays = [], {}
+    rows: list[dict] = []
+    replays: dict[str, tuple[Replays, Replays]] = {}
     for name, attend in [*found.items(), (f"{backends[0]} again", found[backends[0]])]:
         row: dict[str, Any] = {"shape_BHND": shape, "dtype": "bfloat16", "contender": name}
         try:
@@ -164,8 +166,18 @@ def measure_shape(shape: tuple[int, int, int, int], backends: tuple[str, ...], f
         except Exception as error:  # a peer without a kernel for this shape
             row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
         rows.append(row)
-    times = iter(Timing.in_turns([x for pair in replays.values() for x in pair]))
-    for row in rows:
-        if row["contender"] in replays:
-            row |= {"device_forward_ms": asdict(next(times)), "device_both_ms": asdict(next(times))}
-    return rows
+    return _with_device_times(rows, replays)
+
+
+def _with_device_times(rows: list[dict], replays: dict[str, tuple[Replays, Replays]]) -> list[dict]:
+    """Return the rows with the times of the contenders' graphs, of forward and of forward + backward."""
+    try:
+        times = iter(Timing.in_turns([x for pair in replays.values() for x in pair]))
+    except Exception as error:  # the times of calls remain
+        return [row | {"error": f"{type(error).__name__}: {str(error)[:200]}"} for row in rows]
+    return [
+        row | {"device_forward_ms": asdict(next(times)), "device_both_ms": asdict(next(times))}
+        if row["contender"] in replays
+        else row
+        for row in rows
+    ]

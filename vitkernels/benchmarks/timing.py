@@ -33,8 +33,8 @@ class Timing:
     def in_turns(cls, functions: Sequence["Replays"], rounds: int = 20) -> list["Timing"]:
         """Time functions that are compared, one replay of each per round, in a random order.
 
-        A GPU at its power limit lowers its clock as it gets warm, by up to 13 %. After a function that takes little
-        power, the next one runs at a higher clock. In random turns, all run at the same clocks on average.
+        A GPU at its power limit lowers its clock while it is busy, which costs up to 13 % of time. After a function
+        that takes little power, the next one runs at a higher clock. Random turns spread these effects over all.
         """
         generator = torch.Generator().manual_seed(0)
         times = torch.empty(len(functions), rounds)

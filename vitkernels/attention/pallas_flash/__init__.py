@@ -128,7 +128,8 @@ class PallasFlash(AttentionBackend):
 def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
     """Return the arguments that describe a call to the Hopper operators."""
     of_keys = _is_of_keys(mask)
-    prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale)
+    hides_keys = is_causal or segment_ids is not None or of_keys
+    prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale, hides_keys)
     # The kernels for short sequences compare ids instead.
     is_short = fits_short_backward(q_shape[2], keys, q_shape[3], False)
     moves_chunks = prepared is None and not is_causal and not is_short

@@ -28,9 +28,10 @@ class BiasedAttention(BackendAttention):
 
 
 def as_autocast(bias: Tensor | None) -> Tensor | None:
-    """Return a bias in autocast's dtype, in which SDPA computes it in timm's own modules; kernels read half the bytes.
+    """Return a bias in autocast's dtype. PyTorch's SDPA, which timm calls, casts it in the same way.
 
-    Only for relative positions: a mask in float32 may be below the range of autocast's dtype.
+    Kernels then read half as many bytes. A mask in float32 may be below the range of that dtype, so only relative
+    positions are cast.
     """
     return bias if bias is None else bias.to(dtype_of(bias))
 

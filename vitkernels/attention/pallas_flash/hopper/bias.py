@@ -31,29 +31,37 @@ def folded_scale(scale: float) -> tuple[float, float]:
     return math.copysign(2.0**exponent, scale), rest
 
 
-def padded_bias(bias: Tensor | None, mask: Tensor | None, queries: int, keys: int, scale: float) -> Tensor | None:
+def padded_bias(
+    bias: Tensor | None, mask: Tensor | None, queries: int, keys: int, scale: float, hides_keys: bool = False
+) -> Tensor | None:
     """Return the sum of bias and mask (-inf where it is False) as the kernels read it, or None for neither.
 
     It has the shape stored_bias_shape. This runs outside the operators of attention: a model computes it once for all
     layers that share a bias.
 
-    Each row is shifted by its maximum, which does not change its softmax and keeps the sums of q k and the bias small.
-    In float32 a huge bias absorbs its score, so SDPA averages the keys of a row of -1e9 or finfo.min. To match that,
-    rows whose maximum is 2^29 or more in size are shifted so that it becomes LOW: far from every score, but finite.
-    Their other keys get weights of 0. The padding is -inf.
+    In float32, each row is shifted by its maximum, which does not change its softmax and keeps the sums of q k and the
+    bias small. A huge bias absorbs its score there, so SDPA averages the keys of a row of -1e9 or finfo.min. To match
+    that, rows whose maximum is 2^29 or more in size are shifted so that it becomes LOW: far from every score, but
+    finite. Their other keys get weights of 0. The padding is -inf.
 
-    The result is in float32, or in bfloat16 where that is exact: for a mask alone, and for a bias in bfloat16 if the
-    scale is a power of two. The kernels then read half as many bytes.
+    The result is in bfloat16 for a mask alone, and for a bias in bfloat16 if the scale is a power of two and no keys
+    are hidden in other ways. The kernels then read half as many bytes. Only rows whose maximum is 1024 or more in size
+    are shifted there, and the differences of keys that have a weight remain exact.
+
+    Args:
+        hides_keys: whether causality, segments or ids also hide keys. The maximum of a row may then be hidden, and
+            differences to it would be rounded.
     """
     if bias is None and mask is None:
         return None
+    has_values = bias is not None
     if bias is None:
         assert mask is not None
         bias, scale = torch.zeros((), device=mask.device, dtype=torch.bfloat16), 1.0  # 0 and -inf have no unit
     if mask is not None:
         bias = torch.where(mask, bias if bias.dtype == torch.bfloat16 else bias.float(), -torch.inf)
     bias = bias[(None,) * (4 - bias.ndim)]
-    is_exact = bias.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5
+    is_exact = bias.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5 and not (hides_keys and has_values)
     return _stored(bias.expand(*bias.shape[:2], queries, keys), scale, is_exact)
 
 

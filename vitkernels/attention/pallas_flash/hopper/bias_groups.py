@@ -19,8 +19,8 @@ _ROWS = 16  # of a program of the kernel that stores: those of a warp
 _ELEMENTS = 1024  # of a program of the other kernels
 _ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
 # In bfloat16, rows whose maximum is smaller keep their values, because differences would be rounded. Above, differences
-# of up to 64 are exact.
-_UNSHIFTED = 128.0
+# of up to 512 are exact.
+_UNSHIFTED = 1024.0
 _UNROLLED = 8  # pairs whose loads are in flight at a time
 
 

@@ -281,7 +281,7 @@ class AttentionKernels:
         return self._run_bias_gradient(q, k, v, do, lse, delta, bias, ids) if needs_dbias else None
 
     def _run_bias_gradient(self, q, k, v, do, lse, delta, bias, ids) -> Tensor:
-        # Zeros, because no work item writes all of the padding.
+        # Float32, whatever the dtype of the bias. Zeros, because no work item writes all of the padding.
         parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape, dtype=torch.float32)
         self.bias_gradient(q, k, v, do, lse, delta, bias, *given(ids), parts)
         return parts[0] if len(parts) == 1 else parts.sum(0)

@@ -91,9 +91,9 @@ class Side(NamedTuple):
 
 
 class BiasRows(NamedTuple):
-    """The bias of own rows of a work item and the tiles that stream past them.
+    """The bias of own rows of a work item and of the tiles that stream past them.
 
-    It is requested a step ahead, and waits in registers: 32 per thread, or 16 in bfloat16.
+    It is requested a step ahead, and waits in registers: 32 per thread and 64 columns, or 16 in bfloat16.
     """
 
     kernel: Any
@@ -105,7 +105,7 @@ class BiasRows(NamedTuple):
     def requested(self, step):
         """Request the bias of a step's tile; return None without a bias.
 
-        Behind the last tile, request that of the last tile, which is then not used.
+        Behind the item's last tile, another tile of the array is requested, and not used.
         """
         if self.kernel.bias_shape is None:
             return None

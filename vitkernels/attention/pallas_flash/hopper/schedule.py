@@ -66,7 +66,8 @@ def forward_schedule(queries: int, keys: int, head_dim: int, has_bias: bool = Fa
     if columns > 96:
         return Schedule(64 if has_bias else 128, 2, min(2, _tiles(queries)))
     warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
-    if has_bias and columns <= 64 and keys > 3 * ROWS:  # its two tiles of 128 keys would exceed a third's registers
+    # The scores and the requested bias of 128 keys would exceed the registers of three warpgroups.
+    if has_bias and columns <= 64 and keys > 3 * ROWS:
         return Schedule(128, 2, min(2, _tiles(queries)))
     if keys <= 3 * ROWS or has_bias:
         return Schedule(64, 4, warpgroups)
