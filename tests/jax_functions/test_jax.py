@@ -22,6 +22,15 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(autouse=True)
+def quick_compilation():
+    """As quick_kernels, for programs that JAX itself compiles: without XLA's optimizations for the CPU."""
+    was = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", jax.default_backend() == "cpu")
+    yield
+    jax.config.update("jax_disable_most_optimizations", was)
+
+
+@pytest.fixture(autouse=True)
 def full_precision():
     with jax.default_matmul_precision("highest"):
         yield
@@ -95,6 +104,7 @@ def test_vmap__adds_an_axis():
 
 @pytest.mark.parametrize("approximate", [False, True])
 def test_linear_gelu__matches_jax(approximate):
+    jax.config.update("jax_disable_most_optimizations", False)  # without them, tanh is less accurate
     assert_same(
         lambda x, w, b: vk.linear_gelu(x, w, b, approximate=approximate),
         lambda x, w, b: jax.nn.gelu(x @ w.T + b, approximate=approximate),
@@ -147,7 +157,8 @@ def test_eight_bit_linear__is_within_two_roundings():
     x, w, b = normal(0, 2, 3, 37, 48), normal(1, 32, 48), normal(2, 32)
 
     def gradients(f):
-        return jax.vmap(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)), in_axes=(0, None, None))(x, w, b)
+        over_images = jax.vmap(jax.grad(lambda *a: (f(*a) ** 2).sum(), (0, 1, 2)), in_axes=(0, None, None))
+        return jax.jit(over_images)(x, w, b)
 
     pairs = [(vk.eight_bit_linear(x[0], w, b), x[0] @ w.T + b)]
     pairs += zip(gradients(vk.eight_bit_linear), gradients(lambda x, w, b: x @ w.T + b), strict=True)
@@ -214,6 +225,7 @@ print(len(jax.devices()), "devices")
 @pytest.mark.slow
 def test_shard_map__each_device_attends_to_its_images():
     flags = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    flags["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # as quick_compilation
     done = subprocess.run([sys.executable, "-c", SHARDED], env=os.environ | flags, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout == "2 devices\n"
