@@ -1,5 +1,6 @@
 """Fixtures of the entire suite. Warnings are errors, except those listed in pyproject.toml with their reasons."""
 
+import gc
 import importlib.util
 import logging
 import os
@@ -21,11 +22,19 @@ if not torch.cuda.is_available():
 
 ROOT = Path(__file__).resolve().parents[1]
 
+# Python would look for garbage thousands of times among the objects of torch, JAX and the collected tests.
+gc.set_threshold(20_000, 10, 10)
+
 
 def pytest_configure(config):
     # torch.distributed.checkpoint warns about this for a single process, which needs no process group.
     config.addinivalue_line("filterwarnings", "ignore:torch.distributed is disabled, unavailable or uninitialized")
     logging.getLogger("c10d-NullHandler-dcp_logger").propagate = False  # 25 lines of each, in every failure's report
+
+
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # they stay to the end
 
 
 def pytest_collection_modifyitems(items):
