@@ -1,5 +1,6 @@
 """Every file in conf/ composes into valid settings and names objects that exist."""
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from omegaconf import OmegaConf
 from vitkernels import attention, runtime
 from vitkernels.config import Config
 from vitkernels.config.setting import groups_of, settings_of
-from vitkernels.models import PRESETS, create_model, input_spec, inspect_model
+from vitkernels.models import PRESETS, ModelFacts, create_model, input_spec, inspect_model
 from vitkernels.runtime.cuda import CudaRuntime
 from vitkernels.runtime.xla import XlaRuntime
 
@@ -24,6 +25,16 @@ def test_defaults__need_no_home_folder(settings, monkeypatch):
     for name in ("HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     assert OmegaConf.to_container(settings(), resolve=True)["sweep"]["compile_cache"] == "~/.cache/vitkernels"
+
+
+@functools.cache
+def facts_of(model: str) -> ModelFacts:
+    """The facts of a model by its name alone, for the many options that keep the default model."""
+    size, chans = input_spec(model)
+    return inspect_model(
+        lambda backend: create_model(model, backend, num_classes=10),
+        image_size=size, in_chans=chans, batch_size=1, dtype=torch.float32, device_type="cpu",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("path", GROUPED)
@@ -45,11 +56,7 @@ def test_option__composes_and_passes_the_checks(path, settings):
     assert cfg.runtime.name in runtime.names()
     assert callable(get_method(cfg.data._target_))
     assert cfg.model.name in PRESETS or timm.is_model(cfg.model.name)
-    size, chans = input_spec(cfg.model.name)
-    facts = inspect_model(
-        lambda backend: create_model(cfg.model.name, backend, num_classes=10),
-        image_size=size, in_chans=chans, batch_size=1, dtype=torch.float32, device_type="cpu",
-    )  # fmt: skip
+    facts = facts_of(cfg.model.name)
     assert facts.parameters > 1e4 and facts.attention
 
 
