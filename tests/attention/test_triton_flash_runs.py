@@ -108,13 +108,22 @@ class TestRuns(AttentionHarness):
         )
         assert launched == [FORWARD, BACKWARD] * 2
 
-    @pytest.mark.parametrize("shape", [(1, 2, 70, 70), (70, 70), (1, 1, 1, 70), (3, 1, 70, 70), (3, 2, 70, 70)])
+    # Four tiles of each entry of the bias: 4 programs make the same runs as one. The last shape has no sum.
+    @pytest.mark.parametrize(
+        "shape, programs",
+        [
+            *((shape, n) for shape in [(1, 2, 70, 70), (70, 70), (1, 1, 1, 70), (3, 1, 70, 70)] for n in (1, 64)),
+            ((1, 2, 70, 70), 16),
+            ((3, 2, 70, 70), 64),
+        ],
+        indirect=["programs"],
+    )
     def test_bias_gradient__of_several_tiles(self, device, launched, shape):
         bias = torch.randn(shape, device=device, requires_grad=True)
         self.check(draw(device, 3, 2, 70, 32), bias=bias)
         assert FORWARD not in launched and BACKWARD not in launched
 
-    @pytest.mark.parametrize("N", [49, 70])
+    @pytest.mark.parametrize("N, programs", [(49, 1), (49, 4), (49, 64), (70, 1), (70, 64)], indirect=["programs"])
     def test_bias_gradient__is_bit_equal_in_reruns(self, device, N):
         leaves = draw(device, 3, 2, N, 32)
         bias = torch.randn(1, 2, N, N, device=device, requires_grad=True)
