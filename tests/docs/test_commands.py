@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from docs_blocks import ROOT, Block, blocks, pages
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from quick_xla import QUICK_XLA
 
 from vitkernels.cli import main as console
 from vitkernels.config.compose import compose
@@ -159,6 +160,7 @@ def run_block(block: Block, folder: Path) -> str:
     output = ""
     for words in block.commands:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {"XLA_FLAGS": QUICK_XLA} if "runtime=xla" in words else {}
         while re.fullmatch(r"[A-Z_]+=.*", words[0]):
             name, _, value = words.pop(0).partition("=")
             environment[name] = value

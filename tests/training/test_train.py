@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from expecting import error
+from quick_xla import QUICK_XLA
 from small_runs import RICH, ROOT, SMALL, finish, start
 
 import train
@@ -169,7 +170,7 @@ def test_xla__trains_on_a_cpu_with_the_losses_of_the_cpu(losses, tmp_path):
         pytest.skip(xla.unavailable())
     run = [*SMALL, "runtime=xla", "runtime.precision=fp32", "attn=native", "trainer.max_steps=5", "trainer.log_every=2"]
     run += ["ema.decay=0.9"]
-    output = finish(start(*run, f"hydra.run.dir={tmp_path}", PJRT_DEVICE="CPU"))
+    output = finish(start(*run, f"hydra.run.dir={tmp_path}", PJRT_DEVICE="CPU", XLA_FLAGS=QUICK_XLA))
     assert "XLA compiled the" not in output  # train, eval or EMA eval step again
     # XLA fuses and reorders sums: the golden losses to a few 1e-6, with room for other CPUs.
     assert list(losses(tmp_path).values()) == pytest.approx(GOLDEN["small"], rel=1e-4)
