@@ -16,8 +16,8 @@ setup: $(VENV)/.ready ## Make .venv with locked versions (on Linux x86-64 with t
 train: setup ## Train a small ViT on handwritten digits, on this machine, in a minute or so; ARGS="..." adds settings
 	$(BIN)/python train.py $(ARGS)
 
-# One file stays in one process: its fixtures are made once, and torch_xla starts once.
-PYTEST := -m pytest --dist loadfile
+# One file stays in one process: its fixtures are made once, and torch_xla starts once. tests/conftest.py orders files.
+PYTEST := -m pytest --dist loadfile --no-loadscope-reorder
 
 test: setup ## Run the tests but those marked slow, on all cores; ARGS="..." goes to pytest
 	$(BIN)/python $(PYTEST) -n auto -m "not slow" $(ARGS)

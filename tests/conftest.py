@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import platform
+from collections import Counter
 
 # Set before torch_xla is imported by any test: on a machine without a TPU it trains on the CPU.
 os.environ.setdefault("PJRT_DEVICE", "CPU")
@@ -38,6 +39,13 @@ def pytest_collection_finish():
 
 
 def pytest_collection_modifyitems(items):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # Long files first, so that no worker is left with one when the others are done. Slow tests decide: many of the
+        # longest files have only a few tests.
+        length = Counter()
+        for item in items:
+            length[item.path] += 50 if item.get_closest_marker("slow") else 1
+        items.sort(key=lambda item: -length[item.path])
     if torch.cuda.is_available():
         return
     for item in items:
