@@ -3,7 +3,7 @@
 import pytest
 from runs import Runs
 
-pytest.register_assert_rewrite("comparing")
+pytest.register_assert_rewrite("comparing", "formats")
 
 
 @pytest.fixture(scope="session")

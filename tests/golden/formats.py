@@ -5,10 +5,6 @@ What is recorded must stay. What is new must be listed in ADDED, so that each ch
 
 import json
 
-import pytest
-
-pytest.importorskip("tensorboard", reason="train.py needs vitkernels[train]")
-
 from layout import of_run, of_sweep
 from record import FORMATS
 
@@ -111,16 +107,13 @@ ALIKE = {
     "best_ema.safetensors": ("model_ema.safetensors", {"metadata.best": "str", "metadata.format": "str"}),
 }
 
-SLOW = ("fsdp", "sweep")
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RECORDED]
-
 
 def flat(layout: dict) -> dict:
     return {f"{section}: {key}": value for section, content in layout.items() for key, value in content.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_format__equals_the_recorded_one_and_listed_additions(name, runs):
+def check_format(name: str, runs) -> None:
+    """Compare the files of a run, or of "sweep", with what was recorded."""
     found = flat((of_sweep if name == "sweep" else of_run)(runs.folder(name)))
     recorded = RECORDED[name]
     expected = flat(recorded)
