@@ -29,7 +29,7 @@ def test_defaults__need_no_home_folder(settings, monkeypatch):
 
 @functools.cache
 def facts_of(model: str) -> ModelFacts:
-    """The facts of a model by its name alone, for the many options that keep the default model."""
+    """Return the facts of a model by its name alone, once for the many options that keep the default model."""
     size, chans = input_spec(model)
     return inspect_model(
         lambda backend: create_model(model, backend, num_classes=10),

@@ -128,8 +128,8 @@ def test_rotary_models__hand_over_the_packed_projection(name):
 
 
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "vit_relpos_small_patch16_224"])
-def test_relative_positions__under_autocast_have_its_dtype_as_in_timm(name):
-    """PyTorch's SDPA, which timm calls, casts them too. Their tables get gradients in float32."""
+def test_relative_positions__have_autocasts_dtype(name):
+    """PyTorch's SDPA casts them in the same way. Their tables get gradients in float32."""
     found = []
 
     class Recording(Native):

@@ -76,7 +76,6 @@ def _replays(attend: Callable, keywords: dict, shape: tuple[int, int, int, int])
         gradients[0].contiguous()
 
     try:
-        both()
         return Replays(both)
     except Exception as error:  # a contender without a kernel for this call
         return " ".join(f"{type(error).__name__}: {error}".split())[:60].replace("|", "/")

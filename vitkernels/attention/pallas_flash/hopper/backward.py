@@ -13,7 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.ring import BiasRows, OwnRows, RingKernel, Side, Stream
+from vitkernels.attention.pallas_flash.hopper.bias_rows import BiasRows, first_columns
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, Stream
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -128,13 +129,13 @@ class Backward(RingKernel):
         slot, columns = self.slot(item, step), tiles.padded_columns(keys)
         first_key = (item.first + step) * self.schedule.tile
         dq, requested = carry
-        of_bias = None if requested is None else requested[:, :columns]
+        of_bias = first_columns(requested, columns)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
         some_k, some_v = tiles.first_rows(k, columns), tiles.first_rows(v, columns)
         start = along_rows(-delta, (ROWS, columns))
         scores, dp_less_delta = tiles.products((of_bias, q, some_k), (start, do, some_v), interpret=self.interpret)
-        requested = bias.requested(step + 1) if columns == self.schedule.tile else None
+        requested = bias.requested_after(step, columns)
         weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
         if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
             key = tiles.position(scores.shape, 1) + first_key
@@ -254,13 +255,13 @@ class Backward(RingKernel):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)
         first_query = (item.first + step) * self.schedule.tile
         dk, dv, requested = carry
-        start = None if requested is None else requested[:, :columns]
+        start = first_columns(requested, columns)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.
         some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
         scores, dp = tiles.products((start, k, some_q), (None, v, some_do), interpret=self.interpret)
-        requested = bias.requested(step + 1) if columns == self.schedule.tile else None
+        requested = bias.requested_after(step, columns)
         # The products awaited below depend on these registers, so the reads are over when the slot is released.
         lse, delta = (
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)

@@ -54,14 +54,13 @@ def padded_bias(
     """
     if bias is None and mask is None:
         return None
-    has_values = bias is not None
-    if bias is None:
+    if bias is None:  # 0 and -inf have no unit, and are not rounded
         assert mask is not None
-        bias, scale = torch.zeros((), device=mask.device, dtype=torch.bfloat16), 1.0  # 0 and -inf have no unit
+        bias, scale, hides_keys = torch.zeros((), device=mask.device, dtype=torch.bfloat16), 1.0, False
     if mask is not None:
         bias = torch.where(mask, bias if bias.dtype == torch.bfloat16 else bias.float(), -torch.inf)
     bias = bias[(None,) * (4 - bias.ndim)]
-    is_exact = bias.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5 and not (hides_keys and has_values)
+    is_exact = bias.dtype == torch.bfloat16 and math.frexp(scale)[0] == 0.5 and not hides_keys
     return _stored(bias.expand(*bias.shape[:2], queries, keys), scale, is_exact)
 
 

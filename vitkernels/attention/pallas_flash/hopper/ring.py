@@ -90,31 +90,6 @@ class Side(NamedTuple):
         return ROWS if self.chunks is None else self.chunks[batch, lax.div(place, ROWS), COUNT]
 
 
-class BiasRows(NamedTuple):
-    """The bias of own rows of a work item and of the tiles that stream past them.
-
-    It is requested a step ahead, and waits in registers: 32 per thread and 64 columns, or 16 in bfloat16.
-    """
-
-    kernel: Any
-    ref: Any
-    item: WorkItem
-    first_row: Any
-    streamed: int  # tokens
-
-    def requested(self, step):
-        """Request the bias of a step's tile; return None without a bias.
-
-        Behind the item's last tile, another tile of the array is requested, and not used.
-        """
-        if self.kernel.bias_shape is None:
-            return None
-        columns = self.kernel.schedule.tile
-        tile = lax.min(self.item.first + step, pl.cdiv(self.streamed, columns) - 1)
-        item = self.item
-        return self.kernel.bias_tile(self.ref, item.batch, item.head, self.first_row, tile * columns, columns)
-
-
 class RingKernel(tiles.HopperKernel):
     """A kernel whose persistent thread blocks follow a Schedule."""
 
