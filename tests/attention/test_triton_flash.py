@@ -56,15 +56,15 @@ def test_operators__pass_opcheck(device):
     """Check schemas, fake outputs and registered gradients."""
     ops = torch.ops.vitkernels
     qkv = torch.randn(1, 20, 3, 2, 32, device=device, requires_grad=True)
-    bias = torch.randn(20, 20, device=device, requires_grad=True)
+    bias = torch.randn(1, 1, 20, 64, device=device, requires_grad=True)
+    bias.data[..., 20:] = float("-inf")
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     FLASH.qkvpacked(qkv)  # registers them
-    rope = torch.randn(18, 64, device=device)
-    torch.library.opcheck(
-        ops.triton_flash_packed, (qkv, bias, None, None, rope, True, False, 0.2, []), test_utils=checks
-    )
+    torch.library.opcheck(ops.triton_flash_packed, (qkv, bias, None, None, False, 0.2, [], None), test_utils=checks)
+    rotary = qkv, torch.randn(18, 64, device=device), True, bias, None, None, False, 0.2, [], None
+    torch.library.opcheck(ops.triton_flash_rotary, rotary, test_utils=checks)
     q, k, v = qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
-    torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, None, False, True, 0.2, []), test_utils=checks)
+    torch.library.opcheck(ops.triton_flash, (q, k, v, bias, None, None, True, 0.2, [], None), test_utils=checks)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -132,13 +132,13 @@ class TestSegments(AttentionHarness):
         ops = torch.ops.vitkernels
         checks = ("test_schema", "test_faketensor", "test_autograd_registration")
         torch.library.opcheck(ops.triton_flash_segment_tiles, (ids,), test_utils=checks)
-        extras = None, None, ids, None, False, False, 0.2, [], segment_tiles(ids)
+        extras = None, None, ids, False, 0.2, [], segment_tiles(ids)
         torch.library.opcheck(ops.triton_flash_packed, (qkv, *extras), test_utils=checks)
         q, k, v = qkv.detach().permute(2, 0, 3, 1, 4).unbind(0)
         torch.library.opcheck(ops.triton_flash, (q, k, v, *extras), test_utils=checks)
 
     def test_compiled__makes_one_table_for_all_layers(self, device, dtype):
-        """The operators without a table, as programs exported earlier call them, return the same."""
+        """Without a table, the operator compares ids, and returns the same."""
         from torch._dynamo.backends.common import aot_autograd
         from torch._functorch.aot_autograd import make_boxed_func
         from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -162,7 +162,7 @@ class TestSegments(AttentionHarness):
         (got,), (wanted,) = torch.autograd.grad(out.sum(), qkv), torch.autograd.grad(model(qkv).sum(), qkv)
         torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
         assert str([graph.code for graph in graphs]).count("triton_flash_segment_tiles.default(") == 1
-        without, _ = torch.ops.vitkernels.triton_flash_packed(qkv, None, None, ids, None, False, False, 32**-0.5, [])
+        without, _ = torch.ops.vitkernels.triton_flash_packed(qkv, None, None, ids, False, 32**-0.5, [], None)
         # Other tiles round the weights to float16 relative to other maxima: by a unit or two in the last place.
         tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float16 else {}
         with_table = attention.get("triton_flash").qkvpacked(qkv, segment_ids=ids)

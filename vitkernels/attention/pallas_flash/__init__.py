@@ -36,9 +36,9 @@ _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
     from vitkernels.attention.pallas_flash.hopper.bias import folded_scale, padded_bias
-    from vitkernels.attention.pallas_flash.hopper.rotation import rotate
     from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
+    from vitkernels.attention.rotation import rotate
 
 
 def _unsupported_on_hopper(problem: Problem) -> str | None:

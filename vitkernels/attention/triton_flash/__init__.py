@@ -2,7 +2,8 @@
 
 FlashAttention-2 (Dao 2023, arXiv 2307.08691) for the sequence lengths of vision transformers. It reads q, k and v in
 the projection's layout, without copies, and writes the layout that the next projection reads; its backward pass writes
-one packed gradient. Results are bit-equal from run to run, because no sum uses atomics.
+one packed gradient. A kernel of its own applies rotary embeddings, to q and k before the attention and to their
+gradients afterwards. Results are bit-equal from run to run, because no sum uses atomics.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -66,29 +67,32 @@ class TritonFlash(AttentionBackend):
             return f"does not support dropout of attention weights (dropout_p={problem.dropout_p}); use 0 or sdpa"
         return None
 
-    def run(self, q_BHND, k_BHMD, v_BHMD, *, is_causal, scale, dropout_p, **extras):
-        from vitkernels.attention.triton_flash.operators import attend  # imports Triton
+    def run(self, q_BHND, k_BHMD, v_BHMD, *, rope=None, rope_half=False, **keywords):
+        from vitkernels.attention.rotation import rotate  # imports Triton
+        from vitkernels.attention.triton_flash.operators import attend
 
-        given = *_extras(**extras), is_causal, scale, self._tile_sizes
-        return attend(q_BHND, k_BHMD, v_BHMD, *given, _segment_tiles(q_BHND, *given))[0]
+        call = self._call(q_BHND, k_BHMD.shape[2], **keywords)
+        if rope is not None:
+            q_BHND, k_BHMD = rotate(q_BHND, rope, rope_half, False), rotate(k_BHMD, rope, rope_half, False)
+        return attend(q_BHND, k_BHMD, v_BHMD, *call)[0]
 
-    def run_qkvpacked(self, qkv_BN3HD, *, is_causal, scale, dropout_p, **extras):
-        from vitkernels.attention.triton_flash.operators import attend_packed
+    def run_qkvpacked(self, qkv_BN3HD, *, rope=None, rope_half=False, **keywords):
+        from vitkernels.attention.triton_flash.operators import attend_packed, attend_rotary
 
-        given = *_extras(**extras), is_causal, scale, self._tile_sizes
-        return attend_packed(qkv_BN3HD, *given, _segment_tiles(qkv_BN3HD, *given))[0]
+        call = self._call(qkv_BN3HD, qkv_BN3HD.shape[1], **keywords)
+        if rope is None:
+            return attend_packed(qkv_BN3HD, *call)[0]
+        return attend_rotary(qkv_BN3HD, rope, rope_half, *call)[0]
 
+    def _call(self, x, keys: int, *, bias, mask, segment_ids, is_causal, scale, dropout_p) -> tuple:
+        """Return the arguments that describe a call to the operators; x has the dtype and device of q."""
+        from vitkernels.attention.triton_flash.inputs import padded_keys
+        from vitkernels.attention.triton_flash.segments import tiles_of_call
 
-def _segment_tiles(x, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tile_sizes):
-    if segment_ids is None:
-        return None
-    from vitkernels.attention.triton_flash.segments import tiles_of_call
-
-    return tiles_of_call(x, bias, mask, segment_ids, is_causal, scale, tile_sizes)
-
-
-def _extras(bias, mask, segment_ids, rope=None, rope_half=False) -> tuple:
-    return bias, mask, segment_ids, rope, rope_half
+        sizes = self._tile_sizes
+        bias, mask = padded_keys(bias, keys, sizes, -torch.inf), padded_keys(mask, keys, sizes, False)
+        segment_tiles = tiles_of_call(x, bias, mask, segment_ids, is_causal, scale, sizes)
+        return bias, mask, segment_ids, is_causal, scale, sizes, segment_tiles
 
 
 BACKEND = TritonFlash()

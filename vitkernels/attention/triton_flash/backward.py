@@ -14,21 +14,20 @@ import triton.language as tl
 from vitkernels.attention.triton_flash.tiles import (
     full_rows,
     inner,
-    load_rotated,
+    keys_in_reach,
     load_rows,
     load_statistics,
     modified_scores,
     outer,
     owned_rows,
     owned_tile,
+    queries_in_reach,
     rows_from,
     rows_of_entry,
     rows_of_head,
     score_factor,
     statistics_of_head,
     store_rows,
-    store_unrotated,
-    tiles_in_common,
     weights_of,
     zeros,
 )
@@ -37,28 +36,28 @@ from vitkernels.attention.triton_flash.tiles import (
 @triton.jit
 def _add_to_dq(
     q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, n, m, N, M, scale, extras,
-    D2: tl.constexpr, QK2: tl.constexpr, MASKED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr,
+    D2: tl.constexpr, MASKED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    s = inner(q1, q2, k1, k2, QK2, PRECISION) * scale
+    s = inner(q1, q2, k1, k2, D2, PRECISION) * scale
     if GENERAL:
         s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
     elif MASKED:
         s = tl.where(m[None, :] < M, s, float("-inf"))
     p = weights_of(s, base[:, None], log_sum[:, None], extras)
     ds = p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
-    return outer(ds.to(k1.dtype), k1, k2, dq1, dq2, QK2, PRECISION)
+    return outer(ds.to(k1.dtype), k1, k2, dq1, dq2, D2, PRECISION)
 
 
 @triton.jit
 def _dq_rows(
-    q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_M: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n = first_n + tl.arange(0, TILE_N)
-    q1, q2 = load_rotated(q, rope, n, N, D, QK1, QK2, RAGGED)
+    q1, q2 = load_rows(q, n, N, D, D1, D2, RAGGED)
     do1, do2 = load_rows(do, n, N, D, D1, D2, RAGGED)
     out1, out2 = load_rows(out, n, N, D, D1, D2, RAGGED)
     delta = tl.sum(do1.to(tl.float32) * out1.to(tl.float32), 1)
@@ -66,64 +65,60 @@ def _dq_rows(
         delta += tl.sum(do2.to(tl.float32) * out2.to(tl.float32), 1)
     tl.store(delta_ptr + n, delta, mask=n < N)
     base, log_sum = load_statistics(lse_ptr, n, N, extras, True)
-    dq1, dq2 = zeros(TILE_N, QK1, QK2)
+    dq1, dq2 = zeros(TILE_N, D1, D2)
     factor = score_factor(scale, extras)
 
     start = 0
     end = full_rows(M, TILE_M, TAIL_M)
     if GENERAL:
-        end = M
-        if extras[8] is not None:
-            start, end = tiles_in_common(extras, n, N, M, TILE_M)
-        if CAUSAL:
-            end = tl.minimum(end, first_n + TILE_N)
+        start, end = keys_in_reach(extras, n, first_n, N, M, TILE_M, CAUSAL)
     if TAIL_M > 0:  # loaded before the loop and used after it, to hide the latency
         tail_m = end + tl.arange(0, TAIL_M)
-        tail_k1, tail_k2 = load_rotated(k, rope, tail_m, M, D, QK1, QK2, True)
+        tail_k1, tail_k2 = load_rows(k, tail_m, M, D, D1, D2, True)
         tail_v1, tail_v2 = load_rows(v, tail_m, M, D, D1, D2, True)
     for first_m in range(start, end, TILE_M):
         m = first_m + tl.arange(0, TILE_M)
-        k1, k2 = load_rotated(k, rope, m, M, D, QK1, QK2, GENERAL)
+        k1, k2 = load_rows(k, m, M, D, D1, D2, GENERAL)
         v1, v2 = load_rows(v, m, M, D, D1, D2, GENERAL)
         dq1, dq2 = _add_to_dq(
             q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, n, m, N, M, factor, extras,
-            D2, QK2, False, GENERAL, CAUSAL, PRECISION,
+            D2, False, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     if TAIL_M > 0:
         dq1, dq2 = _add_to_dq(
             q1, q2, do1, do2, tail_k1, tail_k2, tail_v1, tail_v2, base, log_sum, delta, dq1, dq2, n, tail_m, N, M,
-            factor, extras, D2, QK2, True, GENERAL, CAUSAL, PRECISION,
+            factor, extras, D2, True, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-    store_unrotated(dq, rope, dq1 * scale, dq2 * scale, n, N, D, QK1, QK2, RAGGED)
+    store_rows(dq, dq1 * scale, dq2 * scale, n, N, D, D1, D2, RAGGED)
 
 
 @triton.jit
 def _dq_tile(
-    q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
     RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of the rows first_n to N; see _attend_tile."""
     if TAIL_N == 0 or TAIL_N == TILE_N:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+                 D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif N - first_n <= TAIL_N:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-                 D, D1, D2, QK1, QK2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+                 D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     else:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first_n, N, M, scale,
-                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+                 D, D1, D2, TILE_N, TILE_M, TAIL_M, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,
-    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
+    bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n,
+    tiles, H, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -144,118 +139,113 @@ def dq_kernel(
     delta_ptr += head.to(tl.int64) * N
     b, h = (head // H).to(tl.int64), head % H
     extras = (
-        bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
-        mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
+        bias_ptr, b * bias_b + h * bias_h, bias_n,
+        mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
     )  # fmt: skip
-    rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     if table_ptr is None:
-        _dq_tile(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first, N, M, scale,
-                 D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dq_tile(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first, N, M, scale,
+                 D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif first < end:
         if compares:
-            _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, rope, first, end, M, scale,
-                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
+            _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first, end, M, scale,
+                     D, D1, D2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
         else:
             _dq_tile(
                 rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(out, start),
                 rows_from(do, start), rows_from(dq, start), lse_ptr + start, delta_ptr + start,
-                extras, (rope[0], rope[1], rope[2], skipped - start), first - start, end - start, end - start, scale,
-                D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
+                extras, first - start, end - start, end - start, scale,
+                D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def _add_to_dkdv(
     q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dk1, dk2, dv1, dv2, n, m, N, M, scale, extras,
-    D2: tl.constexpr, QK2: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    D2: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # Transposed, (keys, queries): p and ds are then the left operands, which the tensor cores read from registers.
     # Queries past the end have lse = +inf and so p = 0; keys past the end fill rows that are never stored.
-    s = inner(k1, k2, q1, q2, QK2, PRECISION) * scale
+    s = inner(k1, k2, q1, q2, D2, PRECISION) * scale
     if GENERAL:
         s = modified_scores(s, n[None, :], m[:, None], N, M, extras, CAUSAL)
     p = weights_of(s, base[None, :], log_sum[None, :], extras)
     dv1, dv2 = outer(p.to(do1.dtype), do1, do2, dv1, dv2, D2, PRECISION)
     ds = p * (inner(v1, v2, do1, do2, D2, PRECISION) - delta[None, :])
-    dk1, dk2 = outer(ds.to(q1.dtype), q1, q2, dk1, dk2, QK2, PRECISION)
+    dk1, dk2 = outer(ds.to(q1.dtype), q1, q2, dk1, dk2, D2, PRECISION)
     return dk1, dk2, dv1, dv2
 
 
 @triton.jit
 def _dkdv_rows(
-    q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first_m, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     m = first_m + tl.arange(0, TILE_M)
-    k1, k2 = load_rotated(k, rope, m, M, D, QK1, QK2, RAGGED)
+    k1, k2 = load_rows(k, m, M, D, D1, D2, RAGGED)
     v1, v2 = load_rows(v, m, M, D, D1, D2, RAGGED)
-    dk1, dk2 = zeros(TILE_M, QK1, QK2)
+    dk1, dk2 = zeros(TILE_M, D1, D2)
     dv1, dv2 = zeros(TILE_M, D1, D2)
     factor = score_factor(scale, extras)
 
     start = 0
     end = full_rows(N, TILE_N, TAIL_N)
     if GENERAL:
-        end = N
-        if extras[8] is not None:
-            start, end = tiles_in_common(extras, m, M, N, TILE_N)
-        if CAUSAL:
-            start = tl.maximum(start, first_m // TILE_N * TILE_N)
+        start, end = queries_in_reach(extras, m, first_m, N, M, TILE_N, CAUSAL)
     if TAIL_N > 0:  # loaded before the loop and used after it, to hide the latency
         tail_n = end + tl.arange(0, TAIL_N)
-        tail_q1, tail_q2 = load_rotated(q, rope, tail_n, N, D, QK1, QK2, True)
+        tail_q1, tail_q2 = load_rows(q, tail_n, N, D, D1, D2, True)
         tail_do1, tail_do2 = load_rows(do, tail_n, N, D, D1, D2, True)
         tail_base, tail_log_sum = load_statistics(lse_ptr, tail_n, N, extras, True)
         tail_delta = tl.load(delta_ptr + tail_n, mask=tail_n < N, other=0.0)
     for first_n in range(start, end, TILE_N):
         n = first_n + tl.arange(0, TILE_N)
-        q1, q2 = load_rotated(q, rope, n, N, D, QK1, QK2, GENERAL)
+        q1, q2 = load_rows(q, n, N, D, D1, D2, GENERAL)
         do1, do2 = load_rows(do, n, N, D, D1, D2, GENERAL)
         base, log_sum = load_statistics(lse_ptr, n, N, extras, GENERAL)
         delta = tl.load(delta_ptr + n, mask=n < N, other=0.0) if GENERAL else tl.load(delta_ptr + n)
         dk1, dk2, dv1, dv2 = _add_to_dkdv(
             q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dk1, dk2, dv1, dv2, n, m, N, M, factor, extras,
-            D2, QK2, GENERAL, CAUSAL, PRECISION,
+            D2, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     if TAIL_N > 0:
         dk1, dk2, dv1, dv2 = _add_to_dkdv(
             tail_q1, tail_q2, tail_do1, tail_do2, k1, k2, v1, v2, tail_base, tail_log_sum, tail_delta,
-            dk1, dk2, dv1, dv2, tail_n, m, N, M, factor, extras, D2, QK2, GENERAL, CAUSAL, PRECISION,
+            dk1, dk2, dv1, dv2, tail_n, m, N, M, factor, extras, D2, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-    store_unrotated(dk, rope, dk1 * scale, dk2 * scale, m, M, D, QK1, QK2, RAGGED)
+    store_rows(dk, dk1 * scale, dk2 * scale, m, M, D, D1, D2, RAGGED)
     store_rows(dv, dv1, dv2, m, M, D, D1, D2, RAGGED)
 
 
 @triton.jit
 def _dkdv_tile(
-    q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first_m, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
     RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk and dv of the rows first_m to M; see _attend_tile."""
     if TAIL_M == 0 or TAIL_M == TILE_M:
-        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first_m, N, M, scale,
+                   D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif M - first_m <= TAIL_M:
-        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-                   D, D1, D2, QK1, QK2, TILE_N, TAIL_M, TAIL_N, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first_m, N, M, scale,
+                   D, D1, D2, TILE_N, TAIL_M, TAIL_N, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     else:
-        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first_m, N, M, scale,
-                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first_m, N, M, scale,
+                   D, D1, D2, TILE_N, TILE_M, TAIL_N, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
-    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
+    bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n,
+    tiles, H, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -273,71 +263,71 @@ def dkdv_kernel(
     delta_ptr += head.to(tl.int64) * N
     b, h = (head // H).to(tl.int64), head % H
     extras = (
-        bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
-        mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
+        bias_ptr, b * bias_b + h * bias_h, bias_n,
+        mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
     )  # fmt: skip
-    rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     if table_ptr is None:
-        _dkdv_tile(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first, N, M, scale,
-                   D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _dkdv_tile(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first, N, M, scale,
+                   D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif first < end:
         if compares:
-            _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, rope, first, N, end, scale,
-                       D, D1, D2, QK1, QK2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
+            _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first, N, end, scale,
+                       D, D1, D2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
         else:
             _dkdv_tile(
                 rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(do, start),
                 rows_from(dk, start), rows_from(dv, start), lse_ptr + start, delta_ptr + start,
-                extras, (rope[0], rope[1], rope[2], skipped - start), first - start, end - start, end - start, scale,
-                D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
+                extras, first - start, end - start, end - start, scale,
+                D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
 def dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, partial_ptr, lse_ptr, delta_ptr,
-    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
+    bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
-    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, bias_heads, shared_heads, shared, run, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n,
+    tiles, H, N, M, columns, bias_heads, shared_heads, shared, run, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute partial sums of dbias, (runs, batch or 1, heads or 1, N, M), contiguous.
+    """Compute partial sums of dbias, (runs, batch or 1, heads or 1, N, columns), contiguous; 0 from key M on.
 
     `shared` heads of the call share one bias, `shared_heads` of them in each batch entry. A program sums one tile of a
     bias over a run of `run` such heads, in one loop, so that Triton can prefetch its loads.
     """
-    tiles_m = tl.cdiv(M, TILE_M)
+    tiles_m = tl.cdiv(columns, TILE_M)
     tiles = tl.cdiv(N, TILE_N) * tiles_m
     owner = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
     n = tile // tiles_m * TILE_N + tl.arange(0, TILE_N)
-    m = tile % tiles_m * TILE_M + tl.arange(0, TILE_M)
+    first_m = tile % tiles_m * TILE_M
+    m = first_m + tl.arange(0, TILE_M)
     total = tl.zeros([TILE_N, TILE_M], tl.float32)
     first = tl.program_id(1) * run
-    for i in range(first, tl.minimum(first + run, shared)):
+    last = tl.where(first_m < M, tl.minimum(first + run, shared), first)
+    for i in range(first, last):
         b = tl.cast(owner // bias_heads + i // shared_heads, tl.int64)
         h = owner % bias_heads + i % shared_heads
         head = b * H + h
         extras = (
-            bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
-            mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
+            bias_ptr, b * bias_b + h * bias_h, bias_n,
+            mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
         )  # fmt: skip
-        rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
-        q1, q2 = load_rotated(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), rope, n, N, D, QK1, QK2, True)
-        k1, k2 = load_rotated(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), rope, m, M, D, QK1, QK2, True)
+        q1, q2 = load_rows(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), n, N, D, D1, D2, True)
+        k1, k2 = load_rows(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), m, M, D, D1, D2, True)
         v1, v2 = load_rows(rows_of_entry(v_ptr, b, h, v_b, v_h, v_m), m, M, D, D1, D2, True)
         do1, do2 = load_rows(rows_of_entry(do_ptr, b, h, do_b, do_h, do_n), n, N, D, D1, D2, True)
         base, log_sum = load_statistics(statistics_of_head(lse_ptr, head, N, extras), n, N, extras, True)
         delta = tl.load(delta_ptr + head * N + n, mask=n < N, other=0.0)
-        s = inner(q1, q2, k1, k2, QK2, PRECISION) * score_factor(scale, extras)
+        s = inner(q1, q2, k1, k2, D2, PRECISION) * score_factor(scale, extras)
         s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
         p = weights_of(s, base[:, None], log_sum[:, None], extras)
         total += p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
     owners = tl.num_programs(0) // tiles
     at = tl.cast(tl.program_id(1), tl.int64) * owners + owner
-    inside = (n[:, None] < N) & (m[None, :] < M)
-    tl.store(partial_ptr + at * N * M + n[:, None] * M + m[None, :], total, mask=inside)
+    at = at * N * columns + n[:, None] * columns + m[None, :]
+    tl.store(partial_ptr + at, total, mask=(n[:, None] < N) & (m[None, :] < columns))

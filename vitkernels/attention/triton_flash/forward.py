@@ -14,7 +14,7 @@ from vitkernels.attention.triton_flash.tiles import (
     exponential,
     full_rows,
     inner,
-    load_rotated,
+    keys_in_reach,
     load_rows,
     modified_scores,
     outer,
@@ -26,7 +26,6 @@ from vitkernels.attention.triton_flash.tiles import (
     statistics_of_head,
     store_rows,
     store_statistics,
-    tiles_in_common,
     zeros,
 )
 
@@ -56,29 +55,24 @@ def _fold_in(
 
 @triton.jit
 def _attend_rows(
-    q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    q, k, v, out, lse_ptr, extras, first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_M: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     n = first_n + tl.arange(0, TILE_N)
-    q1, q2 = load_rotated(q, rope, n, N, D, QK1, QK2, RAGGED)
+    q1, q2 = load_rows(q, n, N, D, D1, D2, RAGGED)
     row_max = tl.full([TILE_N], float("-inf"), tl.float32)
     row_sum = tl.zeros([TILE_N], tl.float32)
     acc1, acc2 = zeros(TILE_N, D1, D2)
 
     if GENERAL:
-        start = 0
-        end = M
-        if extras[8] is not None:
-            start, end = tiles_in_common(extras, n, N, M, TILE_M)
-        if CAUSAL:
-            end = tl.minimum(end, first_n + TILE_N)
+        start, end = keys_in_reach(extras, n, first_n, N, M, TILE_M, CAUSAL)
         for first_m in range(start, end, TILE_M):
             m = first_m + tl.arange(0, TILE_M)
-            k1, k2 = load_rotated(k, rope, m, M, D, QK1, QK2, True)
+            k1, k2 = load_rows(k, m, M, D, D1, D2, True)
             v1, v2 = load_rows(v, m, M, D, D1, D2, True)
-            s = inner(q1, q2, k1, k2, QK2, PRECISION) * scale
+            s = inner(q1, q2, k1, k2, D2, PRECISION) * scale
             s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
             row_max, row_sum, acc1, acc2 = _fold_in(
                 s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
@@ -87,18 +81,18 @@ def _attend_rows(
         full_tiles = full_rows(M, TILE_M, TAIL_M)
         if TAIL_M > 0:  # loaded before the loop and used after it, to hide the latency
             tail_m = full_tiles + tl.arange(0, TAIL_M)
-            tail_k1, tail_k2 = load_rotated(k, rope, tail_m, M, D, QK1, QK2, True)
+            tail_k1, tail_k2 = load_rows(k, tail_m, M, D, D1, D2, True)
             tail_v1, tail_v2 = load_rows(v, tail_m, M, D, D1, D2, True)
         for first_m in range(0, full_tiles, TILE_M):
             m = first_m + tl.arange(0, TILE_M)
-            k1, k2 = load_rotated(k, rope, m, M, D, QK1, QK2, False)
+            k1, k2 = load_rows(k, m, M, D, D1, D2, False)
             v1, v2 = load_rows(v, m, M, D, D1, D2, False)
-            s = inner(q1, q2, k1, k2, QK2, PRECISION)
+            s = inner(q1, q2, k1, k2, D2, PRECISION)
             row_max, row_sum, acc1, acc2 = _fold_in(
                 s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
             )
         if TAIL_M > 0:
-            s = inner(q1, q2, tail_k1, tail_k2, QK2, PRECISION)
+            s = inner(q1, q2, tail_k1, tail_k2, D2, PRECISION)
             s = tl.where(tail_m[None, :] < M, s, float("-inf"))
             row_max, row_sum, acc1, acc2 = _fold_in(
                 s, tail_v1, tail_v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
@@ -114,32 +108,30 @@ def _attend_rows(
 
 @triton.jit
 def _attend_tile(
-    q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
+    q, k, v, out, lse_ptr, extras, first_n, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
     RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend from the rows first_n to N, at most TILE_N. Without RAGGED, they are TILE_N or at most TAIL_N."""
     if TAIL_N == 0 or TAIL_N == TILE_N:
-        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
-                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _attend_rows(q, k, v, out, lse_ptr, extras, first_n, N, M, scale,
+                     D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif N - first_n <= TAIL_N:
-        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
-                     D, D1, D2, QK1, QK2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _attend_rows(q, k, v, out, lse_ptr, extras, first_n, N, M, scale,
+                     D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     else:
-        _attend_rows(q, k, v, out, lse_ptr, extras, rope, first_n, N, M, scale,
-                     D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_M, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
+        _attend_rows(q, k, v, out, lse_ptr, extras, first_n, N, M, scale,
+                     D, D1, D2, TILE_N, TILE_M, TAIL_M, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
-    bias_ptr, mask_ptr, segment_ptr, rope_ptr, table_ptr,
+    bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n,
-    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    rope_b, rope_h, rope_n, skipped, tiles, H, N, M, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, QK1: tl.constexpr, QK2: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_M: tl.constexpr,
+    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n, tiles, H, N, M, scale,
+    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute out = softmax(scale * q kᵀ + bias) v, and lse_BHN, the log-sum-exp in log2 units.
@@ -163,24 +155,23 @@ def forward_kernel(
     out = rows_of_head(out_ptr, head, H, out_b, out_h, out_n)
     b, h = (head // H).to(tl.int64), head % H
     extras = (
-        bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
-        mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
+        bias_ptr, b * bias_b + h * bias_h, bias_n,
+        mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
     )  # fmt: skip
-    rope = rope_ptr, b * rope_b + h * rope_h, rope_n, skipped
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     factor = score_factor(scale, extras)
     if table_ptr is None:
         _attend_tile(
-            q, k, v, out, lse_ptr, extras, rope, first, N, M, factor,
-            D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION,
+            q, k, v, out, lse_ptr, extras, first, N, M, factor,
+            D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     elif first < end:
         if compares:
-            _attend_rows(q, k, v, out, lse_ptr, extras, rope, first, end, M, factor,
-                         D, D1, D2, QK1, QK2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
+            _attend_rows(q, k, v, out, lse_ptr, extras, first, end, M, factor,
+                         D, D1, D2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
         else:
             _attend_tile(
                 rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(out, start), lse_ptr + start,
-                extras, (rope[0], rope[1], rope[2], skipped - start), first - start, end - start, end - start, factor,
-                D, D1, D2, QK1, QK2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
+                extras, first - start, end - start, end - start, factor,
+                D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
             )  # fmt: skip

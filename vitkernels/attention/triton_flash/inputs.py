@@ -3,14 +3,18 @@
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from vitkernels.bridge.operator import aligned
 from vitkernels.bridge.triton import next_power_of_2
+
+LARGEST_STEP = 64  # keys in a tile of a call with a bias or mask, unless its tiles are requested
 
 
 @dataclass(frozen=True)
@@ -20,29 +24,22 @@ class FlashInputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    bias: Tensor | None  # bias and mask expanded to (B, H, N, M); segment_ids is (B, N)
+    bias: Tensor | None  # bias and mask come from padded_keys and are expanded to (B, H, N, M or more)
     mask: Tensor | None
-    segment_ids: Tensor | None
-    rope: Tensor | None  # sines and cosines, expanded to (B, H, rotated tokens, 2 D)
-    rope_half: bool
+    segment_ids: Tensor | None  # (B, N)
     is_causal: bool
     scale: float
     segment_tiles: Tensor | None = None  # (B, tiles, 4); see segments.py
 
     @classmethod
-    def of(
-        cls, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles=None
-    ) -> "FlashInputs":
-        shape = (*q.shape[:3], k.shape[2])
+    def of(cls, q, k, v, bias, mask, segment_ids, is_causal, scale, segment_tiles=None) -> "FlashInputs":
         return cls(
             q=readable(q),
             k=readable(k),
             v=readable(v),
-            bias=None if bias is None else bias.expand(shape),
-            mask=None if mask is None else mask.expand(shape).view(torch.uint8),
+            bias=None if bias is None else bias.expand(*q.shape[:3], -1),
+            mask=None if mask is None else mask.expand(*q.shape[:3], -1).view(torch.uint8),
             segment_ids=segment_ids,
-            rope=None if rope is None else _expanded_rope(rope, q.shape),
-            rope_half=rope_half,
             is_causal=is_causal,
             scale=scale,
             segment_tiles=segment_tiles,
@@ -57,35 +54,31 @@ class FlashInputs:
 
     @property
     def extras(self) -> tuple[Tensor | None, ...]:
-        return self.bias, self.mask, self.segment_ids, self.rope, self.segment_tiles
+        return self.bias, self.mask, self.segment_ids, self.segment_tiles
 
     @property
-    def extra_strides(self) -> tuple[int, ...]:
-        """Return the strides of the extras, the number of leading tokens that are not rotated, and tiles per entry."""
-        of_bias = (0,) * 4 if self.bias is None else self.bias.stride()
-        of_mask = (0,) * 4 if self.mask is None else self.mask.stride()
+    def extra_strides(self) -> tuple[int | None, ...]:
+        """Return the strides of the extras, and the number of tiles per batch entry.
+
+        Those of bias and mask are of the batch, the heads and the queries: None if all queries share a row.
+        """
         of_segments = (0,) * 2 if self.segment_ids is None else self.segment_ids.stride()
-        rope, N = self.rope, self.q.shape[2]
-        of_rope = (0,) * 4 if rope is None else (*rope.stride()[:3], N - rope.shape[2])
         tiles = 0 if self.segment_tiles is None else self.segment_tiles.shape[1]
-        return *of_bias, *of_mask, *of_segments, *of_rope, tiles
+        return *_row_strides(self.bias), *_row_strides(self.mask), *of_segments, tiles
 
     @cached_property
     def layout(self) -> tuple:
         """Return everything that a launch depends on, except for the addresses of the tensors."""
         q, k, v = self.q, self.k, self.v
         of_extras = [x if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
-        of_rope = self.rope_half, None if self.rope is None else self.rope.shape[2]
-        return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras, *of_rope,
+        return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras,
                 self.is_causal, self.scale)  # fmt: skip
 
     @property
     def constants(self) -> dict:
         D = self.q.shape[3]
         D1, D2 = split_head_dim(D)
-        halves = self.rope is not None and self.rope_half
-        QK1, QK2 = (max(16, next_power_of_2(D // 2)),) * 2 if halves else (D1, D2)
-        return {"D": D, "D1": D1, "D2": D2, "QK1": QK1, "QK2": QK2, "PRECISION": "ieee"}
+        return {"D": D, "D1": D1, "D2": D2, "PRECISION": "ieee"}
 
     def new_statistics(self) -> Tensor:
         """Return an uninitialized tensor for the log-sum-exps; see forward_kernel."""
@@ -98,9 +91,33 @@ def statistics_shape(q_BHND: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     return (B, H, N) if bias is None else (B, H, 2, N)
 
 
-def _expanded_rope(rope: Tensor, shape: tuple[int, ...]) -> Tensor:
-    rope = rope if rope.stride(-1) == 1 else rope.contiguous()
-    return rope.expand(*shape[:2], *rope.shape[-2:])
+def _row_strides(x_BHNM: Tensor | None) -> tuple[int | None, ...]:
+    """Return the strides of batch, heads and rows of an expanded bias or mask; None if its rows are the same."""
+    if x_BHNM is None:
+        return 0, 0, None
+    b, h, n = strides(x_BHNM)
+    return b, h, n or None
+
+
+def padded_keys(x: Tensor | None, keys: int, sizes: Sequence[int], fill: float | bool) -> Tensor | None:
+    """Return a bias or mask (B or 1, H or 1, N or 1, M) whose rows are whole tiles of contiguous keys.
+
+    So kernels load 16 bytes at a time, and need not compare key numbers: added keys are hidden by `fill`, which is
+    -inf or False. This runs outside the operators of attention, so that a model does it once for all layers that share
+    a mask, and a compiled model together with what makes the bias.
+
+    Args:
+        x: broadcastable to (B, H, N, M), or None.
+        sizes: the requested tiles; see `requested_tiles`.
+    """
+    if x is None:
+        return None
+    x = x[(None,) * (4 - x.ndim)]
+    x = x.expand(*x.shape[:3], keys)
+    added = -keys % max((LARGEST_STEP, *sizes[1::2]))
+    if added:
+        return functional.pad(x, (0, added), value=fill)
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def readable(x_BHND: Tensor) -> Tensor:

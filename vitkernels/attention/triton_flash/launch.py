@@ -109,7 +109,12 @@ def _launch_pass(
 
 
 def _launch_runs(
-    inputs: FlashInputs, kernel, rows: tuple, statistics: tuple, choose: Callable[[FlashInputs], TileConfig]
+    inputs: FlashInputs,
+    kernel,
+    rows: tuple,
+    statistics: tuple,
+    choose: Callable[[FlashInputs], TileConfig],
+    numbers: tuple[int, ...] = (),
 ) -> Launch | None:
     """Launch a single-tile kernel, whose programs own one head in a run of batch entries."""
     B, H, _, _ = inputs.q.shape
@@ -117,10 +122,11 @@ def _launch_runs(
 
     def first(bind: Bind) -> Launch | None:
         chosen = choose(inputs)  # smaller tiles would not hold all tokens: only their stages may shrink
+        _check_padding(inputs, chosen.m)
         constants = {"TILE_N": chosen.n, "TILE_M": chosen.m, "CAUSAL": inputs.is_causal}
         return launch_fitting(chosen, lambda tiles: bind(parts * H, constants | tiles.options))
 
-    return _launch(inputs, kernel, rows, statistics, (B, run), None, first)
+    return _launch(inputs, kernel, rows, statistics, (B, run, *numbers), None, first)
 
 
 def _launch(
@@ -176,12 +182,20 @@ def launch_fitting(tiles: TileConfig, launch: Callable[[TileConfig], T]) -> T:
             tiles = smaller
 
 
+def _check_padding(inputs: FlashInputs, keys: int) -> None:
+    """Make sure that no tile of `keys` keys reaches beyond the rows of the bias and the mask."""
+    for x in (inputs.bias, inputs.mask):
+        if x is not None and x.shape[3] % keys:
+            raise ValueError(f"rows of bias and mask must come from padded_keys; got {x.shape[3]}, tiles of {keys}")
+
+
 def _tiling(inputs: FlashInputs, tiles: TileConfig, own: str) -> dict:
     """Return the tile sizes as constexprs.
 
     A general kernel masks every tile, so all tiles that it owns count as ragged and its loop needs no tail. The lengths
     of segments are known only on the device: any number of rows may remain, so a streamed tail is an entire tile.
     """
+    _check_padding(inputs, tiles.m)
     N, M = inputs.q.shape[2], inputs.k.shape[2]
     tails = {"TAIL_N": tail_tile(N, tiles.n), "TAIL_M": tail_tile(M, tiles.m)}
     if inputs.general:
@@ -199,35 +213,41 @@ def _single_tile_backward(
     bias_shape: tuple[int, ...] | None,
 ) -> tuple[Tensor | None, list[Launch | None]]:
     def launch(partial: Tensor | None) -> list[Launch | None]:
-        statistics = lse_BHN, partial
-        return [_launch_runs(inputs, single_tile_backward_kernel, (do, *grads), statistics, single_backward_tiles)]
+        kernel, rows, statistics = single_tile_backward_kernel, (do, *grads), (lse_BHN, partial)
+        columns = 0 if partial is None else partial.shape[4]
+        return [_launch_runs(inputs, kernel, rows, statistics, single_backward_tiles, (columns,))]
 
     if bias_shape is None:
         return None, launch(None)
     _, H, N, _ = inputs.q.shape
-    partial = lse_BHN.new_empty(single_tile_runs(inputs)[0], 1, H, N, inputs.k.shape[2])
+    columns = bias_shape[3]
+    filled = single_backward_tiles(inputs).m >= columns
+    new = lse_BHN.new_empty if filled else lse_BHN.new_zeros
+    partial = new(single_tile_runs(inputs)[0], 1, H, N, columns)
     launches = launch(partial)
     return _summed(partial, bias_shape), launches
 
 
 def bias_gradient(inputs: FlashInputs, bias_shape: tuple[int, ...], lse_BHN, do, delta_BHN) -> Tensor:
-    """Return the float32 gradient of a bias of `bias_shape` that was broadcast to (B, H, N, M)."""
+    """Return the float32 gradient of a bias of `bias_shape`, with rows of `padded_keys`; 0 for padding."""
     B, H, N, _ = inputs.q.shape
     M = inputs.k.shape[2]
-    bias_B, bias_H, _, _ = bias_shape
+    bias_B, bias_H, _, columns = bias_shape
     do = readable(do)
     shared_heads = H if bias_H == 1 else 1
     shared = shared_heads * (B if bias_B == 1 else 1)
 
     def launch(tiles: TileConfig) -> Tensor:
-        programs = bias_B * bias_H * cdiv(N, tiles.n) * cdiv(M, tiles.m)
+        _check_padding(inputs, tiles.m)
+        programs = bias_B * bias_H * cdiv(N, tiles.n) * cdiv(columns, tiles.m)
         parts, run = runs(shared, programs, do.device)
-        partial = lse_BHN.new_empty(parts, bias_B, bias_H, N, M)
+        partial = lse_BHN.new_empty(parts, bias_B, bias_H, N, columns)
         triton_call(
             inputs.q, inputs.k, inputs.v, do, partial, lse_BHN, delta_BHN, *inputs.extras,
             *strides(inputs.q), *strides(inputs.k), *strides(inputs.v), *strides(do), *inputs.extra_strides,
-            H, N, M, bias_H, shared_heads, shared, run, inputs.scale, kernel=dbias_kernel, grid=(programs, parts),
-            **inputs.constants, TILE_N=tiles.n, TILE_M=tiles.m, CAUSAL=inputs.is_causal, **tiles.options,
+            H, N, M, columns, bias_H, shared_heads, shared, run, inputs.scale,
+            kernel=dbias_kernel, grid=(programs, parts), **inputs.constants,
+            TILE_N=tiles.n, TILE_M=tiles.m, CAUSAL=inputs.is_causal, **tiles.options,
         )  # fmt: skip
         return partial
 

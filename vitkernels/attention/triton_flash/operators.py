@@ -1,5 +1,7 @@
 """PyTorch operators around the flash-attention kernels: opaque to torch.compile, with gradients and fake outputs.
 
+bias and mask are those of `padded_keys`; segment_tiles is the result of `tiles_of_call`.
+
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, 3 = q, k, v.
 """
 
@@ -8,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vitkernels.attention.rotation import fill_rotated
 from vitkernels.attention.triton_flash.inputs import FlashInputs, statistics_shape
 from vitkernels.attention.triton_flash.launch import backward, forward
 from vitkernels.bridge.operator import BoundedCache, aligned, differentiable_once, interpretable, operator
@@ -18,9 +21,9 @@ def _views(packed_BN3HD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q_BHND, k_BHND, v_BHND
 
 
-def _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles) -> FlashInputs:
-    q, k, v, bias, rope = (interpretable(x) for x in (q, k, v, bias, rope))
-    return FlashInputs.of(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
+def _inputs(q, k, v, bias, mask, segment_ids, is_causal, scale, segment_tiles) -> FlashInputs:
+    q, k, v, bias = (interpretable(x) for x in (q, k, v, bias))
+    return FlashInputs.of(q, k, v, bias, mask, segment_ids, is_causal, scale, segment_tiles)
 
 
 def _rows_like(x_BHND: Tensor) -> Tensor:
@@ -34,8 +37,8 @@ def _rows_like(x_BHND: Tensor) -> Tensor:
 
 @operator(
     "triton_flash(Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "int[] tiles, Tensor? segment_tiles=None) -> (Tensor, Tensor)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, "
+    "int[] tiles, Tensor? segment_tiles) -> (Tensor, Tensor)"
 )
 def attend(
     q: Tensor,
@@ -44,15 +47,13 @@ def attend(
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
-    rope: Tensor | None,
-    rope_half: bool,
     is_causal: bool,
     scale: float,
     tiles: Sequence[int],
-    segment_tiles: Tensor | None = None,
+    segment_tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units for the backward pass."""
-    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
+    inputs = _inputs(q, k, v, bias, mask, segment_ids, is_causal, scale, segment_tiles)
     out_BHND = _rows_like(inputs.q)
     lse_BHN = inputs.new_statistics()
     forward(inputs, out_BHND, lse_BHN, tiles)
@@ -60,14 +61,14 @@ def attend(
 
 
 @attend.register_fake
-def _(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles, segment_tiles=None):
+def _(q, k, v, bias, mask, segment_ids, is_causal, scale, tiles, segment_tiles):
     return _rows_like(q), q.new_empty(statistics_shape(q, bias), dtype=torch.float32)
 
 
 @operator(
     "triton_flash_backward(Tensor do, Tensor out, Tensor lse, Tensor q, Tensor k, Tensor v, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "bool needs_dbias, int[] tiles, Tensor? segment_tiles=None)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, "
+    "bool needs_dbias, int[] tiles, Tensor? segment_tiles)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 def attend_backward(
@@ -80,16 +81,14 @@ def attend_backward(
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
-    rope: Tensor | None,
-    rope_half: bool,
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
     tiles: Sequence[int],
-    segment_tiles: Tensor | None = None,
+    segment_tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and dbias; dbias is empty if not needed."""
-    inputs = _inputs(q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
+    inputs = _inputs(q, k, v, bias, mask, segment_ids, is_causal, scale, segment_tiles)
     out, do = interpretable(out), interpretable(do)
     dq, dk, dv = (_rows_like(x) for x in (inputs.q, inputs.k, inputs.v))
     dbias, _ = backward(inputs, out, lse, do, (dq, dk, dv), tiles, _dbias_shape(bias, needs_dbias))
@@ -97,8 +96,8 @@ def attend_backward(
 
 
 @attend_backward.register_fake
-def _(do, out, lse, q, k, v, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles,
-      segment_tiles=None):  # fmt: skip
+def _(do, out, lse, q, k, v, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles,
+      segment_tiles):  # fmt: skip
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else q.new_empty(0)
     return _rows_like(q), _rows_like(k), _rows_like(v), dbias
 
@@ -113,22 +112,22 @@ def _dbias_or_empty(bias: Tensor | None, dbias: Tensor | None, q: Tensor) -> Ten
 
 
 def _save(ctx, inputs, output):
-    *tensors, rope_half, is_causal, scale, tiles, segment_tiles = inputs
+    *tensors, is_causal, scale, tiles, segment_tiles = inputs
     ctx.save_for_backward(*output, *tensors, segment_tiles)
-    ctx.rope_half, ctx.is_causal, ctx.scale, ctx.tiles = rope_half, is_causal, scale, tiles
+    ctx.is_causal, ctx.scale, ctx.tiles = is_causal, scale, tiles
     ctx.set_materialize_grads(False)
 
 
 @differentiable_once("triton_flash")
 def _differentiate(ctx, do, _dlse):
     if do is None:
-        return (None,) * 12
+        return (None,) * 10
     out, lse, q, k, v, *extras, segment_tiles = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[3]
     dq, dk, dv, dbias = attend_backward(
-        do, out, lse, q, k, v, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles, segment_tiles
+        do, out, lse, q, k, v, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles, segment_tiles
     )
-    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * 8
+    return dq, dk, dv, dbias if needs_dbias else None, *(None,) * 6
 
 
 attend.register_autograd(_differentiate, setup_context=_save)
@@ -138,15 +137,13 @@ attend.register_autograd(_differentiate, setup_context=_save)
 # Creating and inspecting views of q, k and v takes longer than a launch, so a plain call with a known layout launches
 # directly with addresses.
 
-_NO_EXTRAS = (None,) * 5
+_NO_EXTRAS = (None,) * 4
 _forward_launches, _backward_launches = BoundedCache(), BoundedCache()  # layout of a plain call -> its launches
 
 
-def _layout(
-    qkv: Tensor, bias, mask, segment_ids, rope, is_causal: bool, scale: float, tiles: Sequence[int]
-) -> tuple | None:
+def _layout(qkv: Tensor, bias, mask, segment_ids, is_causal: bool, scale: float, tiles: Sequence[int]) -> tuple | None:
     """Return everything the launches of a plain call on the current GPU depend on; None for any other call."""
-    if any(x is not None for x in (bias, mask, segment_ids, rope)) or not qkv.is_cuda or not qkv.numel():
+    if any(x is not None for x in (bias, mask, segment_ids)) or not qkv.is_cuda or not qkv.numel():
         return None
     device = qkv.get_device()
     if device != torch.cuda.current_device():
@@ -167,24 +164,22 @@ def _addresses(qkv_BN3HD: Tensor) -> tuple[int, int, int]:
 
 @operator(
     "triton_flash_packed(Tensor qkv, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "int[] tiles, Tensor? segment_tiles=None) -> (Tensor, Tensor)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, "
+    "int[] tiles, Tensor? segment_tiles) -> (Tensor, Tensor)"
 )
 def attend_packed(
     qkv: Tensor,
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
-    rope: Tensor | None,
-    rope_half: bool,
     is_causal: bool,
     scale: float,
     tiles: Sequence[int],
-    segment_tiles: Tensor | None = None,
+    segment_tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
     B, N, _, H, D = qkv.shape
-    layout = _layout(qkv, bias, mask, segment_ids, rope, is_causal, scale, tiles)
+    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
     given = interpretable(qkv)
     out_BNE = given.new_empty(B, N, H * D)
     launches = _forward_launches.get(layout)
@@ -192,7 +187,7 @@ def attend_packed(
         lse_BHN = given.new_empty(B, H, N, dtype=torch.float32)
         launches[0](*_addresses(qkv), out_BNE.data_ptr(), lse_BHN.data_ptr(), *_NO_EXTRAS)
         return out_BNE, lse_BHN
-    inputs = _inputs(*_views(given), bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
+    inputs = _inputs(*_views(given), bias, mask, segment_ids, is_causal, scale, segment_tiles)
     lse_BHN = inputs.new_statistics()
     launch = forward(inputs, out_BNE.view(B, N, H, D).transpose(1, 2), lse_BHN, tiles)
     _remember(_forward_launches, layout, inputs, qkv, [launch])
@@ -200,15 +195,15 @@ def attend_packed(
 
 
 @attend_packed.register_fake
-def _(qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, tiles, segment_tiles=None):
+def _(qkv, bias, mask, segment_ids, is_causal, scale, tiles, segment_tiles):
     B, N, _, H, D = qkv.shape
     return qkv.new_empty(B, N, H * D), qkv.new_empty(statistics_shape(_views(qkv)[0], bias), dtype=torch.float32)
 
 
 @operator(
     "triton_flash_packed_backward(Tensor do, Tensor out, Tensor lse, Tensor qkv, "
-    "Tensor? bias, Tensor? mask, Tensor? segment_ids, Tensor? rope, bool rope_half, bool is_causal, float scale, "
-    "bool needs_dbias, int[] tiles, Tensor? segment_tiles=None)"
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, "
+    "bool needs_dbias, int[] tiles, Tensor? segment_tiles)"
     " -> (Tensor, Tensor)"
 )
 def attend_packed_backward(
@@ -219,17 +214,15 @@ def attend_packed_backward(
     bias: Tensor | None,
     mask: Tensor | None,
     segment_ids: Tensor | None,
-    rope: Tensor | None,
-    rope_half: bool,
     is_causal: bool,
     scale: float,
     needs_dbias: bool,
     tiles: Sequence[int],
-    segment_tiles: Tensor | None = None,
+    segment_tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return dqkv (B, N, 3, H, D) and dbias; dbias is empty if not needed."""
     B, N, _, H, D = qkv.shape
-    layout = _layout(qkv, bias, mask, segment_ids, rope, is_causal, scale, tiles)
+    layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
     do, out, lse = aligned(do), aligned(out), aligned(lse)
     launches = _backward_launches.get(layout)
     if launches is not None:
@@ -237,7 +230,7 @@ def attend_packed_backward(
         _relaunch_backward(launches, do, out, lse, qkv, dqkv)
         return dqkv, qkv.new_empty(0)
     views = _views(interpretable(qkv))
-    inputs = _inputs(*views, bias, mask, segment_ids, rope, rope_half, is_causal, scale, segment_tiles)
+    inputs = _inputs(*views, bias, mask, segment_ids, is_causal, scale, segment_tiles)
     out_BHND, do_BHND = (interpretable(x).view(B, N, H, D).transpose(1, 2) for x in (out, do))
     dqkv = inputs.q.new_empty(qkv.shape)
     dbias, launches = backward(inputs, out_BHND, lse, do_BHND, _views(dqkv), tiles, _dbias_shape(bias, needs_dbias))
@@ -260,8 +253,8 @@ def _relaunch_backward(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv
 
 
 @attend_packed_backward.register_fake
-def _(do, out, lse, qkv, bias, mask, segment_ids, rope, rope_half, is_causal, scale, needs_dbias, tiles,
-      segment_tiles=None):  # fmt: skip
+def _(do, out, lse, qkv, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles,
+      segment_tiles):  # fmt: skip
     dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else qkv.new_empty(0)
     return qkv.new_empty(qkv.shape), dbias
 
@@ -269,13 +262,110 @@ def _(do, out, lse, qkv, bias, mask, segment_ids, rope, rope_half, is_causal, sc
 @differentiable_once("triton_flash")
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
-        return (None,) * 10
+        return (None,) * 8
     out, lse, qkv, *extras, segment_tiles = ctx.saved_tensors
     needs_dbias = ctx.needs_input_grad[1]
     dqkv, dbias = attend_packed_backward(
-        do, out, lse, qkv, *extras, ctx.rope_half, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles, segment_tiles
+        do, out, lse, qkv, *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles, segment_tiles
     )
-    return dqkv, dbias if needs_dbias else None, *(None,) * 8
+    return dqkv, dbias if needs_dbias else None, *(None,) * 6
 
 
 attend_packed.register_autograd(_differentiate_packed, setup_context=_save)
+
+
+# --- packed qkv with rotary embeddings --------------------------------------------------------------------------------
+# One operator rotates and attends, so that it owns the packed tensors that the rotation fills: the rotated copy, which
+# is saved instead of qkv, and the gradient, which is rotated back in place.
+
+
+@operator(
+    "triton_flash_rotary(Tensor qkv, Tensor rope, bool rope_half, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, "
+    "int[] tiles, Tensor? segment_tiles) -> (Tensor, Tensor, Tensor)"
+)
+def attend_rotary(
+    qkv: Tensor,
+    rope: Tensor,
+    rope_half: bool,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    tiles: Sequence[int],
+    segment_tiles: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the results of `attend_packed` for rotated q and k, and the packed tensor with these (B, N, 3, H, D).
+
+    rope, rope_half: see AttentionBackend.
+    """
+    rotated = qkv.new_empty(qkv.shape)
+    fill_rotated(qkv, rotated, rope, rope_half)
+    call = bias, mask, segment_ids, is_causal, scale, tiles, segment_tiles
+    return *attend_packed.function(rotated, *call), rotated
+
+
+@attend_rotary.register_fake
+def _(qkv, rope, rope_half, bias, mask, segment_ids, is_causal, scale, tiles, segment_tiles):
+    B, N, _, H, D = qkv.shape
+    lse = qkv.new_empty(statistics_shape(_views(qkv)[0], bias), dtype=torch.float32)
+    return qkv.new_empty(B, N, H * D), lse, qkv.new_empty(qkv.shape)
+
+
+@operator(
+    "triton_flash_rotary_backward(Tensor do, Tensor out, Tensor lse, Tensor rotated, Tensor rope, bool rope_half, "
+    "Tensor? bias, Tensor? mask, Tensor? segment_ids, bool is_causal, float scale, "
+    "bool needs_dbias, int[] tiles, Tensor? segment_tiles)"
+    " -> (Tensor, Tensor)"
+)
+def attend_rotary_backward(
+    do: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rotated: Tensor,
+    rope: Tensor,
+    rope_half: bool,
+    bias: Tensor | None,
+    mask: Tensor | None,
+    segment_ids: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    needs_dbias: bool,
+    tiles: Sequence[int],
+    segment_tiles: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return dqkv (B, N, 3, H, D) and dbias; dbias is empty if not needed."""
+    call = bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles, segment_tiles
+    dqkv, dbias = attend_packed_backward.function(do, out, lse, rotated, *call)
+    dq_and_dk = dqkv[:, :, :2]
+    fill_rotated(dq_and_dk, dq_and_dk, rope, rope_half, inverse=True)
+    return dqkv, dbias
+
+
+@attend_rotary_backward.register_fake
+def _(do, out, lse, rotated, rope, rope_half, bias, mask, segment_ids, is_causal, scale, needs_dbias, tiles,
+      segment_tiles):  # fmt: skip
+    dbias = torch.empty_like(bias, memory_format=torch.contiguous_format) if needs_dbias else rotated.new_empty(0)
+    return rotated.new_empty(rotated.shape), dbias
+
+
+def _save_rotary(ctx, inputs, output):
+    _, rope, ctx.rope_half, *extras, is_causal, scale, tiles, segment_tiles = inputs
+    ctx.save_for_backward(*output, rope, *extras, segment_tiles)
+    ctx.is_causal, ctx.scale, ctx.tiles = is_causal, scale, tiles
+    ctx.set_materialize_grads(False)
+
+
+@differentiable_once("triton_flash")
+def _differentiate_rotary(ctx, do, _dlse, _drotated):
+    if do is None:
+        return (None,) * 10
+    out, lse, rotated, rope, *extras, segment_tiles = ctx.saved_tensors
+    needs_dbias = ctx.needs_input_grad[3]
+    call = *extras, ctx.is_causal, ctx.scale, needs_dbias, ctx.tiles, segment_tiles
+    dqkv, dbias = attend_rotary_backward(do, out, lse, rotated, rope, ctx.rope_half, *call)
+    return dqkv, None, None, dbias if needs_dbias else None, *(None,) * 6
+
+
+attend_rotary.register_autograd(_differentiate_rotary, setup_context=_save_rotary)

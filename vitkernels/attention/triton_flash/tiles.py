@@ -2,12 +2,11 @@
 
 A head dim that is not a power of two is held as two tiles, D1 and D2 columns wide (80 = 64 + 16, 88 = 64 + 32 with the
 last 8 masked). Padding it to 128 would cost up to 1.6 times the work. D2 = 0 means that the first tile holds the entire
-head dim; the second tile is then an unused alias of the first. D1 = D2 means halves of the head dim, each padded to a
-power of two: q and k are held so if halves rotate.
+head dim; the second tile is then an unused alias of the first.
 
 `rows` is a tuple (pointer to a head's first row, row stride in elements). `extras` is a tuple of pointer (or None),
-offset of the head, and strides along n and m, for the bias, the mask and the segments (one stride) in turn. `rope` is a
-tuple (pointer or None, offset of the head, row stride, number of first tokens that are not rotated).
+offset of the head, and stride along n, for the bias, the mask and the segments in turn. A bias or mask without a stride
+(None) has one row, which all queries share. Its rows are those of `padded_keys`.
 
 Shape suffixes: N query tokens of a tile, M key tokens of a tile, D head dim.
 """
@@ -38,75 +37,10 @@ def _load_columns(
 def load_rows(rows, n, limit, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, MASKED: tl.constexpr):
     """Load rows n of a (tokens, D) matrix as tiles of D1 and D2 columns; with MASKED, rows from `limit` on are zero."""
     ptr, stride = rows
-    second: tl.constexpr = D // 2 if D1 == D2 else (D1 if D2 > 0 else D)
-    x1 = _load_columns(ptr, n, stride, limit, 0, D1, second, MASKED)
+    x1 = _load_columns(ptr, n, stride, limit, 0, D1, D, MASKED)
     x2 = x1
     if D2 > 0:
-        x2 = _load_columns(ptr, n, stride, limit, second, D2, D, MASKED)
-    return x1, x2
-
-
-@triton.jit
-def _sines(rope, n, limit, first: tl.constexpr, WIDTH: tl.constexpr, end: tl.constexpr, D: tl.constexpr):
-    """Return sines and cosines of rows n in float32: 0 and 1 for tokens that are not rotated."""
-    ptr, at_head, stride, skipped = rope
-    columns = first + tl.arange(0, WIDTH)
-    at = ptr + at_head + (n[:, None] - skipped) * stride + columns[None, :]
-    inside = (columns[None, :] < end) & (n[:, None] >= skipped) & (n[:, None] < limit)
-    sin = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    cos = tl.load(at + D, mask=inside, other=1.0).to(tl.float32)
-    return sin, cos
-
-
-@triton.jit
-def _swapped_pairs(x):
-    """Return x with columns 2i and 2i + 1 exchanged."""
-    even, odd = tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))
-    return tl.reshape(tl.join(odd, even), x.shape)
-
-
-@triton.jit
-def _rotated_pairs(x, rope, n, limit, first: tl.constexpr, D: tl.constexpr, INVERSE: tl.constexpr):
-    """Rotate columns (2i, 2i + 1) of float32 rows; with INVERSE, multiply by the transposed matrix."""
-    WIDTH: tl.constexpr = x.shape[1]
-    sin, cos = _sines(rope, n, limit, first, WIDTH, D, D)
-    sign = (tl.arange(0, WIDTH) % 2 * 2 - 1).to(tl.float32)[None, :]
-    if INVERSE:
-        return x * cos - sign * _swapped_pairs(x * sin)
-    return x * cos + sign * _swapped_pairs(x) * sin
-
-
-@triton.jit
-def rotated(
-    x1, x2, rope, n, limit, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, INVERSE: tl.constexpr
-):  # fmt: skip
-    """Apply rotary embeddings to rows n of float32 tiles: halves if D1 = D2, else pairs of columns.
-
-    INVERSE multiplies by the transposed rotation matrix, which takes gradients of rotated rows to those of the rows.
-    """
-    if D1 == D2:
-        sin1, cos1 = _sines(rope, n, limit, 0, D1, D // 2, D)
-        sin2, cos2 = _sines(rope, n, limit, D // 2, D1, D, D)
-        if INVERSE:
-            y1, y2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
-        else:
-            y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
-    else:
-        y1 = _rotated_pairs(x1, rope, n, limit, 0, D, INVERSE)
-        y2 = y1
-        if D2 > 0:
-            y2 = _rotated_pairs(x2, rope, n, limit, D1, D, INVERSE)
-    return y1, y2
-
-
-@triton.jit
-def load_rotated(rows, rope, n, limit, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, MASKED: tl.constexpr):
-    """Load rows n of q or k like `load_rows`, rotated in float32 and rounded to their dtype if the call has `rope`."""
-    x1, x2 = load_rows(rows, n, limit, D, D1, D2, MASKED)
-    if rope[0] is not None:
-        dtype: tl.constexpr = x1.dtype
-        x1, x2 = rotated(x1.to(tl.float32), x2.to(tl.float32), rope, n, limit, D, D1, D2, False)
-        x1, x2 = x1.to(dtype), x2.to(dtype)
+        x2 = _load_columns(ptr, n, stride, limit, D1, D2, D, MASKED)
     return x1, x2
 
 
@@ -129,20 +63,9 @@ def _store_columns(
 def store_rows(rows, x1, x2, n, limit, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, MASKED: tl.constexpr):
     """Store tiles of D1 and D2 columns as rows n; with MASKED, rows from `limit` on are not written."""
     ptr, stride = rows
-    second: tl.constexpr = D // 2 if D1 == D2 else (D1 if D2 > 0 else D)
-    _store_columns(ptr, x1, n, stride, limit, 0, D1, second, MASKED)
+    _store_columns(ptr, x1, n, stride, limit, 0, D1, D, MASKED)
     if D2 > 0:
-        _store_columns(ptr, x2, n, stride, limit, second, D2, D, MASKED)
-
-
-@triton.jit
-def store_unrotated(
-    rows, rope, x1, x2, n, limit, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, MASKED: tl.constexpr
-):
-    """Store the gradient of q or k like `store_rows`, given the float32 gradient of the rotated rows."""
-    if rope[0] is not None:
-        x1, x2 = rotated(x1, x2, rope, n, limit, D, D1, D2, True)
-    store_rows(rows, x1, x2, n, limit, D, D1, D2, MASKED)
+        _store_columns(ptr, x2, n, stride, limit, D1, D2, D, MASKED)
 
 
 @triton.jit
@@ -284,47 +207,101 @@ def weights_of(s, base, log_sum, extras):
 def modified_scores(s, n, m, N, M, extras, CAUSAL: tl.constexpr):
     """Return scores with the bias added, -inf where query n may not attend to key m.
 
-    n and m hold the token numbers, shaped as a column and a row of s or the other way around.
+    n and m hold the token numbers, shaped as a column and a row of s or the other way around. The scores of queries
+    from N on are arbitrary.
     """
-    inside = (n < N) & (m < M)
-    if extras[0] is not None:
-        s += load_bias(n, m, inside, extras)
-    keep = attended(n, m, N, M, inside, extras)
-    if CAUSAL:
-        keep = keep & (n >= m)
-    return tl.where(keep, s, float("-inf"))
-
-
-@triton.jit
-def load_bias(n, m, inside, extras):
-    """Load the bias of queries n and keys m in float32, where `inside` is true."""
-    bias_ptr, bias_at, bias_n, bias_m = extras[0], extras[1], extras[2], extras[3]
-    return tl.load(bias_ptr + bias_at + n * bias_n + m * bias_m, mask=inside, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def attended(n, m, N, M, inside, extras):
-    """Return where query n attends to key m: where mask and segments allow it, and `inside` says that both exist."""
-    keep = inside
-    mask_ptr, mask_at, mask_n, mask_m = extras[4], extras[5], extras[6], extras[7]
-    segment_ptr, segment_at, segment_n = extras[8], extras[9], extras[10]
+    bias_ptr, mask_ptr, segment_ptr, segment_at, segment_n = extras[0], extras[3], extras[6], extras[7], extras[8]
+    if bias_ptr is not None:
+        s += load_bias(n, m, N, extras)
     if mask_ptr is not None:
-        keep = keep & (tl.load(mask_ptr + mask_at + n * mask_n + m * mask_m, mask=inside, other=0) != 0)
+        s = tl.where(load_mask(n, m, N, extras), s, float("-inf"))
+    if bias_ptr is None and mask_ptr is None:  # their padding hides the keys from M on
+        s = tl.where(m < M, s, float("-inf"))
     if segment_ptr is not None:
         of_n = tl.load(segment_ptr + segment_at + n * segment_n, mask=n < N, other=0)
         of_m = tl.load(segment_ptr + segment_at + m * segment_n, mask=m < M, other=0)
-        keep = keep & (of_n == of_m)
-    return keep
+        s = tl.where(of_n == of_m, s, float("-inf"))
+    if CAUSAL:
+        s = tl.where(n >= m, s, float("-inf"))
+    return s
 
 
 @triton.jit
-def tiles_in_common(extras, own, own_limit, limit, STEP: tl.constexpr):
+def _load_in_rows(ptr, n, m, N, stride):
+    """Load the elements m of rows n; rows from N on are those of the last row, so that no load needs a mask."""
+    at = ptr + m
+    if stride is not None:
+        at += tl.minimum(n, N - 1) * stride
+    return tl.load(at)
+
+
+@triton.jit
+def load_bias(n, m, N, extras):
+    """Return the bias of queries n and keys m in float32; -inf from key M on."""
+    return _load_in_rows(extras[0] + extras[1], n, m, N, extras[2]).to(tl.float32)
+
+
+@triton.jit
+def load_mask(n, m, N, extras):
+    """Return whether the mask lets query n attend to key m; False from key M on."""
+    return _load_in_rows(extras[3] + extras[4], n, m, N, extras[5]) != 0
+
+
+# --- which tiles a program visits -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def keys_in_reach(extras, n, first_n, N, M, STEP: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the first key, a multiple of STEP, and the end of the range outside which queries n attend to no key."""
+    start = 0
+    end = M
+    if extras[6] is not None:
+        start, end = _tokens_in_common(extras, n, N, M, STEP)
+    if extras[3] is not None and extras[5] is None:
+        first, last = _kept_keys(extras, M, STEP)
+        start = tl.maximum(start, first)
+        end = tl.minimum(end, last)
+    if CAUSAL:
+        end = tl.minimum(end, first_n + n.shape[0])
+    return start, end
+
+
+@triton.jit
+def queries_in_reach(extras, m, first_m, N, M, STEP: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the first query, a multiple of STEP, and the end of the range outside which no query attends to keys m."""
+    start = 0
+    end = N
+    if extras[6] is not None:
+        start, end = _tokens_in_common(extras, m, M, N, STEP)
+    if extras[3] is not None and extras[5] is None:
+        kept = tl.load(extras[3] + extras[4] + m, mask=m < M, other=0)
+        end = tl.where(tl.max(kept.to(tl.int32), 0) != 0, end, 0)
+    if CAUSAL:
+        start = tl.maximum(start, first_m // STEP * STEP)
+    return start, end
+
+
+@triton.jit
+def _kept_keys(extras, M, STEP: tl.constexpr):
+    """Return the first key, rounded down to a multiple of STEP, and the end of those that a mask without rows keeps."""
+    WIDE: tl.constexpr = 256
+    start, end = M, M * 0
+    for first in range(0, M, WIDE):
+        m = first + tl.arange(0, WIDE)
+        kept = tl.load(extras[3] + extras[4] + m, mask=m < M, other=0) != 0
+        start = tl.minimum(start, tl.min(tl.where(kept, m, M), 0))
+        end = tl.maximum(end, tl.max(tl.where(kept, m + 1, 0), 0))
+    return start // STEP * STEP, end
+
+
+@triton.jit
+def _tokens_in_common(extras, own, own_limit, limit, STEP: tl.constexpr):
     """Return the first token, and the end, of the range outside which no token shares a segment with tokens `own`.
 
     The range is found from the least and greatest id of `own`, so it is tight if segments are contiguous and ordered,
     as packing makes them. It begins at a multiple of STEP.
     """
-    segment_ptr, segment_at, segment_n = extras[8], extras[9], extras[10]
+    segment_ptr, segment_at, segment_n = extras[6], extras[7], extras[8]
     ids = tl.load(segment_ptr + segment_at + own * segment_n, mask=own < own_limit, other=0)
     # Rows beyond the last token repeat the last one's id.
     last = tl.load(segment_ptr + segment_at + (own_limit - 1) * segment_n)

@@ -83,13 +83,18 @@ def requested_tiles(inputs: FlashInputs, sizes: Sequence[int], which: int) -> Ti
 
 
 def fits_one_tile(inputs: FlashInputs, sizes: Sequence[int]) -> bool:
-    """Return whether the single-tile kernels run the call: short sequences, no rope, no requested tiles.
+    """Return whether the single-tile kernels run the call: short sequences, no requested tiles.
 
     float32 calls on CUDA do not run on them: registers cannot hold entire tiles of float32 operands.
     """
     length, width = _size(inputs)
-    plain = inputs.rope is None and not any(sizes) and not _is_f32(inputs)
-    return plain and width <= 64 and length <= 64 and 0 not in (*inputs.q.shape, inputs.k.shape[2])
+    return (
+        not any(sizes)
+        and not _is_f32(inputs)
+        and width <= 64
+        and length <= 64
+        and 0 not in (*inputs.q.shape, inputs.k.shape[2])
+    )
 
 
 def single_tile_runs(inputs: FlashInputs) -> tuple[int, int]:
@@ -125,8 +130,6 @@ def dbias_tiles(inputs: FlashInputs) -> TileConfig:
     """Return the tiles for the gradient of a bias. With four warps instead of eight, the kernel would spill."""
     if _is_f32(inputs):
         return TileConfig(16, 16)
-    if inputs.rope is not None:  # sines and cosines take twice the shared memory of the rows that they rotate
-        return TileConfig(32, 32, 4, 1)
     return TileConfig(64, 64, 8, 3 if _size(inputs)[1] <= 64 else 1)
 
 
@@ -151,8 +154,6 @@ def _segment_tiles(inputs: FlashInputs, own: str, maxnreg: int) -> TileConfig:
     n, m = (SEGMENT_ROWS, SEGMENT_STEP) if own == "n" else (SEGMENT_STEP, SEGMENT_ROWS)
     if width > 128:
         return TileConfig(n, m, 8, 1, fixed=own)
-    if inputs.rope is not None:
-        return TileConfig(n, m, SEGMENT_ROWS // 16, 2, fixed=own)
     return TileConfig(n, m, SEGMENT_ROWS // 16, 3, maxnreg if width <= 64 else None, own)
 
 
@@ -165,7 +166,7 @@ def forward_tiles(inputs: FlashInputs) -> TileConfig:
         return _segment_tiles(inputs, "n", 80)
     if width > 128:
         return TileConfig(64, 32, 8, 1)
-    if inputs.general or inputs.rope is not None:
+    if inputs.general:
         return TileConfig(64, 32, 4, 2)
     if width > 96 and length > 512:
         return TileConfig(128, 64, 8, 3)
@@ -193,7 +194,7 @@ def dq_tiles(inputs: FlashInputs) -> TileConfig:
         return _segment_tiles(inputs, "n", 96)
     if width > 128:
         return TileConfig(64, 32, 8, 1)
-    if inputs.general or inputs.rope is not None:
+    if inputs.general:
         return TileConfig(64, 32, 4, 2)
     if width > 96 and length > 512:
         return TileConfig(128, 32, 8, 3)
@@ -215,7 +216,7 @@ def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
         return _segment_tiles(inputs, "m", 128)
     if width > 128:
         return TileConfig(32, 64, 8, 1)
-    if inputs.general or inputs.rope is not None:
+    if inputs.general:
         return TileConfig(32, 64, 4, 2)
     if width > 96 and length > 512:
         return TileConfig(64, 64, 4, 2)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels, kernels_for
-from vitkernels.attention.pallas_flash.hopper.rotation import fill_rotated
 from vitkernels.attention.pallas_flash.hopper.tiles import padded
+from vitkernels.attention.rotation import fill_rotated
 from vitkernels.bridge.hopper import can_compile_for
 from vitkernels.bridge.operator import aligned, differentiable_once, operator
 

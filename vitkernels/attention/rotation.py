@@ -1,7 +1,8 @@
 """Rotary embeddings of q and k, and the inverse for their gradients, in one pass over memory (Triton).
 
-The attention kernels cannot rotate q and k, which go from shared memory to the tensor cores without passing through
-registers. The pass reads any layout of rows and writes the one that the kernels read, which saves layout copies.
+A pass of its own costs less than rotation in the attention kernels, which load each key once per tile of queries, and
+on Hopper move q and k from shared memory to the tensor cores without passing through registers. The pass reads any
+layout of rows and writes the one that the kernels read, which saves layout copies.
 
 Shape suffixes: B batch, N tokens, P = 1 (q or k alone), 2 (q, k) or 3 (q, k, v), H heads, D head dim.
 """
@@ -132,7 +133,7 @@ def _readable(x_BNPHD: Tensor) -> Tensor:
     return x_BNPHD if in_rows and x_BNPHD.data_ptr() % 16 == 0 else aligned(x_BNPHD)
 
 
-@operator("pallas_flash_hopper_rotate(Tensor x, Tensor rope, bool rope_half, bool inverse) -> Tensor")
+@operator("attention_rotate(Tensor x, Tensor rope, bool rope_half, bool inverse) -> Tensor")
 def rotate(x: Tensor, rope: Tensor, rope_half: bool, inverse: bool) -> Tensor:
     """Return q or k (B, H, N, D) rotated, with the memory layout (B, N, H, D). See `fill_rotated`."""
     out = _rows_like(x)
