@@ -116,7 +116,7 @@ def dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,
     bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
-    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n,
+    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
     tiles, H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
@@ -139,8 +139,8 @@ def dq_kernel(
     delta_ptr += head.to(tl.int64) * N
     b, h = (head // H).to(tl.int64), head % H
     extras = (
-        bias_ptr, b * bias_b + h * bias_h, bias_n,
-        mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
+        bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
+        mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
     )  # fmt: skip
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     if table_ptr is None:
@@ -243,7 +243,7 @@ def dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n,
+    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
     tiles, H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
@@ -263,8 +263,8 @@ def dkdv_kernel(
     delta_ptr += head.to(tl.int64) * N
     b, h = (head // H).to(tl.int64), head % H
     extras = (
-        bias_ptr, b * bias_b + h * bias_h, bias_n,
-        mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
+        bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
+        mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
     )  # fmt: skip
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     if table_ptr is None:
@@ -288,7 +288,7 @@ def dbias_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, partial_ptr, lse_ptr, delta_ptr,
     bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
-    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n,
+    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
     tiles, H, N, M, columns, bias_heads, shared_heads, shared, run, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
@@ -314,8 +314,8 @@ def dbias_kernel(
         h = owner % bias_heads + i % shared_heads
         head = b * H + h
         extras = (
-            bias_ptr, b * bias_b + h * bias_h, bias_n,
-            mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
+            bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
+            mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
         )  # fmt: skip
         q1, q2 = load_rows(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), n, N, D, D1, D2, True)
         k1, k2 = load_rows(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), m, M, D, D1, D2, True)

@@ -130,7 +130,7 @@ def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n,
-    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n, tiles, H, N, M, scale,
+    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n, tiles, H, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -155,8 +155,8 @@ def forward_kernel(
     out = rows_of_head(out_ptr, head, H, out_b, out_h, out_n)
     b, h = (head // H).to(tl.int64), head % H
     extras = (
-        bias_ptr, b * bias_b + h * bias_h, bias_n,
-        mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
+        bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
+        mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
     )  # fmt: skip
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     factor = score_factor(scale, extras)

@@ -4,13 +4,14 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vitkernels.attention.triton_flash.keys_first import keys_first
 from vitkernels.bridge.operator import aligned
 from vitkernels.bridge.triton import next_power_of_2
 
@@ -52,6 +53,13 @@ class FlashInputs:
         hides = self.bias is not None or self.mask is not None or compares or self.is_causal
         return hides or self.scale <= 0 or self.k.shape[2] == 0
 
+    def with_keys_first(self) -> "FlashInputs":
+        """Return these inputs with bias and mask as the dkdv kernel reads them fastest."""
+        bias, mask = (
+            x if x is None or strides(x)[2] == 0 else keys_first(x, self.k.shape[2]) for x in (self.bias, self.mask)
+        )
+        return replace(self, bias=bias, mask=mask)
+
     @property
     def extras(self) -> tuple[Tensor | None, ...]:
         return self.bias, self.mask, self.segment_ids, self.segment_tiles
@@ -60,11 +68,11 @@ class FlashInputs:
     def extra_strides(self) -> tuple[int | None, ...]:
         """Return the strides of the extras, and the number of tiles per batch entry.
 
-        Those of bias and mask are of the batch, the heads and the queries: None if all queries share a row.
+        See `_matrix_strides` for those of bias and mask.
         """
         of_segments = (0,) * 2 if self.segment_ids is None else self.segment_ids.stride()
         tiles = 0 if self.segment_tiles is None else self.segment_tiles.shape[1]
-        return *_row_strides(self.bias), *_row_strides(self.mask), *of_segments, tiles
+        return *_matrix_strides(self.bias), *_matrix_strides(self.mask), *of_segments, tiles
 
     @cached_property
     def layout(self) -> tuple:
@@ -91,12 +99,17 @@ def statistics_shape(q_BHND: Tensor, bias: Tensor | None) -> tuple[int, ...]:
     return (B, H, N) if bias is None else (B, H, 2, N)
 
 
-def _row_strides(x_BHNM: Tensor | None) -> tuple[int | None, ...]:
-    """Return the strides of batch, heads and rows of an expanded bias or mask; None if its rows are the same."""
+def _matrix_strides(x_BHNM: Tensor | None) -> tuple[int | None, ...]:
+    """Return the strides of batch, heads, queries and keys of an expanded bias or mask.
+
+    None stands for adjacent elements: of the keys or, after `keys_first`, of the queries. If all queries share a row,
+    both are None.
+    """
     if x_BHNM is None:
-        return 0, 0, None
+        return 0, 0, None, None
     b, h, n = strides(x_BHNM)
-    return b, h, n or None
+    m = x_BHNM.stride(3)
+    return (b, h, n or None, None) if m == 1 else (b, h, None, m)
 
 
 def padded_keys(x: Tensor | None, keys: int, sizes: Sequence[int], fill: float | bool) -> Tensor | None:

@@ -69,7 +69,8 @@ def backward(
     delta_BHN = lse_BHN.new_empty(inputs.q.shape[:3])
     launches = [dq_pass(inputs, readable(out), lse_BHN, do, delta_BHN, dq, requested_tiles(inputs, sizes, 1))]
     if inputs.k.shape[2]:
-        launches.append(dkdv_pass(inputs, lse_BHN, do, delta_BHN, dk, dv, requested_tiles(inputs, sizes, 2)))
+        tiles = requested_tiles(inputs, sizes, 2)
+        launches.append(dkdv_pass(inputs.with_keys_first(), lse_BHN, do, delta_BHN, dk, dv, tiles))
     if bias_shape is None:
         return None, launches
     return bias_gradient(inputs, bias_shape, lse_BHN, do, delta_BHN), launches
@@ -122,7 +123,7 @@ def _launch_runs(
 
     def first(bind: Bind) -> Launch | None:
         chosen = choose(inputs)  # smaller tiles would not hold all tokens: only their stages may shrink
-        _check_padding(inputs, chosen.m)
+        _check_padding(inputs, chosen)
         constants = {"TILE_N": chosen.n, "TILE_M": chosen.m, "CAUSAL": inputs.is_causal}
         return launch_fitting(chosen, lambda tiles: bind(parts * H, constants | tiles.options))
 
@@ -182,11 +183,11 @@ def launch_fitting(tiles: TileConfig, launch: Callable[[TileConfig], T]) -> T:
             tiles = smaller
 
 
-def _check_padding(inputs: FlashInputs, keys: int) -> None:
-    """Make sure that no tile of `keys` keys reaches beyond the rows of the bias and the mask."""
+def _check_padding(inputs: FlashInputs, tiles: TileConfig) -> None:
+    """Make sure that no tile reaches beyond the rows of the bias and the mask."""
     for x in (inputs.bias, inputs.mask):
-        if x is not None and x.shape[3] % keys:
-            raise ValueError(f"rows of bias and mask must come from padded_keys; got {x.shape[3]}, tiles of {keys}")
+        if x is not None and (x.shape[3] % tiles.m if x.stride(3) == 1 else x.shape[2] % tiles.n):
+            raise ValueError(f"bias and mask must come from padded_keys; got {tuple(x.shape)}, tiles {tiles}")
 
 
 def _tiling(inputs: FlashInputs, tiles: TileConfig, own: str) -> dict:
@@ -195,7 +196,7 @@ def _tiling(inputs: FlashInputs, tiles: TileConfig, own: str) -> dict:
     A general kernel masks every tile, so all tiles that it owns count as ragged and its loop needs no tail. The lengths
     of segments are known only on the device: any number of rows may remain, so a streamed tail is an entire tile.
     """
-    _check_padding(inputs, tiles.m)
+    _check_padding(inputs, tiles)
     N, M = inputs.q.shape[2], inputs.k.shape[2]
     tails = {"TAIL_N": tail_tile(N, tiles.n), "TAIL_M": tail_tile(M, tiles.m)}
     if inputs.general:
@@ -238,7 +239,7 @@ def bias_gradient(inputs: FlashInputs, bias_shape: tuple[int, ...], lse_BHN, do,
     shared = shared_heads * (B if bias_B == 1 else 1)
 
     def launch(tiles: TileConfig) -> Tensor:
-        _check_padding(inputs, tiles.m)
+        _check_padding(inputs, tiles)
         programs = bias_B * bias_H * cdiv(N, tiles.n) * cdiv(columns, tiles.m)
         parts, run = runs(shared, programs, do.device)
         partial = lse_BHN.new_empty(parts, bias_B, bias_H, N, columns)

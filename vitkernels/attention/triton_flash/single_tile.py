@@ -34,18 +34,18 @@ def _added_scores(n, m, N, M, extras, CAUSAL: tl.constexpr):
     inside = (n[:, None] < N) & (m[None, :] < M)
     added = tl.zeros([n.shape[0], m.shape[0]], tl.float32)
     if extras[0] is not None:
-        added = load_bias(n[:, None], m[None, :], N, extras)
+        added = load_bias(n[:, None], m[None, :], N, M, extras)
     if CAUSAL:
         inside = inside & (n[:, None] >= m[None, :])
     return tl.where(inside, added, float("-inf"))
 
 
 @triton.jit
-def _hidden(s, n, m, N, extras):
+def _hidden(s, n, m, N, M, extras):
     """Return the scores with -inf where mask or segments of this entry hide a key."""
-    segment_ptr, segment_at, segment_n = extras[6], extras[7], extras[8]
-    if extras[3] is not None:
-        s = tl.where(load_mask(n[:, None], m[None, :], N, extras), s, float("-inf"))
+    segment_ptr, segment_at, segment_n = extras[8], extras[9], extras[10]
+    if extras[4] is not None:
+        s = tl.where(load_mask(n[:, None], m[None, :], N, M, extras), s, float("-inf"))
     if segment_ptr is not None:
         # One element per thread. With fewer elements, each thread would load the ids of its own 16 keys.
         WIDE: tl.constexpr = 128
@@ -60,7 +60,7 @@ def _hidden(s, n, m, N, extras):
 def single_tile_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n,
-    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n, tiles, H, N, M, scale, B, run,
+    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n, tiles, H, N, M, scale, B, run,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -70,19 +70,19 @@ def single_tile_forward_kernel(
     """
     h, first = tl.program_id(0) % H, tl.program_id(0) // H * run
     n, m = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
-    of_bias = bias_ptr, tl.cast(first, tl.int64) * bias_b + h * bias_h, bias_n
+    of_bias = bias_ptr, tl.cast(first, tl.int64) * bias_b + h * bias_h, bias_n, bias_m
     added = _added_scores(n, m, N, M, of_bias, CAUSAL)
     factor = score_factor(scale, of_bias)
     for i in range(first, tl.minimum(first + run, B)):
         b = tl.cast(i, tl.int64)
         extras = (
-            bias_ptr, b * bias_b + h * bias_h, bias_n,
-            mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
+            bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
+            mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
         )  # fmt: skip
         q1, q2 = load_rows(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), n, N, D, D1, D2, True)
         k1, k2 = load_rows(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), m, M, D, D1, D2, True)
         v1, v2 = load_rows(rows_of_entry(v_ptr, b, h, v_b, v_h, v_m), m, M, D, D1, D2, True)
-        s = _hidden(inner(q1, q2, k1, k2, D2, PRECISION) * factor + added, n, m, N, extras)
+        s = _hidden(inner(q1, q2, k1, k2, D2, PRECISION) * factor + added, n, m, N, M, extras)
         row_max = tl.max(s, 1)
         base = tl.where(row_max == float("-inf"), 0.0, row_max)
         p = exponential(s - base[:, None], extras)
@@ -103,7 +103,8 @@ def single_tile_backward_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, partial_ptr,
     bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n, dq_b, dq_h, dq_n, dk_b, dk_h, dk_m, dv_b, dv_h, dv_m,
-    bias_b, bias_h, bias_n, mask_b, mask_h, mask_n, segment_b, segment_n, tiles, H, N, M, scale, B, run, columns,
+    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
+    tiles, H, N, M, scale, B, run, columns,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -114,15 +115,15 @@ def single_tile_backward_kernel(
     """
     h, first = tl.program_id(0) % H, tl.program_id(0) // H * run
     n, m = tl.arange(0, TILE_N), tl.arange(0, TILE_M)
-    of_bias = bias_ptr, tl.cast(first, tl.int64) * bias_b + h * bias_h, bias_n
+    of_bias = bias_ptr, tl.cast(first, tl.int64) * bias_b + h * bias_h, bias_n, bias_m
     added = _added_scores(n, m, N, M, of_bias, CAUSAL)
     factor = score_factor(scale, of_bias)
     total = tl.zeros([TILE_N, TILE_M], tl.float32)
     for i in range(first, tl.minimum(first + run, B)):
         b = tl.cast(i, tl.int64)
         extras = (
-            bias_ptr, b * bias_b + h * bias_h, bias_n,
-            mask_ptr, b * mask_b + h * mask_h, mask_n, segment_ptr, b * segment_b, segment_n,
+            bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
+            mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
         )  # fmt: skip
         q1, q2 = load_rows(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), n, N, D, D1, D2, True)
         k1, k2 = load_rows(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), m, M, D, D1, D2, True)
@@ -131,7 +132,7 @@ def single_tile_backward_kernel(
         base, log_sum = load_statistics(statistics_of_head(lse_ptr, b * H + h, N, extras), n, N, extras, True)
         s = inner(q1, q2, k1, k2, D2, PRECISION)
         dp = inner(do1, do2, v1, v2, D2, PRECISION)  # before s is used, so that both products run at once
-        s = _hidden(s * factor + added, n, m, N, extras)
+        s = _hidden(s * factor + added, n, m, N, M, extras)
         p = weights_of(s, base[:, None], log_sum[:, None], extras)
         ds = p * (dp - tl.sum(p * dp, 1)[:, None])
         if partial_ptr is not None:

@@ -5,8 +5,9 @@ last 8 masked). Padding it to 128 would cost up to 1.6 times the work. D2 = 0 me
 head dim; the second tile is then an unused alias of the first.
 
 `rows` is a tuple (pointer to a head's first row, row stride in elements). `extras` is a tuple of pointer (or None),
-offset of the head, and stride along n, for the bias, the mask and the segments in turn. A bias or mask without a stride
-(None) has one row, which all queries share. Its rows are those of `padded_keys`.
+offset of the head, and strides along n and m, for the bias, the mask and the segments (one stride) in turn. Strides of
+bias and mask are None for adjacent elements: along m for rows of `padded_keys`, along n after `keys_first`. If both are
+None, all queries share one row of `padded_keys`.
 
 Shape suffixes: N query tokens of a tile, M key tokens of a tile, D head dim.
 """
@@ -208,13 +209,13 @@ def modified_scores(s, n, m, N, M, extras, CAUSAL: tl.constexpr):
     """Return scores with the bias added, -inf where query n may not attend to key m.
 
     n and m hold the token numbers, shaped as a column and a row of s or the other way around. The scores of queries
-    from N on are arbitrary.
+    from N on are arbitrary; so are those of keys from M on, if the bias or mask is one of `keys_first`.
     """
-    bias_ptr, mask_ptr, segment_ptr, segment_at, segment_n = extras[0], extras[3], extras[6], extras[7], extras[8]
+    bias_ptr, mask_ptr, segment_ptr, segment_at, segment_n = extras[0], extras[4], extras[8], extras[9], extras[10]
     if bias_ptr is not None:
-        s += load_bias(n, m, N, extras)
+        s += load_bias(n, m, N, M, extras)
     if mask_ptr is not None:
-        s = tl.where(load_mask(n, m, N, extras), s, float("-inf"))
+        s = tl.where(load_mask(n, m, N, M, extras), s, float("-inf"))
     if bias_ptr is None and mask_ptr is None:  # their padding hides the keys from M on
         s = tl.where(m < M, s, float("-inf"))
     if segment_ptr is not None:
@@ -227,24 +228,27 @@ def modified_scores(s, n, m, N, M, extras, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def _load_in_rows(ptr, n, m, N, stride):
-    """Load the elements m of rows n; rows from N on are those of the last row, so that no load needs a mask."""
-    at = ptr + m
-    if stride is not None:
-        at += tl.minimum(n, N - 1) * stride
+def _load_elements(ptr, n, m, N, M, stride_n, stride_m):
+    """Load the elements (n, m) of a bias or mask. Rows beyond the last repeat it, so that no load needs a mask."""
+    if stride_m is not None:
+        at = ptr + tl.minimum(m, M - 1) * stride_m + n
+    elif stride_n is not None:
+        at = ptr + tl.minimum(n, N - 1) * stride_n + m
+    else:
+        at = ptr + m
     return tl.load(at)
 
 
 @triton.jit
-def load_bias(n, m, N, extras):
-    """Return the bias of queries n and keys m in float32; -inf from key M on."""
-    return _load_in_rows(extras[0] + extras[1], n, m, N, extras[2]).to(tl.float32)
+def load_bias(n, m, N, M, extras):
+    """Return the bias of queries n and keys m in float32; see `modified_scores` for those that do not exist."""
+    return _load_elements(extras[0] + extras[1], n, m, N, M, extras[2], extras[3]).to(tl.float32)
 
 
 @triton.jit
-def load_mask(n, m, N, extras):
-    """Return whether the mask lets query n attend to key m; False from key M on."""
-    return _load_in_rows(extras[3] + extras[4], n, m, N, extras[5]) != 0
+def load_mask(n, m, N, M, extras):
+    """Return whether the mask lets query n attend to key m; see `modified_scores` for those that do not exist."""
+    return _load_elements(extras[4] + extras[5], n, m, N, M, extras[6], extras[7]) != 0
 
 
 # --- which tiles a program visits -------------------------------------------------------------------------------------
@@ -255,9 +259,9 @@ def keys_in_reach(extras, n, first_n, N, M, STEP: tl.constexpr, CAUSAL: tl.const
     """Return the first key, a multiple of STEP, and the end of the range outside which queries n attend to no key."""
     start = 0
     end = M
-    if extras[6] is not None:
+    if extras[8] is not None:
         start, end = _tokens_in_common(extras, n, N, M, STEP)
-    if extras[3] is not None and extras[5] is None:
+    if extras[4] is not None and extras[6] is None and extras[7] is None:
         first, last = _kept_keys(extras, M, STEP)
         start = tl.maximum(start, first)
         end = tl.minimum(end, last)
@@ -271,10 +275,10 @@ def queries_in_reach(extras, m, first_m, N, M, STEP: tl.constexpr, CAUSAL: tl.co
     """Return the first query, a multiple of STEP, and the end of the range outside which no query attends to keys m."""
     start = 0
     end = N
-    if extras[6] is not None:
+    if extras[8] is not None:
         start, end = _tokens_in_common(extras, m, M, N, STEP)
-    if extras[3] is not None and extras[5] is None:
-        kept = tl.load(extras[3] + extras[4] + m, mask=m < M, other=0)
+    if extras[4] is not None and extras[6] is None and extras[7] is None:
+        kept = tl.load(extras[4] + extras[5] + m, mask=m < M, other=0)
         end = tl.where(tl.max(kept.to(tl.int32), 0) != 0, end, 0)
     if CAUSAL:
         start = tl.maximum(start, first_m // STEP * STEP)
@@ -288,7 +292,7 @@ def _kept_keys(extras, M, STEP: tl.constexpr):
     start, end = M, M * 0
     for first in range(0, M, WIDE):
         m = first + tl.arange(0, WIDE)
-        kept = tl.load(extras[3] + extras[4] + m, mask=m < M, other=0) != 0
+        kept = tl.load(extras[4] + extras[5] + m, mask=m < M, other=0) != 0
         start = tl.minimum(start, tl.min(tl.where(kept, m, M), 0))
         end = tl.maximum(end, tl.max(tl.where(kept, m + 1, 0), 0))
     return start // STEP * STEP, end
@@ -301,7 +305,7 @@ def _tokens_in_common(extras, own, own_limit, limit, STEP: tl.constexpr):
     The range is found from the least and greatest id of `own`, so it is tight if segments are contiguous and ordered,
     as packing makes them. It begins at a multiple of STEP.
     """
-    segment_ptr, segment_at, segment_n = extras[6], extras[7], extras[8]
+    segment_ptr, segment_at, segment_n = extras[8], extras[9], extras[10]
     ids = tl.load(segment_ptr + segment_at + own * segment_n, mask=own < own_limit, other=0)
     # Rows beyond the last token repeat the last one's id.
     last = tl.load(segment_ptr + segment_at + (own_limit - 1) * segment_n)
