@@ -133,7 +133,7 @@ def _triton_flash_kernels(shape: tuple[int, int, int, int]) -> tuple[Timing, Tim
     out, do = (torch.randn(B, N, H, D, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in range(2))
     lse = torch.empty(B, H, N, device="cuda")
     q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-    call = FlashInputs.of(q, k, v, None, None, None, None, False, False, D**-0.5)
+    call = FlashInputs.of(q, k, v, None, None, None, False, D**-0.5)
     dq, dk, dv = dqkv.permute(2, 0, 3, 1, 4).unbind(0)
     forward(call, out, lse)
     return Timing.of_calls(lambda: forward(call, out, lse)), Timing.of_calls(

@@ -12,7 +12,7 @@ from functools import cache
 
 import torch
 
-from vitkernels.attention.triton_flash.inputs import FlashInputs, split_head_dim
+from vitkernels.attention.triton_flash.inputs import FlashInputs, split_head_dim, strides
 from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2
 
 
@@ -127,10 +127,21 @@ def _covering(inputs: FlashInputs) -> tuple[int, int]:
 
 
 def dbias_tiles(inputs: FlashInputs) -> TileConfig:
-    """Return the tiles for the gradient of a bias. With four warps instead of eight, the kernel would spill."""
+    """Return the tiles for the gradient of a bias."""
+    width = _size(inputs)[1]
     if _is_f32(inputs):
         return TileConfig(16, 16)
-    return TileConfig(64, 64, 8, 3 if _size(inputs)[1] <= 64 else 1)
+    if width > 128:
+        return TileConfig(64, 64, 8, 1)
+    if width > 96:
+        return TileConfig(64, 64, 8, 3)
+    return TileConfig(64, 64, 4, 3 if width <= 64 else 2)
+
+
+def _reads_wide_matrix(inputs: FlashInputs) -> bool:
+    """Return whether each query has its own mask, or its own bias in float32."""
+    has_wide_bias = inputs.bias is not None and inputs.bias.dtype == torch.float32 and strides(inputs.bias)[2] != 0
+    return has_wide_bias or (inputs.mask is not None and strides(inputs.mask)[2] != 0)
 
 
 def _is_f32(inputs: FlashInputs) -> bool:
@@ -167,7 +178,8 @@ def forward_tiles(inputs: FlashInputs) -> TileConfig:
     if width > 128:
         return TileConfig(64, 32, 8, 1)
     if inputs.general:
-        return TileConfig(64, 32, 4, 2)
+        wide = width <= 64 and length > 512 and not _reads_wide_matrix(inputs)
+        return TileConfig(64, 64 if wide else 32, 4, 3)
     if width > 96 and length > 512:
         return TileConfig(128, 64, 8, 3)
     if width > 64 and length % 64 == 0:
@@ -195,7 +207,7 @@ def dq_tiles(inputs: FlashInputs) -> TileConfig:
     if width > 128:
         return TileConfig(64, 32, 8, 1)
     if inputs.general:
-        return TileConfig(64, 32, 4, 2)
+        return TileConfig(64, 32, 4, 2 if 64 < width <= 96 else 3)
     if width > 96 and length > 512:
         return TileConfig(128, 32, 8, 3)
     if width > 64 and length % 64 == 0:
@@ -216,8 +228,10 @@ def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
         return _segment_tiles(inputs, "m", 128)
     if width > 128:
         return TileConfig(32, 64, 8, 1)
+    if inputs.general and width > 96:
+        return TileConfig(64, 64, 4, 2)
     if inputs.general:
-        return TileConfig(32, 64, 4, 2)
+        return TileConfig(32, 64, 4, 3) if width > 64 else TileConfig(32, 64, 4, 2, 128)
     if width > 96 and length > 512:
         return TileConfig(64, 64, 4, 2)
     if width > 64 and length % 64 == 0:
