@@ -1,4 +1,4 @@
-"""The kernel that rotates q and k for `triton_flash` and `pallas_flash`, interpreted, and its operator."""
+"""The kernel that rotates q and k for `triton_flash` and `pallas_flash`, and its operator."""
 
 import pytest
 import torch

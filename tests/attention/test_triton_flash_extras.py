@@ -32,6 +32,15 @@ def test_padded_keys__copies_only_if_it_must():
     assert padded_keys(None, 70, (), -torch.inf) is None
 
 
+def test_padded_keys__keeps_rows_shared():
+    """By entries, heads and queries, unless the bias needs a gradient, which has its own shape."""
+    mask = (torch.rand(4, 1, 1, 70) < 0.5).expand(4, 2, 70, 70)
+    assert padded_keys(mask, 70, (), False).shape == (4, 1, 1, 128)
+    bias = torch.randn(1, 2, 70, 70, requires_grad=True)
+    assert padded_keys(bias.expand(4, 2, 70, 70), 70, (), -torch.inf).shape == (4, 2, 70, 128)
+    assert padded_keys(bias.detach().expand(4, 2, 70, 70), 70, (), -torch.inf).shape == (1, 2, 70, 128)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.uint8])
 @pytest.mark.parametrize("B, H, given", [(LEAST_SHARED, 2, (1, 2)), (2, LEAST_SHARED, (2, 1)), (4, 2, (1, 1))])
@@ -48,15 +57,78 @@ def test_keys_first__leaves_matrices_that_few_heads_share():
         assert keys_first(expanded, 70) is expanded
 
 
-@pytest.mark.parametrize("tiles", [{}, {"dkdv": "128x64"}])
-def test_unpadded_rows__are_refused(tiles):
-    """The operator itself, without padded_keys: a tile would reach beyond the rows."""
-    attention.get("triton_flash")(*torch.randn(3, 1, 1, 80, 16))  # registers it
-    sizes = [0, 0, 0, 0, 128, 64] if tiles else []
+def operator(bias, scale=1.0, sizes=(), requires_grad=False, N=80):
+    """Call the operator itself, without padded_keys; return the gradients."""
+    flash = attention.get("triton_flash")
+    q, k, v = torch.randn(3, 1, 1, N, 16).unbind(0)
+    flash(q, k, v)  # registers it
+    leaves = [q.requires_grad_(), *([bias.requires_grad_()] if requires_grad else [])]
+    out, _ = torch.ops.vitkernels.triton_flash(q, k, v, bias, None, None, False, scale, list(sizes), None)
+    return torch.autograd.grad(out.sum(), leaves)
+
+
+# Of each pass: tiles of 32 keys divide 96 columns, and those of 64 do not.
+@pytest.mark.parametrize(
+    "columns, N, sizes, requires_grad",
+    [
+        (80, 80, (128, 64, 16, 16, 16, 16), False),
+        (96, 80, (16, 16, 128, 64, 16, 16), False),
+        (96, 80, (16, 16, 16, 16, 16, 64), False),
+        (96, 80, (16, 16, 16, 16, 16, 32), True),
+        (40, 40, (), False),
+        (64, 80, (16,) * 6, False),
+    ],
+    ids=["forward", "dq", "dkdv", "dbias", "single tile", "fewer columns than keys"],
+)
+def test_unpadded_rows__are_refused(columns, N, sizes, requires_grad):
+    """A tile would reach beyond the rows."""
     with pytest.raises(ValueError, match="must come from padded_keys"):
-        torch.ops.vitkernels.triton_flash(
-            *torch.randn(3, 1, 1, 80, 16), torch.zeros(1, 1, 80, 80), None, None, False, 1.0, sizes, None
-        )
+        operator(torch.zeros(1, 1, N, columns), sizes=sizes, requires_grad=requires_grad, N=N)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_scales_that_callers_must_fold_into_q__are_refused(scale):
+    with pytest.raises(ValueError, match="scale must be positive"):
+        operator(None, scale)
+
+
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("extra", [None, "bias", "mask"])
+def test_compiled__equals_eager(extra, rope):
+    """Also the gradients, of which those of a bias have its own shape."""
+    torch._dynamo.reset()
+    keywords = {"rope": torch.randn(69, 64), "rope_half": True} if rope else {}
+    bias = torch.randn(2, 70, 70, requires_grad=True)
+    given = {"bias": bias} if extra == "bias" else {"mask": torch.arange(70) < 50} if extra else {}
+    qkv = attention_reference.draw_packed("cpu", 2, 70, 2, 32)
+
+    def model(qkv, **given):
+        return attention.get("triton_flash").qkvpacked(qkv, **given, **keywords)
+
+    found, wanted = torch.compile(model, fullgraph=True, backend="aot_eager")(qkv, **given), model(qkv, **given)
+    assert torch.equal(found, wanted)
+    leaves, do = (qkv, bias) if extra == "bias" else (qkv,), torch.randn_like(wanted)
+    for x, y in zip(*(torch.autograd.grad(out, leaves, do) for out in (found, wanted)), strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("shape", [("tokens",), ("tokens", "tokens")])
+def test_export__with_dynamic_tokens(shape):
+    """Rows of whole tiles, too, which need no padding."""
+
+    class Model(torch.nn.Module):
+        def forward(self, qkv, mask):
+            return attention.get("triton_flash").qkvpacked(qkv, mask=mask)
+
+    def arguments(tokens):
+        return torch.randn(1, tokens, 3, 1, 16), torch.rand([tokens for _ in shape]) < 0.7
+
+    tokens = torch.export.Dim("tokens", min=17, max=200)
+    dynamic = {"qkv": {1: tokens}, "mask": dict.fromkeys(range(len(shape)), tokens)}
+    program = torch.export.export(Model(), arguments(70), dynamic_shapes=dynamic).module()
+    for length in (70, 64, 90):
+        given = arguments(length)
+        assert torch.equal(program(*given), Model()(*given))
 
 
 class TestExtras(AttentionHarness):
@@ -114,6 +186,24 @@ class TestExtras(AttentionHarness):
         torch.testing.assert_close(out.double(), exact, rtol=0, atol=1e-5)  # float32: sums of 60 products
         assert all(torch.isfinite(x).all() for x in found)
         assert not found[2][:, :, 60:].any() and not found[3][:, :, 60:].any()
+
+    @pytest.mark.parametrize("keys", [1, 0])
+    def test_bias_and_mask__for_no_keys(self, device, keys):
+        """Their last dimension may be 1 or 0."""
+        leaves = attention_reference.draw(device, 1, 1, 70, 16)
+        leaves[1:] = [x.detach()[:, :, :0].requires_grad_() for x in leaves[1:]]
+        for shape in ((keys,), (70, keys), (1, 1, 70, keys)):
+            for name, x in (("bias", torch.zeros(shape)), ("mask", torch.ones(shape, dtype=torch.bool))):
+                out = self.attend(*leaves, **{name: x.to(device)})
+                assert not out.any() and not torch.autograd.grad(out.sum(), leaves[0])[0].any()
+
+    # Scales that are folded into q: below 0, 0, and below float32's range.
+    @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-40])
+    def test_scale(self, device, scale):
+        for extras in ({}, {"mask": torch.arange(70, device=device) < 50}):
+            self.check_packed(attention_reference.draw_packed(device, 1, 70, 2, 16), scale=scale, **extras)
+        rope = attention_reference.rotary_table(device, 69, 16, False)
+        self.check_packed(attention_reference.draw_packed(device, 1, 70, 2, 16), scale=scale, rope=rope)
 
     @pytest.mark.parametrize("tiles", ["128x128", "16x128", "128x16"])
     def test_requested_tiles(self, device, copies, tiles, monkeypatch):

@@ -34,6 +34,9 @@ CALLS = {
     "generalized_box_iou": lambda x: generalized_box_iou(x.view(8, 4), x.view(8, 4) + 1, backend="triton"),
     "triton_flash": lambda x: flash(*[x.view(1, 1, 1, 32)] * 3),
     "triton_flash_packed": lambda x: flash.qkvpacked(x.view(1, 1, 1, 1, 32).expand(1, 1, 3, 1, 32)),
+    "triton_flash_rotary": lambda x: flash.qkvpacked(
+        x.view(1, 1, 1, 1, 32).expand(1, 1, 3, 1, 32), rope=torch.ones(1, 64)
+    ),
     "eight_bit_linear": train_in_8_bits(nn.Sequential(nn.Linear(16, 16)), "int8"),
     "eight_bit_mlp": train_in_8_bits(
         nn.Sequential(nn.ModuleDict({"fc1": nn.Linear(16, 16), "act": nn.GELU(), "fc2": nn.Linear(16, 16)})), "int8"

@@ -1,7 +1,7 @@
 """Rotary embeddings of q and k, and the inverse for their gradients, in one pass over memory (Triton).
 
-A pass of its own costs less than rotation in the attention kernels, which load each key once per tile of queries, and
-on Hopper move q and k from shared memory to the tensor cores without passing through registers. The pass reads any
+A pass of its own costs less than rotation in the attention kernels, which load each key once per tile of queries. On
+Hopper, q and k even go from shared memory to the tensor cores without passing through registers. The pass reads any
 layout of rows and writes the one that the kernels read, which saves layout copies.
 
 Shape suffixes: B batch, N tokens, P = 1 (q or k alone), 2 (q, k) or 3 (q, k, v), H heads, D head dim.
@@ -95,8 +95,8 @@ def _rotation_kernel(
         if SINES_PER_HEAD:
             sines = _load_sines(rope_ptr + h * rope_h, n, rope_n, skipped, N, D, WIDTH, HALVES)
         for p in tl.static_range(PARTS):
-            x_at = tl.multiple_of(p * x_p + h * x_h, 8)
-            out_at = tl.multiple_of(p * out_p + h * out_h, 8)
+            x_at = tl.multiple_of(tl.cast(x_p, tl.int64) * p + h * x_h, 8)
+            out_at = tl.multiple_of(tl.cast(out_p, tl.int64) * p + h * out_h, 8)
             x1, x2 = _load_partners(x_ptr + x_at, x_rows, n < N, 0.0, D, WIDTH, HALVES)
             if p < 2:
                 x1, x2 = _turned(x1, x2, sines, INVERSE)

@@ -19,6 +19,7 @@ from vitkernels.errors import UsageError
 _MISSING = None if find_spec("triton") else "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PASSES = ("forward", "dq", "dkdv")
+_LEAST_SCALE = 2.0**-100  # kernels receive the scale in float32, which rounds numbers below 2^-150 to 0
 
 
 class TritonFlash(AttentionBackend):
@@ -67,19 +68,26 @@ class TritonFlash(AttentionBackend):
             return f"does not support dropout of attention weights (dropout_p={problem.dropout_p}); use 0 or sdpa"
         return None
 
-    def run(self, q_BHND, k_BHMD, v_BHMD, *, rope=None, rope_half=False, **keywords):
+    def run(self, q_BHND, k_BHMD, v_BHMD, *, scale, rope=None, rope_half=False, **keywords):
         from vitkernels.attention.rotation import rotate  # imports Triton
         from vitkernels.attention.triton_flash.operators import attend
 
-        call = self._call(q_BHND, k_BHMD.shape[2], **keywords)
+        if scale < 0:  # kernels scale after the maximum, so the scale must be positive
+            q_BHND, scale = -q_BHND, -scale
+        if scale < _LEAST_SCALE:
+            q_BHND, scale = q_BHND * scale, 1.0
+        call = self._call(q_BHND, k_BHMD.shape[2], scale=scale, **keywords)
         if rope is not None:
             q_BHND, k_BHMD = rotate(q_BHND, rope, rope_half, False), rotate(k_BHMD, rope, rope_half, False)
         return attend(q_BHND, k_BHMD, v_BHMD, *call)[0]
 
-    def run_qkvpacked(self, qkv_BN3HD, *, rope=None, rope_half=False, **keywords):
+    def run_qkvpacked(self, qkv_BN3HD, *, scale, rope=None, rope_half=False, **keywords):
         from vitkernels.attention.triton_flash.operators import attend_packed, attend_rotary
 
-        call = self._call(qkv_BN3HD, qkv_BN3HD.shape[1], **keywords)
+        if scale < _LEAST_SCALE:
+            q, k, v = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+            return self.run(q, k, v, scale=scale, rope=rope, rope_half=rope_half, **keywords).transpose(1, 2).flatten(2)
+        call = self._call(qkv_BN3HD, qkv_BN3HD.shape[1], scale=scale, **keywords)
         if rope is None:
             return attend_packed(qkv_BN3HD, *call)[0]
         return attend_rotary(qkv_BN3HD, rope, rope_half, *call)[0]
@@ -91,7 +99,7 @@ class TritonFlash(AttentionBackend):
 
         sizes = self._tile_sizes
         bias, mask = padded_keys(bias, keys, sizes, -torch.inf), padded_keys(mask, keys, sizes, False)
-        segment_tiles = tiles_of_call(x, bias, mask, segment_ids, is_causal, scale, sizes)
+        segment_tiles = tiles_of_call(x, bias, mask, segment_ids, is_causal, sizes)
         return bias, mask, segment_ids, is_causal, scale, sizes, segment_tiles
 
 

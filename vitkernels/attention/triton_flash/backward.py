@@ -39,12 +39,12 @@ def _add_to_dq(
     D2: tl.constexpr, MASKED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    s = inner(q1, q2, k1, k2, D2, PRECISION) * scale
+    s = inner(q1, q2, k1, k2, D2, PRECISION)
     if GENERAL:
-        s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
+        s = modified_scores(s, scale, n[:, None], m[None, :], N, M, extras, CAUSAL)
     elif MASKED:
         s = tl.where(m[None, :] < M, s, float("-inf"))
-    p = weights_of(s, base[:, None], log_sum[:, None], extras)
+    p = weights_of(s, scale, base[:, None], log_sum[:, None], extras)
     ds = p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
     return outer(ds.to(k1.dtype), k1, k2, dq1, dq2, D2, PRECISION)
 
@@ -137,7 +137,7 @@ def dq_kernel(
     do = rows_of_head(do_ptr, head, H, do_b, do_h, do_n)
     dq = rows_of_head(dq_ptr, head, H, dq_b, dq_h, dq_n)
     delta_ptr += head.to(tl.int64) * N
-    b, h = (head // H).to(tl.int64), head % H
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     extras = (
         bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
         mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
@@ -166,10 +166,10 @@ def _add_to_dkdv(
 ):  # fmt: skip
     # Transposed, (keys, queries): p and ds are then the left operands, which the tensor cores read from registers.
     # Queries past the end have lse = +inf and so p = 0; keys past the end fill rows that are never stored.
-    s = inner(k1, k2, q1, q2, D2, PRECISION) * scale
+    s = inner(k1, k2, q1, q2, D2, PRECISION)
     if GENERAL:
-        s = modified_scores(s, n[None, :], m[:, None], N, M, extras, CAUSAL)
-    p = weights_of(s, base[None, :], log_sum[None, :], extras)
+        s = modified_scores(s, scale, n[None, :], m[:, None], N, M, extras, CAUSAL)
+    p = weights_of(s, scale, base[None, :], log_sum[None, :], extras)
     dv1, dv2 = outer(p.to(do1.dtype), do1, do2, dv1, dv2, D2, PRECISION)
     ds = p * (inner(v1, v2, do1, do2, D2, PRECISION) - delta[None, :])
     dk1, dk2 = outer(ds.to(q1.dtype), q1, q2, dk1, dk2, D2, PRECISION)
@@ -191,30 +191,35 @@ def _dkdv_rows(
     factor = score_factor(scale, extras)
 
     start = 0
-    end = full_rows(N, TILE_N, TAIL_N)
+    reach = N
+    full = full_rows(N, TILE_N, TAIL_N)
+    end = full
     if GENERAL:
-        start, end = queries_in_reach(extras, m, first_m, N, M, TILE_N, CAUSAL)
+        start, reach = queries_in_reach(extras, m, first_m, N, M, TILE_N, CAUSAL)
+        end = tl.minimum(reach, full)
     if TAIL_N > 0:  # loaded before the loop and used after it, to hide the latency
-        tail_n = end + tl.arange(0, TAIL_N)
+        tail_n = full + tl.arange(0, TAIL_N)
         tail_q1, tail_q2 = load_rows(q, tail_n, N, D, D1, D2, True)
         tail_do1, tail_do2 = load_rows(do, tail_n, N, D, D1, D2, True)
         tail_base, tail_log_sum = load_statistics(lse_ptr, tail_n, N, extras, True)
         tail_delta = tl.load(delta_ptr + tail_n, mask=tail_n < N, other=0.0)
     for first_n in range(start, end, TILE_N):
         n = first_n + tl.arange(0, TILE_N)
-        q1, q2 = load_rows(q, n, N, D, D1, D2, GENERAL)
-        do1, do2 = load_rows(do, n, N, D, D1, D2, GENERAL)
-        base, log_sum = load_statistics(lse_ptr, n, N, extras, GENERAL)
-        delta = tl.load(delta_ptr + n, mask=n < N, other=0.0) if GENERAL else tl.load(delta_ptr + n)
+        q1, q2 = load_rows(q, n, N, D, D1, D2, False)
+        do1, do2 = load_rows(do, n, N, D, D1, D2, False)
+        base, log_sum = load_statistics(lse_ptr, n, N, extras, False)
+        delta = tl.load(delta_ptr + n)
         dk1, dk2, dv1, dv2 = _add_to_dkdv(
             q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dk1, dk2, dv1, dv2, n, m, N, M, factor, extras,
             D2, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
-    if TAIL_N > 0:
-        dk1, dk2, dv1, dv2 = _add_to_dkdv(
-            tail_q1, tail_q2, tail_do1, tail_do2, k1, k2, v1, v2, tail_base, tail_log_sum, tail_delta,
-            dk1, dk2, dv1, dv2, tail_n, m, N, M, factor, extras, D2, GENERAL, CAUSAL, PRECISION,
-        )  # fmt: skip
+    has_tail = reach > full if GENERAL else TAIL_N > 0
+    if TAIL_N > 0:  # noqa: SIM102 - Triton evaluates both operands of `and`
+        if has_tail:
+            dk1, dk2, dv1, dv2 = _add_to_dkdv(
+                tail_q1, tail_q2, tail_do1, tail_do2, k1, k2, v1, v2, tail_base, tail_log_sum, tail_delta,
+                dk1, dk2, dv1, dv2, tail_n, m, N, M, factor, extras, D2, GENERAL, CAUSAL, PRECISION,
+            )  # fmt: skip
     store_rows(dk, dk1 * scale, dk2 * scale, m, M, D, D1, D2, RAGGED)
     store_rows(dv, dv1, dv2, m, M, D, D1, D2, RAGGED)
 
@@ -261,7 +266,7 @@ def dkdv_kernel(
     dk = rows_of_head(dk_ptr, head, H, dk_b, dk_h, dk_m)
     dv = rows_of_head(dv_ptr, head, H, dv_b, dv_h, dv_m)
     delta_ptr += head.to(tl.int64) * N
-    b, h = (head // H).to(tl.int64), head % H
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     extras = (
         bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
         mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
@@ -273,7 +278,7 @@ def dkdv_kernel(
     elif first < end:
         if compares:
             _dkdv_rows(q, k, v, do, dk, dv, lse_ptr, delta_ptr, extras, first, N, end, scale,
-                       D, D1, D2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
+                       D, D1, D2, TILE_N, TILE_M, TILE_N, True, True, CAUSAL, PRECISION)  # fmt: skip
         else:
             _dkdv_tile(
                 rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(do, start),
@@ -311,7 +316,7 @@ def dbias_kernel(
     last = tl.where(first_m < M, tl.minimum(first + run, shared), first)
     for i in range(first, last):
         b = tl.cast(owner // bias_heads + i // shared_heads, tl.int64)
-        h = owner % bias_heads + i % shared_heads
+        h = tl.cast(owner % bias_heads + i % shared_heads, tl.int64)
         head = b * H + h
         extras = (
             bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
@@ -323,9 +328,10 @@ def dbias_kernel(
         do1, do2 = load_rows(rows_of_entry(do_ptr, b, h, do_b, do_h, do_n), n, N, D, D1, D2, True)
         base, log_sum = load_statistics(statistics_of_head(lse_ptr, head, N, extras), n, N, extras, True)
         delta = tl.load(delta_ptr + head * N + n, mask=n < N, other=0.0)
-        s = inner(q1, q2, k1, k2, D2, PRECISION) * score_factor(scale, extras)
-        s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
-        p = weights_of(s, base[:, None], log_sum[:, None], extras)
+        factor = score_factor(scale, extras)
+        s = inner(q1, q2, k1, k2, D2, PRECISION)
+        s = modified_scores(s, factor, n[:, None], m[None, :], N, M, extras, CAUSAL)
+        p = weights_of(s, factor, base[:, None], log_sum[:, None], extras)
         total += p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
     owners = tl.num_programs(0) // tiles
     at = tl.cast(tl.program_id(1), tl.int64) * owners + owner

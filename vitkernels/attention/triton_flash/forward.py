@@ -15,6 +15,7 @@ from vitkernels.attention.triton_flash.tiles import (
     full_rows,
     inner,
     keys_in_reach,
+    largest_score,
     load_rows,
     modified_scores,
     outer,
@@ -26,6 +27,7 @@ from vitkernels.attention.triton_flash.tiles import (
     statistics_of_head,
     store_rows,
     store_statistics,
+    weights_of,
     zeros,
 )
 
@@ -36,14 +38,11 @@ def _fold_in(
     GENERAL: tl.constexpr, D2: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Fold one more tile of scores and values into the online softmax."""
-    if GENERAL:  # s is already scaled, and entire rows can be -inf
-        new_max = tl.maximum(row_max, tl.max(s, 1))
+    new_max = tl.maximum(row_max, largest_score(s, scale, extras))
+    base = new_max
+    if GENERAL:  # entire rows can be -inf
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = exponential(s - base[:, None], extras)
-    else:  # scaling after the maximum fuses into the exponent's multiply-add
-        new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
-        base = new_max
-        p = tl.exp2(s * scale - base[:, None])
+    p = weights_of(s, scale, base[:, None], 0.0, extras)
     shrink = exponential(row_max - base, extras)
     row_sum = row_sum * shrink + tl.sum(p, 1)
     acc1 = acc1 * shrink[:, None]
@@ -66,37 +65,30 @@ def _attend_rows(
     row_sum = tl.zeros([TILE_N], tl.float32)
     acc1, acc2 = zeros(TILE_N, D1, D2)
 
+    start = 0
+    end = full_rows(M, TILE_M, TAIL_M)
     if GENERAL:
         start, end = keys_in_reach(extras, n, first_n, N, M, TILE_M, CAUSAL)
-        for first_m in range(start, end, TILE_M):
-            m = first_m + tl.arange(0, TILE_M)
-            k1, k2 = load_rows(k, m, M, D, D1, D2, True)
-            v1, v2 = load_rows(v, m, M, D, D1, D2, True)
-            s = inner(q1, q2, k1, k2, D2, PRECISION) * scale
-            s = modified_scores(s, n[:, None], m[None, :], N, M, extras, CAUSAL)
-            row_max, row_sum, acc1, acc2 = _fold_in(
-                s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
-            )
-    else:
-        full_tiles = full_rows(M, TILE_M, TAIL_M)
-        if TAIL_M > 0:  # loaded before the loop and used after it, to hide the latency
-            tail_m = full_tiles + tl.arange(0, TAIL_M)
-            tail_k1, tail_k2 = load_rows(k, tail_m, M, D, D1, D2, True)
-            tail_v1, tail_v2 = load_rows(v, tail_m, M, D, D1, D2, True)
-        for first_m in range(0, full_tiles, TILE_M):
-            m = first_m + tl.arange(0, TILE_M)
-            k1, k2 = load_rows(k, m, M, D, D1, D2, False)
-            v1, v2 = load_rows(v, m, M, D, D1, D2, False)
-            s = inner(q1, q2, k1, k2, D2, PRECISION)
-            row_max, row_sum, acc1, acc2 = _fold_in(
-                s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
-            )
-        if TAIL_M > 0:
-            s = inner(q1, q2, tail_k1, tail_k2, D2, PRECISION)
-            s = tl.where(tail_m[None, :] < M, s, float("-inf"))
-            row_max, row_sum, acc1, acc2 = _fold_in(
-                s, tail_v1, tail_v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
-            )
+    if TAIL_M > 0:  # loaded before the loop and used after it, to hide the latency
+        tail_m = end + tl.arange(0, TAIL_M)
+        tail_k1, tail_k2 = load_rows(k, tail_m, M, D, D1, D2, True)
+        tail_v1, tail_v2 = load_rows(v, tail_m, M, D, D1, D2, True)
+    for first_m in range(start, end, TILE_M):
+        m = first_m + tl.arange(0, TILE_M)
+        k1, k2 = load_rows(k, m, M, D, D1, D2, GENERAL)
+        v1, v2 = load_rows(v, m, M, D, D1, D2, GENERAL)
+        s = inner(q1, q2, k1, k2, D2, PRECISION)
+        if GENERAL:
+            s = modified_scores(s, scale, n[:, None], m[None, :], N, M, extras, CAUSAL)
+        row_max, row_sum, acc1, acc2 = _fold_in(
+            s, v1, v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
+        )
+    if TAIL_M > 0:
+        s = inner(q1, q2, tail_k1, tail_k2, D2, PRECISION)
+        s = tl.where(tail_m[None, :] < M, s, float("-inf"))
+        row_max, row_sum, acc1, acc2 = _fold_in(
+            s, tail_v1, tail_v2, row_max, row_sum, acc1, acc2, scale, extras, GENERAL, D2, PRECISION
+        )
 
     if GENERAL:  # a query without keys: out is 0, and lse = +inf makes every exp2(score - lse) of the backward pass 0
         row_max = tl.where(row_sum == 0.0, float("inf"), row_max)
@@ -140,7 +132,7 @@ def forward_kernel(
 
     Strides are in elements; those of q, k, v and out are multiples of 8, and 1 along D. Tiles of one head run in
     consecutive programs, so that its keys and values stay in the L2 cache. TAIL_N and TAIL_M are the tile sizes for the
-    remainder of N and M after full tiles; 0 if none remains.
+    remainder of N and M after full tiles; 0 if tiles cover all. `launch.py` chooses them.
 
     With table_ptr, programs own the tiles of `segment_tiles`, `tiles` in each batch entry. A segment is computed like a
     call of its own: pointers begin at its first row, and N and M are its length.
@@ -153,7 +145,7 @@ def forward_kernel(
     k = rows_of_head(k_ptr, head, H, k_b, k_h, k_m)
     v = rows_of_head(v_ptr, head, H, v_b, v_h, v_m)
     out = rows_of_head(out_ptr, head, H, out_b, out_h, out_n)
-    b, h = (head // H).to(tl.int64), head % H
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     extras = (
         bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
         mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,

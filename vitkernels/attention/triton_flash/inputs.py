@@ -15,7 +15,7 @@ from vitkernels.attention.triton_flash.keys_first import keys_first
 from vitkernels.bridge.operator import aligned
 from vitkernels.bridge.triton import next_power_of_2
 
-LARGEST_STEP = 64  # keys in a tile of a call with a bias or mask, unless its tiles are requested
+LARGEST_STEP = 64  # the most keys in a tile of a call with a bias or mask, unless its tiles are requested
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,16 @@ class FlashInputs:
     mask: Tensor | None
     segment_ids: Tensor | None  # (B, N)
     is_causal: bool
-    scale: float
+    scale: float  # greater than 0
     segment_tiles: Tensor | None = None  # (B, tiles, 4); see segments.py
 
     @classmethod
     def of(cls, q, k, v, bias, mask, segment_ids, is_causal, scale, segment_tiles=None) -> "FlashInputs":
+        if scale <= 0:
+            raise ValueError(f"scale must be positive, got {scale}: multiply q by it, and pass 1")
+        for name, x in (("bias", bias), ("mask", mask)):
+            if x is not None and x.shape[3] < max(k.shape[2], 1):
+                raise ValueError(f"{name} must come from padded_keys; got {x.shape[3]} columns for {k.shape[2]} keys")
         return cls(
             q=readable(q),
             k=readable(k),
@@ -48,10 +53,10 @@ class FlashInputs:
 
     @property
     def general(self) -> bool:
-        """Return whether every tile masks its scores. A scale <= 0 counts: it turns max(s) into min(s)."""
+        """Return whether every tile masks its scores."""
         compares = self.segment_ids is not None and self.segment_tiles is None
         hides = self.bias is not None or self.mask is not None or compares or self.is_causal
-        return hides or self.scale <= 0 or self.k.shape[2] == 0
+        return hides or self.k.shape[2] == 0
 
     def with_keys_first(self) -> "FlashInputs":
         """Return these inputs with bias and mask as the dkdv kernel reads them fastest."""
@@ -78,7 +83,7 @@ class FlashInputs:
     def layout(self) -> tuple:
         """Return everything that a launch depends on, except for the addresses of the tensors."""
         q, k, v = self.q, self.k, self.v
-        of_extras = [x if x is None else (x.dtype, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
+        of_extras = [x if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() % 16 == 0) for x in self.extras]
         return (q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *of_extras,
                 self.is_causal, self.scale)  # fmt: skip
 
@@ -115,9 +120,9 @@ def _matrix_strides(x_BHNM: Tensor | None) -> tuple[int | None, ...]:
 def padded_keys(x: Tensor | None, keys: int, sizes: Sequence[int], fill: float | bool) -> Tensor | None:
     """Return a bias or mask (B or 1, H or 1, N or 1, M) whose rows are whole tiles of contiguous keys.
 
-    So kernels load 16 bytes at a time, and need not compare key numbers: added keys are hidden by `fill`, which is
-    -inf or False. This runs outside the operators of attention, so that a model does it once for all layers that share
-    a mask, and a compiled model together with what makes the bias.
+    Kernels can then load 16 bytes at a time and need not compare key numbers: `fill` (-inf or False) hides the added
+    keys. This runs outside the operators of attention. So a model does it once for all layers that share a mask, and a
+    compiled model does it together with what makes the bias.
 
     Args:
         x: broadcastable to (B, H, N, M), or None.
@@ -127,8 +132,11 @@ def padded_keys(x: Tensor | None, keys: int, sizes: Sequence[int], fill: float |
         return None
     x = x[(None,) * (4 - x.ndim)]
     x = x.expand(*x.shape[:3], keys)
-    added = -keys % max((LARGEST_STEP, *sizes[1::2]))
-    if added:
+    if not x.requires_grad:  # heads and queries that share rows share them after padding, too
+        x = x[tuple(slice(1) if stride == 0 else slice(None) for stride in x.stride()[:3])]
+    tile = max((LARGEST_STEP, *sizes[1::2]))
+    added = -keys % tile if keys else tile
+    if isinstance(added, torch.SymInt) or added:  # traced with a dynamic length, padding must not depend on the length
         return functional.pad(x, (0, added), value=fill)
     return x if x.stride(3) == 1 else x.contiguous()
 

@@ -52,7 +52,7 @@ def attend(
     tiles: Sequence[int],
     segment_tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return out (B, H, N, D), and the scores' log-sum-exp (B, H, N) in log2 units for the backward pass."""
+    """Return out (B, H, N, D), and the scores' log-sum-exp for the backward pass; see forward_kernel."""
     inputs = _inputs(q, k, v, bias, mask, segment_ids, is_causal, scale, segment_tiles)
     out_BHND = _rows_like(inputs.q)
     lse_BHN = inputs.new_statistics()
@@ -177,7 +177,7 @@ def attend_packed(
     tiles: Sequence[int],
     segment_tiles: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp (B, H, N)."""
+    """Map qkv (B, N, 3, H, D) to out (B, N, H * D) and log-sum-exp; see forward_kernel."""
     B, N, _, H, D = qkv.shape
     layout = _layout(qkv, bias, mask, segment_ids, is_causal, scale, tiles)
     given = interpretable(qkv)

@@ -85,7 +85,7 @@ def segment_tiles(segment_ids: Tensor) -> Tensor:
     A tile has up to SEGMENT_ROWS rows from `first` on, which end where its segment ends, and it streams rows `start` to
     `end`. An unused tile has first = end.
 
-    Tiles compare ids, and stream whatever `tiles_in_common` finds, if an id of the batch entry may recur after other
+    Tiles compare ids, and stream whatever `keys_in_reach` finds, if an id of the batch entry may recur after other
     ids. If segments are so short that their tiles exceed T, the tiles of the batch entry ignore segments, and compare.
     """
     B, N = segment_ids.shape
@@ -112,16 +112,16 @@ def _tiles(N: int) -> int:
     return cdiv(N, min(LEAST_SEGMENT, SEGMENT_ROWS))
 
 
-def tiles_of_call(x: Tensor, bias, mask, segment_ids: Tensor | None, is_causal, scale: float, sizes) -> Tensor | None:
+def tiles_of_call(x: Tensor, bias, mask, segment_ids: Tensor | None, is_causal, sizes) -> Tensor | None:
     """Return the table of a call whose kernels use it, else None; x has the dtype and device of q.
 
     This runs outside the attention operators, so a compiled model computes the table once for all layers. Calls with
-    bias, mask, causality or a scale <= 0 mask every tile anyway, so they compare ids there. Requested tile sizes, and
-    those of float32 on CUDA, may differ from the table's.
+    bias, mask or causality mask every tile anyway, so they compare ids there. Requested tile sizes, and those of
+    float32 on CUDA, may differ from the table's.
     """
     if segment_ids is None:
         return None
-    masks = bias is not None or mask is not None or is_causal or scale <= 0
+    masks = bias is not None or mask is not None or is_causal
     other_sizes = any(sizes) or (x.is_cuda and x.dtype == torch.float32)
     if masks or other_sizes or not SEGMENT_ROWS < segment_ids.shape[1] <= LONGEST_PACKED:
         return None

@@ -133,7 +133,7 @@ def single_tile_backward_kernel(
         s = inner(q1, q2, k1, k2, D2, PRECISION)
         dp = inner(do1, do2, v1, v2, D2, PRECISION)  # before s is used, so that both products run at once
         s = _hidden(s * factor + added, n, m, N, M, extras)
-        p = weights_of(s, base[:, None], log_sum[:, None], extras)
+        p = weights_of(s, 1.0, base[:, None], log_sum[:, None], extras)
         ds = p * (dp - tl.sum(p * dp, 1)[:, None])
         if partial_ptr is not None:
             total += ds

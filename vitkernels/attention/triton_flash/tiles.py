@@ -147,9 +147,12 @@ def rows_from(rows, start):
 
 
 # --- scores and weights -----------------------------------------------------------------------------------------------
-# Scores are in log2 units, except with a bias, where they are in natural ones: a bias near the end of float32's range,
-# as padding masks use, would overflow to -inf if multiplied by log2 e. In a row of such biases the log-sum-exp would
-# round to the maximum, so calls with a bias save the maximum and the logarithm of the sum separately.
+# Without a bias, scores are q kᵀ, and the factor that scales them to log2 units is applied after the maximum of a row.
+# So the scale must be positive: the largest q kᵀ must have the largest score, and 0 * -inf is not -inf.
+#
+# With a bias, scores are scaled before it is added, in natural units: a bias near the end of float32's range, as
+# padding masks use, would overflow to -inf if multiplied by log2 e. In a row of such biases the log-sum-exp would round
+# to the maximum, so calls with a bias save the maximum and the logarithm of the sum separately.
 
 
 @triton.jit
@@ -194,26 +197,39 @@ def load_statistics(ptr, n, N, extras, MASKED: tl.constexpr):
     base = tl.load(ptr + n, mask=n < N, other=float("inf")) if MASKED else tl.load(ptr + n)
     log_sum = base
     if extras[0] is not None:
-        log_sum = tl.load(ptr + N + n, mask=n < N, other=0.0)
+        log_sum = tl.load(ptr + N + n, mask=n < N, other=0.0) if MASKED else tl.load(ptr + N + n)
     return base, log_sum
 
 
 @triton.jit
-def weights_of(s, base, log_sum, extras):
-    """Return the softmax weights of scores s; the other arguments come from `load_statistics`, shaped to broadcast."""
-    return tl.exp2((s - base) * LOG2E - log_sum) if extras[0] is not None else tl.exp2(s - base)
+def largest_score(s, scale, extras):
+    """Return the largest score of each row of `modified_scores`."""
+    largest = tl.max(s, 1)
+    if extras[0] is None:
+        largest = largest * scale
+    return largest
 
 
 @triton.jit
-def modified_scores(s, n, m, N, M, extras, CAUSAL: tl.constexpr):
-    """Return scores with the bias added, -inf where query n may not attend to key m.
+def weights_of(s, scale, base, log_sum, extras):
+    """Return the softmax weights of `modified_scores`.
+
+    Without a bias, scaling fuses into the exponent's multiply-add. base, log_sum: from `load_statistics`, shaped to
+    broadcast.
+    """
+    return tl.exp2((s - base) * LOG2E - log_sum) if extras[0] is not None else tl.exp2(s * scale - base)
+
+
+@triton.jit
+def modified_scores(s, scale, n, m, N, M, extras, CAUSAL: tl.constexpr):
+    """Return q kᵀ, scaled and with the bias added if the call has one; -inf where query n may not attend to key m.
 
     n and m hold the token numbers, shaped as a column and a row of s or the other way around. The scores of queries
-    from N on are arbitrary; so are those of keys from M on, if the bias or mask is one of `keys_first`.
+    from N on are arbitrary; so are those of keys from M on, if the bias or mask comes from `keys_first`.
     """
     bias_ptr, mask_ptr, segment_ptr, segment_at, segment_n = extras[0], extras[4], extras[8], extras[9], extras[10]
     if bias_ptr is not None:
-        s += load_bias(n, m, N, M, extras)
+        s = s * scale + load_bias(n, m, N, M, extras)
     if mask_ptr is not None:
         s = tl.where(load_mask(n, m, N, M, extras), s, float("-inf"))
     if bias_ptr is None and mask_ptr is None:  # their padding hides the keys from M on
@@ -241,13 +257,13 @@ def _load_elements(ptr, n, m, N, M, stride_n, stride_m):
 
 @triton.jit
 def load_bias(n, m, N, M, extras):
-    """Return the bias of queries n and keys m in float32; see `modified_scores` for those that do not exist."""
+    """Return the bias of queries n and keys m in float32; see `modified_scores` for n >= N and m >= M."""
     return _load_elements(extras[0] + extras[1], n, m, N, M, extras[2], extras[3]).to(tl.float32)
 
 
 @triton.jit
 def load_mask(n, m, N, M, extras):
-    """Return whether the mask lets query n attend to key m; see `modified_scores` for those that do not exist."""
+    """Return whether the mask lets query n attend to key m; see `modified_scores` for n >= N and m >= M."""
     return _load_elements(extras[4] + extras[5], n, m, N, M, extras[6], extras[7]) != 0
 
 

@@ -231,7 +231,7 @@ def dkdv_tiles(inputs: FlashInputs) -> TileConfig:
     if inputs.general and width > 96:
         return TileConfig(64, 64, 4, 2)
     if inputs.general:
-        return TileConfig(32, 64, 4, 3) if width > 64 else TileConfig(32, 64, 4, 2, 128)
+        return TileConfig(32, 64, 4, 3, (168 if inputs.bias is not None else 128) if width <= 64 else None)
     if width > 96 and length > 512:
         return TileConfig(64, 64, 4, 2)
     if width > 64 and length % 64 == 0:
