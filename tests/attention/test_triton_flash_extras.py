@@ -143,9 +143,11 @@ class TestExtras(AttentionHarness):
         """Let two heads be enough for a copy with a row per key."""
         monkeypatch.setattr("vitkernels.attention.triton_flash.keys_first.LEAST_SHARED", 2)
 
-    # All but the last are copied. Ragged and whole tiles of queries, of keys, and of both.
-    @pytest.mark.parametrize("shape", [(1, 2), (1, 1), (2, 1), (2, 2)])
-    @pytest.mark.parametrize("N, M", [(70, 70), (65, 128), (128, 97)])
+    # Matrices of the last shape are not copied. Ragged and whole tiles of queries, of keys, and of both.
+    @pytest.mark.parametrize(
+        "shape, N, M",
+        [((1, 2), 70, 70), ((1, 1), 70, 70), ((2, 1), 70, 70), ((2, 2), 70, 70), ((1, 2), 65, 128), ((1, 2), 128, 97)],
+    )
     def test_matrices(self, device, copies, shape, N, M):
         leaves = attention_reference.draw(device, 2, 2, N, 16, torch.float32, M)
         bias = torch.randn(*shape, N, M, device=device, requires_grad=True)
@@ -161,17 +163,17 @@ class TestExtras(AttentionHarness):
         bias = torch.randn(2, 100, 100, device=device).to(dtype).requires_grad_()
         self.check(leaves, bias=bias, mask=torch.rand(100, 100, device=device) < 0.7)
 
-    # The search for kept keys reads 256 keys at a time.
-    @pytest.mark.parametrize("kept", [(0, 300), (150, 151), (299, 300), (255, 257), (7, 7)])
-    def test_mask_of_keys(self, device, kept):
-        """Each image has its own range, or none."""
-        mask = torch.ones(2, 1, 1, 300, dtype=torch.bool, device=device)
-        mask[1] = False
-        mask[1, ..., kept[0] : kept[1]] = True
-        self.check(attention_reference.draw(device, 2, 1, 300, 16), mask=mask)
-        mask[1, ..., kept[0] + 1 : kept[1] - 1 : 2] = False
-        ids = torch.arange(300, device=device).expand(2, 300) // 200
-        self.check(attention_reference.draw(device, 2, 1, 300, 16), mask=mask, segment_ids=ids)
+    def test_mask_of_keys(self, device):
+        """Each image has its own range, or none. The search for them reads 256 keys at a time."""
+        ranges = [(0, 300), (150, 151), (299, 300), (255, 257), (7, 7)]
+        B, N = len(ranges), 300
+        mask = torch.zeros(B, 1, 1, N, dtype=torch.bool, device=device)
+        for i, (first, end) in enumerate(ranges):
+            mask[i, ..., first:end] = True
+        self.check(attention_reference.draw(device, B, 1, N, 16), mask=mask)
+        mask[0, ..., 30:200:2] = False
+        ids = torch.arange(N, device=device).expand(B, N) // 200
+        self.check(attention_reference.draw(device, B, 1, N, 16), mask=mask, segment_ids=ids)
 
     def test_mask_of_keys__skips_nan(self, device):
         """Tiles of hidden keys are not read."""
