@@ -155,7 +155,7 @@ def test_summed(device, dtype, shape):
 
 @pytest.mark.parametrize("scale", [0.0, -0.2, 0.3, 1e-20, -1e20, 2.0**-24])
 def test_folded_scale(scale):
-    from vitkernels.attention.pallas_flash.hopper.bias import folded_scale
+    from vitkernels.attention.contract import folded_scale
 
     factor, rest = folded_scale(scale)
     assert factor * rest == scale and 2.0**-24 <= rest <= 2.0**24

@@ -57,7 +57,7 @@ def test_keys_first__leaves_matrices_that_few_heads_share():
         assert keys_first(expanded, 70) is expanded
 
 
-def operator(bias, scale=1.0, sizes=(), requires_grad=False, N=80):
+def call_operator(bias, scale=1.0, sizes=(), requires_grad=False, N=80):
     """Call the operator itself, without padded_keys; return the gradients."""
     flash = attention.get("triton_flash")
     q, k, v = torch.randn(3, 1, 1, N, 16).unbind(0)
@@ -83,13 +83,13 @@ def operator(bias, scale=1.0, sizes=(), requires_grad=False, N=80):
 def test_unpadded_rows__are_refused(columns, N, sizes, requires_grad):
     """A tile would reach beyond the rows."""
     with pytest.raises(ValueError, match="must come from padded_keys"):
-        operator(torch.zeros(1, 1, N, columns), sizes=sizes, requires_grad=requires_grad, N=N)
+        call_operator(torch.zeros(1, 1, N, columns), sizes=sizes, requires_grad=requires_grad, N=N)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
 def test_scales_that_callers_must_fold_into_q__are_refused(scale):
     with pytest.raises(ValueError, match="scale must be positive"):
-        operator(None, scale)
+        call_operator(None, scale)
 
 
 @pytest.mark.parametrize("rope", [False, True])

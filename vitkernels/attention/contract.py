@@ -3,6 +3,7 @@
 Shape suffixes: B batch, H heads, N query tokens, M key and value tokens, D head dim, E = H * D, 3 = q, k, v.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -391,6 +392,24 @@ def _seen_by_last_query(N: int, k_BHMD: Tensor, v_BHMD: Tensor, bias: Tensor | N
         return k_BHMD, v_BHMD, bias, mask
     extras = (x if x is None or x.shape[-1] == 1 else x[..., :N] for x in (bias, mask))
     return k_BHMD[:, :, :N], v_BHMD[:, :, :N], *extras
+
+
+# Kernels may divide a bias by these scales: the quotient, and what q k can be, is far from infinite.
+_SCALES = 2.0**-24, 2.0**24
+
+
+def folded_scale(scale: float) -> tuple[float, float]:
+    """Return (factor, rest), whose product is `scale`; rest is from 2^-24 to 2^24.
+
+    factor is 1 if scale itself is in that range, otherwise 0, -1 or a power of two, by which a caller multiplies q
+    without rounding.
+    """
+    if scale == 0:
+        return 0.0, 1.0
+    if _SCALES[0] <= abs(scale) <= _SCALES[1]:
+        return math.copysign(1.0, scale), abs(scale)
+    rest, exponent = math.frexp(abs(scale))
+    return math.copysign(2.0**exponent, scale), rest
 
 
 def rotated(x_BHND: Tensor, rope: Tensor, rope_half: bool) -> Tensor:

@@ -12,7 +12,7 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = 
 
 import torch
 
-from vitkernels.attention.contract import AttentionBackend, Problem
+from vitkernels.attention.contract import AttentionBackend, Problem, folded_scale
 from vitkernels.bridge import hopper, lazy_target
 from vitkernels.errors import UsageError
 from vitkernels.registry.sources import missing_package
@@ -35,7 +35,7 @@ _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import operators
-    from vitkernels.attention.pallas_flash.hopper.bias import folded_scale, padded_bias
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
     from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
     from vitkernels.attention.rotation import rotate

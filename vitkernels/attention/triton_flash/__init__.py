@@ -13,7 +13,7 @@ from importlib.util import find_spec
 
 import torch
 
-from vitkernels.attention.contract import AttentionBackend, Problem
+from vitkernels.attention.contract import AttentionBackend, Problem, folded_scale
 from vitkernels.errors import UsageError
 
 _MISSING = None if find_spec("triton") else "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
@@ -72,10 +72,9 @@ class TritonFlash(AttentionBackend):
         from vitkernels.attention.rotation import rotate  # imports Triton
         from vitkernels.attention.triton_flash.operators import attend
 
-        if scale < 0:  # kernels scale after the maximum, so the scale must be positive
-            q_BHND, scale = -q_BHND, -scale
-        if scale < _LEAST_SCALE:
-            q_BHND, scale = q_BHND * scale, 1.0
+        if scale < _LEAST_SCALE:  # kernels scale after the maximum, so the scale must be positive
+            factor, scale = folded_scale(scale)
+            q_BHND = q_BHND * factor
         call = self._call(q_BHND, k_BHMD.shape[2], scale=scale, **keywords)
         if rope is not None:
             q_BHND, k_BHMD = rotate(q_BHND, rope, rope_half, False), rotate(k_BHMD, rope, rope_half, False)

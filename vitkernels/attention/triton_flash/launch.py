@@ -184,10 +184,14 @@ def launch_fitting(tiles: TileConfig, launch: Callable[[TileConfig], T]) -> T:
 
 
 def _check_padding(inputs: FlashInputs, tiles: TileConfig) -> None:
-    """Make sure that no tile reaches beyond the rows of the bias and the mask."""
+    """Make sure that the bias and the mask have all keys, and that no tile reaches beyond their rows."""
+    keys = inputs.k.shape[2]
     for x in (inputs.bias, inputs.mask):
-        if x is not None and (x.shape[3] % tiles.m if x.stride(3) == 1 else x.shape[2] % tiles.n):
-            raise ValueError(f"bias and mask must come from padded_keys; got {tuple(x.shape)}, tiles {tiles}")
+        if x is None:
+            continue
+        rest = x.shape[3] % tiles.m if x.stride(3) == 1 else x.shape[2] % tiles.n
+        if rest or x.shape[3] < keys:
+            raise ValueError(f"bias and mask must come from padded_keys; got {tuple(x.shape)} for {keys} keys, {tiles}")
 
 
 def _tiling(inputs: FlashInputs, tiles: TileConfig, own: str) -> dict:

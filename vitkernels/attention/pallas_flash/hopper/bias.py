@@ -1,7 +1,7 @@
 """A bias and a mask as the Hopper kernels of `pallas_flash` read them: in units of q k, padded and in groups.
 
 The kernels start the product of scores, q k, from the bias. So it is divided by the scale, which must be positive (see
-`folded_scale`), and stored in the order in which the threads hold the product (see bias_groups.py).
+contract.folded_scale), and stored in the order in which the threads hold the product (see bias_groups.py).
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens.
 """
@@ -14,21 +14,6 @@ from torch import Tensor
 from vitkernels.attention.pallas_flash.hopper import bias_groups
 from vitkernels.attention.pallas_flash.hopper.tiles import stored_bias_shape
 from vitkernels.bridge.operator import differentiable_once, operator
-
-_SCALES = 2.0**-24, 2.0**24  # of calls with a bias: LOW / scale, and what q k can be, must be far from infinite
-
-
-def folded_scale(scale: float) -> tuple[float, float]:
-    """Return (factor, rest), whose product is `scale`; rest is a valid scale of a call with a bias.
-
-    factor is 1 for a valid scale, otherwise 0, -1 or a power of two, by which q is multiplied without rounding.
-    """
-    if scale == 0:
-        return 0.0, 1.0
-    if _SCALES[0] <= abs(scale) <= _SCALES[1]:
-        return math.copysign(1.0, scale), abs(scale)
-    rest, exponent = math.frexp(abs(scale))
-    return math.copysign(2.0**exponent, scale), rest
 
 
 def padded_bias(
