@@ -6,17 +6,18 @@ import torch
 pytest.importorskip("triton")
 
 from vitkernels.attention.contract import rotated
-from vitkernels.attention.rotation import TOKENS, fill_rotated, rotate
+from vitkernels.attention.rotation import HEADS, fill_rotated, rotate
 from vitkernels.testing.attention_reference import rotations, unpacked
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-H = 5  # heads, more than one program's
+H = HEADS + 1
 
-# (head dim, leading dims of rope, tokens, rotated tokens): all and some tokens rotated, ragged and full blocks.
+# (head dim, leading dims of rope, tokens, rotated tokens): all and some tokens rotated, ragged and full blocks of 4, 8
+# and 16 tokens.
 CASES = [
-    (64, (), TOKENS, TOKENS),
+    (64, (), 32, 32),
     (64, (1, H), 37, 36),
-    (40, (2, 1), 2 * TOKENS + 1, 60),
+    (40, (2, 1), 65, 60),
     (80, (2, H), 35, 30),
     (32, (H,), 1, 1),
 ]

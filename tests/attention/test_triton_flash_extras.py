@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from vitkernels import attention
+from vitkernels.attention.triton_flash import launch
 from vitkernels.attention.triton_flash.inputs import padded_keys
 from vitkernels.attention.triton_flash.keys_first import LEAST_SHARED, keys_first
 from vitkernels.testing import attention_reference
@@ -57,33 +58,31 @@ def test_keys_first__leaves_matrices_that_few_heads_share():
         assert keys_first(expanded, 70) is expanded
 
 
-def call_operator(bias, scale=1.0, sizes=(), requires_grad=False, N=80):
-    """Call the operator itself, without padded_keys; return the gradients."""
+def call_operator(bias, scale=1.0, sizes=(), N=80):
+    """Call the operator itself, without padded_keys, and its backward pass."""
     flash = attention.get("triton_flash")
     q, k, v = torch.randn(3, 1, 1, N, 16).unbind(0)
     flash(q, k, v)  # registers it
-    leaves = [q.requires_grad_(), *([bias.requires_grad_()] if requires_grad else [])]
-    out, _ = torch.ops.vitkernels.triton_flash(q, k, v, bias, None, None, False, scale, list(sizes), None)
-    return torch.autograd.grad(out.sum(), leaves)
+    out, _ = torch.ops.vitkernels.triton_flash(q.requires_grad_(), k, v, bias, None, None, False, scale, list(sizes), None)
+    out.sum().backward()
 
 
 # Of each pass: tiles of 32 keys divide 96 columns, and those of 64 do not.
 @pytest.mark.parametrize(
-    "columns, N, sizes, requires_grad",
+    "columns, N, sizes",
     [
-        (80, 80, (128, 64, 16, 16, 16, 16), False),
-        (96, 80, (16, 16, 128, 64, 16, 16), False),
-        (96, 80, (16, 16, 16, 16, 16, 64), False),
-        (96, 80, (16, 16, 16, 16, 16, 32), True),
-        (40, 40, (), False),
-        (64, 80, (16,) * 6, False),
+        (80, 80, (128, 64, 16, 16, 16, 16)),
+        (96, 80, (16, 16, 128, 64, 16, 16)),
+        (96, 80, (16, 16, 16, 16, 16, 64)),
+        (40, 40, ()),
+        (64, 80, (16,) * 6),
     ],
-    ids=["forward", "dq", "dkdv", "dbias", "single tile", "fewer columns than keys"],
+    ids=["forward", "dq", "dkdv", "single tile", "fewer columns than keys"],
 )
-def test_unpadded_rows__are_refused(columns, N, sizes, requires_grad):
+def test_unpadded_rows__are_refused(columns, N, sizes):
     """A tile would reach beyond the rows."""
     with pytest.raises(ValueError, match="must come from padded_keys"):
-        call_operator(torch.zeros(1, 1, N, columns), sizes=sizes, requires_grad=requires_grad, N=N)
+        call_operator(torch.zeros(1, 1, N, columns), sizes=sizes, N=N)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])
@@ -162,6 +161,37 @@ class TestExtras(AttentionHarness):
         leaves = attention_reference.draw(device, 2, 2, 100, 64, dtype)
         bias = torch.randn(2, 100, 100, device=device).to(dtype).requires_grad_()
         self.check(leaves, bias=bias, mask=torch.rand(100, 100, device=device) < 0.7)
+
+    @pytest.mark.parametrize("entries", [1, 2, 3])
+    @pytest.mark.parametrize("shape", [(1, 2, 70, 70), (70, 70), (1, 1, 1, 70), (3, 1, 70, 70), (3, 2, 70, 70)])
+    def test_bias_gradient__of_some_entries_at_a_time(self, device, monkeypatch, shape, entries):
+        monkeypatch.setattr(launch, "MOST_SCORES", entries * 2 * 70 * 128)
+        bias = torch.randn(shape, device=device, requires_grad=True)
+        self.check(attention_reference.draw(device, 3, 2, 70, 32), bias=bias)
+
+    @pytest.mark.parametrize("extra", ["causal", "mask", "segment_ids"])
+    def test_bias_gradient__is_zero_in_skipped_tiles(self, device, extra):
+        place = torch.arange(200, device=device)
+        extras = {
+            "causal": {"is_causal": True},
+            "mask": {"mask": place < 60},
+            "segment_ids": {"segment_ids": place.expand(2, 200) // 70},
+        }
+        bias = torch.randn(2, 200, 200, device=device, requires_grad=True)
+        self.check(attention_reference.draw(device, 2, 2, 200, 16), bias=bias, **extras[extra])
+
+    @pytest.mark.parametrize("entries", [1, 3])
+    def test_bias_gradient__is_bit_equal_in_reruns(self, device, monkeypatch, entries):
+        monkeypatch.setattr(launch, "MOST_SCORES", entries * 2 * 70 * 128)
+        leaves = attention_reference.draw(device, 3, 2, 70, 32)
+        bias = torch.randn(1, 2, 70, 70, device=device, requires_grad=True)
+
+        def run():
+            out = self.attend(*leaves, bias=bias)
+            return out, *torch.autograd.grad(out, (*leaves, bias), torch.ones_like(out).cumsum(0))
+
+        for first, second in zip(run(), run(), strict=True):
+            assert torch.equal(first, second)
 
     def test_mask_of_keys(self, device):
         """Each image has its own range, or none. The search for them reads 256 keys at a time."""

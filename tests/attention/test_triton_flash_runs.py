@@ -1,4 +1,4 @@
-"""triton_flash's loops over batch entries: the single-tile kernels of short sequences, and the gradient of a bias."""
+"""triton_flash's loops over batch entries in the single-tile kernels of short sequences."""
 
 import pytest
 import torch
@@ -108,25 +108,9 @@ class TestRuns(AttentionHarness):
         )
         assert launched == [FORWARD, BACKWARD] * 2
 
-    # Four tiles of each entry of the bias: 4 programs make the same runs as one. The last shape has no sum.
-    @pytest.mark.parametrize(
-        "shape, programs",
-        [
-            *((shape, n) for shape in [(1, 2, 70, 70), (70, 70), (1, 1, 1, 70), (3, 1, 70, 70)] for n in (1, 64)),
-            ((1, 2, 70, 70), 16),
-            ((3, 2, 70, 70), 64),
-        ],
-        indirect=["programs"],
-    )
-    def test_bias_gradient__of_several_tiles(self, device, launched, shape):
-        bias = torch.randn(shape, device=device, requires_grad=True)
-        self.check(draw(device, 3, 2, 70, 32), bias=bias)
-        assert FORWARD not in launched and BACKWARD not in launched
-
-    @pytest.mark.parametrize("N, programs", [(49, 1), (49, 4), (49, 64), (70, 1), (70, 64)], indirect=["programs"])
-    def test_bias_gradient__is_bit_equal_in_reruns(self, device, N):
-        leaves = draw(device, 3, 2, N, 32)
-        bias = torch.randn(1, 2, N, N, device=device, requires_grad=True)
+    def test_bias_gradient__is_bit_equal_in_reruns(self, device):
+        leaves = draw(device, 3, 2, 49, 32)
+        bias = torch.randn(1, 2, 49, 49, device=device, requires_grad=True)
 
         def run():
             out = self.attend(*leaves, bias=bias)

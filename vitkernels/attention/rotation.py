@@ -14,47 +14,62 @@ from torch import Tensor
 from vitkernels.bridge.operator import aligned, interpretable, operator
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
-TOKENS, HEADS, WARPS = 32, 4, 4  # of a program, which loads the sines of its tokens once for all its heads
+HEADS, ELEMENTS, WARPS = 4, 2048, 4  # of a program at a time; heads are neighbors in the rows of a projection
 
 
 @triton.jit
-def _load_partners(ptr, rows, inside, other, D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr):
+def _partners(H, D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr):
+    """Return the heads and columns of a row of HEADS heads, each padded to WIDTH columns, and which of them exist."""
+    i = tl.arange(0, HEADS * WIDTH)[None, :]
+    return i // WIDTH, i % WIDTH, (i // WIDTH < H) & (i % WIDTH < D)
+
+
+@triton.jit
+def _load_partners(
+    ptr, rows, stride_h, inside, H, other,
+    D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
     """Return the columns that rotate together as two tiles: the halves of the head dim, or even and odd columns.
 
-    rows: the offsets of the rows, as a column. inside: which of them to load; the others are filled with `other`.
+    rows: the offsets of the rows, as a column. inside: which of them to load; the others, and those of heads from H on,
+    are filled with `other`.
     """
     if HALVES:
-        columns = tl.arange(0, WIDTH // 2)[None, :]
-        inside = inside & (columns < D // 2)
-        a = tl.load(ptr + rows + columns, mask=inside, other=other)
-        b = tl.load(ptr + rows + columns + D // 2, mask=inside, other=other)
+        head, column, exists = _partners(H, D // 2, WIDTH // 2, HEADS)
+        at = ptr + rows + head * stride_h + column
+        a = tl.load(at, mask=inside & exists, other=other)
+        b = tl.load(at + D // 2, mask=inside & exists, other=other)
     else:
-        columns = tl.arange(0, WIDTH)[None, :]
-        x = tl.load(ptr + rows + columns, mask=inside & (columns < D), other=other)
-        a, b = tl.split(tl.reshape(x, (x.shape[0], WIDTH // 2, 2)))
+        head, column, exists = _partners(H, D, WIDTH, HEADS)
+        x = tl.load(ptr + rows + head * stride_h + column, mask=inside & exists, other=other)
+        a, b = tl.split(tl.reshape(x, (x.shape[0], HEADS * WIDTH // 2, 2)))
     return a, b
 
 
 @triton.jit
-def _store_partners(ptr, rows, inside, a, b, D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr):
+def _store_partners(
+    ptr, rows, stride_h, inside, H, a, b,
+    D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
     a, b = a.to(ptr.dtype.element_ty), b.to(ptr.dtype.element_ty)
     if HALVES:
-        columns = tl.arange(0, WIDTH // 2)[None, :]
-        inside = inside & (columns < D // 2)
-        tl.store(ptr + rows + columns, a, mask=inside)
-        tl.store(ptr + rows + columns + D // 2, b, mask=inside)
+        head, column, exists = _partners(H, D // 2, WIDTH // 2, HEADS)
+        at = ptr + rows + head * stride_h + column
+        tl.store(at, a, mask=inside & exists)
+        tl.store(at + D // 2, b, mask=inside & exists)
     else:
-        columns = tl.arange(0, WIDTH)[None, :]
-        x = tl.reshape(tl.join(a, b), (a.shape[0], WIDTH))
-        tl.store(ptr + rows + columns, x, mask=inside & (columns < D))
+        head, column, exists = _partners(H, D, WIDTH, HEADS)
+        x = tl.reshape(tl.join(a, b), (a.shape[0], HEADS * WIDTH))
+        tl.store(ptr + rows + head * stride_h + column, x, mask=inside & exists)
 
 
 @triton.jit
-def _load_sines(ptr, n, stride, skipped, N, D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr):
-    """Return the partners' sines and cosines: 0 and 1 for tokens that are not rotated."""
-    rows, inside = (n - skipped) * stride, (n >= skipped) & (n < N)
-    sin_a, sin_b = _load_partners(ptr, rows, inside, 0.0, D, WIDTH, HALVES)
-    cos_a, cos_b = _load_partners(ptr + D, rows, inside, 1.0, D, WIDTH, HALVES)
+def _load_sines(
+    ptr, rows, stride_h, inside, H, D: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, HALVES: tl.constexpr
+):
+    """Return the partners' sines and cosines: 0 and 1 for rows that are not rotated."""
+    sin_a, sin_b = _load_partners(ptr, rows, stride_h, inside, H, 0.0, D, WIDTH, HEADS, HALVES)
+    cos_a, cos_b = _load_partners(ptr + D, rows, stride_h, inside, H, 1.0, D, WIDTH, HEADS, HALVES)
     return sin_a.to(tl.float32), sin_b.to(tl.float32), cos_a.to(tl.float32), cos_b.to(tl.float32)
 
 
@@ -77,30 +92,33 @@ def _rotation_kernel(
     D: tl.constexpr, WIDTH: tl.constexpr, HALVES: tl.constexpr, INVERSE: tl.constexpr, PARTS: tl.constexpr,
     SINES_PER_HEAD: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Fill TOKENS rows of HEADS heads of out with x, of which parts 0 and 1 are rotated; out may be x.
+    """Fill TOKENS rows of all heads of out with x, of which parts 0 and 1 are rotated; out may be x.
 
     skipped: the number of leading tokens that are not rotated. WIDTH: the least power of two that is at least D.
     """
     tiles = tl.cdiv(N, TOKENS)
     b = (tl.program_id(0) // tiles).to(tl.int64)
     n = (tl.program_id(0) % tiles * TOKENS + tl.arange(0, TOKENS))[:, None]
-    first = tl.program_id(1) * HEADS
     x_ptr += tl.multiple_of(b * x_b, 8)  # strides are multiples of 8; the hint enables 16-byte accesses
     out_ptr += tl.multiple_of(b * out_b, 8)
     rope_ptr += b * rope_b
-    x_rows, out_rows = n * tl.multiple_of(x_n, 8), n * tl.multiple_of(out_n, 8)
+    x_rows, out_rows, sine_rows = n * tl.multiple_of(x_n, 8), n * tl.multiple_of(out_n, 8), (n - skipped) * rope_n
+    x_h, out_h = tl.multiple_of(x_h, 8), tl.multiple_of(out_h, 8)
+    is_rotated = (n >= skipped) & (n < N)
     if not SINES_PER_HEAD:
-        sines = _load_sines(rope_ptr, n, rope_n, skipped, N, D, WIDTH, HALVES)
-    for h in range(first, tl.minimum(first + HEADS, H)):
+        sines = _load_sines(rope_ptr, sine_rows, 0, is_rotated, HEADS, D, WIDTH, HEADS, HALVES)
+    for first in range(0, H, HEADS):
+        h = tl.cast(first, tl.int64)
         if SINES_PER_HEAD:
-            sines = _load_sines(rope_ptr + h * rope_h, n, rope_n, skipped, N, D, WIDTH, HALVES)
+            of_heads = rope_ptr + h * rope_h
+            sines = _load_sines(of_heads, sine_rows, rope_h, is_rotated, H - first, D, WIDTH, HEADS, HALVES)
         for p in tl.static_range(PARTS):
             x_at = tl.multiple_of(tl.cast(x_p, tl.int64) * p + h * x_h, 8)
             out_at = tl.multiple_of(tl.cast(out_p, tl.int64) * p + h * out_h, 8)
-            x1, x2 = _load_partners(x_ptr + x_at, x_rows, n < N, 0.0, D, WIDTH, HALVES)
+            x1, x2 = _load_partners(x_ptr + x_at, x_rows, x_h, n < N, H - first, 0.0, D, WIDTH, HEADS, HALVES)
             if p < 2:
                 x1, x2 = _turned(x1, x2, sines, INVERSE)
-            _store_partners(out_ptr + out_at, out_rows, n < N, x1, x2, D, WIDTH, HALVES)
+            _store_partners(out_ptr + out_at, out_rows, out_h, n < N, H - first, x1, x2, D, WIDTH, HEADS, HALVES)
 
 
 def fill_rotated(x_BNPHD: Tensor, out_BNPHD: Tensor, rope: Tensor, rope_half: bool, inverse: bool = False) -> None:
@@ -117,11 +135,13 @@ def fill_rotated(x_BNPHD: Tensor, out_BNPHD: Tensor, rope: Tensor, rope_half: bo
     rope = rope if rope.stride(-1) == 1 else rope.contiguous()
     sines_per_head = rope.ndim > 2 and rope.shape[-3] > 1
     rope = rope.expand(B, H, *rope.shape[-2:])
+    width, heads = next_power_of_2(D), min(HEADS, next_power_of_2(H))
+    tokens = ELEMENTS // (heads * width)
     triton_call(
         x, out, rope, *x.stride()[:4], *out.stride()[:4], *rope.stride()[:3], N, H, N - rope.shape[2],
-        kernel=_rotation_kernel, grid=(B * cdiv(N, TOKENS), cdiv(H, HEADS)),
-        D=D, WIDTH=next_power_of_2(D), HALVES=rope_half, INVERSE=inverse, PARTS=P,
-        SINES_PER_HEAD=sines_per_head, TOKENS=TOKENS, HEADS=HEADS, num_warps=WARPS,
+        kernel=_rotation_kernel, grid=(B * cdiv(N, tokens),),
+        D=D, WIDTH=width, HALVES=rope_half, INVERSE=inverse, PARTS=P, SINES_PER_HEAD=sines_per_head,
+        TOKENS=tokens, HEADS=heads, num_warps=WARPS,
     )  # fmt: skip
     if out is not out_BNPHD:
         out_BNPHD.copy_(out)

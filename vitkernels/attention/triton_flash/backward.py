@@ -1,9 +1,10 @@
-"""Flash attention, backward: one kernel for dq, one for dk and dv, one for the gradient of a bias.
+"""Flash attention, backward: one kernel for dq, and one for dk and dv.
 
 FlashAttention-2 (Dao 2023, arXiv 2307.08691). The kernels recompute the weights p from the scores and the forward
 pass's log-sum-exp. With delta = rowsum(dout * out), the scores' gradient is ds = p * (dout vᵀ - delta). The dq kernel
-reads dout and out anyway and writes delta for the others, so it runs first. Each program owns its outputs: without
-atomics, every run gives the same bits.
+reads dout and out anyway and writes delta for the other kernel, so it runs first. If a bias needs a gradient, the dq
+kernel also stores ds, which bias_gradient.py sums. Each program owns its outputs: without atomics, every run gives the
+same bits.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -22,12 +23,13 @@ from vitkernels.attention.triton_flash.tiles import (
     owned_rows,
     owned_tile,
     queries_in_reach,
+    row_length,
     rows_from,
-    rows_of_entry,
     rows_of_head,
     score_factor,
     statistics_of_head,
     store_rows,
+    store_scores,
     weights_of,
     zeros,
 )
@@ -35,8 +37,8 @@ from vitkernels.attention.triton_flash.tiles import (
 
 @triton.jit
 def _add_to_dq(
-    q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, n, m, N, M, scale, extras,
-    D2: tl.constexpr, MASKED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr,
+    q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, ds_ptr, n, m, N, M, scale, extras,
+    D2: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     s = inner(q1, q2, k1, k2, D2, PRECISION)
@@ -45,13 +47,15 @@ def _add_to_dq(
     elif MASKED:
         s = tl.where(m[None, :] < M, s, float("-inf"))
     p = weights_of(s, scale, base[:, None], log_sum[:, None], extras)
-    ds = p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
-    return outer(ds.to(k1.dtype), k1, k2, dq1, dq2, D2, PRECISION)
+    ds = (p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])).to(k1.dtype)
+    if ds_ptr is not None:
+        store_scores(ds_ptr, ds, n[:, None], m[None, :], N, M, RAGGED)
+    return outer(ds, k1, k2, dq1, dq2, D2, PRECISION)
 
 
 @triton.jit
 def _dq_rows(
-    q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+    q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first_n, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_M: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
@@ -81,39 +85,39 @@ def _dq_rows(
         k1, k2 = load_rows(k, m, M, D, D1, D2, GENERAL)
         v1, v2 = load_rows(v, m, M, D, D1, D2, GENERAL)
         dq1, dq2 = _add_to_dq(
-            q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, n, m, N, M, factor, extras,
-            D2, False, GENERAL, CAUSAL, PRECISION,
+            q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, ds_ptr, n, m, N, M, factor, extras,
+            D2, False, RAGGED, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     if TAIL_M > 0:
         dq1, dq2 = _add_to_dq(
-            q1, q2, do1, do2, tail_k1, tail_k2, tail_v1, tail_v2, base, log_sum, delta, dq1, dq2, n, tail_m, N, M,
-            factor, extras, D2, True, GENERAL, CAUSAL, PRECISION,
+            q1, q2, do1, do2, tail_k1, tail_k2, tail_v1, tail_v2, base, log_sum, delta, dq1, dq2, ds_ptr,
+            n, tail_m, N, M, factor, extras, D2, True, RAGGED, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     store_rows(dq, dq1 * scale, dq2 * scale, n, N, D, D1, D2, RAGGED)
 
 
 @triton.jit
 def _dq_tile(
-    q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+    q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first_n, N, M, scale,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, TAIL_N: tl.constexpr, TAIL_M: tl.constexpr,
     RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq of the rows first_n to N; see _attend_tile."""
     if TAIL_N == 0 or TAIL_N == TILE_N:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first_n, N, M, scale,
                  D, D1, D2, TILE_N, TILE_M, TAIL_M, TAIL_N > 0, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif N - first_n <= TAIL_N:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first_n, N, M, scale,
                  D, D1, D2, TAIL_N, TILE_M, TAIL_M, True, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     else:
-        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first_n, N, M, scale,
+        _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first_n, N, M, scale,
                  D, D1, D2, TILE_N, TILE_M, TAIL_M, RAGGED, GENERAL, CAUSAL, PRECISION)  # fmt: skip
 
 
 @triton.jit
 def dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, ds_ptr,
     bias_ptr, mask_ptr, segment_ptr, table_ptr,
     q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, out_b, out_h, out_n, do_b, do_h, do_n, dq_b, dq_h, dq_n,
     bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
@@ -122,7 +126,10 @@ def dq_kernel(
     TILE_N: tl.constexpr, TILE_M: tl.constexpr,
     TAIL_N: tl.constexpr, TAIL_M: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq, and delta_BHN for the other kernels; one program per head and tile of queries. See forward_kernel."""
+    """Compute dq, and delta_BHN for the dkdv kernel; one program per head and tile of queries. See forward_kernel.
+
+    Unless ds_ptr is None, store ds of all visited tiles, (B, H, N, row_length(M)).
+    """
     # In reverse order of heads: the forward pass left the last heads in the L2 cache, and this leaves the first for
     # the dkdv kernel.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -137,6 +144,8 @@ def dq_kernel(
     do = rows_of_head(do_ptr, head, H, do_b, do_h, do_n)
     dq = rows_of_head(dq_ptr, head, H, dq_b, dq_h, dq_n)
     delta_ptr += head.to(tl.int64) * N
+    if ds_ptr is not None:
+        ds_ptr += head.to(tl.int64) * N * row_length(M)
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     extras = (
         bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
@@ -144,16 +153,16 @@ def dq_kernel(
     )  # fmt: skip
     lse_ptr = statistics_of_head(lse_ptr, head, N, extras)
     if table_ptr is None:
-        _dq_tile(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first, N, M, scale,
+        _dq_tile(q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first, N, M, scale,
                  D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif first < end:
         if compares:
-            _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, extras, first, end, M, scale,
+            _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first, end, M, scale,
                      D, D1, D2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
         else:
             _dq_tile(
                 rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(out, start),
-                rows_from(do, start), rows_from(dq, start), lse_ptr + start, delta_ptr + start,
+                rows_from(do, start), rows_from(dq, start), lse_ptr + start, delta_ptr + start, ds_ptr,
                 extras, first - start, end - start, end - start, scale,
                 D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
             )  # fmt: skip
@@ -287,53 +296,3 @@ def dkdv_kernel(
                 D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
             )  # fmt: skip
 
-
-@triton.jit
-def dbias_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, partial_ptr, lse_ptr, delta_ptr,
-    bias_ptr, mask_ptr, segment_ptr, table_ptr,
-    q_b, q_h, q_n, k_b, k_h, k_m, v_b, v_h, v_m, do_b, do_h, do_n,
-    bias_b, bias_h, bias_n, bias_m, mask_b, mask_h, mask_n, mask_m, segment_b, segment_n,
-    tiles, H, N, M, columns, bias_heads, shared_heads, shared, run, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
-    TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Compute partial sums of dbias, (runs, batch or 1, heads or 1, N, columns), contiguous; 0 from key M on.
-
-    `shared` heads of the call share one bias, `shared_heads` of them in each batch entry. A program sums one tile of a
-    bias over a run of `run` such heads, in one loop, so that Triton can prefetch its loads.
-    """
-    tiles_m = tl.cdiv(columns, TILE_M)
-    tiles = tl.cdiv(N, TILE_N) * tiles_m
-    owner = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    n = tile // tiles_m * TILE_N + tl.arange(0, TILE_N)
-    first_m = tile % tiles_m * TILE_M
-    m = first_m + tl.arange(0, TILE_M)
-    total = tl.zeros([TILE_N, TILE_M], tl.float32)
-    first = tl.program_id(1) * run
-    last = tl.where(first_m < M, tl.minimum(first + run, shared), first)
-    for i in range(first, last):
-        b = tl.cast(owner // bias_heads + i // shared_heads, tl.int64)
-        h = tl.cast(owner % bias_heads + i % shared_heads, tl.int64)
-        head = b * H + h
-        extras = (
-            bias_ptr, b * bias_b + h * bias_h, bias_n, bias_m,
-            mask_ptr, b * mask_b + h * mask_h, mask_n, mask_m, segment_ptr, b * segment_b, segment_n,
-        )  # fmt: skip
-        q1, q2 = load_rows(rows_of_entry(q_ptr, b, h, q_b, q_h, q_n), n, N, D, D1, D2, True)
-        k1, k2 = load_rows(rows_of_entry(k_ptr, b, h, k_b, k_h, k_m), m, M, D, D1, D2, True)
-        v1, v2 = load_rows(rows_of_entry(v_ptr, b, h, v_b, v_h, v_m), m, M, D, D1, D2, True)
-        do1, do2 = load_rows(rows_of_entry(do_ptr, b, h, do_b, do_h, do_n), n, N, D, D1, D2, True)
-        base, log_sum = load_statistics(statistics_of_head(lse_ptr, head, N, extras), n, N, extras, True)
-        delta = tl.load(delta_ptr + head * N + n, mask=n < N, other=0.0)
-        factor = score_factor(scale, extras)
-        s = inner(q1, q2, k1, k2, D2, PRECISION)
-        s = modified_scores(s, factor, n[:, None], m[None, :], N, M, extras, CAUSAL)
-        p = weights_of(s, factor, base[:, None], log_sum[:, None], extras)
-        total += p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])
-    owners = tl.num_programs(0) // tiles
-    at = tl.cast(tl.program_id(1), tl.int64) * owners + owner
-    at = at * N * columns + n[:, None] * columns + m[None, :]
-    tl.store(partial_ptr + at, total, mask=(n[:, None] < N) & (m[None, :] < columns))

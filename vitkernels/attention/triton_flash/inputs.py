@@ -55,6 +55,18 @@ class FlashInputs:
         hides = self.bias is not None or self.mask is not None or compares or self.is_causal
         return hides or self.k.shape[2] == 0
 
+    @property
+    def skips_tiles(self) -> bool:
+        """Return whether programs may skip tiles in which no query attends to a key."""
+        hides_keys = self.mask is not None and strides(self.mask)[2] == 0
+        return hides_keys or self.is_causal or self.segment_ids is not None
+
+    def of_entries(self, entries: slice) -> "FlashInputs":
+        """Return the inputs of some batch entries, of a call without segment_tiles."""
+        assert self.segment_tiles is None
+        some = {name: getattr(self, name) for name in ("q", "k", "v", "bias", "mask", "segment_ids")}
+        return replace(self, **{name: x if x is None else x[entries] for name, x in some.items()})
+
     def with_keys_first(self) -> "FlashInputs":
         """Return these inputs with bias and mask as the dkdv kernel reads them fastest."""
         bias, mask = (

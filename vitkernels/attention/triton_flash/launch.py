@@ -11,13 +11,13 @@ from torch import Tensor
 from triton import JITFunction
 from triton.runtime.errors import OutOfResources
 
-from vitkernels.attention.triton_flash.backward import dbias_kernel, dkdv_kernel, dq_kernel
+from vitkernels.attention.triton_flash.backward import dkdv_kernel, dq_kernel
+from vitkernels.attention.triton_flash.bias_gradient import MOST_SCORES, add_up, new_scores
 from vitkernels.attention.triton_flash.forward import forward_kernel
 from vitkernels.attention.triton_flash.inputs import FlashInputs, readable, strides
 from vitkernels.attention.triton_flash.single_tile import single_tile_backward_kernel, single_tile_forward_kernel
 from vitkernels.attention.triton_flash.tiling import (
     TileConfig,
-    dbias_tiles,
     dkdv_tiles,
     dq_tiles,
     fits_one_tile,
@@ -67,18 +67,23 @@ def backward(
         return _single_tile_backward(inputs, lse_BHN, do, grads, bias_shape)
     dq, dk, dv = grads
     delta_BHN = lse_BHN.new_empty(inputs.q.shape[:3])
-    launches = [dq_pass(inputs, readable(out), lse_BHN, do, delta_BHN, dq, requested_tiles(inputs, sizes, 1))]
+    out, tiles = readable(out), requested_tiles(inputs, sizes, 1)
+    dbias, launches = None, []
+    if bias_shape is None:
+        launches.append(dq_pass(inputs, out, lse_BHN, do, delta_BHN, dq, None, tiles))
+    else:
+        dbias = _dq_and_bias_gradient(inputs, bias_shape, out, lse_BHN, do, delta_BHN, dq, tiles)
     if inputs.k.shape[2]:
         tiles = requested_tiles(inputs, sizes, 2)
         launches.append(dkdv_pass(inputs.with_keys_first(), lse_BHN, do, delta_BHN, dk, dv, tiles))
-    if bias_shape is None:
-        return None, launches
-    return bias_gradient(inputs, bias_shape, lse_BHN, do, delta_BHN), launches
+    return dbias, launches
 
 
-def dq_pass(inputs: FlashInputs, out, lse_BHN, do, delta_BHN, dq, tiles: TileConfig | None = None) -> Launch | None:
-    """Fill dq and delta."""
-    return _launch_pass(inputs, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN), tiles, dq_tiles)
+def dq_pass(
+    inputs: FlashInputs, out, lse_BHN, do, delta_BHN, dq, ds: Tensor | None, tiles: TileConfig | None = None
+) -> Launch | None:
+    """Fill dq and delta and, unless it is None, ds; see `new_scores`."""
+    return _launch_pass(inputs, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN, ds), tiles, dq_tiles)
 
 
 def dkdv_pass(inputs: FlashInputs, lse_BHN, do, delta_BHN, dk, dv, tiles: TileConfig | None = None) -> Launch | None:
@@ -233,32 +238,29 @@ def _single_tile_backward(
     return _summed(partial, bias_shape), launches
 
 
-def bias_gradient(inputs: FlashInputs, bias_shape: tuple[int, ...], lse_BHN, do, delta_BHN) -> Tensor:
-    """Return the float32 gradient of a bias of `bias_shape`, with rows of `padded_keys`; 0 for padding."""
+def _dq_and_bias_gradient(
+    inputs: FlashInputs, bias_shape: tuple[int, ...], out, lse_BHN, do, delta_BHN, dq, tiles: TileConfig | None
+) -> Tensor:
+    """Fill dq and delta, and return the float32 gradient of a bias of `bias_shape`; 0 for padding.
+
+    For as many batch entries at a time as MOST_SCORES allows.
+    """
     B, H, N, _ = inputs.q.shape
     M = inputs.k.shape[2]
     bias_B, bias_H, _, columns = bias_shape
-    do = readable(do)
-    shared_heads = H if bias_H == 1 else 1
-    shared = shared_heads * (B if bias_B == 1 else 1)
-
-    def launch(tiles: TileConfig) -> Tensor:
-        _check_padding(inputs, tiles)
-        programs = bias_B * bias_H * cdiv(N, tiles.n) * cdiv(columns, tiles.m)
-        parts, run = runs(shared, programs, do.device)
-        partial = lse_BHN.new_empty(parts, bias_B, bias_H, N, columns)
-        triton_call(
-            inputs.q, inputs.k, inputs.v, do, partial, lse_BHN, delta_BHN, *inputs.extras,
-            *strides(inputs.q), *strides(inputs.k), *strides(inputs.v), *strides(do), *inputs.extra_strides,
-            H, N, M, columns, bias_H, shared_heads, shared, run, inputs.scale,
-            kernel=dbias_kernel, grid=(programs, parts), **inputs.constants,
-            TILE_N=tiles.n, TILE_M=tiles.m, CAUSAL=inputs.is_causal, **tiles.options,
-        )  # fmt: skip
-        return partial
-
-    if 0 in (bias_B, bias_H, N, M):
+    if 0 in (B, H, N, M):
+        dq_pass(inputs, out, lse_BHN, do, delta_BHN, dq, None, tiles)
         return lse_BHN.new_zeros(bias_shape)
-    return _summed(launch_fitting(dbias_tiles(inputs), launch), bias_shape)
+    total = lse_BHN.new_empty(bias_B, bias_H, N, columns)
+    at_once = max(1, MOST_SCORES // (H * N * columns))
+    for first in range(0, B, at_once):
+        entries = slice(first, first + at_once)
+        some = inputs.of_entries(entries)
+        ds = new_scores(some.q, M, is_filled=not some.skips_tiles)
+        rows = (x[entries] for x in (out, lse_BHN, do, delta_BHN, dq))
+        dq_pass(some, *rows, ds, tiles)
+        add_up(ds, M, total if bias_B == 1 else total[entries], adds=bias_B == 1 and first > 0)
+    return _summed(total[None], bias_shape)
 
 
 def _summed(partial: Tensor, bias_shape: tuple[int, ...]) -> Tensor:

@@ -217,10 +217,10 @@ def _relaunch_backward(launches: list, do: Tensor, out: Tensor, lse: Tensor, qkv
         launches[0](q, k, v, do_address, dq, dk, dv, lse.data_ptr(), None, *_NO_EXTRAS)
         return
     delta_BHN = torch.empty_like(lse)
-    statistics = lse.data_ptr(), delta_BHN.data_ptr(), *_NO_EXTRAS
+    statistics = lse.data_ptr(), delta_BHN.data_ptr()
     launch_dq, launch_dkdv = launches
-    launch_dq(q, k, v, out.data_ptr(), do_address, dq, *statistics)
-    launch_dkdv(q, k, v, do_address, dk, dv, *statistics)
+    launch_dq(q, k, v, out.data_ptr(), do_address, dq, *statistics, None, *_NO_EXTRAS)
+    launch_dkdv(q, k, v, do_address, dk, dv, *statistics, *_NO_EXTRAS)
 
 
 @attend_packed_backward.register_fake

@@ -267,6 +267,28 @@ def load_mask(n, m, N, M, extras):
     return _load_elements(extras[4] + extras[5], n, m, N, M, extras[6], extras[7]) != 0
 
 
+# --- the gradients of scores that are stored --------------------------------------------------------------------------
+
+
+GROUP = tl.constexpr(32)  # scores: the keys in the dq kernel's tiles
+
+
+@triton.jit
+def row_length(M):
+    """Return the length of a stored row of scores."""
+    return tl.cdiv(M, GROUP) * GROUP
+
+
+@triton.jit
+def store_scores(ptr, x, n, m, N, M, MASKED: tl.constexpr):
+    """Store the values (n, m) of a head's scores in its rows; with MASKED, only those of queries before N."""
+    at = ptr + n * row_length(M) + m
+    if MASKED or x.shape[1] > GROUP:
+        tl.store(at, x, mask=(n < N) & (m < row_length(M)))
+    else:
+        tl.store(at, x)
+
+
 # --- which tiles a program visits -------------------------------------------------------------------------------------
 
 

@@ -126,18 +126,6 @@ def _covering(inputs: FlashInputs) -> tuple[int, int]:
 # --- kernels with loops over tiles ------------------------------------------------------------------------------------
 
 
-def dbias_tiles(inputs: FlashInputs) -> TileConfig:
-    """Return the tiles for the gradient of a bias."""
-    width = _size(inputs)[1]
-    if _is_f32(inputs):
-        return TileConfig(16, 16)
-    if width > 128:
-        return TileConfig(64, 64, 8, 1)
-    if width > 96:
-        return TileConfig(64, 64, 8, 3)
-    return TileConfig(64, 64, 4, 3 if width <= 64 else 2)
-
-
 def _reads_wide_matrix(inputs: FlashInputs) -> bool:
     """Return whether each query has its own mask, or its own bias in float32."""
     has_wide_bias = inputs.bias is not None and inputs.bias.dtype == torch.float32 and strides(inputs.bias)[2] != 0

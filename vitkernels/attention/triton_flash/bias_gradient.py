@@ -1,0 +1,72 @@
+"""The gradient of a bias: the scores' gradients ds, which the dq kernel stores, summed over the heads that share it.
+
+A kernel of its own, which computed the scores again, took 265 µs for a bias of 12 × 577 × 577 and a batch of 32, and
+read q, k, v and dout once more for each tile (notes/triton_flash.md).
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vitkernels.attention.triton_flash.tiles import GROUP, row_length
+from vitkernels.bridge.triton import cdiv, triton_call
+
+MOST_SCORES = 2**29  # that are stored at a time: 1 GB in bfloat16. One batch entry's are always stored together.
+_ELEMENTS = 512  # of a program
+_UNROLLED = 8  # heads whose loads are in flight at a time
+
+
+@triton.jit
+def _sum_kernel(
+    ds_ptr, out_ptr, apart, stride, count, N, M, columns,
+    ADDS: tl.constexpr, ELEMENTS: tl.constexpr, UNROLLED: tl.constexpr,
+):  # fmt: skip
+    """Fill out (biases, N, columns), contiguous, with sums of ds over `count` heads each; 0 from column M on.
+
+    The first head of a bias is `apart` heads behind that of the previous one; its own heads are `stride` apart. With
+    ADDS, out already has sums of other heads.
+    """
+    width = row_length(M)
+    size = N * width
+    element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
+    n, m = element // width, element % width
+    bias = tl.program_id(1).to(tl.int64)
+    ds_ptr += bias * apart * size + element
+    out_ptr += bias * N * columns + n * columns + m
+    stored = (n < N) & (m < columns)
+    total = tl.zeros((ELEMENTS,), tl.float32)
+    if ADDS:
+        total += tl.load(out_ptr, mask=stored, other=0.0)
+    for first in range(0, count, UNROLLED):
+        for i in tl.static_range(UNROLLED):
+            head = count - 1 - first - i  # the last ones may still be in the L2 cache
+            x = tl.load(ds_ptr + head * tl.cast(stride, tl.int64) * size, mask=(n < N) & (m < M) & (head >= 0), other=0.0)
+            total += x.to(tl.float32)
+    tl.store(out_ptr, total, mask=stored)
+
+
+def new_scores(like_BHND: Tensor, keys: int, is_filled: bool) -> Tensor:
+    """Return a tensor for ds: uninitialized if the dq kernel fills it, and 0 if it skips tiles."""
+    B, H, N, _ = like_BHND.shape
+    new = like_BHND.new_empty if is_filled else like_BHND.new_zeros
+    return new(B, H, N, cdiv(keys, GROUP.value) * GROUP.value)
+
+
+def add_up(ds_BHNM: Tensor, keys: int, out: Tensor, adds: bool) -> None:
+    """Fill out (B or 1, H or 1, N, columns), contiguous and float32, with the sums of ds, in a fixed order.
+
+    adds: add them to what out has.
+    """
+    B, H, N, width = ds_BHNM.shape
+    biases = out.shape[0] * out.shape[1]
+    count = B * H // biases
+    # The heads that share a bias are H apart if it has all heads, else consecutive.
+    apart, stride = (1, H) if out.shape[:2] == (1, H) else (count, 1)
+    triton_call(
+        ds_BHNM, out, apart, stride, count, N, keys, out.shape[3],
+        kernel=_sum_kernel, grid=(cdiv(N * width, _ELEMENTS), biases),
+        ADDS=adds, ELEMENTS=_ELEMENTS, UNROLLED=_UNROLLED, num_warps=4,
+    )  # fmt: skip
