@@ -63,7 +63,9 @@ def call_operator(bias, scale=1.0, sizes=(), N=80):
     flash = attention.get("triton_flash")
     q, k, v = torch.randn(3, 1, 1, N, 16).unbind(0)
     flash(q, k, v)  # registers it
-    out, _ = torch.ops.vitkernels.triton_flash(q.requires_grad_(), k, v, bias, None, None, False, scale, list(sizes), None)
+    out, _ = torch.ops.vitkernels.triton_flash(
+        q.requires_grad_(), k, v, bias, None, None, False, scale, list(sizes), None
+    )
     out.sum().backward()
 
 

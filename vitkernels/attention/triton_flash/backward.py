@@ -295,4 +295,3 @@ def dkdv_kernel(
                 extras, first - start, end - start, end - start, scale,
                 D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
             )  # fmt: skip
-

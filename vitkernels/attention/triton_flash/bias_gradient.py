@@ -6,7 +6,6 @@ read q, k, v and dout once more for each tile (notes/triton_flash.md).
 Shape suffixes: B batch, H heads, N query tokens, M key tokens.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -43,7 +42,9 @@ def _sum_kernel(
     for first in range(0, count, UNROLLED):
         for i in tl.static_range(UNROLLED):
             head = count - 1 - first - i  # the last ones may still be in the L2 cache
-            x = tl.load(ds_ptr + head * tl.cast(stride, tl.int64) * size, mask=(n < N) & (m < M) & (head >= 0), other=0.0)
+            x = tl.load(
+                ds_ptr + head * tl.cast(stride, tl.int64) * size, mask=(n < N) & (m < M) & (head >= 0), other=0.0
+            )
             total += x.to(tl.float32)
     tl.store(out_ptr, total, mask=stored)
 

@@ -64,8 +64,9 @@ class FlashInputs:
     def of_entries(self, entries: slice) -> "FlashInputs":
         """Return the inputs of some batch entries, of a call without segment_tiles."""
         assert self.segment_tiles is None
-        some = {name: getattr(self, name) for name in ("q", "k", "v", "bias", "mask", "segment_ids")}
-        return replace(self, **{name: x if x is None else x[entries] for name, x in some.items()})
+        bias, mask, segment_ids = (x if x is None else x[entries] for x in (self.bias, self.mask, self.segment_ids))
+        q, k, v = self.q[entries], self.k[entries], self.v[entries]
+        return replace(self, q=q, k=k, v=v, bias=bias, mask=mask, segment_ids=segment_ids)
 
     def with_keys_first(self) -> "FlashInputs":
         """Return these inputs with bias and mask as the dkdv kernel reads them fastest."""

@@ -23,7 +23,6 @@ from vitkernels.attention.triton_flash.tiling import (
     fits_one_tile,
     forward_tiles,
     requested_tiles,
-    runs,
     single_backward_tiles,
     single_forward_tiles,
     single_tile_runs,
@@ -257,8 +256,7 @@ def _dq_and_bias_gradient(
         entries = slice(first, first + at_once)
         some = inputs.of_entries(entries)
         ds = new_scores(some.q, M, is_filled=not some.skips_tiles)
-        rows = (x[entries] for x in (out, lse_BHN, do, delta_BHN, dq))
-        dq_pass(some, *rows, ds, tiles)
+        dq_pass(some, out[entries], lse_BHN[entries], do[entries], delta_BHN[entries], dq[entries], ds, tiles)
         add_up(ds, M, total if bias_B == 1 else total[entries], adds=bias_B == 1 and first > 0)
     return _summed(total[None], bias_shape)
 

@@ -13,8 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.bias_rows import BiasRows, first_columns
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, Stream
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -58,6 +57,7 @@ class Backward(RingKernel):
             "arrived": self.arrived(2 * self.tile_copies + self.has_ids),
             "consumed": self.consumed(),
         }
+        scratch |= self.bias_scratch()
         if self.has_ids:
             scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
         kernel = self.kernel(
@@ -98,7 +98,7 @@ class Backward(RingKernel):
             queries,
             lambda item: self.with_span(item, queries, keys),
             OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
-            [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
+            [self.stream(load_tile, scratch["arrived"], scratch["consumed"]), *self.bias_streams(scratch)],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
         )
 
@@ -113,29 +113,26 @@ class Backward(RingKernel):
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         q, do = self.operand(q), self.operand(do)
 
-        bias = BiasRows(self, scratch["bias_ref"], item, first, self.keys)
-
         def step_of(step, carry, keys, compares):
             own_ids = ids if compares else None
-            return self._add_to_dq(item, step, keys, carry, first, q, do, lse, delta, own_ids, bias, scratch)
+            return self._add_to_dq(item, warpgroup, step, keys, carry, first, q, do, lse, delta, own_ids, scratch)
 
-        dq, _ = self.over_tiles(item, self.keys, step_of, (self.zeros(), bias.requested(0)), after_first_tile)
+        dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile)
         queries, _ = scratch["sides"]
         q_head, *_ = self.heads_of(item)
         dq = tuple(x * self.scale for x in dq)
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], dq, dq_ref, q_head)])
 
-    def _add_to_dq(self, item, step, keys, carry, first_query, q, do, lse, delta, ids, bias, scratch):
+    def _add_to_dq(self, item, warpgroup, step, keys, dq, first_query, q, do, lse, delta, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(keys)
         first_key = (item.first + step) * self.schedule.tile
-        dq, requested = carry
-        of_bias = first_columns(requested, columns)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
         some_k, some_v = tiles.first_rows(k, columns), tiles.first_rows(v, columns)
         start = along_rows(-delta, (ROWS, columns))
+        of_bias = self.start_of_scores(item, step, warpgroup, columns, scratch)
         scores, dp_less_delta = tiles.products((of_bias, q, some_k), (start, do, some_v), interpret=self.interpret)
-        requested = bias.requested_after(step, columns)
+        self.release_bias(item, step, scratch)
         weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
         if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
             key = tiles.position(scores.shape, 1) + first_key
@@ -148,7 +145,7 @@ class Backward(RingKernel):
         k = tiles.first_rows(k, ds.shape[1])
         dq = tiles.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return dq, requested
+        return dq
 
     # --- ids of own and of streamed rows ------------------------------------------------------------------------------
 
@@ -190,6 +187,7 @@ class Backward(RingKernel):
             "arrived": self.arrived(2 * self.tile_copies + 2 + self.has_ids),
             "consumed": self.consumed(),
         }
+        scratch |= self.bias_scratch()
         if self.has_ids:
             scratch |= {"own_ids_smem": self.own_ids(), "ids_smem": self.ring_of_ids()}
         keys = self.rows(self.keys, self.all_heads)
@@ -226,7 +224,7 @@ class Backward(RingKernel):
             keys,
             lambda item: self.with_span(item, keys, queries),
             OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
-            [Stream(load_tile, scratch["arrived"], scratch["consumed"])],
+            [self.stream(load_tile, scratch["arrived"], scratch["consumed"]), *self.bias_streams(scratch)],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
         )
 
@@ -237,31 +235,28 @@ class Backward(RingKernel):
         ids = self._own_ids_of(owner, scratch)
         k = self.operand(k)
 
-        bias = BiasRows(self, scratch["bias_ref"], item, first, self.queries)
-
         def step_of(step, carry, queries, compares):
             own_ids = ids if compares else None
-            return self._add_to_dkdv(item, step, queries, carry, first, k, v, own_ids, bias, scratch)
+            return self._add_to_dkdv(item, warpgroup, step, queries, carry, first, k, v, own_ids, scratch)
 
-        carry = self.zeros(), self.zeros(), bias.requested(0)
-        dk, dv, _ = self.over_tiles(item, self.queries, step_of, carry, after_first_tile)
+        dk, dv = self.over_tiles(item, self.queries, step_of, (self.zeros(), self.zeros()), after_first_tile)
         _, keys = scratch["sides"]
         _, k_head, v_head = self.heads_of(item)
         dk = tuple(x * self.scale for x in dk)
         results = [(scratch["k_smem"], dk, dk_ref, k_head), (scratch["v_smem"], dv, dv_ref, v_head)]
         self.store_own(item, warpgroup, keys, results)
 
-    def _add_to_dkdv(self, item, step, queries, carry, first_key, k, v, ids, bias, scratch):
+    def _add_to_dkdv(self, item, warpgroup, step, queries, carry, first_key, k, v, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)
         first_query = (item.first + step) * self.schedule.tile
-        dk, dv, requested = carry
-        start = first_columns(requested, columns)
+        dk, dv = carry
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         # Transposed: keys by queries.
         some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
+        start = self.start_of_scores(item, step, warpgroup, columns, scratch)
         scores, dp = tiles.products((start, k, some_q), (None, v, some_do), interpret=self.interpret)
-        requested = bias.requested_after(step, columns)
+        self.release_bias(item, step, scratch)
         # The products awaited below depend on these registers, so the reads are over when the slot is released.
         lse, delta = (
             plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
@@ -281,4 +276,4 @@ class Backward(RingKernel):
         products += [(len(dk) + i, weights, part) for i, part in enumerate(do)]
         sums = tiles.accumulated((*dk, *dv), products, self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return sums[: len(dk)], sums[len(dk) :], requested
+        return sums[: len(dk)], sums[len(dk) :]

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups, tiles
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, Stream, WorkItem
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, WorkItem
 from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
@@ -157,7 +157,7 @@ class BiasGradient(RingKernel):
             Side(self.queries),
             self._with_pairs,
             OwnRows(lambda item, warpgroup: None, (), scratch["own_consumed"]),
-            [Stream(load_pair, scratch["arrived"], scratch["consumed"])],
+            [self.stream(load_pair, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._sum(*where, bias_ref, sums_ref, scratch),
         )
 
@@ -165,7 +165,8 @@ class BiasGradient(RingKernel):
         after_first_tile()  # an item has no buffers of its own
         first_row, first_key, columns = self.first_row(item, warpgroup), self.first_key(item), self.schedule.tile
         part, image = self._part_and_image(item)
-        bias = self.bias_tile(bias_ref, image, item.head, first_row, first_key, columns)
+        of_bias = self.bias_at(bias_ref, image, item.head, first_row, first_key, columns)
+        bias = groups.load(of_bias, self.interpret)  # the images stream past it
 
         def add(step, total):
             slot = self.slot(item, step)

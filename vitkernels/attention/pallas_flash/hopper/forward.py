@@ -11,9 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.bias_rows import BiasRows, first_columns
 from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Stream
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, LOG2E, ROWS, along_rows, at, filled
 
 LOWEST = -1e30  # below every score, but finite, so that a tile without keys for a query gives no NaN
@@ -41,6 +40,7 @@ class Forward(RingKernel):
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
         }
+        scratch |= self.bias_scratch()
         if self.has_ids:
             scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
         kernel = self.kernel(self._body, self.queries, (self.rows(self.queries, self.heads), self.vector()), scratch)
@@ -74,13 +74,13 @@ class Forward(RingKernel):
                     plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
                 self.load_tile(ref, item, keys, tile, head, smem, slot, arrived.at[slot])
 
-            return Stream(load, arrived, consumed)
+            return self.stream(load, arrived, consumed)
 
         self.divide_roles(
             queries,
             lambda item: self._with_span(item, queries, keys),
             OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
-            [stream(k_ref, 1, "k"), stream(v_ref, 2, "v")],
+            [stream(k_ref, 1, "k"), stream(v_ref, 2, "v"), *self.bias_streams(scratch)],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
         )
 
@@ -99,39 +99,31 @@ class Forward(RingKernel):
         q_smem = at(scratch["q_smem"], owner)
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         ids = plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
-        out, lse = self.finalize(*self._over_keys(item, q_smem, first, ids, after_first_tile, scratch))
+        out, lse = self.finalize(*self._over_keys(item, warpgroup, q_smem, first, ids, after_first_tile, scratch))
         if self.has_ids:  # rows past a segment's end get weights of 0 in the fused backward kernel, which has no masks
             lse = jnp.where(ids == PADDING, jnp.inf, lse)
         lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
         queries, _ = scratch["sides"]
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], out, out_ref, item.head)])
 
-    def _over_keys(self, item, q_smem, first_query, ids, after_first_tile, scratch):
-        bias = BiasRows(self, scratch["bias_ref"], item, first_query, self.keys)
-
+    def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
         def step_of(step, carry, keys, compares):
             own_ids = ids if compares else None
-            return self._step(item, q_smem, first_query, own_ids, step, keys, bias, carry, scratch)
+            return self._step(item, warpgroup, q_smem, first_query, own_ids, step, keys, carry, scratch)
 
-        carry = *self.initial_carry(), bias.requested(0)
-        *carry, _ = self.over_tiles(item, self.keys, step_of, carry, after_first_tile, self.is_causal)
-        return carry
+        return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, self.is_causal)
 
-    def _step(self, item, q_smem, first_query, ids, step, keys, bias, carry, scratch):
-        """Fold the first `keys` keys of a tile into the running output, maximum and sum.
-
-        bias: see BiasRows. The carry also has the bias that was requested.
-        """
-        *carry, requested = carry
+    def _step(self, item, warpgroup, q_smem, first_query, ids, step, keys, carry, scratch):
+        """Fold the first `keys` keys of a tile into the running output, maximum and sum."""
         s, slot = self.schedule, self.slot(item, step)
         # 72 of 128 columns took longer than all 128 (577 tokens: 0.300 ms instead of 0.296).
         columns = tiles.padded_columns(keys) if 2 * keys <= s.tile else s.tile
         first_key = (item.first + step) * s.tile
-        start = first_columns(requested, columns)
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
+        start = self.start_of_scores(item, step, warpgroup, columns, scratch)
         k_smem = tiles.first_rows(at(scratch["k_smem"], slot), columns)
         (scores,) = tiles.products((start, q_smem, k_smem), interpret=self.interpret)
-        requested = bias.requested_after(step, columns)
+        self.release_bias(item, step, scratch)
         keep = None
         if ids is not None:
             of_keys = plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
@@ -147,7 +139,7 @@ class Forward(RingKernel):
             # Only here: an arrival does not wait for outstanding reads, so the loader could overwrite the ids. The
             # product just awaited depends on them.
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
-        return out, highest, total, requested
+        return out, highest, total
 
     # --- online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), a carry of output, maximum and sum -----------
 

@@ -26,7 +26,7 @@ from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import COUNT, prefers_fused
 from vitkernels.attention.pallas_flash.hopper.fused_order import TURN, KeyBlock, OrderedKernel
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, Stream
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows
 from vitkernels.attention.pallas_flash.hopper.schedule import takes_quads, widths
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
@@ -147,7 +147,7 @@ class FusedBackward(OrderedKernel):
             return items, streamed
 
         own = OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"])
-        stream = Stream(load_tile, scratch["arrived"], scratch["consumed"])
+        stream = self.stream(load_tile, scratch["arrived"], scratch["consumed"])
         self._request(for_each_item, own, [stream])
 
     # --- dk and dv ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Tiles of 64 rows in the registers of a product, loaded from and stored to device memory in groups of 8 columns.
+"""Tiles of 64 rows in the registers of a product, and their way from and to device memory in groups of 8 columns.
 
 A group is 512 consecutive values in the order (warp, lane, register). A thread's four values of a group are then 16
 bytes (8 in bfloat16), and a warp accesses 512 (256) consecutive bytes at once. Row by row, it would access 32 bytes of
@@ -27,8 +27,15 @@ def at(ref, leading: tuple, first_row, first_column, columns: int):
     return ref.at[(*leading, lax.div(first_row, ROWS), pl.ds(first, columns // COLUMNS))]
 
 
+def copy(groups_ref, smem_ref, barrier) -> None:
+    """Start copying groups to shared memory; the barrier gets one arrival."""
+    # In bounds, the copy is one instruction without a tensor map, whose boxes hold at most 256 elements in a row.
+    in_bounds = plgpu.OOBFillMode.PROMISE_IN_BOUNDS  # type: ignore[attr-defined]
+    plgpu.copy_gmem_to_smem(groups_ref, smem_ref, barrier, oob_mode=in_bounds)  # type: ignore[call-arg]
+
+
 def load(groups_ref, interpret: bool) -> jax.Array:
-    """Request groups of float32 or bfloat16 values, (n, ROWS * COLUMNS); return (ROWS, 8 n) in a product's layout."""
+    """Return groups of float32 or bfloat16 values, (n, ROWS * COLUMNS), as (ROWS, 8 n) in a product's layout."""
     count, dtype = groups_ref.shape[0], groups_ref.dtype
     shape = ROWS, count * COLUMNS
     if interpret:  # the interpreter does not run Mosaic GPU code
@@ -47,16 +54,15 @@ def load(groups_ref, interpret: bool) -> jax.Array:
     return load(groups_ref)
 
 
-# With side effects, the loads are not moved behind a wait, unlike ordinary ones.
+# With side effects, the loads are not moved across a wait, unlike ordinary ones.
 
 
 def _load_float32(address):
     """Return a thread's two pairs of values of a group."""
     f32 = mgpu.utils.ir.F32Type.get()
     pair = mgpu.utils.ir.VectorType.get((2,), f32)
-    values = mgpu.utils.inline_ptx(
-        "ld.global.v4.f32 {$0, $1, $2, $3}, [$4];", address, result_types=[f32] * 4, has_side_effects=True
-    )
+    ptx = f"ld.{_space(address)}.v4.f32 {{$0, $1, $2, $3}}, [$4];"
+    values = mgpu.utils.inline_ptx(ptx, address, result_types=[f32] * 4, has_side_effects=True)
     return [mgpu.utils.vector.from_elements(pair, values[i : i + 2]) for i in (0, 2)]
 
 
@@ -64,10 +70,13 @@ def _load_bfloat16(address):
     """Return a thread's two pairs of values of a group, each in one register."""
     i32 = mgpu.utils.ir.IntegerType.get_signless(32)
     pair = mgpu.utils.ir.VectorType.get((2,), mgpu.utils.ir.BF16Type.get())
-    values = mgpu.utils.inline_ptx(
-        "ld.global.v2.b32 {$0, $1}, [$2];", address, result_types=[i32] * 2, has_side_effects=True
-    )
+    ptx = f"ld.{_space(address)}.v2.b32 {{$0, $1}}, [$2];"
+    values = mgpu.utils.inline_ptx(ptx, address, result_types=[i32] * 2, has_side_effects=True)
     return [mgpu.utils.bitcast(x, pair) for x in values]
+
+
+def _space(address) -> str:
+    return "shared" if address.type.address_space == 3 else "global"
 
 
 def store(groups_ref, x: jax.Array, interpret: bool) -> None:

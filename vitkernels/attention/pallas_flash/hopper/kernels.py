@@ -30,6 +30,7 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     forward_schedule,
     fused_backward_schedule,
     takes_quads,
+    with_bias,
 )
 from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
 from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
@@ -89,10 +90,11 @@ class AttentionKernels:
         """Return whether a call has what would exceed the registers of the kernels for short sequences."""
         return self.is_causal or (self.chunks is not None and self.bias_shape is not None)
 
-    @property
-    def _masks_every_tile(self) -> bool:
-        """Return whether the kernels mask weights, or add a bias, in every tile, which costs registers."""
-        return self.is_causal or self.bias_shape is not None
+    def _with_bias(self, schedule: Schedule, kept: int) -> Schedule:
+        """Return the schedule for the call's bias, if it has one; see with_bias."""
+        if self.bias_shape is None:
+            return schedule
+        return with_bias(schedule, self.head_dim, kept, self.bias_dtype.itemsize, self.chunks is not None)
 
     @cached_property
     def forward(self) -> Kernel:
@@ -113,7 +115,7 @@ class AttentionKernels:
     def _forward_schedule(self) -> Schedule:
         if self._has_packed_segments:
             return forward_of_packed_segments(self.head_dim)
-        return forward_schedule(self.queries, self.keys, self.head_dim, self.bias_shape is not None)
+        return self._with_bias(forward_schedule(self.queries, self.keys, self.head_dim), kept=1)
 
     def _build_pair(self, schedule: Schedule) -> Backward:
         if not self._has_packed_segments:
@@ -149,7 +151,8 @@ class AttentionKernels:
         Only the device knows the lengths of packed segments, so this kernel and the pair are both launched for them,
         and one of the two finds no work.
         """
-        is_masked = self._masks_every_tile or (self.chunks is not None and not self._has_packed_segments)
+        compares_ids = self.chunks is not None and not self._has_packed_segments
+        is_masked = self.is_causal or self.bias_shape is not None or compares_ids
         call = self.batch * self.heads, self.queries, self.keys, self.head_dim, is_masked
         schedule = fused_backward_schedule(*call, self._has_packed_segments)
         return None if schedule is None else self._build(FusedBackward, schedule)
@@ -170,20 +173,20 @@ class AttentionKernels:
         return Kernel(kernel, (*_inputs(kernel), do, vector, vector, kernel.counters, *kernel.id_arrays()))
 
     @property
-    def _backward_size(self) -> tuple[int, int, int, bool]:
-        return self.queries, self.keys, self.head_dim, self._masks_every_tile
+    def _backward_size(self) -> tuple[int, int, int, bool, bool]:
+        return self.queries, self.keys, self.head_dim, self.is_causal, self.bias_shape is not None
 
     @cached_property
     def dq(self) -> Kernel:
         """Return the dq kernel, called as (q, k, v, out, do, lse, *bias, *ids, dq, delta)."""
-        kernel = self._build_pair(dq_schedule(*self._backward_size))
+        kernel = self._build_pair(self._with_bias(dq_schedule(*self._backward_size), kept=3))
         do = kernel.rows(self.queries, self.heads)
         return Kernel(kernel.dq, (*_inputs(kernel), do, do, kernel.vector(), *_extras(kernel, kernel.queries)))
 
     @cached_property
     def dkdv(self) -> Kernel:
         """Return the dkdv kernel, called as (q, k, v, do, lse, delta, *transposed bias, *ids, dk, dv)."""
-        kernel = self._build_pair(dkdv_schedule(*self._backward_size))
+        kernel = self._build_pair(self._with_bias(dkdv_schedule(*self._backward_size), kept=2))
         do = kernel.rows(self.queries, self.heads)
         vector = kernel.vector()
         return Kernel(kernel.dkdv, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.keys)))

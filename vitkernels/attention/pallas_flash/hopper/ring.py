@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import (
     COMPARED,
     COUNT,
@@ -56,11 +56,16 @@ class WorkItem(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """A stream of tiles through the ring."""
+    """A stream of tiles through the ring, or through slots of its own."""
 
     load: Callable  # (item, tile, slot): request a tile
     arrived: Any  # barriers, one per slot
     consumed: Any  # barriers that the compute warpgroups arrive at to release a slot
+    slots: int
+
+    def slot(self, step):
+        """Return the slot of a tile, given how many tiles streamed before it."""
+        return lax.rem(step, self.slots)
 
 
 class OwnRows(NamedTuple):
@@ -127,6 +132,48 @@ class RingKernel(tiles.HopperKernel):
         are_moved = tiles.has_packed_segments(self.queries, self.chunks)
         queries = Side(self.queries, q_ids, q_chunks, are_moved, of_queries)
         return queries, Side(self.keys, k_ids, k_chunks, are_moved, used.at[USED_KEYS])
+
+    def stream(self, load: Callable, arrived, consumed) -> Stream:
+        """Return a stream through the ring."""
+        return Stream(load, arrived, consumed, self.schedule.stages)
+
+    def bias_scratch(self) -> dict:
+        """Return scratch for the bias of each warpgroup's own rows and a streamed tile; nothing without a bias."""
+        if not self.bias_shape:
+            return {}
+        s = self.schedule
+        barrier = plgpu.Barrier(num_arrivals=s.warpgroups, num_barriers=s.bias_slots)
+        smem = self.bias_slots(s.bias_slots, s.warpgroups, columns=s.tile)
+        return {"bias_smem": smem, "bias_arrived": barrier, "bias_consumed": barrier}
+
+    def bias_streams(self, scratch: dict) -> list[Stream]:
+        """Return the stream of the bias, whose slots are free again once the scores of a tile start from it."""
+        if not self.bias_shape:
+            return []
+        arrived, columns = scratch["bias_arrived"], self.schedule.tile
+
+        def load(item, tile, slot):
+            for warpgroup in range(self.schedule.warpgroups):
+                where = item.batch, item.head, self.first_row(item, warpgroup), tile * columns, columns
+                smem = scratch["bias_smem"].at[slot, warpgroup]
+                groups.copy(self.bias_at(scratch["bias_ref"], *where), smem, arrived.at[slot])
+
+        return [Stream(load, arrived, scratch["bias_consumed"], self.schedule.bias_slots)]
+
+    def start_of_scores(self, item: WorkItem, step, warpgroup, columns: int, scratch: dict):
+        """Return what the scores of own rows and a streamed tile start from: the bias, or None."""
+        if not self.bias_shape:
+            return None
+        slot = lax.rem(item.streamed + step, self.schedule.bias_slots)
+        plgpu.barrier_wait(scratch["bias_arrived"].at[slot])
+        smem = scratch["bias_smem"].at[slot, warpgroup, pl.ds(0, columns // groups.COLUMNS)]
+        return groups.load(smem, self.interpret)
+
+    def release_bias(self, item: WorkItem, step, scratch: dict) -> None:
+        """Release the bias that a tile's product of scores, which has ended, started from."""
+        if self.bias_shape:
+            slot = lax.rem(item.streamed + step, self.schedule.bias_slots)
+            plgpu.barrier_arrive(scratch["bias_consumed"].at[slot])
 
     def own_ids(self) -> plgpu.SMEM:
         return plgpu.SMEM((self.owners, ROWS), jnp.int32)
@@ -406,8 +453,8 @@ class RingKernel(tiles.HopperKernel):
 
         @pl.loop(0, item.steps)
         def _(step):
-            slot = self.slot(item, step)
             for stream in streams:
+                slot = stream.slot(item.streamed + step)
                 plgpu.barrier_wait(stream.arrived.at[slot])
                 plgpu.barrier_arrive(stream.consumed.at[slot])
 
@@ -423,8 +470,8 @@ class RingKernel(tiles.HopperKernel):
             pl.when(number >= s.buffers)(lambda: plgpu.barrier_wait(consumed))
 
         def wait_for_slot(stream, step):
-            consumed = stream.consumed.at[lax.rem(step, s.stages)]
-            pl.when(step >= s.stages)(lambda: plgpu.barrier_wait(consumed))
+            consumed = stream.consumed.at[stream.slot(step)]
+            pl.when(step >= stream.slots)(lambda: plgpu.barrier_wait(consumed))
 
         def process(item):
             for warpgroup in range(s.warpgroups):
@@ -435,12 +482,12 @@ class RingKernel(tiles.HopperKernel):
             def _(step):
                 for stream in streams:
                     wait_for_slot(stream, item.streamed + step)
-                    stream.load(item, item.first + step, self.slot(item, step))
+                    stream.load(item, item.first + step, stream.slot(item.streamed + step))
 
         items, streamed = for_each_item(process)
         # Every phase of a barrier must be waited for.
-        for i in range(s.stages):
-            for stream in streams:
+        for stream in streams:
+            for i in range(stream.slots):
                 wait_for_slot(stream, streamed + i)
         for i in range(s.buffers):
             for warpgroup in range(s.warpgroups):

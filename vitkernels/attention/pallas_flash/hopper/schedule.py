@@ -3,6 +3,7 @@
 They are fixed, from measurements on one H200 (notes/pallas_flash_hopper.md), so training starts without autotuning.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 
 from vitkernels.attention.pallas_flash.hopper.chunks import LISTED
@@ -11,6 +12,7 @@ MULTIPROCESSORS = 132  # of an H100 SXM or H200
 ROWS = 64  # rows of a tile that one warpgroup multiplies at once
 _SHARED_MEMORY = 227 * 1024  # bytes available to a thread block
 _BARRIERS_AND_VECTORS = 4 * 1024
+_EXACT_BARRIERS_AND_VECTORS = 5 * 512  # without ids, which take as much
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Schedule:
     warpgroups: int
     buffers: int = 2
     is_listed: bool = False  # the work items are those that `packed_chunks` lists
+    bias_slots: int = 1  # with a bias: those of how many tiles are held at a time
 
     def __post_init__(self):
         assert self.warpgroups <= 3, "more warpgroups request more registers than the launch provides, which deadlocks"
@@ -61,41 +64,55 @@ def widths(head_dim: int) -> tuple[int, ...]:
     return (64,) * full + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
 
 
-def forward_schedule(queries: int, keys: int, head_dim: int, has_bias: bool = False) -> Schedule:
+def with_bias(schedule: Schedule, head_dim: int, kept: int, bytes_per_score: int, has_ids: bool) -> Schedule:
+    """Return the schedule, or the most similar one, with two slots for the bias of streamed tiles, or with one.
+
+    kept: tiles of 64 own rows per warpgroup.
+    """
+    row = 2 * sum(widths(head_dim))  # bytes
+    free = _SHARED_MEMORY - _EXACT_BARRIERS_AND_VECTORS * (1 + has_ids)
+    for slots, warpgroups, buffers, tile in itertools.product(
+        (2, 1), range(schedule.warpgroups, 0, -1), range(schedule.buffers, 0, -1), range(schedule.tile, 0, -ROWS)
+    ):
+        used = warpgroups * ROWS * (buffers * kept * row + slots * tile * bytes_per_score)
+        stages = min(schedule.stages * schedule.tile // tile, 4, (free - used) // (2 * tile * row))
+        if stages >= 2:
+            return Schedule(tile, stages, warpgroups, buffers, bias_slots=slots)
+    raise AssertionError(f"a bias with head dim {head_dim} does not fit into shared memory")
+
+
+def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
     columns = sum(widths(head_dim))
     if columns > 96:
-        return Schedule(64 if has_bias else 128, 2, min(2, _tiles(queries)))
-    warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
-    # The scores and the requested bias of 128 keys would exceed the registers of three warpgroups.
-    if has_bias and columns <= 64 and keys > 3 * ROWS:
         return Schedule(128, 2, min(2, _tiles(queries)))
-    if keys <= 3 * ROWS or has_bias:
+    warpgroups = 3 if _idle(queries, 3) < 1 / 3 else min(2, _tiles(queries))
+    if keys <= 3 * ROWS:
         return Schedule(64, 4, warpgroups)
     return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
 
 
-def dq_schedule(queries: int, keys: int, head_dim: int, is_masked: bool) -> Schedule:
+def dq_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_bias: bool = False) -> Schedule:
     columns = sum(widths(head_dim))
     if columns <= 64:
-        return _narrow_backward(queries, keys, is_masked)
+        return _narrow_backward(queries, keys, is_masked, has_bias)
     if columns > 96:
         return Schedule(64, 2, min(3, _tiles(queries)), buffers=1)
     warpgroups = min(2, _tiles(queries)) if _idle(queries, 2) < 1 / 4 else min(3, _tiles(queries))
     return _fitting(warpgroups, head_dim, kept=3)
 
 
-def dkdv_schedule(queries: int, keys: int, head_dim: int, is_masked: bool) -> Schedule:
+def dkdv_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_bias: bool = False) -> Schedule:
     if sum(widths(head_dim)) <= 64:
-        return _narrow_backward(keys, queries, is_masked)
+        return _narrow_backward(keys, queries, is_masked, has_bias)
     return _fitting(min(2, _tiles(keys)), head_dim, kept=2)
 
 
-def _narrow_backward(own: int, streamed: int, is_masked: bool) -> Schedule:
-    """Choose three warpgroups, or two if fewer of them idle.
+def _narrow_backward(own: int, streamed: int, is_masked: bool, has_bias: bool) -> Schedule:
+    """Choose three warpgroups, or two if fewer of them idle. With a bias, three leave little shared memory for it.
 
     Two warpgroups take larger tiles, except under a mask, where larger tiles would exceed their registers.
     """
-    if _tiles(own) >= 3 and _idle(own, 2) >= _idle(own, 3):
+    if _tiles(own) >= 3 and _idle(own, 2) - _idle(own, 3) >= (0.2 if has_bias else 0):
         return Schedule(64, 4, 3)
     large = streamed > ROWS and not is_masked
     return Schedule(128 if large else 64, 2 if large else 4, min(2, _tiles(own)))
@@ -160,6 +177,12 @@ def fits_short_backward(queries: int, keys: int, head_dim: int, is_masked: bool)
 def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
     """Return whether the per-head forward kernel applies: two entire heads fit in shared memory and fill a block."""
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_masked)
+
+
+def fits_bias(tiles: int, warpgroups: int, bytes_per_score: int) -> bool:
+    """Return whether shared memory holds `tiles` tiles of a head, and a tile of the bias per warpgroup."""
+    used = ROWS * ROWS * (2 * tiles + bytes_per_score * warpgroups)
+    return used + _EXACT_BARRIERS_AND_VECTORS <= _SHARED_MEMORY
 
 
 def takes_quads(head_dim: int) -> bool:

@@ -18,9 +18,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
 from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel
+from vitkernels.attention.pallas_flash.hopper.schedule import fits_bias
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -45,12 +46,27 @@ class ShortBackward(PerHeadKernel):
     stores_ds: bool = False  # the kernel also returns dS, transposed
 
     @property
+    def copies_bias(self) -> bool:
+        """Return whether each tile of a bias is copied to shared memory ahead; otherwise, it is loaded to registers."""
+        return self.bias_shape is not None and fits_bias(self._tiles + 1, 2, self.bias_bytes)
+
+    @property
+    def out_buffers(self) -> int:
+        """Return how many tiles of O are held at a time."""
+        return BUFFERS if not self.copies_bias or fits_bias(self._tiles + BUFFERS, 2, self.bias_bytes) else 1
+
+    @property
+    def _tiles(self) -> int:
+        """Return how many tiles are held besides those of O: of q and dO, of k and v, of dS, and of dq."""
+        return 2 * self.steps + 2 * self.own * (2 + BUFFERS) + 1
+
+    @property
     def requests_early(self) -> bool:
-        """Return whether a step gets its first bias from the step before.
+        """Return whether a step gets its first bias in registers from the step before.
 
         With a bias per image but not per head, ptxas then spills accumulators, and serializes the products (C7512).
         """
-        return self.bias_shape is not None and self.bias_shape[1] > 1
+        return self.bias_shape is not None and self.bias_shape[1] > 1 and not self.copies_bias
 
     @property
     def steps(self) -> int:
@@ -82,7 +98,7 @@ class ShortBackward(PerHeadKernel):
         scratch = {
             "q_smem": head_tiles(queries),
             "do_smem": head_tiles(queries),
-            "out_smem": head_tiles(BUFFERS),
+            "out_smem": head_tiles(self.out_buffers),
             "k_smem": head_tiles(keys),
             "v_smem": head_tiles(keys),
             "ds_smem": tiles.tile(ROWS, ROWS, dtype, BUFFERS * keys),  # transposed; dv and dk are stored through it
@@ -100,6 +116,9 @@ class ShortBackward(PerHeadKernel):
             "v_consumed": plgpu.Barrier(num_arrivals=2),
         }
         scratch |= self.quad_scratch()
+        if self.copies_bias:
+            scratch["bias_smem"] = self.bias_slots(2, columns=ROWS)
+            scratch["bias_arrived"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         if self.compares_ids:
             scratch["q_ids_smem"] = plgpu.SMEM((queries, ROWS), jnp.int32)
             scratch["k_ids_smem"] = plgpu.SMEM((keys * ROWS,), jnp.int32)
@@ -120,7 +139,9 @@ class ShortBackward(PerHeadKernel):
         @pl.when(warpgroup < 2)
         def _():
             plgpu.set_max_registers(REGISTERS[0], action="increase")
-            lax.fori_loop(0, iterations, lambda iteration, _: self._compute(iteration, refs, scratch), None)
+            self._request_bias(jnp.int32(0), jnp.int32(0), 0, refs, scratch)
+            compute = lambda iteration, _: self._compute(iteration, iterations, refs, scratch)  # noqa: E731
+            lax.fori_loop(0, iterations, compute, None)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == 2)
@@ -160,10 +181,10 @@ class ShortBackward(PerHeadKernel):
             plgpu.copy_gmem_to_smem(refs["ids"][0].at[place.batch, rows], scratch["q_ids_smem"].at[tile], arrived)
 
     def _load_out(self, place, tile, refs, scratch):
-        self._load(place, "out", tile, lax.rem(tile, BUFFERS), scratch["out_arrived"].at[tile], refs, scratch)
+        self._load(place, "out", tile, lax.rem(tile, self.out_buffers), scratch["out_arrived"].at[tile], refs, scratch)
 
     def _load_first_out(self, place, refs, scratch):
-        for tile in range(min(BUFFERS, self.steps)):
+        for tile in range(min(self.out_buffers, self.steps)):
             self._load_out(place, jnp.int32(tile), refs, scratch)
 
     def _prefetch(self, refs, scratch):
@@ -238,11 +259,12 @@ class ShortBackward(PerHeadKernel):
     def _delta(self, place, tile, refs, scratch):
         plgpu.barrier_wait(scratch["q_arrived"].at[tile])
         plgpu.barrier_wait(scratch["out_arrived"].at[tile])
-        pairs = zip(at(scratch["do_smem"], tile), at(scratch["out_smem"], lax.rem(tile, BUFFERS)), strict=True)
+        pairs = zip(at(scratch["do_smem"], tile), at(scratch["out_smem"], lax.rem(tile, self.out_buffers)), strict=True)
         scratch["delta_smem"].at[tile][...] = sum(row_sums(x, y) for x, y in pairs)
         plgpu.barrier_arrive(scratch["delta_ready"].at[tile])
         plgpu.commit_smem()  # all four warps have read O
-        pl.when(tile + BUFFERS < self.steps)(lambda: self._load_out(place, tile + BUFFERS, refs, scratch))
+        following = tile + self.out_buffers
+        pl.when(following < self.steps)(lambda: self._load_out(place, following, refs, scratch))
 
     def _dq(self, buffer, scratch):
         keys = 2 * self.own
@@ -254,7 +276,7 @@ class ShortBackward(PerHeadKernel):
 
     # --- the compute warpgroups: dS, dk, dv ---------------------------------------------------------------------------
 
-    def _compute(self, iteration, refs, scratch):
+    def _compute(self, iteration, iterations, refs, scratch):
         zeros = tuple(self.zeros() for _ in range(self.own))
         self.wait_for_place(iteration, scratch)
         plgpu.barrier_wait(scratch["keys_arrived"])
@@ -262,11 +284,13 @@ class ShortBackward(PerHeadKernel):
         if tiles.padded_columns(last) == ROWS:
             full, last = full + 1, 0
         # The next tile's bias is requested before the product that ends a step, which hides its latency.
-        bias = self._bias_of(iteration, jnp.int32(0), 0, ROWS, refs) if self.requests_early else None
+        bias = None
+        if self.requests_early:
+            bias = groups.load(self._bias_of(iteration, jnp.int32(0), 0, ROWS, refs), self.interpret)
         carry = zeros, zeros, bias
 
         def step(position, columns, *carry):
-            return self._step(iteration, position, columns, *carry, refs, scratch)
+            return self._step(iteration, iterations, position, columns, *carry, refs, scratch)
 
         def step_of_quad(position, carry):
             place, tile = self.place_of(iteration, refs["ids"], scratch), self._tile_at(position)
@@ -326,11 +350,13 @@ class ShortBackward(PerHeadKernel):
         plgpu.barrier_arrive(scratch["q_consumed"].at[tile])
         return carry
 
-    def _step(self, iteration, position, columns, dk, dv, bias, refs, scratch):
+    def _step(self, iteration, iterations, position, columns, dk, dv, bias, refs, scratch):
         """Process the first `columns` queries of a tile. Scores and arrays of their size are keys by queries.
 
-        bias: that of the first own tile; None: it was not requested yet. Return also that of the next tile of queries.
+        bias: that of the first own tile, in registers; None: it is not there yet. Return also that of the next tile of
+            queries.
         """
+        request_after = lambda i: self._request_bias_after(iteration, iterations, position, i, refs, scratch)  # noqa: E731
         dk, dv = list(dk), list(dv)
         first = self._opaque(lax.axis_index("warpgroup")) * self.own
         tile, buffer = self._tile_at(position), lax.rem(position, BUFFERS)
@@ -341,6 +367,7 @@ class ShortBackward(PerHeadKernel):
         some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
         none = filled((ROWS, columns), 0, WGMMA)
         (scores,) = tiles.accumulated((bias[:, :columns],), self._scores(0, first, some_q, scratch), self.interpret)
+        request_after(0)
         for i in range(self.own):
             last = i == self.own - 1
             weights = self._weights(scores, tile, first + i, self._has_padding(i), scratch)
@@ -360,7 +387,8 @@ class ShortBackward(PerHeadKernel):
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(scratch["ds_ready"].at[buffer])
                 if self.requests_early and columns == ROWS:
-                    bias = self._bias_of(iteration, lax.min(tile + 1, self.steps - 1), 0, ROWS, refs)
+                    of_next = self._bias_of(iteration, lax.min(tile + 1, self.steps - 1), 0, ROWS, refs)
+                    bias = groups.load(of_next, self.interpret)
                 else:
                     bias = None
                 dk[i] = tiles.accumulated(dk[i], products, self.interpret)
@@ -368,6 +396,7 @@ class ShortBackward(PerHeadKernel):
                 bias = self._start_of(iteration, tile, i + 1, columns, refs, scratch)
                 products += self._scores(len(q), first + i + 1, some_q, scratch)
                 *dk_i, scores = tiles.accumulated((*dk[i], bias), products, self.interpret)
+                request_after(i + 1)
                 dk[i] = tuple(dk_i)
         plgpu.barrier_arrive(scratch["q_consumed"].at[tile])
         return tuple(dk), tuple(dv), bias
@@ -375,11 +404,16 @@ class ShortBackward(PerHeadKernel):
     def _start_of(self, iteration, tile, own_tile, columns, refs, scratch):
         """Return what the scores of an own tile and the first `columns` queries of a tile start from.
 
-        It is the bias, which is requested. In quads, it is infinitely low for keys past a segment's end, and for all if
-        the queries are of another segment. Queries past a segment's end have a log-sum-exp of infinity.
+        It is the bias, which was copied to shared memory or is loaded. In quads, it is infinitely low for keys past a
+        segment's end, and for all if the queries are of another segment. Queries past a segment's end have a
+        log-sum-exp of infinity.
         """
+        if self.copies_bias:
+            warpgroup = lax.axis_index("warpgroup")
+            plgpu.barrier_wait(scratch["bias_arrived"].at[warpgroup])
+            return groups.load(scratch["bias_smem"].at[warpgroup, pl.ds(0, columns // groups.COLUMNS)], self.interpret)
         if self.bias_shape is not None:
-            return self._bias_of(iteration, tile, own_tile, columns, refs)
+            return groups.load(self._bias_of(iteration, tile, own_tile, columns, refs), self.interpret)
         if not self.has_quads:
             return filled((ROWS, columns), 0, WGMMA)
         place = self.place_of(iteration, refs["ids"], scratch)
@@ -388,11 +422,30 @@ class ShortBackward(PerHeadKernel):
         return along_rows(jnp.where(tiles.row_numbers() < keys, 0.0, self.lowest_product), (ROWS, columns))
 
     def _bias_of(self, iteration, tile, own_tile, columns, refs):
-        """Request the bias of an own tile and the first `columns` queries of a tile."""
+        """Return the bias, in device memory, of an own tile and the first `columns` queries of a tile."""
         first = self._opaque(lax.axis_index("warpgroup")) * self.own
         place = self.place_of(self._opaque(iteration), refs["ids"], {})
         where = self._opaque(place.batch), self._opaque(place.head), (first + own_tile) * ROWS, tile * ROWS
-        return self.bias_tile(refs["bias"], *where, columns)
+        return self.bias_at(refs["bias"], *where, columns)
+
+    def _request_bias(self, iteration, tile, own_tile: int, refs, scratch) -> None:
+        """Start copying the bias of an own tile and a tile of queries to shared memory, if it belongs there."""
+        if self.copies_bias:
+            warpgroup = lax.axis_index("warpgroup")
+            source = self._bias_of(iteration, tile, own_tile, ROWS, refs)
+            groups.copy(source, scratch["bias_smem"].at[warpgroup], scratch["bias_arrived"].at[warpgroup])
+
+    def _request_bias_after(self, iteration, iterations, tile, own_tile: int, refs, scratch) -> None:
+        """Request the bias that is needed after that of an own tile, which is in registers, if there is more."""
+        if not self.copies_bias:
+            return
+        if own_tile + 1 < self.own:
+            self._request_bias(iteration, tile, own_tile + 1, refs, scratch)
+            return
+        is_last = tile == self.steps - 1
+        iteration = iteration + jnp.int32(is_last)
+        tile = jnp.where(is_last, 0, tile + 1)
+        pl.when(iteration < iterations)(lambda: self._request_bias(iteration, tile, 0, refs, scratch))
 
     def _scores(self, index, k_tile, q, scratch) -> list:
         return [(index, x, transposed(y)) for x, y in zip(at(scratch["k_smem"], k_tile), q, strict=True)]

@@ -13,10 +13,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel
+from vitkernels.attention.pallas_flash.hopper.schedule import fits_bias
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at
 
 BUFFERS = 2  # for heads
@@ -42,6 +43,15 @@ class ShortForward(PerHeadKernel, Forward):
         at_launch = 65536 // (128 * (self.query_tiles + 1)) // 8 * 8
         return (at_launch * (self.query_tiles + 1) - LOADER_REGISTERS) // self.query_tiles // 8 * 8
 
+    @property
+    def copies_bias(self) -> bool:
+        """Return whether each tile of a bias is copied to shared memory ahead; otherwise, it is loaded to registers.
+
+        Its slots take the place of the output, which is then stored through the tiles of queries.
+        """
+        count = BUFFERS * (self.query_tiles + 2 * self.steps)
+        return self.bias_shape is not None and fits_bias(count, self.query_tiles, self.bias_bytes)
+
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out and log-sum-exp; see Forward.
 
@@ -51,16 +61,21 @@ class ShortForward(PerHeadKernel, Forward):
         def head_tiles(count):
             return tiles.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), count)
 
+        of_out = {"out_smem": head_tiles(self.query_tiles)}
+        of_bias = {
+            "bias_smem": self.bias_slots(self.query_tiles, columns=ROWS),
+            "bias_arrived": plgpu.Barrier(num_arrivals=1, num_barriers=self.query_tiles),
+        }
         scratch = {
             "q_smem": head_tiles(BUFFERS * self.query_tiles),
             "k_smem": head_tiles(BUFFERS * self.steps),
             "v_smem": head_tiles(BUFFERS * self.steps),
-            "out_smem": head_tiles(self.query_tiles),
             "arrived": plgpu.Barrier(
                 num_arrivals=self.copies * (self.query_tiles + 2 * self.steps) + self.compares_ids,
                 num_barriers=BUFFERS,
             ),
             "consumed": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=BUFFERS),
+            **(of_bias if self.copies_bias else of_out),
             **self.quad_scratch(),
         }
         if self.compares_ids:
@@ -77,7 +92,14 @@ class ShortForward(PerHeadKernel, Forward):
         @pl.when(warpgroup < self.query_tiles)
         def _():
             plgpu.set_max_registers(self.registers, action="increase")
-            lax.fori_loop(0, iterations, lambda iteration, _: self._attend(iteration, out_ref, lse_ref, scratch), None)
+            self._request_bias(jnp.int32(0), 0, iterations, scratch)
+
+            @pl.loop(0, iterations)
+            def _(iteration):
+                self._attend(iteration, iterations, out_ref, lse_ref, scratch)
+
+            if self.copies_bias:
+                self._release(iterations - 1, scratch)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == self.query_tiles)
@@ -107,34 +129,72 @@ class ShortForward(PerHeadKernel, Forward):
                 row = self.row_of(place, tile)
                 tiles.load_rows(ref, place.batch, row, first + place.head, smem, slot, arrived, self.interpret)
 
-    def _attend(self, iteration, out_ref, lse_ref, scratch):
+    def _request_bias(self, iteration, step: int, iterations, scratch) -> None:
+        """Start copying the bias of an iteration's tile of keys, if there is such an iteration."""
+        if not self.copies_bias:
+            return
+
+        @pl.when(iteration < iterations)
+        def _():
+            tile, place = lax.axis_index("warpgroup"), self.place_of(iteration, scratch["ids"], scratch)
+            where = place.batch, place.head, tile * ROWS, step * ROWS, self._columns(step)
+            source = self.bias_at(scratch["bias_ref"], *where)
+            groups.copy(source, self._bias_slot(step, scratch), scratch["bias_arrived"].at[tile])
+
+    def _bias_slot(self, step: int, scratch):
+        return scratch["bias_smem"].at[lax.axis_index("warpgroup"), pl.ds(0, self._columns(step) // groups.COLUMNS)]
+
+    def _release(self, iteration, scratch) -> None:
+        """Release the buffer of an iteration that has stored its output through it."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(scratch["consumed"].at[lax.rem(iteration, BUFFERS)])
+
+    def _attend(self, iteration, iterations, out_ref, lse_ref, scratch):
         buffer, tile = lax.rem(iteration, BUFFERS), lax.axis_index("warpgroup")
         self.wait_for_place(iteration, scratch)
         place = self.place_of(iteration, scratch["ids"], scratch)
-        over_keys = self._over_quad if self.has_quads else self._over_keys
-        carry = over_keys(place, tile, buffer, scratch)
-        plgpu.barrier_arrive(scratch["consumed"].at[buffer])
+        if self.has_quads:
+            carry = self._over_quad(place, tile, buffer, scratch)
+        else:
+            carry = self._over_keys(iteration, iterations, place, tile, buffer, scratch)
+        if not self.copies_bias:
+            plgpu.barrier_arrive(scratch["consumed"].at[buffer])
         out, lse = self.finalize(*carry)
         if self.has_quads:  # queries past a segment's end get weights of 0 in the backward kernel
             lse = jnp.where(tiles.row_numbers() < place.of_chunk(tile, QUAD_COUNT), lse, jnp.inf)
         lse_ref.at[place.batch, place.head, pl.ds((place.chunk + tile) * ROWS, ROWS)][...] = lse
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
-        self.store_tiles(scratch["out_smem"], tile, [out], out_ref, place, place.head, tile)
+        parts, index = scratch["q_smem"], buffer * self.query_tiles + tile
+        if not self.copies_bias:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
+            parts, index = scratch["out_smem"], tile
+        self.store_tiles(parts, index, [out], out_ref, place, place.head, tile)
 
-    def _over_keys(self, place, tile, buffer, scratch) -> tuple:
+    def _over_keys(self, iteration, iterations, place, tile, buffer, scratch) -> tuple:
         """Return output, maximum and sum over all keys."""
 
         def bias_of(step):
-            where = place.batch, place.head, tile * ROWS, step * ROWS
-            return self.bias_tile(scratch["bias_ref"], *where, self._columns(step))
+            if self.bias_shape is None:
+                return None
+            where = place.batch, place.head, tile * ROWS, step * ROWS, self._columns(step)
+            return groups.load(self.bias_at(scratch["bias_ref"], *where), self.interpret)
 
-        carry, bias, q_ids = self.initial_carry(), bias_of(0), None
+        def request_after(step):
+            is_last = step + 1 == self.steps
+            self._request_bias(iteration + is_last, 0 if is_last else step + 1, iterations, scratch)
+
+        carry, q_ids = self.initial_carry(), None
+        bias = None if self.copies_bias else bias_of(0)
         if self.has_ids:  # from device memory: at 256 tokens, shared memory has no room for them
             of_queries = scratch["ids"][0].at[place.batch, pl.ds(tile * ROWS, ROWS)]
             q_ids = plgpu.load(of_queries, layout=BY_ROW, optimized=False)
         plgpu.barrier_wait(scratch["arrived"].at[buffer])
         for step in range(self.steps):
-            carry, bias = self._add(step, tile, buffer, q_ids, carry, bias, bias_of, scratch)
+            if self.copies_bias:
+                plgpu.barrier_wait(scratch["bias_arrived"].at[tile])
+                bias = groups.load(self._bias_slot(step, scratch), self.interpret)
+            carry, bias = self._add(step, tile, buffer, q_ids, carry, bias, bias_of, request_after, scratch)
+            if self.copies_bias and step == 0:
+                pl.when(iteration > 0)(lambda: self._release(iteration - 1, scratch))
         return carry
 
     def _over_quad(self, place, tile, buffer, scratch) -> tuple:
@@ -173,11 +233,15 @@ class ShortForward(PerHeadKernel, Forward):
         """Return the columns of a tile's scores."""
         return tiles.padded_columns(self._keys(step))
 
-    def _add(self, step, tile, buffer, q_ids, carry, bias, bias_of, scratch):
-        """Fold one tile of keys into the running output, maximum and sum; return also the next tile's bias."""
+    def _add(self, step, tile, buffer, q_ids, carry, bias, bias_of, request_after, scratch):
+        """Fold one tile of keys into the running output, maximum and sum.
+
+        Return also the next tile's bias, if it is in registers.
+        """
         q, k, v = self._tiles(step, tile, buffer, scratch)
         k = tiles.first_rows(k, self._columns(step))
         (scores,) = tiles.products((bias, q, k), interpret=self.interpret)
+        request_after(step)
         keep = None
         if q_ids is not None:
             where = buffer, pl.ds(step * ROWS, self._columns(step))
@@ -185,5 +249,5 @@ class ShortForward(PerHeadKernel, Forward):
         weights, out, highest, total = self.softmax_step(scores, 0, step * ROWS, self._keys(step), carry, keep)
         # Requested before the product with values, which hides part of its latency; before the weights are computed,
         # it would exceed the registers.
-        bias = bias_of(step + 1) if step + 1 < self.steps else None
+        bias = None if self.copies_bias or step + 1 == self.steps else bias_of(step + 1)
         return (self._with_values(weights, v, out), highest, total), bias

@@ -110,16 +110,24 @@ class HopperKernel:
     def low(self) -> float:
         return lowest_score(self.scale)
 
-    def bias_tile(self, bias_ref, image, head, first_row, first_column, columns: int):
-        """Request ROWS × columns of a head's bias, and return it in registers, in units of q k; None without a bias.
+    def bias_at(self, bias_ref, image, head, first_row, first_column, columns: int):
+        """Return the groups of ROWS × columns of a head's bias, in units of q k.
 
-        A product with scores starts from these registers, so that the bias takes none beside the scores. A bias of 16
-        bits takes half as many until then.
+        A product of scores starts from these values, so that the bias takes no registers beside the scores.
         """
-        if self.bias_shape is None:
-            return None
+        assert self.bias_shape is not None
         image, head = (x if n > 1 else 0 for x, n in zip((image, head), self.bias_shape, strict=True))
-        return groups.load(groups.at(bias_ref, (image, head), first_row, first_column, columns), self.interpret)
+        return groups.at(bias_ref, (image, head), first_row, first_column, columns)
+
+    @property
+    def bias_bytes(self) -> int:
+        """Return the bytes of a score's bias."""
+        return jnp.dtype(self.bias_dtype).itemsize
+
+    def bias_slots(self, *leading: int, columns: int) -> plgpu.SMEM:
+        """Return scratch for tiles of ROWS × columns of the bias."""
+        shape = *leading, columns // groups.COLUMNS, ROWS * groups.COLUMNS
+        return plgpu.SMEM(shape, jnp.dtype(self.bias_dtype))
 
     def exponents(self, scores: jax.Array) -> jax.Array:
         """Return scores in log2 units from q k + bias; 0 for keys whose huge bias absorbs their scores."""
