@@ -324,6 +324,10 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M, scale, of_bias):
         (256, 40, None, ((2, 1), torch.float32)),
         (577, 64, None, ((2, 1), torch.bfloat16)),
         (577, 88, None, ((2, 1), torch.float32)),
+        # They leave the least shared memory.
+        (256, 64, None, ((1, 8), torch.bfloat16)),
+        (192, 64, None, ((1, 8), torch.float32)),
+        (577, 64, (10, 10), ((1, 8), torch.bfloat16)),
     ],
 )
 def test_kernels__lower_without_a_gpu(N, D, chunks, of_bias):

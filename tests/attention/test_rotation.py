@@ -107,3 +107,13 @@ def test_rotate__passes_opcheck(device):
     q = unpacked(qkv)[0].requires_grad_()
     checks = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_static")
     torch.library.opcheck(rotate.traced, (q, rope, True, False), test_utils=checks)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("N", [20, 1])
+def test_operator__of_one_head(device, N):
+    """Its stride is arbitrary, even 1, which Triton compiles as a constant."""
+    x = torch.randn(2, N, 64, device=device).unsqueeze(-1).movedim(-1, 1)
+    rope = torch.randn(N, 128, device=device)
+    assert x.stride(1) == 1
+    assert torch.equal(rotate(x, rope, False, False), rotate(x.clone(), rope, False, False))

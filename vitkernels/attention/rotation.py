@@ -138,13 +138,18 @@ def fill_rotated(x_BNPHD: Tensor, out_BNPHD: Tensor, rope: Tensor, rope_half: bo
     width, heads = next_power_of_2(D), min(HEADS, next_power_of_2(H))
     tokens = ELEMENTS // (heads * width)
     triton_call(
-        x, out, rope, *x.stride()[:4], *out.stride()[:4], *rope.stride()[:3], N, H, N - rope.shape[2],
+        x, out, rope, *_strides(x), *_strides(out), *rope.stride()[:3], N, H, N - rope.shape[2],
         kernel=_rotation_kernel, grid=(B * cdiv(N, tokens),),
         D=D, WIDTH=width, HALVES=rope_half, INVERSE=inverse, PARTS=P, SINES_PER_HEAD=sines_per_head,
         TOKENS=tokens, HEADS=heads, num_warps=WARPS,
     )  # fmt: skip
     if out is not out_BNPHD:
         out_BNPHD.copy_(out)
+
+
+def _strides(x_BNPHD: Tensor) -> tuple[int, ...]:
+    """Return the strides, except that of D; 0 for a dimension of size 1, whose stride is arbitrary."""
+    return tuple(s if size > 1 else 0 for size, s in zip(x_BNPHD.shape[:4], x_BNPHD.stride()[:4], strict=True))
 
 
 def _readable(x_BNPHD: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from vitkernels.attention.triton_flash.tiles import (
 @triton.jit
 def _add_to_dq(
     q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, ds_ptr, n, m, N, M, scale, extras,
-    D2: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr,
+    D2: tl.constexpr, MASKED: tl.constexpr, GENERAL: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     s = inner(q1, q2, k1, k2, D2, PRECISION)
@@ -49,7 +49,7 @@ def _add_to_dq(
     p = weights_of(s, scale, base[:, None], log_sum[:, None], extras)
     ds = (p * (inner(do1, do2, v1, v2, D2, PRECISION) - delta[:, None])).to(k1.dtype)
     if ds_ptr is not None:
-        store_scores(ds_ptr, ds, n[:, None], m[None, :], N, M, RAGGED)
+        store_scores(ds_ptr, ds, n[:, None], m[None, :], N, M)
     return outer(ds, k1, k2, dq1, dq2, D2, PRECISION)
 
 
@@ -86,12 +86,12 @@ def _dq_rows(
         v1, v2 = load_rows(v, m, M, D, D1, D2, GENERAL)
         dq1, dq2 = _add_to_dq(
             q1, q2, do1, do2, k1, k2, v1, v2, base, log_sum, delta, dq1, dq2, ds_ptr, n, m, N, M, factor, extras,
-            D2, False, RAGGED, GENERAL, CAUSAL, PRECISION,
+            D2, False, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     if TAIL_M > 0:
         dq1, dq2 = _add_to_dq(
             q1, q2, do1, do2, tail_k1, tail_k2, tail_v1, tail_v2, base, log_sum, delta, dq1, dq2, ds_ptr,
-            n, tail_m, N, M, factor, extras, D2, True, RAGGED, GENERAL, CAUSAL, PRECISION,
+            n, tail_m, N, M, factor, extras, D2, True, GENERAL, CAUSAL, PRECISION,
         )  # fmt: skip
     store_rows(dq, dq1 * scale, dq2 * scale, n, N, D, D1, D2, RAGGED)
 
@@ -128,7 +128,7 @@ def dq_kernel(
 ):  # fmt: skip
     """Compute dq, and delta_BHN for the dkdv kernel; one program per head and tile of queries. See forward_kernel.
 
-    Unless ds_ptr is None, store ds of all visited tiles, (B, H, N, row_length(M)).
+    Unless ds_ptr is None, store ds of all visited tiles, (B, H, N, row_length(M)); not with table_ptr.
     """
     # In reverse order of heads: the forward pass left the last heads in the L2 cache, and this leaves the first for
     # the dkdv kernel.
@@ -157,12 +157,12 @@ def dq_kernel(
                  D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, False, GENERAL, CAUSAL, PRECISION)  # fmt: skip
     elif first < end:
         if compares:
-            _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, ds_ptr, extras, first, end, M, scale,
+            _dq_rows(q, k, v, out, do, dq, lse_ptr, delta_ptr, None, extras, first, end, M, scale,
                      D, D1, D2, TILE_N, TILE_M, 0, True, True, CAUSAL, PRECISION)  # fmt: skip
         else:
             _dq_tile(
                 rows_from(q, start), rows_from(k, start), rows_from(v, start), rows_from(out, start),
-                rows_from(do, start), rows_from(dq, start), lse_ptr + start, delta_ptr + start, ds_ptr,
+                rows_from(do, start), rows_from(dq, start), lse_ptr + start, delta_ptr + start, None,
                 extras, first - start, end - start, end - start, scale,
                 D, D1, D2, TILE_N, TILE_M, TAIL_N, TAIL_M, True, GENERAL, CAUSAL, PRECISION,
             )  # fmt: skip

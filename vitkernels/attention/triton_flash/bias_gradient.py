@@ -13,7 +13,7 @@ from torch import Tensor
 from vitkernels.attention.triton_flash.tiles import GROUP, row_length
 from vitkernels.bridge.triton import cdiv, triton_call
 
-MOST_SCORES = 2**29  # that are stored at a time: 1 GB in bfloat16. One batch entry's are always stored together.
+MOST_SCORES = 2**29  # that are stored at a time, 1 GB in bfloat16; but at least those of one batch entry
 _ELEMENTS = 512  # of a program
 _UNROLLED = 8  # heads whose loads are in flight at a time
 
@@ -28,25 +28,24 @@ def _sum_kernel(
     The first head of a bias is `apart` heads behind that of the previous one; its own heads are `stride` apart. With
     ADDS, out already has sums of other heads.
     """
-    width = row_length(M)
+    programs = tl.cdiv(N * columns, ELEMENTS)
+    bias = (tl.program_id(0) // programs).to(tl.int64)
+    element = tl.program_id(0) % programs * ELEMENTS + tl.arange(0, ELEMENTS)
+    n, m, width = element // columns, element % columns, row_length(M)
     size = N * width
-    element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    n, m = element // width, element % width
-    bias = tl.program_id(1).to(tl.int64)
-    ds_ptr += bias * apart * size + element
-    out_ptr += bias * N * columns + n * columns + m
-    stored = (n < N) & (m < columns)
+    ds_ptr += bias * apart * size + n * width + m
+    out_ptr += bias * N * columns + element
     total = tl.zeros((ELEMENTS,), tl.float32)
     if ADDS:
-        total += tl.load(out_ptr, mask=stored, other=0.0)
+        total += tl.load(out_ptr, mask=n < N, other=0.0)
     for first in range(0, count, UNROLLED):
         for i in tl.static_range(UNROLLED):
             head = count - 1 - first - i  # the last ones may still be in the L2 cache
-            x = tl.load(
-                ds_ptr + head * tl.cast(stride, tl.int64) * size, mask=(n < N) & (m < M) & (head >= 0), other=0.0
-            )
+            # Not m < M: a mask that ends within a vector would let the compiler load elements one by one.
+            stored = (n < N) & (m < width) & (head >= 0)
+            x = tl.load(ds_ptr + head * tl.cast(stride, tl.int64) * size, mask=stored, other=0.0)
             total += x.to(tl.float32)
-    tl.store(out_ptr, total, mask=stored)
+    tl.store(out_ptr, tl.where(m < M, total, 0.0), mask=n < N)
 
 
 def new_scores(like_BHND: Tensor, keys: int, is_filled: bool) -> Tensor:
@@ -61,13 +60,13 @@ def add_up(ds_BHNM: Tensor, keys: int, out: Tensor, adds: bool) -> None:
 
     adds: add them to what out has.
     """
-    B, H, N, width = ds_BHNM.shape
-    biases = out.shape[0] * out.shape[1]
+    B, H, N, _ = ds_BHNM.shape
+    biases, columns = out.shape[0] * out.shape[1], out.shape[3]
     count = B * H // biases
     # The heads that share a bias are H apart if it has all heads, else consecutive.
     apart, stride = (1, H) if out.shape[:2] == (1, H) else (count, 1)
     triton_call(
-        ds_BHNM, out, apart, stride, count, N, keys, out.shape[3],
-        kernel=_sum_kernel, grid=(cdiv(N * width, _ELEMENTS), biases),
+        ds_BHNM, out, apart, stride, count, N, keys, columns,
+        kernel=_sum_kernel, grid=(biases * cdiv(N * columns, _ELEMENTS),),
         ADDS=adds, ELEMENTS=_ELEMENTS, UNROLLED=_UNROLLED, num_warps=4,
     )  # fmt: skip

@@ -58,6 +58,8 @@ def backward(
 ) -> tuple[Tensor | None, list[Launch | None]]:
     """Fill grads: dq, dk and dv. Return the float32 gradient of a bias of `bias_shape` if given, and the launches.
 
+    The launches serve plain calls. With the gradient of a bias, those of dq are not among them.
+
     sizes: see `requested_tiles`.
     """
     do, lse_BHN = readable(do), aligned(lse_BHN)  # autograd hooks may have replaced out and lse
@@ -258,6 +260,7 @@ def _dq_and_bias_gradient(
         ds = new_scores(some.q, M, is_filled=not some.skips_tiles)
         dq_pass(some, out[entries], lse_BHN[entries], do[entries], delta_BHN[entries], dq[entries], ds, tiles)
         add_up(ds, M, total if bias_B == 1 else total[entries], adds=bias_B == 1 and first > 0)
+        del ds  # before the next one is allocated
     return _summed(total[None], bias_shape)
 
 

@@ -270,7 +270,7 @@ def load_mask(n, m, N, M, extras):
 # --- the gradients of scores that are stored --------------------------------------------------------------------------
 
 
-GROUP = tl.constexpr(32)  # scores: the keys in the dq kernel's tiles
+GROUP = tl.constexpr(32)  # scores, of which stored rows are multiples
 
 
 @triton.jit
@@ -280,13 +280,9 @@ def row_length(M):
 
 
 @triton.jit
-def store_scores(ptr, x, n, m, N, M, MASKED: tl.constexpr):
-    """Store the values (n, m) of a head's scores in its rows; with MASKED, only those of queries before N."""
-    at = ptr + n * row_length(M) + m
-    if MASKED or x.shape[1] > GROUP:
-        tl.store(at, x, mask=(n < N) & (m < row_length(M)))
-    else:
-        tl.store(at, x)
+def store_scores(ptr, x, n, m, N, M):
+    """Store the values (n, m) of a head's scores, as far as its rows have them."""
+    tl.store(ptr + n * row_length(M) + m, x, mask=(n < N) & (m < row_length(M)))
 
 
 # --- which tiles a program visits -------------------------------------------------------------------------------------

@@ -143,7 +143,7 @@ class RingKernel(tiles.HopperKernel):
             return {}
         s = self.schedule
         barrier = plgpu.Barrier(num_arrivals=s.warpgroups, num_barriers=s.bias_slots)
-        smem = self.bias_slots(s.bias_slots, s.warpgroups, columns=s.tile)
+        smem = self.bias_tiles(s.bias_slots, s.warpgroups, columns=s.tile)
         return {"bias_smem": smem, "bias_arrived": barrier, "bias_consumed": barrier}
 
     def bias_streams(self, scratch: dict) -> list[Stream]:

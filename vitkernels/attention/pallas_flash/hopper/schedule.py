@@ -12,7 +12,7 @@ MULTIPROCESSORS = 132  # of an H100 SXM or H200
 ROWS = 64  # rows of a tile that one warpgroup multiplies at once
 _SHARED_MEMORY = 227 * 1024  # bytes available to a thread block
 _BARRIERS_AND_VECTORS = 4 * 1024
-_EXACT_BARRIERS_AND_VECTORS = 5 * 512  # without ids, which take as much
+_FEW_BARRIERS_AND_VECTORS = 5 * 512  # of kernels with a bias; with ids, twice as much
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,9 @@ def with_bias(schedule: Schedule, head_dim: int, kept: int, bytes_per_score: int
     kept: tiles of 64 own rows per warpgroup.
     """
     row = 2 * sum(widths(head_dim))  # bytes
-    free = _SHARED_MEMORY - _EXACT_BARRIERS_AND_VECTORS * (1 + has_ids)
-    for slots, warpgroups, buffers, tile in itertools.product(
-        (2, 1), range(schedule.warpgroups, 0, -1), range(schedule.buffers, 0, -1), range(schedule.tile, 0, -ROWS)
+    free = _SHARED_MEMORY - _FEW_BARRIERS_AND_VECTORS * (1 + has_ids)
+    for warpgroups, slots, buffers, tile in itertools.product(
+        range(schedule.warpgroups, 0, -1), (2, 1), range(schedule.buffers, 0, -1), range(schedule.tile, 0, -ROWS)
     ):
         used = warpgroups * ROWS * (buffers * kept * row + slots * tile * bytes_per_score)
         stages = min(schedule.stages * schedule.tile // tile, 4, (free - used) // (2 * tile * row))
@@ -91,7 +91,7 @@ def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
     return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
 
 
-def dq_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_bias: bool = False) -> Schedule:
+def dq_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_bias: bool) -> Schedule:
     columns = sum(widths(head_dim))
     if columns <= 64:
         return _narrow_backward(queries, keys, is_masked, has_bias)
@@ -101,7 +101,7 @@ def dq_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_bia
     return _fitting(warpgroups, head_dim, kept=3)
 
 
-def dkdv_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_bias: bool = False) -> Schedule:
+def dkdv_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_bias: bool) -> Schedule:
     if sum(widths(head_dim)) <= 64:
         return _narrow_backward(keys, queries, is_masked, has_bias)
     return _fitting(min(2, _tiles(keys)), head_dim, kept=2)
@@ -182,7 +182,7 @@ def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) 
 def fits_bias(tiles: int, warpgroups: int, bytes_per_score: int) -> bool:
     """Return whether shared memory holds `tiles` tiles of a head, and a tile of the bias per warpgroup."""
     used = ROWS * ROWS * (2 * tiles + bytes_per_score * warpgroups)
-    return used + _EXACT_BARRIERS_AND_VECTORS <= _SHARED_MEMORY
+    return used + _FEW_BARRIERS_AND_VECTORS <= _SHARED_MEMORY
 
 
 def takes_quads(head_dim: int) -> bool:

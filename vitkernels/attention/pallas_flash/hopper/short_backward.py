@@ -36,7 +36,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
 )
 
 REGISTERS = 208, 88  # per thread of a compute warpgroup and of the helper: 2 * 208 + 88 = 3 * 168
-BUFFERS = 2  # for tiles of O, and of dS
+BUFFERS = 2  # for tiles of dS, and at most for those of O
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class ShortBackward(PerHeadKernel):
         }
         scratch |= self.quad_scratch()
         if self.copies_bias:
-            scratch["bias_smem"] = self.bias_slots(2, columns=ROWS)
+            scratch["bias_smem"] = self.bias_tiles(2, columns=ROWS)
             scratch["bias_arrived"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
         if self.compares_ids:
             scratch["q_ids_smem"] = plgpu.SMEM((queries, ROWS), jnp.int32)
@@ -283,9 +283,8 @@ class ShortBackward(PerHeadKernel):
         full, last = divmod(self.queries_at_once, ROWS)
         if tiles.padded_columns(last) == ROWS:
             full, last = full + 1, 0
-        # The next tile's bias is requested before the product that ends a step, which hides its latency.
         bias = None
-        if self.requests_early:
+        if self.requests_early:  # before the product that ends the previous step, which hides the latency
             bias = groups.load(self._bias_of(iteration, jnp.int32(0), 0, ROWS, refs), self.interpret)
         carry = zeros, zeros, bias
 

@@ -63,7 +63,7 @@ class ShortForward(PerHeadKernel, Forward):
 
         of_out = {"out_smem": head_tiles(self.query_tiles)}
         of_bias = {
-            "bias_smem": self.bias_slots(self.query_tiles, columns=ROWS),
+            "bias_smem": self.bias_tiles(self.query_tiles, columns=ROWS),
             "bias_arrived": plgpu.Barrier(num_arrivals=1, num_barriers=self.query_tiles),
         }
         scratch = {

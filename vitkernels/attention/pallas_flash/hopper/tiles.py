@@ -124,7 +124,7 @@ class HopperKernel:
         """Return the bytes of a score's bias."""
         return jnp.dtype(self.bias_dtype).itemsize
 
-    def bias_slots(self, *leading: int, columns: int) -> plgpu.SMEM:
+    def bias_tiles(self, *leading: int, columns: int) -> plgpu.SMEM:
         """Return scratch for tiles of ROWS × columns of the bias."""
         shape = *leading, columns // groups.COLUMNS, ROWS * groups.COLUMNS
         return plgpu.SMEM(shape, jnp.dtype(self.bias_dtype))
