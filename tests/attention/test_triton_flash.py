@@ -10,9 +10,11 @@ from triton.runtime.errors import OutOfResources
 
 from vitkernels import attention
 from vitkernels.attention import Problem
-from vitkernels.attention.triton_flash.inputs import readable, split_head_dim
+from vitkernels.attention.triton_flash.inputs import split_head_dim
 from vitkernels.attention.triton_flash.launch import launch_fitting
 from vitkernels.attention.triton_flash.tiling import TileConfig, tail_tile
+from vitkernels.bridge.operator import readable
+from vitkernels.testing.attention_harness import check_reruns
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLASH = attention.get("triton_flash")
@@ -22,13 +24,7 @@ FLASH = attention.get("triton_flash")
 def test_reruns__are_bit_equal(device):
     qkv = torch.randn(2, 70, 3, 2, 64, device=device, requires_grad=True)
     bias = torch.randn(2, 1, 70, requires_grad=True, device=device)
-
-    def run():
-        out = FLASH.qkvpacked(qkv, bias=bias)
-        return out, *torch.autograd.grad(out, (qkv, bias), torch.ones_like(out).cumsum(0))
-
-    for first, second in zip(run(), run(), strict=True):
-        assert torch.equal(first, second)
+    check_reruns(lambda: FLASH.qkvpacked(qkv, bias=bias), (qkv, bias))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vitkernels.bridge.operator import aligned, interpretable, operator
+from vitkernels.bridge.operator import interpretable, operator, readable, row_strides
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
 HEADS, ELEMENTS, WARPS = 4, 2048, 4  # of a program at a time; heads are neighbors in the rows of a projection
@@ -131,31 +131,20 @@ def fill_rotated(x_BNPHD: Tensor, out_BNPHD: Tensor, rope: Tensor, rope_half: bo
         inverse: apply the transposed rotation, which takes gradients of rotated q and k to those of q and k.
     """
     B, N, P, H, D = x_BNPHD.shape
-    x, out, rope = _readable(interpretable(x_BNPHD)), interpretable(out_BNPHD), interpretable(rope)
+    x, out, rope = readable(interpretable(x_BNPHD)), interpretable(out_BNPHD), interpretable(rope)
     rope = rope if rope.stride(-1) == 1 else rope.contiguous()
     sines_per_head = rope.ndim > 2 and rope.shape[-3] > 1
     rope = rope.expand(B, H, *rope.shape[-2:])
     width, heads = next_power_of_2(D), min(HEADS, next_power_of_2(H))
     tokens = ELEMENTS // (heads * width)
     triton_call(
-        x, out, rope, *_strides(x), *_strides(out), *rope.stride()[:3], N, H, N - rope.shape[2],
+        x, out, rope, *row_strides(x), *row_strides(out), *rope.stride()[:3], N, H, N - rope.shape[2],
         kernel=_rotation_kernel, grid=(B * cdiv(N, tokens),),
         D=D, WIDTH=width, HALVES=rope_half, INVERSE=inverse, PARTS=P, SINES_PER_HEAD=sines_per_head,
         TOKENS=tokens, HEADS=heads, num_warps=WARPS,
     )  # fmt: skip
     if out is not out_BNPHD:
         out_BNPHD.copy_(out)
-
-
-def _strides(x_BNPHD: Tensor) -> tuple[int, ...]:
-    """Return the strides, except that of D; 0 for a dimension of size 1, whose stride is arbitrary."""
-    return tuple(s if size > 1 else 0 for size, s in zip(x_BNPHD.shape[:4], x_BNPHD.stride()[:4], strict=True))
-
-
-def _readable(x_BNPHD: Tensor) -> Tensor:
-    """Return x if kernels can load 16 bytes at a time from its rows, else a copy."""
-    in_rows = x_BNPHD.stride(4) == 1 and all(stride % 8 == 0 for stride in x_BNPHD.stride()[:4])
-    return x_BNPHD if in_rows and x_BNPHD.data_ptr() % 16 == 0 else aligned(x_BNPHD)
 
 
 @operator("attention_rotate(Tensor x, Tensor rope, bool rope_half, bool inverse) -> Tensor")

@@ -180,3 +180,14 @@ def aligned(x: Tensor) -> Tensor:
     """
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def row_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of all dimensions but the last; 0 for a dimension of size 1, whose stride is arbitrary."""
+    return tuple(stride if size > 1 else 0 for size, stride in zip(x.shape[:-1], x.stride(), strict=False))
+
+
+def readable(x: Tensor) -> Tensor:
+    """Return x if kernels can load 16 bytes at a time from its rows (as in model layouts), else an aligned copy."""
+    aligned_rows = x.stride(-1) == 1 and all(stride % 8 == 0 for stride in row_strides(x))
+    return x if aligned_rows and x.data_ptr() % 16 == 0 else aligned(x)

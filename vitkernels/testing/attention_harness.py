@@ -1,12 +1,26 @@
-"""Shared fixtures of attention tests: devices, poisoned memory, and the comparison with the reference."""
+"""Shared parts of attention tests: devices, poisoned memory, the comparison with the reference, and reruns."""
+
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
+from torch import Tensor
 
 from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
 from vitkernels.testing.attention_reference import TOLERANCE, reference, relative_error, unchanged, unpacked
+
+
+def check_reruns(attend: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
+    """Check that the output of `attend`, and the gradients of its inputs, have the same bits in a second call."""
+
+    def run():
+        out = attend()
+        return out, *torch.autograd.grad(out, inputs, torch.ones_like(out).cumsum(-1))
+
+    for first, second in zip(run(), run(), strict=True):
+        assert torch.equal(first, second)
 
 
 class AttentionHarness:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitkernels.attention.triton_flash.inputs import FlashInputs
 from vitkernels.attention.triton_flash.tiles import GROUP, row_length
 from vitkernels.bridge.triton import cdiv, triton_call
 
@@ -48,11 +49,11 @@ def _sum_kernel(
     tl.store(out_ptr, tl.where(m < M, total, 0.0), mask=n < N)
 
 
-def new_scores(like_BHND: Tensor, keys: int, is_filled: bool) -> Tensor:
+def new_scores(inputs: FlashInputs) -> Tensor:
     """Return a tensor for ds: uninitialized if the dq kernel fills it, and 0 if it skips tiles."""
-    B, H, N, _ = like_BHND.shape
-    new = like_BHND.new_empty if is_filled else like_BHND.new_zeros
-    return new(B, H, N, cdiv(keys, GROUP.value) * GROUP.value)
+    B, H, N, _ = inputs.q.shape
+    new = inputs.q.new_zeros if inputs.skips_tiles else inputs.q.new_empty
+    return new(B, H, N, cdiv(inputs.k.shape[2], GROUP.value) * GROUP.value)
 
 
 def add_up(ds_BHNM: Tensor, keys: int, out: Tensor, adds: bool) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from vitkernels.attention.triton_flash.keys_first import keys_first
-from vitkernels.bridge.operator import aligned
+from vitkernels.bridge.operator import readable, row_strides
 from vitkernels.bridge.triton import next_power_of_2
 
 LARGEST_STEP = 64  # the most keys in a tile of a call with a bias or mask, unless its tiles are requested
@@ -58,7 +58,7 @@ class FlashInputs:
     @property
     def skips_tiles(self) -> bool:
         """Return whether programs may skip tiles in which no query attends to a key."""
-        hides_keys = self.mask is not None and strides(self.mask)[2] == 0
+        hides_keys = self.mask is not None and row_strides(self.mask)[2] == 0
         return hides_keys or self.is_causal or self.segment_ids is not None
 
     def of_entries(self, entries: slice) -> "FlashInputs":
@@ -71,7 +71,7 @@ class FlashInputs:
     def with_keys_first(self) -> "FlashInputs":
         """Return these inputs with bias and mask as the dkdv kernel reads them fastest."""
         bias, mask = (
-            x if x is None or strides(x)[2] == 0 else keys_first(x, self.k.shape[2]) for x in (self.bias, self.mask)
+            x if x is None or row_strides(x)[2] == 0 else keys_first(x, self.k.shape[2]) for x in (self.bias, self.mask)
         )
         return replace(self, bias=bias, mask=mask)
 
@@ -122,7 +122,7 @@ def _matrix_strides(x_BHNM: Tensor | None) -> tuple[int | None, ...]:
     """
     if x_BHNM is None:
         return 0, 0, None, None
-    b, h, n = strides(x_BHNM)
+    b, h, n = row_strides(x_BHNM)
     m = x_BHNM.stride(3)
     return (b, h, n or None, None) if m == 1 else (b, h, None, m)
 
@@ -149,20 +149,6 @@ def padded_keys(x: Tensor | None, keys: int, sizes: Sequence[int], fill: float |
     if isinstance(added, torch.SymInt) or added:  # traced with a dynamic length, padding must not depend on the length
         return functional.pad(x, (0, added), value=fill)
     return x if x.stride(3) == 1 else x.contiguous()
-
-
-def readable(x_BHND: Tensor) -> Tensor:
-    """Return x if kernels can load 16 bytes at a time from its rows (as in model layouts), else a copy."""
-    b, h, n = strides(x_BHND)
-    aligned_rows = x_BHND.stride(3) == 1 and (b | h | n) % 8 == 0
-    return x_BHND if aligned_rows and x_BHND.data_ptr() % 16 == 0 else aligned(x_BHND)
-
-
-def strides(x_BHND: Tensor) -> tuple[int, int, int]:
-    """Return the strides of batch, heads and tokens; 0 for a dimension of size 1, whose stride is arbitrary."""
-    B, H, N, _ = x_BHND.shape
-    b, h, n, _ = x_BHND.stride()
-    return b if B > 1 else 0, h if H > 1 else 0, n if N > 1 else 0
 
 
 def split_head_dim(D: int) -> tuple[int, int]:

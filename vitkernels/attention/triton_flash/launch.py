@@ -14,7 +14,7 @@ from triton.runtime.errors import OutOfResources
 from vitkernels.attention.triton_flash.backward import dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash.bias_gradient import MOST_SCORES, add_up, new_scores
 from vitkernels.attention.triton_flash.forward import forward_kernel
-from vitkernels.attention.triton_flash.inputs import FlashInputs, readable, strides
+from vitkernels.attention.triton_flash.inputs import FlashInputs
 from vitkernels.attention.triton_flash.single_tile import single_tile_backward_kernel, single_tile_forward_kernel
 from vitkernels.attention.triton_flash.tiling import (
     TileConfig,
@@ -28,7 +28,7 @@ from vitkernels.attention.triton_flash.tiling import (
     single_tile_runs,
     tail_tile,
 )
-from vitkernels.bridge.operator import BoundedCache, aligned
+from vitkernels.bridge.operator import BoundedCache, aligned, readable, row_strides
 from vitkernels.bridge.triton import bind, cdiv, triton_call
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ def _launch(
     if bound is not None:
         bound(*tensors)
         return bound
-    of_rows = (stride for x in (inputs.q, inputs.k, inputs.v, *rows) for stride in strides(x))
+    of_rows = (stride for x in (inputs.q, inputs.k, inputs.v, *rows) for stride in row_strides(x))
     _, H, N, _ = inputs.q.shape
     all_numbers: tuple = *of_rows, *inputs.extra_strides, H, N, inputs.k.shape[2], inputs.scale, *numbers
 
@@ -257,7 +257,7 @@ def _dq_and_bias_gradient(
     for first in range(0, B, at_once):
         entries = slice(first, first + at_once)
         some = inputs.of_entries(entries)
-        ds = new_scores(some.q, M, is_filled=not some.skips_tiles)
+        ds = new_scores(some)
         dq_pass(some, out[entries], lse_BHN[entries], do[entries], delta_BHN[entries], dq[entries], ds, tiles)
         add_up(ds, M, total if bias_B == 1 else total[entries], adds=bias_B == 1 and first > 0)
         del ds  # before the next one is allocated

@@ -12,7 +12,8 @@ from functools import cache
 
 import torch
 
-from vitkernels.attention.triton_flash.inputs import FlashInputs, split_head_dim, strides
+from vitkernels.attention.triton_flash.inputs import FlashInputs, split_head_dim
+from vitkernels.bridge.operator import row_strides
 from vitkernels.bridge.triton import cdiv, multiprocessors, next_power_of_2
 
 
@@ -128,8 +129,8 @@ def _covering(inputs: FlashInputs) -> tuple[int, int]:
 
 def _reads_wide_matrix(inputs: FlashInputs) -> bool:
     """Return whether each query has its own mask, or its own bias in float32."""
-    has_wide_bias = inputs.bias is not None and inputs.bias.dtype == torch.float32 and strides(inputs.bias)[2] != 0
-    return has_wide_bias or (inputs.mask is not None and strides(inputs.mask)[2] != 0)
+    has_wide_bias = inputs.bias is not None and inputs.bias.dtype == torch.float32 and row_strides(inputs.bias)[2] != 0
+    return has_wide_bias or (inputs.mask is not None and row_strides(inputs.mask)[2] != 0)
 
 
 def _is_f32(inputs: FlashInputs) -> bool:

@@ -8,7 +8,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import (
     FIELDS,
     QUAD,
@@ -78,6 +78,24 @@ class PerHeadKernel(tiles.HopperKernel):
         """Return the batch entry, or the number of the quad, and the head of an iteration."""
         index = lax.axis_index("block") + iteration * self.blocks
         return lax.div(index, self.heads), lax.rem(index, self.heads)
+
+    def bias_scratch(self, warpgroups: int) -> dict:
+        """Return scratch for a tile of the bias per compute warpgroup, which copy_bias fills."""
+        return {
+            "bias_smem": self.bias_tiles(warpgroups, columns=ROWS),
+            "bias_arrived": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
+        }
+
+    def copy_bias(self, bias, warpgroup, scratch: dict) -> None:
+        """Start copying groups of the bias to a warpgroup's tile, once the previous ones are in its registers."""
+        smem = scratch["bias_smem"].at[warpgroup, pl.ds(0, bias.shape[0])]
+        groups.copy(bias, smem, scratch["bias_arrived"].at[warpgroup])
+
+    def copied_bias(self, warpgroup, columns: int, scratch: dict):
+        """Wait for the bias that a warpgroup requested last; return its first columns in registers."""
+        plgpu.barrier_wait(scratch["bias_arrived"].at[warpgroup])
+        smem = scratch["bias_smem"].at[warpgroup, pl.ds(0, columns // groups.COLUMNS)]
+        return groups.load(smem, self.interpret)
 
     def quad_scratch(self) -> dict:
         if not self.has_quads:

@@ -117,8 +117,7 @@ class ShortBackward(PerHeadKernel):
         }
         scratch |= self.quad_scratch()
         if self.copies_bias:
-            scratch["bias_smem"] = self.bias_tiles(2, columns=ROWS)
-            scratch["bias_arrived"] = plgpu.Barrier(num_arrivals=1, num_barriers=2)
+            scratch |= self.bias_scratch(2)
         if self.compares_ids:
             scratch["q_ids_smem"] = plgpu.SMEM((queries, ROWS), jnp.int32)
             scratch["k_ids_smem"] = plgpu.SMEM((keys * ROWS,), jnp.int32)
@@ -408,9 +407,7 @@ class ShortBackward(PerHeadKernel):
         log-sum-exp of infinity.
         """
         if self.copies_bias:
-            warpgroup = lax.axis_index("warpgroup")
-            plgpu.barrier_wait(scratch["bias_arrived"].at[warpgroup])
-            return groups.load(scratch["bias_smem"].at[warpgroup, pl.ds(0, columns // groups.COLUMNS)], self.interpret)
+            return self.copied_bias(lax.axis_index("warpgroup"), columns, scratch)
         if self.bias_shape is not None:
             return groups.load(self._bias_of(iteration, tile, own_tile, columns, refs), self.interpret)
         if not self.has_quads:
@@ -431,8 +428,7 @@ class ShortBackward(PerHeadKernel):
         """Start copying the bias of an own tile and a tile of queries to shared memory, if it belongs there."""
         if self.copies_bias:
             warpgroup = lax.axis_index("warpgroup")
-            source = self._bias_of(iteration, tile, own_tile, ROWS, refs)
-            groups.copy(source, scratch["bias_smem"].at[warpgroup], scratch["bias_arrived"].at[warpgroup])
+            self.copy_bias(self._bias_of(iteration, tile, own_tile, ROWS, refs), warpgroup, scratch)
 
     def _request_bias_after(self, iteration, iterations, tile, own_tile: int, refs, scratch) -> None:
         """Request the bias that is needed after that of an own tile, which is in registers, if there is more."""

@@ -62,10 +62,6 @@ class ShortForward(PerHeadKernel, Forward):
             return tiles.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), count)
 
         of_out = {"out_smem": head_tiles(self.query_tiles)}
-        of_bias = {
-            "bias_smem": self.bias_tiles(self.query_tiles, columns=ROWS),
-            "bias_arrived": plgpu.Barrier(num_arrivals=1, num_barriers=self.query_tiles),
-        }
         scratch = {
             "q_smem": head_tiles(BUFFERS * self.query_tiles),
             "k_smem": head_tiles(BUFFERS * self.steps),
@@ -75,7 +71,7 @@ class ShortForward(PerHeadKernel, Forward):
                 num_barriers=BUFFERS,
             ),
             "consumed": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=BUFFERS),
-            **(of_bias if self.copies_bias else of_out),
+            **(self.bias_scratch(self.query_tiles) if self.copies_bias else of_out),
             **self.quad_scratch(),
         }
         if self.compares_ids:
@@ -138,11 +134,7 @@ class ShortForward(PerHeadKernel, Forward):
         def _():
             tile, place = lax.axis_index("warpgroup"), self.place_of(iteration, scratch["ids"], scratch)
             where = place.batch, place.head, tile * ROWS, step * ROWS, self._columns(step)
-            source = self.bias_at(scratch["bias_ref"], *where)
-            groups.copy(source, self._bias_slot(step, scratch), scratch["bias_arrived"].at[tile])
-
-    def _bias_slot(self, step: int, scratch):
-        return scratch["bias_smem"].at[lax.axis_index("warpgroup"), pl.ds(0, self._columns(step) // groups.COLUMNS)]
+            self.copy_bias(self.bias_at(scratch["bias_ref"], *where), tile, scratch)
 
     def _release(self, iteration, scratch) -> None:
         """Release the buffer of an iteration that has stored its output through it."""
@@ -190,8 +182,7 @@ class ShortForward(PerHeadKernel, Forward):
         plgpu.barrier_wait(scratch["arrived"].at[buffer])
         for step in range(self.steps):
             if self.copies_bias:
-                plgpu.barrier_wait(scratch["bias_arrived"].at[tile])
-                bias = groups.load(self._bias_slot(step, scratch), self.interpret)
+                bias = self.copied_bias(tile, self._columns(step), scratch)
             carry, bias = self._add(step, tile, buffer, q_ids, carry, bias, bias_of, request_after, scratch)
             if self.copies_bias and step == 0:
                 pl.when(iteration > 0)(lambda: self._release(iteration - 1, scratch))
