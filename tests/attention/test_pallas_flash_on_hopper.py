@@ -158,6 +158,27 @@ def test_rope__on_gpu(N, D, rope_half, dtype):
 
 
 @gpu
+def test_compiled_with_symbolic_sizes__on_gpu():
+    """Head dims and the extras differ from call to call of one compiled function."""
+    from vitkernels.testing.attention_reference import rotary_table
+
+    torch._dynamo.reset()
+    attend = attention.get("pallas_flash").qkvpacked
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    for N, D in ((197, 88), (300, 64), (70, 40)):
+        qkv = torch.randn(2, N, 3, 4, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        do = torch.randn(2, N, 4 * D, device="cuda", dtype=torch.bfloat16)
+        ids = (torch.arange(N, device="cuda") // 40).expand(2, N)
+        rope = rotary_table("cuda", N - 1, D, True)
+        for given in ({}, {"segment_ids": ids}, {"rope": rope, "rope_half": True}):
+            results = []
+            for call in (attend, compiled):
+                out = call(qkv, **given)
+                results.append((out, *torch.autograd.grad(out, qkv, do)))
+            assert all(map(torch.equal, *results))
+
+
+@gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N, M, D", [(197, 197, 64), (256, 256, 40), (129, 250, 64), (50, 70, 64), (300, 256, 64)])
 def test_key_masks__on_gpu(N, M, D, dtype):

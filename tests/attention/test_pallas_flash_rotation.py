@@ -7,7 +7,6 @@ pytest.importorskip("triton")
 from hopper import error, needs_new_jax
 from torch.nn import functional as F
 
-from vitkernels.attention.pallas_flash import _in_rows
 from vitkernels.testing.attention_reference import TOLERANCE, reference, rotary_table, unpacked
 
 H = 5
@@ -16,13 +15,6 @@ H = 5
 def draw(device, D, leading, N, rows, dtype=torch.float32):
     """Return qkv and rope. Sines and cosines differ within a pair, so that none can be confused."""
     return torch.randn(2, N, 3, H, D, device=device).to(dtype), torch.randn(*leading, rows, 2 * D, device=device)
-
-
-def test_in_rows__copies_only_other_layouts():
-    q = unpacked(torch.randn(2, 37, 3, H, 64))[0]
-    rows = _in_rows(q)
-    assert rows.transpose(1, 2).is_contiguous() and torch.equal(rows, q)
-    assert _in_rows(rows) is rows
 
 
 class StandIn:

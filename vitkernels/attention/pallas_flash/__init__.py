@@ -12,7 +12,7 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = 
 
 import torch
 
-from vitkernels.attention.contract import AttentionBackend, Problem, folded_scale
+from vitkernels.attention.contract import AttentionBackend, Problem
 from vitkernels.bridge import hopper, lazy_target
 from vitkernels.errors import UsageError
 from vitkernels.registry.sources import missing_package
@@ -34,11 +34,7 @@ _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 
 _no_hopper = _unavailable or hopper.unavailable()
 if _no_hopper is None:
-    from vitkernels.attention.pallas_flash.hopper import operators
-    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
-    from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
-    from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
-    from vitkernels.attention.rotation import rotate
+    from vitkernels.attention.pallas_flash.hopper import dispatch as hopper_dispatch
 
 
 def _unsupported_on_hopper(problem: Problem) -> str | None:
@@ -101,64 +97,16 @@ class PallasFlash(AttentionBackend):
 
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
         if q_BHND.device.type == "cuda":
-            factor, keywords["scale"] = _folding(**keywords)
-            q_BHND = q_BHND if factor == 1 else q_BHND * factor
-            call = _hopper_call(q_BHND.shape, k_BHMD.shape[2], **keywords)
-            if rope is not None:
-                q_BHND, k_BHMD = rotate(q_BHND, rope, rope_half, False), rotate(k_BHMD, rope, rope_half, False)
-            rows = _in_rows(q_BHND), _in_rows(k_BHMD), _in_rows(v_BHMD)
-            return operators.attend(*rows, *call)[0]
+            return hopper_dispatch.attend(q_BHND, k_BHMD, v_BHMD, rope, rope_half, **keywords)
         B, H, N, D = q_BHND.shape
         arrays = [x.transpose(1, 2).reshape(B, -1, H * D) for x in (q_BHND, k_BHMD, v_BHMD)]
         return _attend(arrays, H, **keywords).reshape(B, N, H, D).transpose(1, 2)
 
     def run_qkvpacked(self, qkv_BN3HD, rope=None, rope_half=False, **keywords):
+        if qkv_BN3HD.device.type == "cuda":
+            return hopper_dispatch.attend_packed(qkv_BN3HD, rope, rope_half, **keywords)
         B, N, _, H, D = qkv_BN3HD.shape
-        if qkv_BN3HD.device.type != "cuda":
-            return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
-        if _folding(**keywords)[0] != 1:
-            q, k, v = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
-            return self.run(q, k, v, rope, rope_half, **keywords).transpose(1, 2).reshape(B, N, H * D)
-        call = _hopper_call((B, H, N, D), N, **keywords)
-        if rope is None:
-            return operators.attend_packed(qkv_BN3HD, *call)[0]
-        return operators.attend_rotary(qkv_BN3HD, rope, rope_half, *call)[0]
-
-
-def _hopper_call(q_shape, keys, *, bias, mask, segment_ids, is_causal, scale, dropout_p):
-    """Return the arguments that describe a call to the Hopper operators."""
-    of_keys = _is_of_keys(mask)
-    hides_keys = is_causal or segment_ids is not None or of_keys
-    prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale, hides_keys)
-    # The kernels for short sequences compare ids instead.
-    is_short = fits_short_backward(q_shape[2], keys, q_shape[3], False)
-    moves_chunks = prepared is None and not is_causal and not is_short
-    ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids, moves_chunks=moves_chunks)
-    return prepared, *ids, is_causal, scale
-
-
-def _is_of_keys(mask) -> bool:
-    """Return whether a mask is the same for all queries and heads of an image.
-
-    It then becomes ids, and the kernels skip masked tiles; other masks become a bias.
-    """
-    return mask is not None and all(size == 1 for size in mask.shape[-3:-1])
-
-
-def _folding(scale, *, bias=None, mask=None, **_) -> tuple[float, float]:
-    """Return (factor, scale): what q is multiplied by, because the kernels divide a bias by the scale, and the rest."""
-    has_bias = bias is not None or (mask is not None and not _is_of_keys(mask))
-    return folded_scale(scale) if has_bias else (1.0, scale)
-
-
-def _in_rows(x_BHND):
-    """Return x with the memory layout (B, N, H, D) of the Hopper kernels.
-
-    Otherwise the operator would copy x in both passes, because it saves its arguments and not their copies. A compiler
-    fuses this copy with the operation before it.
-    """
-    rows_BNHD = x_BHND.transpose(1, 2)
-    return x_BHND if rows_BNHD.is_contiguous() else rows_BNHD.contiguous().transpose(1, 2)
+        return _attend([qkv_BN3HD.reshape(B, N, 3 * H * D)], H, **keywords)
 
 
 def _attend(arrays, heads, *, bias, mask, segment_ids, is_causal, scale, dropout_p):

@@ -60,7 +60,7 @@ def forward_of_packed_segments(head_dim: int) -> Schedule:
 
 def widths(head_dim: int) -> tuple[int, ...]:
     """Split a row's columns into parts one swizzle wide: 64 -> 64; 72, 80 -> 64, 16; 88 -> 64, 32."""
-    full, rest = divmod(head_dim, 64)
+    full, rest = head_dim // 64, head_dim % 64  # torch.compile cannot trace divmod of a symbol
     return (64,) * full + tuple(w for w in (16, 32, 64) if w >= rest > 0)[:1]
 
 
