@@ -13,14 +13,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper.key_gradients import add_key_gradients
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
     ROWS,
+    WGMMA,
     along_columns,
     along_rows,
     at,
+    filled,
     row_sums,
 )
 
@@ -246,34 +249,44 @@ class Backward(RingKernel):
         results = [(scratch["k_smem"], dk, dk_ref, k_head), (scratch["v_smem"], dv, dv_ref, v_head)]
         self.store_own(item, warpgroup, keys, results)
 
+    @property
+    def _starts_from_lse(self) -> bool:
+        """Return whether products of scores start from -lse in units of q k: with a tiny scale, it is infinite."""
+        return self.bias_shape is None and abs(self.log2_scale) >= 2.0**-100
+
     def _add_to_dkdv(self, item, warpgroup, step, queries, carry, first_key, k, v, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)
         first_query = (item.first + step) * self.schedule.tile
-        dk, dv = carry
         plgpu.barrier_wait(scratch["arrived"].at[slot])
-        q, do = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
-        # Transposed: keys by queries.
-        some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
+
+        def of_queries(name):
+            vector = plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
+            return along_columns(vector, (ROWS, columns))
+
+        # The products start from -lse and -delta. Loaded later, they would take as many registers as an operand.
         start = self.start_of_scores(item, step, warpgroup, columns, scratch)
-        scores, dp = tiles.products((start, k, some_q), (None, v, some_do), interpret=self.interpret)
-        self.release_bias(item, step, scratch)
-        # The products awaited below depend on these registers, so the reads are over when the slot is released.
-        lse, delta = (
-            plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
-            for name in ("lse_smem", "delta_smem")
-        )
-        weights = jnp.exp2(self.exponents(scores) - along_columns(lse, scores.shape))
-        if self.is_causal:
-            query = tiles.position(scores.shape, 1) + first_query
-            weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)
-        weights = self._of_same_id(weights, ids, slot, scratch)
-        # Nothing was stored as delta of the rows behind a segment, so a product with zero would not do.
-        ds = self._of_same_id(weights * (dp - along_columns(delta, dp.shape)), ids, slot, scratch)
-        ds = tiles.widened(ds.astype(self.dtype))
-        weights = tiles.widened(weights.astype(self.dtype))
-        q, do = tiles.first_rows(q, ds.shape[1]), tiles.first_rows(do, ds.shape[1])
-        products = [(i, ds, part) for i, part in enumerate(q)]
-        products += [(len(dk) + i, weights, part) for i, part in enumerate(do)]
-        sums = tiles.accumulated((*dk, *dv), products, self.interpret)
+        if self._starts_from_lse:
+            start = of_queries("lse_smem") * (-1 / self.log2_scale)
+
+        def weights_of(scores):
+            self.release_bias(item, step, scratch)
+            exponents = self.exponents(scores)
+            if not self._starts_from_lse:
+                exponents -= of_queries("lse_smem")
+            weights = jnp.exp2(exponents)
+            if self.is_causal:
+                query = tiles.position(scores.shape, 1) + first_query
+                weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)
+            return self._of_same_id(weights, ids, slot, scratch)
+
+        def ds_of(weights, dp_less_delta):
+            # Nothing was stored as delta of the rows behind a segment, so a product with zero would not do.
+            return self._of_same_id(weights * dp_less_delta, ids, slot, scratch)
+
+        if start is None:
+            start = filled((ROWS, columns), 0, WGMMA)
+        starts, rows = (start, -of_queries("delta_smem")), columns + -columns % ROWS
+        streamed = tuple(tiles.first_rows(at(scratch[name], slot), rows) for name in ("q_smem", "do_smem"))
+        sums = add_key_gradients(carry, starts, (k, v), streamed, weights_of, ds_of, self.dtype, self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return sums[: len(dk)], sums[len(dk) :]
+        return sums

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import COUNT, prefers_fused
 from vitkernels.attention.pallas_flash.hopper.fused_order import TURN, KeyBlock, OrderedKernel
+from vitkernels.attention.pallas_flash.hopper.key_gradients import add_key_gradients
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows
 from vitkernels.attention.pallas_flash.hopper.schedule import takes_quads, widths
@@ -172,12 +173,11 @@ class FusedBackward(OrderedKernel):
         """Process an item: compute dk and dv of this warpgroup's keys, pass dS of each tile on."""
         owner = self.owner(item.number, warpgroup)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
-        (k_smem,), (v_smem,) = scratch["k_smem"], scratch["v_smem"]
         keys = self.rows_of(item, item.place + warpgroup * ROWS)
         if self.has_ids:
             pl.when(keys < ROWS)(lambda: self._clear_rows_from(keys, owner, scratch))
         # Operands in registers spare the bandwidth of shared memory.
-        k, v = (plgpu.load(smem.at[owner], layout=WGMMA) for smem in (k_smem, v_smem))
+        k, v = ((plgpu.load(smem.at[owner], layout=WGMMA),) for (smem,) in (scratch["k_smem"], scratch["v_smem"]))
 
         start = filled((ROWS,), 0, BY_ROW)
         if self.has_ids or self.keys % (ROWS * self.schedule.warpgroups):
@@ -190,8 +190,7 @@ class FusedBackward(OrderedKernel):
             pl.when(step == 0)(after_first_tile)
             return sums
 
-        (dk,), (dv,) = self.zeros(), self.zeros()
-        dk, dv = lax.fori_loop(0, item.steps, body, (dk, dv))
+        (dk,), (dv,) = lax.fori_loop(0, item.steps, body, (self.zeros(), self.zeros()))
         self._store(item, warpgroup, keys, dk * self.scale, dv, refs, scratch)
 
     def _clear_rows_from(self, first, owner, scratch):
@@ -250,32 +249,21 @@ class FusedBackward(OrderedKernel):
         """Return dk and dv with a tile's products added: transposed, so that the keys are rows.
 
         start: of each key, what the product of scores starts from.
-        dP's product runs while the weights are computed, and dv's while dS is.
         """
         slot = self.slot(item, step)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
-        (q,), (do,) = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
+        starts = along_rows(start, (ROWS, ROWS)), filled((ROWS, ROWS), 0, WGMMA)
 
-        def chain(refs):
-            scores_ref, dp_ref, dk_ref, dv_ref = refs
-            plgpu.wgmma(scores_ref, k, transposed(q))
-            plgpu.wgmma(dp_ref, v, transposed(do))
-            weights = self._weights(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1), slot, scratch)
-            plgpu.wgmma(dv_ref, weights.astype(self.dtype), do)
-            dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
-            plgpu.wgmma(dk_ref, self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch), q)
+        def weights_of(scores):
+            return self._weights(scores, slot, scratch)
 
-        if self.interpret:
-            scores, dp = (jnp.dot(a, b[...].T, preferred_element_type=jnp.float32) for a, b in ((k, q), (v, do)))
-            weights = self._weights(scores + along_rows(start, scores.shape), slot, scratch)
-            ds = self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch)
-            products = [(0, ds, q), (1, weights.astype(self.dtype), do)]
-            dk, dv = tiles.accumulated((dk, dv), products, self.interpret)
-        else:
-            starts = along_rows(start, (ROWS, ROWS)), filled((ROWS, ROWS), 0, WGMMA), dk, dv
-            *_, dk, dv = pl.run_state(chain)(tuple(plgpu.ACC.init(x) for x in starts))
+        def ds_of(weights, dp):
+            return self._pass_ds(item, step, weights, dp, slot, warpgroup, scratch)
+
+        streamed = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
+        sums = add_key_gradients((dk, dv), starts, (k, v), streamed, weights_of, ds_of, self.dtype, self.interpret)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return dk, dv
+        return sums
 
     def _weights(self, scores, slot, scratch):
         lse = plgpu.load(scratch["lse_smem"].at[slot], layout=BY_COLUMN)
