@@ -335,9 +335,12 @@ class RingKernel(tiles.HopperKernel):
             return carry
         full, last = (item.steps, 0) if all_full else divmod(tokens, self.schedule.tile)
         carry = lax.fori_loop(0, full, body(False), carry)
-        if not all_full and not full:
-            after_first_tile()
-        return step_of(jnp.int32(full), carry, last, False) if last else carry
+        if not last:
+            return carry
+        # A loop of one step, whose end the compiler does not know. As code behind the other loop, the step would make
+        # ptxas 13.0 spill accumulators, and with more than 90 tokens serialize all products.
+        end = jnp.int32(full + 1) if self.interpret else lax.optimization_barrier(jnp.int32(full + 1))
+        return lax.fori_loop(full, end, body(False, last), carry)
 
     def store_own(self, item: WorkItem, warpgroup, own: Side, results: list[tuple]) -> None:
         """Start storing results of own rows: (parts in shared memory, values, array, head)."""
