@@ -158,8 +158,9 @@ def test_rope__on_gpu(N, D, rope_half, dtype):
 
 
 @gpu
-def test_compiled_with_symbolic_sizes__on_gpu():
-    """Head dims and the extras differ from call to call of one compiled function."""
+@pytest.mark.parametrize("extra", [None, "segments", "rope"])
+def test_compiled_with_symbolic_sizes__on_gpu(extra):
+    """All sizes, the head dim too, differ from call to call of one compiled function."""
     from vitkernels.testing.attention_reference import rotary_table
 
     torch._dynamo.reset()
@@ -168,14 +169,16 @@ def test_compiled_with_symbolic_sizes__on_gpu():
     for N, D in ((197, 88), (300, 64), (70, 40)):
         qkv = torch.randn(2, N, 3, 4, D, device="cuda", dtype=torch.bfloat16).requires_grad_()
         do = torch.randn(2, N, 4 * D, device="cuda", dtype=torch.bfloat16)
-        ids = (torch.arange(N, device="cuda") // 40).expand(2, N)
-        rope = rotary_table("cuda", N - 1, D, True)
-        for given in ({}, {"segment_ids": ids}, {"rope": rope, "rope_half": True}):
-            results = []
-            for call in (attend, compiled):
-                out = call(qkv, **given)
-                results.append((out, *torch.autograd.grad(out, qkv, do)))
-            assert all(map(torch.equal, *results))
+        given = {}
+        if extra == "segments":
+            given = {"segment_ids": (torch.arange(N, device="cuda") // 40).expand(2, N)}
+        elif extra == "rope":
+            given = {"rope": rotary_table("cuda", N - 1, D, True), "rope_half": True}
+        results = []
+        for call in (attend, compiled):
+            out = call(qkv, **given)
+            results.append((out, *torch.autograd.grad(out, qkv, do)))
+        assert all(map(torch.equal, *results))
 
 
 @gpu
