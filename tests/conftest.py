@@ -86,10 +86,11 @@ def quick_kernels(monkeypatch):
     if torch.cuda.is_available() or importlib.util.find_spec("jax") is None:
         return
     import jax
+    from quick_xla import options_of_jax
 
     from vitkernels.bridge import pallas_devices
 
-    options = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    options = options_of_jax()
     if platform.machine() == "x86_64":
         options["xla_cpu_max_isa"] = "AVX512"  # as jit_on_cpu, which says why
     monkeypatch.setattr(pallas_devices, "jit_on_cpu", lambda function: jax.jit(function, compiler_options=options))

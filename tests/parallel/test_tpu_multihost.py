@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from expecting import error
+from quick_xla import QUICK_XLA
 from ranks import Ranks
 
 from vitkernels import parallel
@@ -217,7 +218,7 @@ def test_probe__detects_a_wrong_order_of_chips(tmp_path):
 HOST = """
 import os
 os.environ |= {{"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "MASTER_PORT": "{port}"}}
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = "QUICK_XLA"
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "TORCHELASTIC_USE_AGENT_STORE"):
     del os.environ[name]
 import torch_xla.runtime
@@ -225,7 +226,7 @@ from vitkernels.parallel import tpu_multihost
 from vitkernels.runtime import xla
 xla.host = lambda: xla.Host({rank}, ("127.0.0.1",) * 2)
 torch_xla.runtime.process_count = lambda: 2
-"""
+""".replace("QUICK_XLA", QUICK_XLA)
 # Each host trains alone on its own rows, which real training must refuse. The rest is as on a slice.
 APART = """
 tpu_multihost.Multihost._mesh_chips = lambda self: [0, 1]

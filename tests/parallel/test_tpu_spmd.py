@@ -6,6 +6,7 @@ Sums over devices are taken in another order: 1e-7 a step, which AdamW amplifies
 import json
 
 import pytest
+from quick_xla import QUICK_XLA
 from ranks import Ranks
 
 from vitkernels.runtime import xla
@@ -14,12 +15,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(xla.unavailable() is not None
 
 COMMON = ["trainer.eval_every=null", "checkpoints.every_steps=2", "++model.kwargs.depth=1"]
 STEPS, IMAGES = 4, 16
-# LLVM's costly passes take each graph's compilation from 2 s to 12 s and gain nothing here. The hook prints how a
-# parameter's moments are sharded after they are loaded from a checkpoint.
+# The hook prints how a parameter's moments are sharded after they are loaded from a checkpoint.
 BEFORE = """
 import os
 os.environ["CPU_NUM_DEVICES"] = "{devices}"
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+os.environ["XLA_FLAGS"] = "QUICK_XLA"
 import torch_xla
 from vitkernels.parallel.tpu_spmd import SpmdFsdp
 place_state = SpmdFsdp.place_state
@@ -29,7 +29,7 @@ def print_sharding(self, optimizer):
         if parameter.shape == (96, 32):
             print("moment", torch_xla._XLAC._get_xla_sharding_spec(state["exp_avg"]))
 SpmdFsdp.place_state = print_sharding
-"""
+""".replace("QUICK_XLA", QUICK_XLA)
 
 
 def losses(folder):

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quick_xla import QUICK_XLA
 
 pytestmark = [
     pytest.mark.slow,
@@ -64,8 +65,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["attn=sdpa", "+model.kwargs.embed_dim=32", "+model.kwargs.num_heads=2", "+model.kwargs.depth=2"]
 SMALL += ["data.batch_size=4", "schedule=constant", "schedule.warmup_epochs=0", "optim.lr=5e-3", "trainer.max_steps=12"]
 SMALL += ["trainer.log_every=1", "trainer.eval_every=null", "checkpoints.every_epochs=null", "runtime.precision=fp32"]
-# LLVM's costly passes take minutes for the interpreted kernels, which are unrolled, and gain nothing here.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def losses(folder, *words, **environment):
@@ -83,7 +82,7 @@ def test_train__int8_tpu_kernels_match_the_losses_of_float32(tmp_path):
     """notes/quant.md states 1 % for the mean of 200 steps in int8, and at most 0.2 % for each of the first 100."""
     expected, _ = losses(tmp_path / "float32", "runtime=cpu", "ops=eager")
     words = ["runtime=xla", "quant=int8", "ops=eager", "ops.layer_norm_residual=pallas_tpu"]
-    found, output = losses(tmp_path / "int8", *words, PJRT_DEVICE="CPU", XLA_FLAGS=QUICK)
+    found, output = losses(tmp_path / "int8", *words, PJRT_DEVICE="CPU", XLA_FLAGS=QUICK_XLA)
     assert "Pallas interpret mode runs kernels" in output
     assert len(found) == len(expected) == 12 and max(expected) - min(expected) > 0.5  # ln 10 each without updates
     assert found == pytest.approx(expected, rel=0.01) and found != expected
