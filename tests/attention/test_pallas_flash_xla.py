@@ -7,6 +7,7 @@ import sys
 import textwrap
 
 import pytest
+from quick_xla import QUICK_XLA
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,7 +21,7 @@ def run(code: str, **environment: str) -> str:
     """Run `code`; return the last line it prints."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PJRT_DEVICE": "CPU", **environment},
+        env={**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA, **environment},
         capture_output=True,
         text=True,
         timeout=300,

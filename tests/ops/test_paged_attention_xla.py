@@ -12,6 +12,7 @@ import traceback
 from pathlib import Path
 
 import pytest
+from quick_xla import QUICK_XLA
 
 pytestmark = [
     pytest.mark.slow,
@@ -130,6 +131,7 @@ def failures() -> dict[str, str | None]:
         env={
             **os.environ,
             "PJRT_DEVICE": "CPU",
+            "XLA_FLAGS": QUICK_XLA,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
         },
         capture_output=True,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from quick_xla import QUICK_XLA
 
 pytestmark = [
     pytest.mark.slow,
@@ -71,7 +72,7 @@ print("passed")
 def test_quantized_matmul_xla__agrees_with_torch_xla():
     done = subprocess.run(
         [sys.executable, "-c", CODE],
-        env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA}, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().splitlines()[-1] == "passed"
