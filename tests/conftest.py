@@ -5,6 +5,7 @@ import importlib.util
 import logging
 import os
 import platform
+import sys
 from collections import Counter
 
 # Set before torch_xla is imported by any test: on a machine without a TPU it trains on the CPU.
@@ -51,6 +52,15 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_interpreter():
+    """Let Triton's interpreter not look for integer overflows, a quarter of its time: it reports them only if asked."""
+    if not torch.cuda.is_available() and "triton" in sys.modules:
+        from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
+
+        interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)
 
 
 @pytest.fixture
