@@ -1,5 +1,9 @@
 """The Mosaic-GPU kernels on a Hopper GPU, in calls that the conformance suite lacks."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hopper import error, exact_attention
@@ -303,3 +307,34 @@ def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
     for results in (again, replayed, compiled):
         for x, y in zip(results, expected, strict=True):
             assert torch.equal(x, y)
+
+
+COMPILE = """
+import torch
+from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
+from vitkernels.bridge import mosaic_compiler
+
+for tokens, head_dim, is_causal in CALLS:
+    call = AttentionKernels(8, 6, tokens, tokens, head_dim, torch.bfloat16, is_causal, 0.1, True, torch.device("cuda"))
+    for kernel in (call.forward, call.dq, call.dkdv):
+        mosaic_compiler.start(kernel.module, 0).result()
+"""
+
+
+@gpu
+def test_products_run_concurrently():
+    """With too few registers for its accumulators, ptxas serializes a kernel's products, which it reports (C7512).
+
+    The last tiles, of 1 to 127 rows, are code of their own.
+    """
+    calls = [(300, 64, True), (476, 64, False), (601, 56, False), (639, 64, False), (577, 80, False), (601, 96, False)]
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE.replace("CALLS", repr(calls))],
+        env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    report = run.stdout + run.stderr
+    assert run.returncode == 0, report
+    assert report.count("Compile time") == 3 * len(calls), report
+    assert "serialized" not in report, report
