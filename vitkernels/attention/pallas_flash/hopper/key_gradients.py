@@ -32,18 +32,18 @@ def add_key_gradients(
         queries: the parts of Q and of dO in shared memory, of as many rows as the products have columns, rounded up to
             ROWS; the products take the first rows.
         weights_of: weights_of(S), in float32.
-        ds_of: ds_of(weights, dP), in `dtype`.
+        ds_of: ds_of(weights, dP), in float32 or `dtype`.
     """
     (dk, dv), (k, v), (q, do) = sums, keys, queries
-    starts = tuple(x.astype(jnp.float32) for x in starts)
-    columns = starts[0].shape[1]
+    start_of_scores, start_of_dp = (x.astype(jnp.float32) for x in starts)
+    columns = start_of_scores.shape[1]
     some_q, some_do = tiles.first_rows(q, columns), tiles.first_rows(do, columns)
 
     def operand(x):
         return tiles.widened(x.astype(dtype))
 
     if interpret:  # the interpreter does not support accumulators that are read while others are in use
-        scores, dp = tiles.products((starts[0], k, some_q), (starts[1], v, some_do), interpret=True)
+        scores, dp = tiles.products((start_of_scores, k, some_q), (start_of_dp, v, some_do), interpret=True)
         weights = weights_of(scores)
         ds = operand(ds_of(weights, dp))
         products = [(i, ds, part) for i, part in enumerate(q)]
@@ -61,7 +61,8 @@ def add_key_gradients(
         ds = ds_of(weights, plgpu.wgmma_accumulator_load(dp_ref, wait_n=len(dv)))
         _multiply(dk_refs, operand(ds), q)
 
-    *_, dk, dv = pl.run_state(chain)(jax.tree.map(plgpu.ACC.init, (*starts, dk, dv)))
+    values = start_of_scores, start_of_dp, dk, dv
+    *_, dk, dv = pl.run_state(chain)(jax.tree.map(plgpu.ACC.init, values))
     return dk, dv
 
 
