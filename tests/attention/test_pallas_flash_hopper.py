@@ -17,7 +17,7 @@ from vitkernels.testing.attention_reference import TOLERANCE, reference
 
 # (heads, tokens, head dim, dtype, causal, scale, warpgroups, buffers, blocks): ragged ends, a warpgroup without rows,
 # head dims in two parts, a single tile; blocks that process several work items, in unequal numbers, with no common
-# divisor of tiles, stages and buffers.
+# divisor of tiles, stages and buffers; scales of all kinds.
 CASES = [
     (2, 70, 64, torch.bfloat16, False, 0.125, 2, 1, 1),
     (2, 130, 72, torch.float16, True, 0.1, 2, 1, 1),
@@ -25,6 +25,7 @@ CASES = [
     (3, 200, 64, torch.bfloat16, True, 0.1, 3, 2, 4),
     (3, 50, 32, torch.bfloat16, False, -0.2, 1, 2, 2),
     (1, 130, 32, torch.float16, True, 0.1, 1, 2, 1),
+    (2, 70, 32, torch.bfloat16, False, 2.0**-110, 1, 1, 1),  # log-sum-exps in units of q k could be infinite
 ]
 
 

@@ -314,8 +314,9 @@ import torch
 from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
 from vitkernels.bridge import mosaic_compiler
 
-for tokens, head_dim, is_causal in CALLS:
-    call = AttentionKernels(8, 6, tokens, tokens, head_dim, torch.bfloat16, is_causal, 0.1, True, torch.device("cuda"))
+for tokens, head_dim, extras in CALLS:
+    extras = {"is_causal": False, "scale": 0.1, "packed": True, "device": torch.device("cuda")} | extras
+    call = AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **extras)
     for kernel in (call.forward, call.dq, call.dkdv):
         mosaic_compiler.start(kernel.module, 0).result()
 """
@@ -327,7 +328,13 @@ def test_products_run_concurrently():
 
     The last tiles, of 1 to 127 rows, are code of their own.
     """
-    calls = [(300, 64, True), (476, 64, False), (601, 56, False), (639, 64, False), (577, 80, False), (601, 96, False)]
+    calls = [(tokens, head_dim, {}) for tokens, head_dim in ((476, 64), (601, 56), (639, 64), (577, 80), (601, 128))]
+    calls += [
+        (300, 64, {"is_causal": True}),
+        (601, 64, {"bias_shape": (1, 12)}),
+        (601, 64, {"chunks": (10, 10)}),
+        (1500, 64, {"chunks": (45, 45)}),  # packed segments
+    ]
     run = subprocess.run(
         [sys.executable, "-c", COMPILE.replace("CALLS", repr(calls))],
         env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},

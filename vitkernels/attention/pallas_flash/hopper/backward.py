@@ -251,7 +251,10 @@ class Backward(RingKernel):
 
     @property
     def _starts_from_lse(self) -> bool:
-        """Return whether products of scores start from -lse in units of q k: with a tiny scale, it is infinite."""
+        """Return whether products of scores start from -lse in units of q k.
+
+        They do not with a bias, from which they start, nor with a scale so small that -lse in these units could overflow.
+        """
         return self.bias_shape is None and abs(self.log2_scale) >= 2.0**-100
 
     def _add_to_dkdv(self, item, warpgroup, step, queries, carry, first_key, k, v, ids, scratch):
@@ -288,5 +291,6 @@ class Backward(RingKernel):
         starts, rows = (start, -of_queries("delta_smem")), columns + -columns % ROWS
         streamed = tuple(tiles.first_rows(at(scratch[name], slot), rows) for name in ("q_smem", "do_smem"))
         sums = add_key_gradients(carry, starts, (k, v), streamed, weights_of, ds_of, self.dtype, self.interpret)
+        # These products depend on all that was read from the slot to registers, so the reads are over.
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return sums

@@ -29,8 +29,8 @@ def add_key_gradients(
         sums: dk and dv, in float32.
         starts: what the products of S = K Qᵀ and of dP = V dOᵀ start from.
         keys: the parts of K and of V, in registers or in shared memory.
-        queries: the parts of Q and of dO in shared memory, of as many rows as the products have columns, rounded up to
-            ROWS; the products take the first rows.
+        queries: the parts of Q and of dO in shared memory, of as many rows as S and dP have columns, rounded up to ROWS.
+            S and dP take only the first rows.
         weights_of: weights_of(S), in float32.
         ds_of: ds_of(weights, dP), in float32 or `dtype`.
     """
@@ -42,7 +42,7 @@ def add_key_gradients(
     def operand(x):
         return tiles.widened(x.astype(dtype))
 
-    if interpret:  # the interpreter does not support accumulators that are read while others are in use
+    if interpret:  # the interpreter supports neither pl.run_state nor register operands
         scores, dp = tiles.products((start_of_scores, k, some_q), (start_of_dp, v, some_do), interpret=True)
         weights = weights_of(scores)
         ds = operand(ds_of(weights, dp))

@@ -338,7 +338,7 @@ class RingKernel(tiles.HopperKernel):
         if not last:
             return carry
         # A loop of one step, whose end the compiler does not know. As code behind the other loop, the step would make
-        # ptxas 13.0 spill accumulators, and with more than 90 tokens serialize all products.
+        # ptxas 13.0 spill accumulators, and with more than 88 tokens serialize all products.
         end = jnp.int32(full + 1) if self.interpret else lax.optimization_barrier(jnp.int32(full + 1))
         return lax.fori_loop(full, end, body(False, last), carry)
 
