@@ -253,7 +253,7 @@ class Backward(RingKernel):
     def _starts_from_lse(self) -> bool:
         """Return whether products of scores start from -lse in units of q k.
 
-        They do not with a bias, from which they start, nor with a scale so small that -lse in these units could overflow.
+        With a bias, they start from that. With a scale that is too small, -lse in these units could overflow.
         """
         return self.bias_shape is None and abs(self.log2_scale) >= 2.0**-100
 
