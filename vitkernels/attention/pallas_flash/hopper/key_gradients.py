@@ -29,8 +29,8 @@ def add_key_gradients(
         sums: dk and dv, in float32.
         starts: what the products of S = K Qᵀ and of dP = V dOᵀ start from.
         keys: the parts of K and of V, in registers or in shared memory.
-        queries: the parts of Q and of dO in shared memory: as many rows as S and dP have columns, rounded up to ROWS, of
-            which S and dP take only the first.
+        queries: the parts of Q and of dO in shared memory: as many rows as S and dP have columns, rounded up to ROWS.
+            S and dP take only the first of them.
         weights_of: weights_of(S), in float32.
         ds_of: ds_of(weights, dP), in float32 or `dtype`.
     """
