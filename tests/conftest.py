@@ -56,7 +56,10 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _quick_interpreter():
-    """Let Triton's interpreter not look for integer overflows, a quarter of its time: it reports them only if asked."""
+    """Switch off the search for integer overflows in Triton's interpreter.
+
+    It takes a quarter of the interpreter's time, and the interpreter reports them only on request.
+    """
     if not torch.cuda.is_available() and "triton" in sys.modules:
         from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
 
