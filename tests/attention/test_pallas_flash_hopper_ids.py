@@ -185,10 +185,10 @@ def test_fused_backward__with_segments__interpreted(is_long, scale):
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
-    from vitkernels.attention.pallas_flash.hopper.chunks import LONG_SURPLUS
+    from vitkernels.attention.pallas_flash.hopper.chunks import LONG_CHUNKS, LONG_SURPLUS
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
     from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
-    from vitkernels.attention.pallas_flash.hopper.fused_order import Delta
+    from vitkernels.attention.pallas_flash.hopper.fused_order import Starts
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
@@ -207,15 +207,17 @@ def test_fused_backward__with_segments__interpreted(is_long, scale):
     wanted = torch.autograd.grad(exact, leaves, do.double().transpose(1, 2))
 
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
-    ids[4] = ids[4].at[LONG_SURPLUS].set(int(is_long))  # no segment is long enough for the kernel to be faster
+    # No segment is long enough for the kernel to be faster. Items of both entries alternate, also empty ones.
+    ids[4] = ids[4].at[LONG_SURPLUS].set(int(is_long)).at[LONG_CHUNKS].set(1)
     chunks = ids[2].shape[1], ids[3].shape[1]
     problem = (B, H, N, N, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 1, chunks)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
     long, lse = Forward(*problem)(q, k, v, *ids)
     short, _ = ShortForward(*problem[:10], None, *problem[11:])(q, k, v, *ids)
     out = jnp.where(jnp.isnan(long), short, long)
-    delta, counters = Delta(*problem)(out, do, *ids)
-    fused = FusedBackward(*problem)(q, k, v, do, lse, delta, counters, *ids)[:3]
+    wide = (*problem[:10], Schedule(128, 2, 2), *problem[11:])
+    starts = Starts(*wide)(out, do, lse, *ids)
+    fused = FusedBackward(*wide)(q, k, v, do, *starts, *ids)[:3]
     pair = Backward(*problem, yields=True)
     dq, of_pair = pair.dq(q, k, v, out, do, lse, *ids)
     results = fused if is_long else (dq, *pair.dkdv(q, k, v, do, lse, of_pair, *ids))
@@ -228,7 +230,7 @@ def test_fused_backward__with_segments__interpreted(is_long, scale):
         )  # column 0 of dq sums large numbers that cancel
         assert x_stored.isfinite().all() and error(x_stored, y_stored) < TOLERANCE[torch.bfloat16], name
         assert x[in_quads].isnan().all(), name  # nothing was stored
-    idle = (dq, of_pair) if is_long else (delta, *fused)
+    idle = (dq, of_pair) if is_long else (*starts[:2], *fused)
     assert all(jnp.isnan(x).all() for x in idle)
 
 

@@ -60,7 +60,19 @@ def test_short_backward__on_gpu(N, M, D, dtype):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("B, H, N, D", [(3, 12, 1025, 64), (2, 8, 2304, 56), (3, 4, 4096, 64)])
+@pytest.mark.parametrize(
+    "B, H, N, D",
+    # Their last tiles have 66, 8, 128, 90, 48, 128 and 128 queries.
+    [
+        (3, 12, 1090, 64),
+        (3, 12, 1160, 64),
+        (3, 12, 1024, 64),
+        (2, 12, 1370, 40),
+        (2, 12, 1200, 64),
+        (2, 8, 2304, 56),
+        (3, 4, 4096, 64),
+    ],
+)
 def test_fused_backward__on_gpu(B, H, N, D, dtype):
     """Each item adds to dq in turn, so that results are bit-equal from run to run."""
     from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule
@@ -80,8 +92,8 @@ def test_fused_backward__on_gpu(B, H, N, D, dtype):
 @gpu
 def test_fused_backward__while_another_kernel_holds_multiprocessors():
     """Blocks that start late draw what is left, so the result is the same."""
-    qkv = torch.randn(2, 1025, 3, 24, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    do = torch.randn(2, 1025, 24 * 64, device="cuda", dtype=torch.bfloat16)
+    qkv = torch.randn(2, 1090, 3, 24, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    do = torch.randn(2, 1090, 24 * 64, device="cuda", dtype=torch.bfloat16)
     out = attention.get("pallas_flash").qkvpacked(qkv)
     backward = lambda: torch.autograd.grad(out, qkv, do, retain_graph=True)[0]  # noqa: E731
     expected = backward()
@@ -257,8 +269,9 @@ def test_packed_segments__many_heads_on_gpu(lengths):
 @gpu
 @pytest.mark.parametrize("D, dtype", [(64, torch.bfloat16), (40, torch.float16)])
 @pytest.mark.parametrize("lengths", [[(1100, 901), (1300, 257, 444), (64, 1937)], [(1200, 801), (1500, 1, 500)] * 2])
-def test_fused_backward__with_segments__on_gpu(lengths, D, dtype):
+def test_fused_backward__with_segments__on_gpu(lengths, D, dtype, monkeypatch, request):
     """Mostly long segments, so that the device chooses the fused kernel; some are in quads. Reruns give equal bits."""
+    from vitkernels.attention.pallas_flash.hopper import kernels
     from vitkernels.attention.pallas_flash.hopper.chunks import prefers_fused
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
@@ -269,6 +282,9 @@ def test_fused_backward__with_segments__on_gpu(lengths, D, dtype):
     q = qkv[:, :, 0].transpose(1, 2)
     *_, counts = token_ids(q.shape, q.shape[2], None, segment_ids, moves_chunks=True)
     assert prefers_fused(counts)
+    monkeypatch.setattr(kernels, "FUSES_SEGMENTS", True)
+    kernels.kernels_for.cache_clear()
+    request.addfinalizer(kernels.kernels_for.cache_clear)
     leaf = qkv.detach().double().requires_grad_()
     exact = reference(*leaf.permute(2, 0, 3, 1, 4), segment_ids=segment_ids).transpose(1, 2).flatten(2)
     wanted = exact, *torch.autograd.grad(exact, leaf, do.double())
@@ -311,14 +327,17 @@ def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
 
 COMPILE = """
 import torch
-from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
+from vitkernels.attention.pallas_flash.hopper import kernels
 from vitkernels.bridge import mosaic_compiler
 
+kernels.FUSES_SEGMENTS = True
 for tokens, head_dim, extras in CALLS:
     extras = {"is_causal": False, "scale": 0.1, "packed": True, "device": torch.device("cuda")} | extras
-    call = AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **extras)
-    for kernel in (call.forward, call.dq, call.dkdv):
+    call = kernels.AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **extras)
+    fused = () if call._fused is None else (call.starts, call.fused_backward)
+    for kernel in (call.forward, call.dq, call.dkdv, *fused):
         mosaic_compiler.start(kernel.module, 0).result()
+        print("built")
 """
 
 
@@ -333,8 +352,10 @@ def test_products_run_concurrently():
         (300, 64, {"is_causal": True}),
         (601, 64, {"bias_shape": (1, 12)}),
         (601, 64, {"chunks": (10, 10)}),
-        (1500, 64, {"chunks": (45, 45)}),  # packed segments
     ]
+    # With the fused backward kernel; the last call has packed segments.
+    fused = [(tokens, 64, {}) for tokens in (640, 1090, 1200, 1370)] + [(1500, 64, {"chunks": (46, 46)})]
+    calls += fused
     run = subprocess.run(
         [sys.executable, "-c", COMPILE.replace("CALLS", repr(calls))],
         env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
@@ -343,5 +364,6 @@ def test_products_run_concurrently():
     )
     report = run.stdout + run.stderr
     assert run.returncode == 0, report
-    assert report.count("Compile time") == 3 * len(calls), report
+    built = report.count("built")
+    assert report.count("Compile time") == built >= 3 * len(calls) + 2 * len(fused), report
     assert "serialized" not in report, report

@@ -111,7 +111,7 @@ OPERATORS = {
     "attention": (attend, tokens(), "Forward", ["dq", "dkdv"]),
     "attention, separate": (attend_separate, tokens(), "Forward", ["dq", "dkdv"]),
     "attention, short": (attend, tokens(197), "ShortForward", ["ShortBackward"]),
-    "attention, long": (lambda x: attend(x, 400), tokens(1025, 400 * 3 * 64), "Forward", ["Delta", "FusedBackward"]),
+    "attention, long": (lambda x: attend(x, 400), tokens(1100, 400 * 3 * 64), "Forward", ["Starts", "FusedBackward"]),
     "linear": (project, tokens(64, 128), "LinearProduct", []),
     "linear_gelu": (project_with_gelu, tokens(64, 128), "LinearGelu", []),
     "mlp": (run_mlp, tokens(64, 128), "LinearGelu", ["GeluLinearBackward"]),

@@ -251,11 +251,8 @@ class Backward(RingKernel):
 
     @property
     def _starts_from_lse(self) -> bool:
-        """Return whether products of scores start from -lse in units of q k.
-
-        With a bias, they start from that. With a scale that is too small, -lse in these units could overflow.
-        """
-        return self.bias_shape is None and abs(self.log2_scale) >= 2.0**-100
+        """Return whether products of scores start from -lse in units of q k. With a bias, they start from that."""
+        return self.bias_shape is None and self.can_start_from_lse
 
     def _add_to_dkdv(self, item, warpgroup, step, queries, carry, first_key, k, v, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(queries)

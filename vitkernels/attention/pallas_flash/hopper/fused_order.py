@@ -2,10 +2,12 @@
 
 A work item is a block of 128 keys of a head's sequence: of all its tokens, or of a packed segment. Each item adds its
 part of dq to float32 sums in device memory. Results are bit-equal from run to run, because the items of a sequence add
-to a tile of queries in ascending order of their keys: a counter per group of tiles says whose turn it is.
+to a tile of queries in ascending order of their keys: a counter per tile says whose turn it is.
 
 An item only ever waits for items with lower numbers, and thread blocks draw items in ascending order, when they run. So
 the unfinished item with the lowest number never waits, whichever blocks run at a time: the kernel cannot deadlock.
+A block multiplies the last dq of an item in the first step of its next item, and passes it on in the second; before
+that, it waits for no turn of the next item.
 
 Only the device knows how long the segments are. So both this kernel and the pair are launched for them, and counts of
 chunks tell which one has work: this one if most of the work is in long segments.
@@ -40,13 +42,12 @@ from vitkernels.attention.pallas_flash.hopper.ring import RingKernel
 from vitkernels.attention.pallas_flash.hopper.schedule import APART, interleaved_heads
 from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, at, filled, row_sums
 
-TURN = 2  # tiles of queries that an item adds to in one turn
-_TURN_ROWS = TURN * ROWS
+TILE = 2 * ROWS  # queries that stream past an item at once, and of which it adds dq in one turn
 _KEYS = 2 * ROWS  # of a work item
-_DELTA_BLOCKS = 6  # thread blocks of the kernel of delta that a multiprocessor runs at a time
+_STARTS_BLOCKS = 6  # thread blocks of Starts that a multiprocessor runs at a time
 _TICKETS = 2  # buffers for the indices of items that a block has drawn
 _COUNTER = 8  # integers: the least that a slice of an array holds
-# The counters of turns are at multiples of _TURN_ROWS in each head's row, that of drawn items between two of the first.
+# The counters of turns are at multiples of TILE in each head's row, that of drawn items between two of the first.
 _DRAWN = ROWS
 
 
@@ -58,8 +59,8 @@ class KeyBlock(NamedTuple):
     turn: Any  # how many items of the sequence add to dq before this one
     number: Any  # how many items this block processed before
     streamed: Any  # how many tiles streamed for those items
-    first: Any  # the sequence's first tile of queries, in the order of log-sum-exp and delta
-    steps: Any  # its number of tiles
+    first: Any  # the sequence's first chunk of 64 queries, in the order of log-sum-exp; an even number
+    steps: Any  # its number of tiles of queries
     row: Any  # its first row
     tokens: Any  # its number of rows
 
@@ -69,11 +70,14 @@ class KeyBlock(NamedTuple):
         return self.turn * _KEYS
 
 
-class Delta(tiles.HopperKernel):
-    """The kernel that computes delta = rowsum(dO O), and zeroes the counters of the fused kernel."""
+class Starts(tiles.HopperKernel):
+    """The kernel that prepares the fused one: what its products of scores and of dP start from, and zeroed counters."""
 
-    def __call__(self, out_BNHD, do_BNHD, *ids):
-        """Return delta and zeros in int32, both like log-sum-exp. ids: what `token_ids` returns for packed segments."""
+    def __call__(self, out_BNHD, do_BNHD, lse_BHN, *ids):
+        """Return -lse in units of q k, -delta = -rowsum(dO O), and zeros in int32, all like log-sum-exp.
+
+        ids: what `token_ids` returns for packed segments.
+        """
         dtype = jnp.dtype(self.dtype)
         counters = jax.ShapeDtypeStruct(self.vector().shape, jnp.int32)
         scratch = {
@@ -82,15 +86,16 @@ class Delta(tiles.HopperKernel):
             "arrived": plgpu.Barrier(num_arrivals=2 * self.copies),
         }
         grid = {"block": self._blocks}
-        return self.launch(self._body, grid, 1, (self.vector(), counters), scratch)(out_BNHD, do_BNHD, *ids)
+        kernel = self.launch(self._body, grid, 1, (self.vector(), self.vector(), counters), scratch)
+        return kernel(out_BNHD, do_BNHD, lse_BHN, *ids)
 
     @property
     def _blocks(self) -> int:
         most = self.batch * self.heads * self.padded_queries // ROWS
-        return min(most, _DELTA_BLOCKS * self.multiprocessors)
+        return min(most, _STARTS_BLOCKS * self.multiprocessors)
 
-    def _body(self, out_ref, do_ref, *refs, **scratch):
-        _, ids, (delta_ref, counters_ref) = self.extras(refs)
+    def _body(self, out_ref, do_ref, lse_ref, *refs, **scratch):
+        _, ids, (of_scores_ref, of_dp_ref, counters_ref) = self.extras(refs)
         tiles_of_head = pl.cdiv(self.queries, ROWS)
         if ids:
             _, _, chunks, _, counts = ids
@@ -105,12 +110,17 @@ class Delta(tiles.HopperKernel):
                 tiles.load_rows(ref, batch, row, head, smem, 0, scratch["arrived"], self.interpret)
             rows = pl.ds(tile * ROWS, ROWS)
             counters_ref.at[batch, head, rows][...] = filled((ROWS,), 0, tiles.BY_ROW, jnp.int32)
+            lse = self._load(lse_ref.at[batch, head, rows])
+            of_scores_ref.at[batch, head, rows][...] = lse * (-1 / self.log2_scale)
             plgpu.barrier_wait(scratch["arrived"])
             pairs = zip(at(scratch["out_smem"], 0), at(scratch["do_smem"], 0), strict=True)
             delta = sum(row_sums(x, y) for x, y in pairs)
             if ids:  # rows past a segment's end have weights of 0, and 0 times the next segment's delta may be NaN
                 delta = jnp.where(tiles.row_numbers() < chunks[batch, tile, COUNT], delta, 0.0)
-            delta_ref.at[batch, head, rows][...] = delta
+            of_dp_ref.at[batch, head, rows][...] = -delta
+
+    def _load(self, rows_ref):
+        return rows_ref[...] if self.interpret else plgpu.load(rows_ref, layout=tiles.BY_ROW, optimized=False)
 
 
 class OrderedKernel(RingKernel):
@@ -121,8 +131,8 @@ class OrderedKernel(RingKernel):
 
     @property
     def query_tiles(self) -> int:
-        """Return the most tiles of queries of a head; segments of more than 256 tokens take at most 3 per 128."""
-        return pl.cdiv(self.queries, ROWS) if self.chunks is None else pl.cdiv(3 * self.queries, 2 * ROWS)
+        """Return the most tiles of queries of a head; segments of more than 256 tokens take at most 3 per 256."""
+        return pl.cdiv(self.queries if self.chunks is None else pl.cdiv(3 * self.queries, 2), TILE)
 
     @property
     def counters(self) -> jax.ShapeDtypeStruct:
@@ -173,7 +183,8 @@ class OrderedKernel(RingKernel):
             return KeyBlock(batch, head, block, number, streamed, 0, self.query_tiles, 0, self.keys)
         first, end, row, tokens = (record[field] for field in (FIRST, END, ROW, SEGMENT_TOKENS))
         turn = block - lax.div(first, 2)
-        return KeyBlock(batch, head, turn, number, streamed, first, lax.max(end - first, 0), row - turn * _KEYS, tokens)
+        steps = lax.div(lax.max(end - first, 0) + 1, TILE // ROWS)
+        return KeyBlock(batch, head, turn, number, streamed, first, steps, row - turn * _KEYS, tokens)
 
     def is_last(self, item: KeyBlock):
         """Return whether this is the last item of its sequence."""
@@ -187,35 +198,44 @@ class OrderedKernel(RingKernel):
         """Return how many of the 64 rows from a place in the sequence on belong to it."""
         return lax.clamp(0, item.tokens - place, ROWS)
 
-    def for_each_item(self, take, release, process, ids: tuple, scratch: dict):
-        """Call process(item) for the items that take(number) returns.
+    def for_each_item(self, take, release, process, ids: tuple, scratch: dict, close=None):
+        """Call process(item, is_open) for the items that take(number) returns.
 
-        Stop at the first index past the last item. Return that ticket's number, how many items were processed, and how
-        many tiles streamed for them.
+        Stop at the first index past the last item. Return that ticket's number, how many items were processed, how many
+        tiles streamed for them, and is_open of a next item.
+
+        is_open: whether the block's previous item was not its sequence's last: dq of its last tile is left to the next.
         release(number) is called when what was taken is no longer needed.
 
-        A batch entry with fewer chunks than another one has empty items, which are not processed.
+        A batch entry with fewer chunks than another one has empty items, which are not processed. If one follows an
+        open item, close(items, streamed) is called: were dq left to a later item, the loader could not draw that, as it
+        draws at most two ahead of what the warpgroup that adds dq has finished.
         """
         count = self.batch * self.heads * self.key_blocks(ids)
 
         def body(carry):
-            taken, number, streamed, index = carry
+            taken, number, streamed, is_open, index = carry
             record = scratch["record_smem"].at[lax.rem(taken, _TICKETS)] if ids else None
             item = self.item(index, number, streamed, ids, record)
             if ids:
-                pl.when(item.steps > 0)(lambda: process(item))
-                number += (item.steps > 0).astype(jnp.int32)
+                has_work = item.steps > 0
+                pl.when(has_work)(lambda: process(item, is_open))
+                if close:
+                    pl.when(~has_work & is_open)(lambda: close(number, streamed))
+                number += has_work.astype(jnp.int32)
+                is_open = has_work & ~self.is_last(item)
             else:
-                process(item)
+                process(item, is_open)
                 number += 1
+                is_open = ~self.is_last(item)
             release(taken)  # not before: reads of the record could still be under way
-            return taken + 1, number, streamed + item.steps, take(taken + 1)
+            return taken + 1, number, streamed + item.steps, is_open, take(taken + 1)
 
         zero = jnp.int32(0)
-        first = zero, zero, zero, take(zero)
-        taken, number, streamed, _ = lax.while_loop(lambda carry: carry[3] < count, body, first)
+        first = zero, zero, zero, jnp.bool_(False), take(zero)
+        taken, number, streamed, is_open, _ = lax.while_loop(lambda carry: carry[4] < count, body, first)
         release(taken)
-        return taken, number, streamed
+        return taken, number, streamed, is_open
 
     def tickets(self, readers: int) -> dict:
         """Return scratch in which the loader passes the items that it draws to other warpgroups."""
@@ -272,12 +292,11 @@ class OrderedKernel(RingKernel):
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def _turns(self, item: KeyBlock, tile, counters_ref):
-        """Return the counter of items that have added to a tile's group."""
-        first = item.first * ROWS + lax.div(tile, TURN) * _TURN_ROWS
-        return counters_ref.at[item.batch, item.head, pl.ds(first, _COUNTER)]
+        """Return the counter of items that have added to a tile."""
+        return counters_ref.at[item.batch, item.head, pl.ds(item.first * ROWS + tile * TILE, _COUNTER)]
 
     def wait_for_turn(self, item: KeyBlock, tile, counters_ref):
-        """Wait until all items before this one in its sequence have added to a tile's group."""
+        """Wait until all items before this one in its sequence have added to a tile."""
         if self.interpret:
             return
 
@@ -290,9 +309,12 @@ class OrderedKernel(RingKernel):
 
         wait(self._turns(item, tile, counters_ref), item.turn)
 
-    def end_turn(self, item: KeyBlock, tile, counters_ref):
-        """Wait until this item's additions have arrived, and count its turn."""
-        plgpu.wait_smem_to_gmem(0)
+    def end_turn(self, item: KeyBlock, tile, counters_ref, copies_since: int = 0):
+        """Wait until this item's additions to a tile have arrived, and count its turn.
+
+        copies_since: how many copies were started after those additions.
+        """
+        plgpu.wait_smem_to_gmem(copies_since)
         if self.interpret:
             return
 

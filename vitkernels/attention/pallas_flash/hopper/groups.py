@@ -84,7 +84,7 @@ def store(groups_ref, x: jax.Array, interpret: bool) -> None:
     count = groups_ref.shape[0]
     if interpret:
         values = x.reshape(4, 2, 8, count, 4, 2).transpose(3, 0, 2, 4, 1, 5)
-        groups_ref[...] = values.reshape(count, ROWS * COLUMNS)
+        groups_ref[...] = values.reshape(groups_ref.shape)
         return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
@@ -95,7 +95,8 @@ def store(groups_ref, x: jax.Array, interpret: bool) -> None:
                 for half in range(2)
                 for i in range(2)
             ]
-            mgpu.utils.inline_ptx("st.global.v4.f32 [$0], {$1, $2, $3, $4};", address, *values, has_side_effects=True)
+            ptx = f"st.{_space(address)}.v4.f32 [$0], {{$1, $2, $3, $4}};"
+            mgpu.utils.inline_ptx(ptx, address, *values, has_side_effects=True)
 
     store(groups_ref, x)
 

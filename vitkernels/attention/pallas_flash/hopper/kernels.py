@@ -13,8 +13,9 @@ from vitkernels.attention.pallas_flash.hopper.backward import Backward
 from vitkernels.attention.pallas_flash.hopper.bias_gradient import BiasGradient
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
-from vitkernels.attention.pallas_flash.hopper.fused_order import Delta
+from vitkernels.attention.pallas_flash.hopper.fused_order import Starts
 from vitkernels.attention.pallas_flash.hopper.schedule import (
+    FUSES_SEGMENTS,
     MOST_DS,
     MULTIPROCESSORS,
     ROWS,
@@ -151,22 +152,25 @@ class AttentionKernels:
         Only the device knows the lengths of packed segments, so this kernel and the pair are both launched for them,
         and one of the two finds no work.
         """
+        if self._has_packed_segments and not FUSES_SEGMENTS:
+            return None
         compares_ids = self.chunks is not None and not self._has_packed_segments
         is_masked = self.is_causal or self.bias_shape is not None or compares_ids
         call = self.batch * self.heads, self.queries, self.keys, self.head_dim, is_masked
         schedule = fused_backward_schedule(*call, self._has_packed_segments)
-        return None if schedule is None else self._build(FusedBackward, schedule)
+        kernel = None if schedule is None else self._build(FusedBackward, schedule)
+        return kernel if kernel is not None and kernel.can_start_from_lse else None
 
     @cached_property
-    def delta(self) -> Kernel:
-        """Return the kernel that prepares the fused one, called as (out, do, *ids, delta, counters)."""
-        kernel = self._build(Delta, None)
+    def starts(self) -> Kernel:
+        """Return the kernel that prepares the fused one: (out, do, lse, *ids, of_scores, of_dp, counters)."""
+        kernel = self._build(Starts, None)
         do = kernel.rows(self.queries, self.heads)
-        return Kernel(kernel, (do, do, *kernel.id_arrays()))
+        return Kernel(kernel, (do, do, kernel.vector(), *kernel.id_arrays()))
 
     @cached_property
     def fused_backward(self) -> Kernel:
-        """Return the fused backward kernel, called as (q, k, v, do, lse, delta, counters, *ids, dq, dk, dv, sums)."""
+        """Return the fused kernel: (q, k, v, do, of_scores, of_dp, counters, *ids, dq, dk, dv, sums)."""
         kernel = self._fused
         assert kernel is not None
         do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
@@ -225,7 +229,7 @@ class AttentionKernels:
         """Return the kernels of the backward pass. bias_gradient: whether the bias needs one."""
         if self._runs_short_backward(bias_gradient):
             return (self.short_backward_with_ds if bias_gradient else self.short_backward,)
-        fused = () if self._fused is None else (self.delta, self.fused_backward)
+        fused = () if self._fused is None else (self.starts, self.fused_backward)
         if fused and not self._has_packed_segments:
             return fused
         of_quads = (self.short_backward,) if self._has_quads else ()
@@ -270,10 +274,10 @@ class AttentionKernels:
             return bias_groups.summed(ds, self.bias_shape, self.queries, self.scale)
         delta = self.vector()
         if self._fused is not None:
-            counters = torch.empty_like(delta, dtype=torch.int32)
+            of_scores, of_dp, counters = self.vector(), delta, torch.empty_like(delta, dtype=torch.int32)
             sums = torch.empty(self._fused.sums.shape, device=self.device)
-            self.delta(out, do, *given(ids), delta, counters)
-            self.fused_backward(q, k, v, do, lse, delta, counters, *given(ids), dq, dk, dv, sums)
+            self.starts(out, do, lse, *given(ids), of_scores, of_dp, counters)
+            self.fused_backward(q, k, v, do, of_scores, of_dp, counters, *given(ids), dq, dk, dv, sums)
             if not self._has_packed_segments:
                 return None
         if self._has_quads:

@@ -108,11 +108,14 @@ def dkdv_schedule(queries: int, keys: int, head_dim: int, is_masked: bool, has_b
 
 
 def _narrow_backward(own: int, streamed: int, is_masked: bool, has_bias: bool) -> Schedule:
-    """Choose three warpgroups, or two if fewer of them idle. With a bias, three leave little shared memory for it.
+    """Choose three warpgroups, or two if a tenth fewer of them idle; under a mask, if any fewer do.
+
+    With a bias, three leave little shared memory for it, and are chosen only if a fifth fewer of them idle.
 
     Two warpgroups take larger tiles, except under a mask, where larger tiles would exceed their registers.
     """
-    if _tiles(own) >= 3 and _idle(own, 2) - _idle(own, 3) >= (0.2 if has_bias else 0):
+    least_gain = 0.2 if has_bias else 0 if is_masked else -0.1
+    if _tiles(own) >= 3 and _idle(own, 2) - _idle(own, 3) >= least_gain:
         return Schedule(64, 4, 3)
     large = streamed > ROWS and not is_masked
     return Schedule(128 if large else 64, 2 if large else 4, min(2, _tiles(own)))
@@ -192,9 +195,11 @@ def takes_quads(head_dim: int) -> bool:
 
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
+# Whether the device may choose the fused kernel for packed segments. So far, the interpreter alone has run it on these.
+FUSES_SEGMENTS = False
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
-_PAIR_IS_FASTER_UP_TO = 900  # tokens
-LONG = -(-(_PAIR_IS_FASTER_UP_TO + 1) // ROWS)  # chunks of a packed segment for which the fused kernel is faster
+_LONG_SEGMENT = 900  # tokens
+LONG = -(-(_LONG_SEGMENT + 1) // ROWS)  # chunks of a packed segment for which the fused kernel is faster
 
 
 def fused_backward_schedule(
@@ -202,16 +207,26 @@ def fused_backward_schedule(
 ) -> Schedule | None:
     """Return the schedule of the kernel that computes dq, dk and dv at any length, or None if the pair is faster.
 
-    heads: of all images. It was faster than the pair from 1025 tokens on, and equal at 777. A mask, or more than 64
-    columns, would exceed its registers. With too few heads, the items of a head would wait for their turns.
+    heads: of all images. A mask, or more than 64 columns, would exceed its registers. With too few heads, the items of
+    a head would wait for their turns.
 
     has_segments: for packed segments. Only the device knows whether these are long enough.
     """
-    shortest = _PAIR_IS_FASTER_UP_TO + 1 if has_segments else queries
-    too_few = heads < fewest_heads(shortest, MULTIPROCESSORS)
-    if is_masked or queries != keys or keys <= _PAIR_IS_FASTER_UP_TO or widths(head_dim) != (64,) or too_few:
+    is_long = keys > _LONG_SEGMENT if has_segments else _fused_is_faster(keys)
+    too_few = heads < fewest_heads(_LONG_SEGMENT + 1 if has_segments else queries, MULTIPROCESSORS)
+    if is_masked or queries != keys or not is_long or widths(head_dim) != (64,) or too_few:
         return None
-    return Schedule(ROWS, 3, 2)
+    return Schedule(2 * ROWS, 2, 2)
+
+
+def _fused_is_faster(tokens: int) -> bool:
+    """Return whether the fused kernel is faster than the pair.
+
+    The pair pads keys to a multiple of 64, the fused kernel to one of 128. Measured at 15 lengths from 577 to 4096; see
+    notes/pallas_flash_long.md.
+    """
+    padded = -(-tokens // (2 * ROWS)) * 2 * ROWS
+    return tokens >= 1100 or (tokens > 512 and 15 * padded < 16 * tokens)
 
 
 def fewest_heads(queries: int, multiprocessors: int) -> int:

@@ -102,6 +102,11 @@ class HopperKernel:
         return (self.scale or 2.0**-100) * LOG2E
 
     @property
+    def can_start_from_lse(self) -> bool:
+        """Return whether products of scores can start from -lse in units of q k: not if that could overflow."""
+        return abs(self.log2_scale) >= 2.0**-100
+
+    @property
     def lowest_product(self) -> float:
         """Return a q k whose weight is 0."""
         return -math.inf if self.scale >= 0 else math.inf
