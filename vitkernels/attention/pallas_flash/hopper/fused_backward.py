@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups, tiles
@@ -193,10 +192,6 @@ class FusedBackward(OrderedKernel):
         for i in range(self.schedule.warpgroups):  # every phase of a barrier must be waited for
             pl.when(items > 0)(lambda i=i: plgpu.barrier_wait(scratch["v_consumed"].at[i]))
 
-    def _halved(self, item):
-        """Return 1 if only the first half of a segment's last tile has queries, else 0."""
-        return (self.rows_of(item, item.steps * TILE - ROWS) <= 0).astype(jnp.int32)
-
     # --- dk and dv ----------------------------------------------------------------------------------------------------
 
     def _run_compute(self, warpgroup, refs, scratch):
@@ -236,11 +231,15 @@ class FusedBackward(OrderedKernel):
             full, rest = divmod(self.queries, TILE)
             sums = over(TILE, 0, full, sums)
             if rest:  # a loop whose end the compiler does not know; see ring.over_tiles
-                sums = over(tiles.padded_columns(rest), full, self._opaque(full + 1), sums)
+                sums = over(tiles.padded_columns(rest), full, self.opaque(full + 1), sums)
         (dk,), (dv,) = sums
         pl.when(self.is_last(item))(lambda: self._finish_sequence(item, warpgroup, refs, scratch))
         pl.when(~self.is_last(item))(lambda: self._publish_dq(warpgroup, scratch))  # of the last tile but one
         self._store(item, warpgroup, keys, dk * self.scale, dv, refs, scratch)
+
+    def _halved(self, item):
+        """Return 1 if only the first half of a segment's last tile has queries, else 0."""
+        return (self.rows_of(item, item.steps * TILE - ROWS) <= 0).astype(jnp.int32)
 
     def _close(self, items, streamed, warpgroup, scratch):
         """Pass on dq of the last tile of the block's previous item, where no other item follows that does so.
@@ -255,7 +254,7 @@ class FusedBackward(OrderedKernel):
 
     def _keys_at(self, number, warpgroup, scratch):
         """Return a warpgroup's keys of the block's item with this number, at an address that is computed anew."""
-        (k,) = at(scratch["k_smem"], self._opaque(self.owner(number, warpgroup)))
+        (k,) = at(scratch["k_smem"], self.opaque(self.owner(number, warpgroup)))
         return k
 
     def _release_keys(self, number, scratch):
@@ -323,15 +322,13 @@ class FusedBackward(OrderedKernel):
         item, slot = step.item, self.slot(step.item, step.number)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         (q,), (do,) = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
-        k, (v,) = self._keys_at(item.number, step.warpgroup, scratch), self._values(step.warpgroup, scratch)
+        k = self._keys_at(item.number, step.warpgroup, scratch)
+        (v,) = at(scratch["v_smem"], self.opaque(step.warpgroup))
         starts = self._starts(step, lowest, slot, scratch)
         multiply = self._multiply_interpreted if self.interpret else self._multiply
         dk, dv = multiply(step, starts, (k, v), (q, do), dk, dv, scratch)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dk, dv
-
-    def _values(self, warpgroup, scratch):
-        return at(scratch["v_smem"], self._opaque(warpgroup))
 
     def _starts(self, step: TileStep, lowest, slot, scratch) -> tuple:
         """Return what the products of scores and of dP start from."""
@@ -415,7 +412,7 @@ class FusedBackward(OrderedKernel):
 
     def _publish(self, step: TileStep, scratch):
         """Pass on what was written in the step before: dS of its tile, and dq of the tile before that."""
-        self._fence()
+        tiles.fence_shared_memory(self.interpret)
         pl.when(step.is_pending)(lambda: plgpu.barrier_arrive(scratch["ds_ready"].at[_buffer(step.place + 1)]))
         # In an item's first step, that would be dq of the previous item's last tile but one, which that item passed on.
         has_dq = (step.number > 1) | ((step.number == 1) & step.is_open)
@@ -445,10 +442,6 @@ class FusedBackward(OrderedKernel):
         """
         return not self.has_ids and self.queries % TILE == 0
 
-    def _opaque(self, index):
-        """Return an opaque index, so that addresses are recomputed in each step and not kept in registers."""
-        return index if self.interpret else lax.optimization_barrier(jnp.int32(index))
-
     # --- dS -----------------------------------------------------------------------------------------------------------
 
     def _ds(self, buffer, warpgroup, half):
@@ -466,18 +459,8 @@ class FusedBackward(OrderedKernel):
             (smem,) = at(scratch["ds_smem"], self._ds(buffer, step.warpgroup, half))
             smem[...] = x
 
-    def _fence(self):
-        """Let products and the TMA unit read what this thread wrote to shared memory."""
-        if not self.interpret:
-
-            @plgpu.inline_mgpu()
-            def fence(_ctx):
-                mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
-
-            fence()
-
     def _publish_ds(self, place, scratch):
-        self._fence()
+        tiles.fence_shared_memory(self.interpret)
         plgpu.barrier_arrive(scratch["ds_ready"].at[_buffer(place)])
 
     def _wait_for_ds(self, place, scratch):
@@ -516,11 +499,9 @@ class FusedBackward(OrderedKernel):
             self._write_total(total, item, tile, half, scratch)
 
         def store_first():
-            rows, record = (
-                refs["dq"].at[item.batch, :, self.heads_of(item)[0]],
-                self._record(item, 2 * tile + half, refs),
-            )
-            first = item.row + tile * TILE + half * ROWS
+            q_head, *_ = self.heads_of(item)
+            first, record = item.row + tile * TILE + half * ROWS, self._record(item, 2 * tile + half, refs)
+            rows = refs["dq"].at[item.batch, :, q_head]
             store_first_rows(rows, (total,), first, record, COUNT, self.interpret)
 
         self._store_rows(self.rows_of(item, tile * TILE + half * ROWS), store_all, store_first)
@@ -539,7 +520,7 @@ class FusedBackward(OrderedKernel):
         return self._ds(_buffer(item.streamed + tile), 0, half)
 
     def _publish_dq(self, half, scratch):
-        self._fence()
+        tiles.fence_shared_memory(self.interpret)
         plgpu.barrier_arrive(scratch["sum_ready"].at[half])
 
     def _finish_sequence(self, item, warpgroup, refs, scratch):
@@ -605,7 +586,7 @@ class FusedBackward(OrderedKernel):
         pl.when(item.turn > 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums, reduction_op="add"))
 
     def _store_half(self, item, tile, half, refs, scratch):
-        """Start storing half of a tile's dq, unless _complete_dq stored its first rows."""
+        """Start storing half of a tile's dq, unless _complete_last_dq stored its first rows."""
         q_head, *_ = self.heads_of(item)
         index, row = self._completed(item, tile, half), item.row + tile * TILE + half * ROWS
 

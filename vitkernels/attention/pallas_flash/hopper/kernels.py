@@ -158,8 +158,10 @@ class AttentionKernels:
         is_masked = self.is_causal or self.bias_shape is not None or compares_ids
         call = self.batch * self.heads, self.queries, self.keys, self.head_dim, is_masked
         schedule = fused_backward_schedule(*call, self._has_packed_segments)
-        kernel = None if schedule is None else self._build(FusedBackward, schedule)
-        return kernel if kernel is not None and kernel.can_start_from_lse else None
+        if schedule is None:
+            return None
+        kernel = self._build(FusedBackward, schedule)
+        return kernel if kernel.can_start_from_lse else None
 
     @cached_property
     def starts(self) -> Kernel:

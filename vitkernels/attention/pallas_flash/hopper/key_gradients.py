@@ -1,4 +1,4 @@
-"""The products of dk and dv of a tile of queries in the backward kernels of `pallas_flash` on Hopper."""
+"""The products of dk and dv of a tile of queries in the pair of backward kernels of `pallas_flash` on Hopper."""
 
 from collections.abc import Callable
 
@@ -32,7 +32,7 @@ def add_key_gradients(
         queries: the parts of Q and of dO in shared memory: as many rows as S and dP have columns, rounded up to ROWS.
             S and dP take only the first of them.
         weights_of: weights_of(S), in float32.
-        ds_of: ds_of(weights, dP), in float32 or `dtype`.
+        ds_of: ds_of(weights, dP), in float32.
     """
     (dk, dv), (k, v), (q, do) = sums, keys, queries
     start_of_scores, start_of_dp = (x.astype(jnp.float32) for x in starts)

@@ -339,8 +339,7 @@ class RingKernel(tiles.HopperKernel):
             return carry
         # A loop of one step, whose end the compiler does not know. As code behind the other loop, the step would make
         # ptxas 13.0 spill accumulators, and with more than 88 tokens serialize all products.
-        end = jnp.int32(full + 1) if self.interpret else lax.optimization_barrier(jnp.int32(full + 1))
-        return lax.fori_loop(full, end, body(False, last), carry)
+        return lax.fori_loop(full, self.opaque(full + 1), body(False, last), carry)
 
     def store_own(self, item: WorkItem, warpgroup, own: Side, results: list[tuple]) -> None:
         """Start storing results of own rows: (parts in shared memory, values, array, head)."""

@@ -195,7 +195,8 @@ def takes_quads(head_dim: int) -> bool:
 
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
-# Whether the device may choose the fused kernel for packed segments. So far, the interpreter alone has run it on these.
+# Whether the device may choose the fused kernel for packed segments. Its tests with these have not passed on a GPU yet:
+# they found a deadlock, and were not run again after its repair.
 FUSES_SEGMENTS = False
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
 _LONG_SEGMENT = 900  # tokens

@@ -133,7 +133,7 @@ class ShortBackward(PerHeadKernel):
         warpgroup = lax.axis_index("warpgroup")
         iterations = self.iterations(ids)
         if self.bias_shape or self.has_ids:  # a number of 1, known to the compiler, removes the loop, and it spills
-            iterations = self._opaque(iterations)
+            iterations = self.opaque(iterations)
 
         @pl.when(warpgroup < 2)
         def _():
@@ -267,7 +267,7 @@ class ShortBackward(PerHeadKernel):
 
     def _dq(self, buffer, scratch):
         keys = 2 * self.own
-        zero = self._opaque(0)
+        zero = self.opaque(0)
         k = [at(scratch["k_smem"], zero + tile) for tile in range(keys)]
         ds = [at(scratch["ds_smem"], buffer * keys + tile)[0] for tile in range(keys)]
         products = [(i, transposed(ds[tile]), part) for tile in range(keys) for i, part in enumerate(k[tile])]
@@ -302,7 +302,7 @@ class ShortBackward(PerHeadKernel):
 
         # Hide the loop's end from the compiler, and keep the last tile's code behind it; otherwise registers spill.
         full_step = step_of_quad if self.has_quads else lambda position, c: step(position, ROWS, *c)
-        carry = lax.fori_loop(0, self._opaque(full), full_step, carry)
+        carry = lax.fori_loop(0, self.opaque(full), full_step, carry)
         if last:
             position, carry = self._sequenced((jnp.int32(full), carry))
             carry = step(position, tiles.padded_columns(last), *carry)
@@ -356,7 +356,7 @@ class ShortBackward(PerHeadKernel):
         """
         request_after = lambda i: self._request_bias_after(iteration, iterations, position, i, refs, scratch)  # noqa: E731
         dk, dv = list(dk), list(dv)
-        first = self._opaque(lax.axis_index("warpgroup")) * self.own
+        first = self.opaque(lax.axis_index("warpgroup")) * self.own
         tile, buffer = self._tile_at(position), lax.rem(position, BUFFERS)
         if bias is None:
             bias = self._start_of(iteration, tile, 0, columns, refs, scratch)
@@ -419,9 +419,9 @@ class ShortBackward(PerHeadKernel):
 
     def _bias_of(self, iteration, tile, own_tile, columns, refs):
         """Return the bias, in device memory, of an own tile and the first `columns` queries of a tile."""
-        first = self._opaque(lax.axis_index("warpgroup")) * self.own
-        place = self.place_of(self._opaque(iteration), refs["ids"], {})
-        where = self._opaque(place.batch), self._opaque(place.head), (first + own_tile) * ROWS, tile * ROWS
+        first = self.opaque(lax.axis_index("warpgroup")) * self.own
+        place = self.place_of(self.opaque(iteration), refs["ids"], {})
+        where = self.opaque(place.batch), self.opaque(place.head), (first + own_tile) * ROWS, tile * ROWS
         return self.bias_at(refs["bias"], *where, columns)
 
     def _request_bias(self, iteration, tile, own_tile: int, refs, scratch) -> None:
@@ -480,7 +480,3 @@ class ShortBackward(PerHeadKernel):
     def _sequenced(self, values: tuple) -> tuple:
         """Return the values behind a barrier that makes each depend on all; the interpreter has no such barrier."""
         return values if self.interpret else lax.optimization_barrier(values)
-
-    def _opaque(self, index):
-        """Return an opaque index, so that addresses are recomputed in each loop and not kept in registers."""
-        return index if self.interpret else lax.optimization_barrier(jnp.int32(index))

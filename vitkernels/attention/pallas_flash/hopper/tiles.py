@@ -101,6 +101,10 @@ class HopperKernel:
         """Return the factor of q k in exponents of 2: not 0, so that infinite products keep weights of 0."""
         return (self.scale or 2.0**-100) * LOG2E
 
+    def opaque(self, index):
+        """Return an index that the compiler does not know, so that addresses are computed anew and not kept."""
+        return index if self.interpret else lax.optimization_barrier(jnp.int32(index))
+
     @property
     def can_start_from_lse(self) -> bool:
         """Return whether products of scores can start from -lse in units of q k: not if that could overflow."""
@@ -262,11 +266,8 @@ def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret
         plgpu.copy_smem_to_gmem(untiled(part, index, interpret), destination)
 
 
-def release_after_reads(barrier, interpret: bool) -> None:
-    """Release a slot of the ring that was also read into registers, and not only by products.
-
-    An arrival does not wait for such reads, so the copy engine's next write could overtake them. The fence waits.
-    """
+def fence_shared_memory(interpret: bool) -> None:
+    """Order this thread's accesses to shared memory before later ones of products and of the TMA unit."""
     if not interpret:
 
         @plgpu.inline_mgpu()
@@ -274,6 +275,14 @@ def release_after_reads(barrier, interpret: bool) -> None:
             mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
         fence()
+
+
+def release_after_reads(barrier, interpret: bool) -> None:
+    """Release a slot of the ring that was also read into registers, and not only by products.
+
+    An arrival does not wait for such reads, so the copy engine's next write could overtake them. The fence waits.
+    """
+    fence_shared_memory(interpret)
     plgpu.barrier_arrive(barrier)
 
 
