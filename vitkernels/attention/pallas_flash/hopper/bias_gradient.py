@@ -89,8 +89,8 @@ class BiasGradient(RingKernel):
         head, tile = lax.div(index, self.tiles(own_rows)), lax.rem(index, self.tiles(own_rows))
         return lax.div(head, self.bias_shape[1]), lax.rem(head, self.bias_shape[1]), tile
 
-    def first_row(self, item: WorkItem, warpgroup):
-        return (lax.div(item.tile, self.key_tiles) * self.schedule.warpgroups + warpgroup) * ROWS
+    def tile_of_rows(self, item: WorkItem):
+        return lax.div(item.tile, self.key_tiles)
 
     def first_key(self, item: WorkItem):
         return lax.rem(item.tile, self.key_tiles) * self.schedule.tile

@@ -89,7 +89,7 @@ class Forward(RingKernel):
         item = self.with_span(item, queries, keys)
         if not self.is_causal:
             return item
-        seen = (item.tile + 1) * ROWS * self.schedule.warpgroups
+        seen = (item.chunk + item.chunks) * ROWS
         end = lax.min(lax.div(seen + self.schedule.tile - 1, self.schedule.tile), item.first + item.steps)
         steps = lax.max(end - item.first, 0)
         return item._replace(steps=steps, uncompared=lax.min(item.uncompared, steps))

@@ -25,9 +25,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import groups, tiles
+from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import COUNT, prefers_fused
-from vitkernels.attention.pallas_flash.hopper.fused_order import TILE, OrderedKernel
+from vitkernels.attention.pallas_flash.hopper.fused_order import TILE
+from vitkernels.attention.pallas_flash.hopper.fused_sums import HALVES, SummingKernel, buffer_of
 from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows
 from vitkernels.attention.pallas_flash.hopper.schedule import takes_quads, widths
@@ -44,8 +45,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
 )
 
 _COMPUTE_REGISTERS, _HELPER_REGISTERS = 232, 24  # per thread
-_HALVES = TILE // ROWS  # of a tile: chunks of 64 queries
-_GROUPS = ROWS // groups.COLUMNS, 2, ROWS * groups.COLUMNS // 2  # the TMA unit's boxes have rows of 256 at most
+_STARTS = "of_scores", "of_dp"  # what the products of a tile start from; see fused_order.Starts
 
 
 class TileStep(NamedTuple):
@@ -72,18 +72,12 @@ class TileStep(NamedTuple):
         return range(pl.cdiv(self.columns, ROWS))
 
 
-class FusedBackward(OrderedKernel):
+class FusedBackward(SummingKernel):
     """The kernel of one call; see the module.
 
     place: of a tile, how many tiles streamed past the block's items before it. There are two buffers of dS, which tiles
     use in turns.
     """
-
-    @property
-    def sums(self) -> jax.ShapeDtypeStruct:
-        """Return dq in float32: of each tile of a head, its halves in groups; see groups.py."""
-        tiles_of_queries = self.batch * self.heads * self.query_tiles
-        return jax.ShapeDtypeStruct((tiles_of_queries, _HALVES, *_GROUPS), jnp.float32)
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, of_scores_BHN, of_dp_BHN, counters_BHN, *ids):
         """Return dq, dk and dv in arrays like q's, k's and v's, and dq's float32 sums.
@@ -103,28 +97,22 @@ class FusedBackward(OrderedKernel):
 
     def _scratch(self):
         s, dtype = self.schedule, jnp.dtype(self.dtype)
-        vectors = plgpu.SMEM((s.stages, s.tile), jnp.float32)
         by_all = plgpu.Barrier(num_arrivals=s.warpgroups, num_barriers=2)
-        by_one = plgpu.Barrier(num_arrivals=1, num_barriers=s.warpgroups)
         return {
             "k_smem": self.own_tiles(),
-            "v_smem": tiles.tile(ROWS, self.head_dim, dtype, s.warpgroups),
+            "v_smem": self.own_tiles(),
             "q_smem": self.ring(),
             "do_smem": self.ring(),
-            "of_scores_smem": vectors,
-            "of_dp_smem": vectors,
-            "ds_smem": tiles.tile(ROWS, ROWS, dtype, 2 * s.warpgroups * _HALVES),  # keys by queries; see _ds
-            "sum_smem": plgpu.SMEM((_HALVES, *_GROUPS), jnp.float32),
+            "starts_smem": plgpu.SMEM((len(_STARTS), s.tile), jnp.float32),
+            "ds_smem": tiles.tile(ROWS, ROWS, dtype, 2 * s.warpgroups * HALVES),  # keys by queries; see ds_index
             "own_arrived": self.own_arrived(2),  # k, v
-            "k_consumed": plgpu.Barrier(num_arrivals=s.warpgroups, num_barriers=self.owners),
-            "v_consumed": by_one,
-            "arrived": self.arrived(4),  # q, do, of_scores, of_dp
+            "own_consumed": plgpu.Barrier(num_arrivals=s.warpgroups, num_barriers=self.owners),
+            "arrived": self.arrived(2 + len(_STARTS)),  # q, do, starts
             "consumed": self.consumed(),
+            "starts_read": plgpu.Barrier(num_arrivals=s.warpgroups),
             "ds_ready": by_all,
             "ds_consumed": by_all,
-            "sum_free": by_one,
-            "sum_ready": by_one,
-            "sum_arrived": plgpu.Barrier(num_arrivals=_HALVES),
+            **self.sums_scratch(),
             **self.tickets(s.warpgroups + 1),
         }
 
@@ -143,7 +131,7 @@ class FusedBackward(OrderedKernel):
         @pl.when(has_work & (warpgroup == computing))
         def _():
             plgpu.set_max_registers(_HELPER_REGISTERS, action="decrease")
-            self._for_each_drawn_item(lambda item, _: self._add_to_sums(item, refs, scratch), refs, scratch)
+            self._for_each_drawn_item(lambda item, _: self.add_to_sums(item, refs, scratch), refs, scratch)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(has_work & (warpgroup == computing + 1))
@@ -163,10 +151,9 @@ class FusedBackward(OrderedKernel):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             arrived = scratch["own_arrived"].at[owner]
             _, k_head, v_head = self.heads_of(item)
-            where = item.batch, first
-            tiles.load_rows(refs["k"], *where, k_head, scratch["k_smem"], owner, arrived, self.interpret)
-            pl.when(item.number > 0)(lambda: plgpu.barrier_wait(scratch["v_consumed"].at[warpgroup]))
-            tiles.load_rows(refs["v"], *where, v_head, scratch["v_smem"], warpgroup, arrived, self.interpret)
+            for name, head in (("k", k_head), ("v", v_head)):
+                smem = scratch[f"{name}_smem"]
+                tiles.load_rows(refs[name], item.batch, first, head, smem, owner, arrived, self.interpret)
 
         def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
@@ -174,9 +161,10 @@ class FusedBackward(OrderedKernel):
             for head, name in ((q_head, "q"), (item.head, "do")):
                 where = item.batch, item.row + tile * TILE, head
                 tiles.load_rows(refs[name], *where, scratch[f"{name}_smem"], slot, arrived, self.interpret)
-            for name in ("of_scores", "of_dp"):
+            pl.when(item.streamed + tile > 0)(lambda: plgpu.barrier_wait(scratch["starts_read"]))  # of the tile before
+            for i, name in enumerate(_STARTS):
                 rows = refs[name].at[item.batch, item.head, pl.ds(item.first * ROWS + tile * TILE, TILE)]
-                plgpu.copy_gmem_to_smem(rows, scratch[f"{name}_smem"].at[slot], arrived)
+                plgpu.copy_gmem_to_smem(rows, scratch["starts_smem"].at[i], arrived)
 
         def for_each_item(process):
             draw = lambda number: self.draw(number, refs["counters"], refs["ids"], scratch)  # noqa: E731
@@ -186,11 +174,10 @@ class FusedBackward(OrderedKernel):
             self.finish_tickets(drawn, scratch)
             return items, streamed
 
-        own = OwnRows(load_own, (scratch["own_arrived"],), scratch["k_consumed"])
+        own = OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"])
         stream = self.stream(load_tile, scratch["arrived"], scratch["consumed"])
         items, _ = self._request(for_each_item, own, [stream])
-        for i in range(self.schedule.warpgroups):  # every phase of a barrier must be waited for
-            pl.when(items > 0)(lambda i=i: plgpu.barrier_wait(scratch["v_consumed"].at[i]))
+        pl.when(items > 0)(lambda: plgpu.barrier_wait(scratch["starts_read"]))  # every phase must be waited for
 
     # --- dk and dv ----------------------------------------------------------------------------------------------------
 
@@ -200,7 +187,7 @@ class FusedBackward(OrderedKernel):
         _, items, streamed, is_open = self._for_each_drawn_item(process, refs, scratch, close)
         pl.when(is_open)(lambda: close(items, streamed))
         # Every phase of a barrier must be waited for.
-        pl.when(items > 0)(lambda: plgpu.barrier_wait(scratch["ds_consumed"].at[_buffer(streamed - 1)]))
+        pl.when(items > 0)(lambda: plgpu.barrier_wait(scratch["ds_consumed"].at[buffer_of(streamed - 1)]))
         plgpu.wait_smem_to_gmem(0)
 
     def _compute(self, item, is_open, warpgroup, refs, scratch):
@@ -234,7 +221,7 @@ class FusedBackward(OrderedKernel):
                 sums = over(tiles.padded_columns(rest), full, self.opaque(full + 1), sums)
         (dk,), (dv,) = sums
         pl.when(self.is_last(item))(lambda: self._finish_sequence(item, warpgroup, refs, scratch))
-        pl.when(~self.is_last(item))(lambda: self._publish_dq(warpgroup, scratch))  # of the last tile but one
+        pl.when(~self.is_last(item))(lambda: self.publish_dq(warpgroup, scratch))  # of the last tile but one
         self._store(item, warpgroup, keys, dk * self.scale, dv, refs, scratch)
 
     def _halved(self, item):
@@ -248,25 +235,24 @@ class FusedBackward(OrderedKernel):
         """
         self._publish_ds(streamed - 1, scratch)
         dq = self._multiply_dq(streamed - 1, items - 1, warpgroup, scratch)
-        self._write_dq(streamed - 1, dq, warpgroup, scratch)
-        self._publish_dq(warpgroup, scratch)
-        self._release_keys(items - 1, scratch)
+        self.write_dq(streamed - 1, dq, warpgroup, scratch)
+        self.publish_dq(warpgroup, scratch)
+        self._release_own(items - 1, scratch)
 
     def _keys_at(self, number, warpgroup, scratch):
         """Return a warpgroup's keys of the block's item with this number, at an address that is computed anew."""
         (k,) = at(scratch["k_smem"], self.opaque(self.owner(number, warpgroup)))
         return k
 
-    def _release_keys(self, number, scratch):
-        """Release the keys of both warpgroups, which this one has multiplied with dS."""
+    def _release_own(self, number, scratch):
+        """Release the keys and values of both warpgroups: this one has multiplied dS with their keys."""
         for i in range(self.schedule.warpgroups):
-            plgpu.barrier_arrive(scratch["k_consumed"].at[self.owner(number, i)])
+            plgpu.barrier_arrive(scratch["own_consumed"].at[self.owner(number, i)])
 
     def _clear_rows_from(self, first, item, warpgroup, scratch):
         """Zero the rows past a segment's end, as rows past the last token load as zeros."""
-        places = ("k_smem", self.owner(item.number, warpgroup)), ("v_smem", warpgroup)
-        for name, index in places:
-            (smem,) = at(scratch[name], index)
+        for name in ("k_smem", "v_smem"):
+            (smem,) = at(scratch[name], self.owner(item.number, warpgroup))
             x = plgpu.load(smem, layout=WGMMA)
             smem[...] = jnp.where(tiles.position(x.shape, 0) < first, x, 0)
         plgpu.commit_smem()
@@ -276,18 +262,18 @@ class FusedBackward(OrderedKernel):
 
         keys: how many of the rows are those of the item's sequence.
         """
-        buffer, first = _buffer(item.streamed + item.steps), self.first_row(item, warpgroup)
+        buffer, first = buffer_of(item.streamed + item.steps), self.first_row(item, warpgroup)
         plgpu.barrier_wait(scratch["ds_consumed"].at[buffer])
         _, k_head, v_head = self.heads_of(item)
         results = ("dk", dk, k_head), ("dv", dv, v_head)
 
         def store_all():
             for half, (_, x, _) in enumerate(results):
-                (smem,) = at(scratch["ds_smem"], self._ds(buffer, warpgroup, half))
+                (smem,) = at(scratch["ds_smem"], self.ds_index(buffer, warpgroup, half))
                 smem[...] = x.astype(self.dtype)
             plgpu.commit_smem()
             for half, (name, _, head) in enumerate(results):
-                index = self._ds(buffer, warpgroup, half)
+                index = self.ds_index(buffer, warpgroup, half)
                 tiles.store_rows(scratch["ds_smem"], index, refs[name], item.batch, first, head, self.interpret)
 
         def store_first():
@@ -295,15 +281,7 @@ class FusedBackward(OrderedKernel):
             for name, x, head in results:
                 store_first_rows(refs[name].at[item.batch, :, head], (x,), first, record, COUNT, self.interpret)
 
-        self._store_rows(keys, store_all, store_first)
-
-    def _store_rows(self, count, store_all, store_first):
-        """Store a tile: all of it, or only its first rows if it reaches past a segment's end. count: its own rows."""
-        if not self.has_ids:  # rows past the last token are not written
-            store_all()
-            return
-        pl.when(count == ROWS)(store_all)
-        pl.when((count > 0) & (count < ROWS))(store_first)
+        self.store_rows_of(keys, store_all, store_first)
 
     def _record(self, item, chunk, refs):
         """Return the record, in device memory, of one of the chunks of an item's segment."""
@@ -323,24 +301,24 @@ class FusedBackward(OrderedKernel):
         plgpu.barrier_wait(scratch["arrived"].at[slot])
         (q,), (do,) = at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)
         k = self._keys_at(item.number, step.warpgroup, scratch)
-        (v,) = at(scratch["v_smem"], self.opaque(step.warpgroup))
-        starts = self._starts(step, lowest, slot, scratch)
+        (v,) = at(scratch["v_smem"], self.opaque(self.owner(item.number, step.warpgroup)))
+        starts = self._starts(step, lowest, scratch)
         multiply = self._multiply_interpreted if self.interpret else self._multiply
         dk, dv = multiply(step, starts, (k, v), (q, do), dk, dv, scratch)
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dk, dv
 
-    def _starts(self, step: TileStep, lowest, slot, scratch) -> tuple:
+    def _starts(self, step: TileStep, lowest, scratch) -> tuple:
         """Return what the products of scores and of dP start from."""
 
         def start(name):
-            vector = plgpu.load(scratch[name].at[slot, pl.ds(0, step.columns)], layout=BY_COLUMN)
-            return along_columns(vector, (ROWS, step.columns))
+            row = scratch["starts_smem"].at[_STARTS.index(name), pl.ds(0, step.columns)]
+            return along_columns(plgpu.load(row, layout=BY_COLUMN), (ROWS, step.columns))
 
-        of_scores = start("of_scores_smem")
+        of_scores = start("of_scores")
         if lowest is not None:
-            of_scores += along_rows(lowest, (ROWS, step.columns))
-        return of_scores, start("of_dp_smem")
+            of_scores += along_rows(lowest, of_scores.shape)
+        return of_scores, start("of_dp")
 
     def _multiply(self, step: TileStep, starts, keys, queries, dk, dv, scratch):
         (k, v), (q, do) = keys, queries
@@ -365,7 +343,6 @@ class FusedBackward(OrderedKernel):
                 plgpu.wgmma(dv_ref, self._operand(weights), _rows(do, half))
                 if dp is None:
                     dp = plgpu.wgmma_accumulator_load(dp_ref, wait_n=1)
-                    self._release_values(step, scratch)
                 ds.append(self._operand(weights * _half(dp, half)))
                 if half < halves[-1]:
                     plgpu.wgmma(dk_ref, ds[half], _rows(q, half))
@@ -388,7 +365,6 @@ class FusedBackward(OrderedKernel):
             terms.append((start, (own,), first_rows((streamed,), step.columns)))
         scores, dp = tiles.products(*terms, interpret=True)
         self._publish(step, scratch)
-        self._release_values(step, scratch)
         weights = [self._weights(_half(scores, half)) for half in halves]
         ds = [self._operand(x * _half(dp, half)) for half, x in zip(halves, weights, strict=True)]
         self._write_ds(step, ds, scratch)
@@ -413,14 +389,11 @@ class FusedBackward(OrderedKernel):
     def _publish(self, step: TileStep, scratch):
         """Pass on what was written in the step before: dS of its tile, and dq of the tile before that."""
         tiles.fence_shared_memory(self.interpret)
-        pl.when(step.is_pending)(lambda: plgpu.barrier_arrive(scratch["ds_ready"].at[_buffer(step.place + 1)]))
+        plgpu.barrier_arrive(scratch["starts_read"])  # to registers, as the products of S and dP have been issued
+        pl.when(step.is_pending)(lambda: plgpu.barrier_arrive(scratch["ds_ready"].at[buffer_of(step.place + 1)]))
         # In an item's first step, that would be dq of the previous item's last tile but one, which that item passed on.
         has_dq = (step.number > 1) | ((step.number == 1) & step.is_open)
         pl.when(has_dq)(lambda: plgpu.barrier_arrive(scratch["sum_ready"].at[step.warpgroup]))
-
-    def _release_values(self, step: TileStep, scratch):
-        is_last = step.number == step.item.steps - 1
-        pl.when(is_last)(lambda: plgpu.barrier_arrive(scratch["v_consumed"].at[step.warpgroup]))
 
     def _end_dq(self, step: TileStep, dq, scratch):
         """Write what this step multiplied: dq of the tile before."""
@@ -429,10 +402,10 @@ class FusedBackward(OrderedKernel):
         @pl.when(step.is_pending)
         def _():
             completes = self.is_last(item) & (step.number > 0)
-            pl.when(~completes)(lambda: self._write_dq(step.place - 1, dq, warpgroup, scratch))
+            pl.when(~completes)(lambda: self.write_dq(step.place - 1, dq, warpgroup, scratch))
             pl.when(completes)(lambda: self._complete_dq(item, step.number - 1, dq, warpgroup, scratch))
 
-        pl.when(step.is_open & (step.number == 0))(lambda: self._release_keys(item.number - 1, scratch))
+        pl.when(step.is_open & (step.number == 0))(lambda: self._release_own(item.number - 1, scratch))
 
     @property
     def _starts_dq_early(self) -> bool:
@@ -444,35 +417,31 @@ class FusedBackward(OrderedKernel):
 
     # --- dS -----------------------------------------------------------------------------------------------------------
 
-    def _ds(self, buffer, warpgroup, half):
-        """Return the index of 64 × 64 of dS in shared memory: a warpgroup's keys by half of a tile's queries."""
-        return (buffer * self.schedule.warpgroups + warpgroup) * _HALVES + half
-
     def _write_ds(self, step: TileStep, ds, scratch):
         """Write this warpgroup's dS of a tile, which the next step passes on. ds: that of each half."""
-        buffer = _buffer(step.place)
+        buffer = buffer_of(step.place)
         # For an item's first tile, _store of the item before has waited for the buffer, and stored from it.
         is_used = (step.number > 0) & (step.place > 1)
         pl.when(is_used)(lambda: plgpu.barrier_wait(scratch["ds_consumed"].at[buffer]))
         pl.when(step.number == 0)(lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=True))
         for half, x in enumerate(ds):
-            (smem,) = at(scratch["ds_smem"], self._ds(buffer, step.warpgroup, half))
+            (smem,) = at(scratch["ds_smem"], self.ds_index(buffer, step.warpgroup, half))
             smem[...] = x
 
     def _publish_ds(self, place, scratch):
         tiles.fence_shared_memory(self.interpret)
-        plgpu.barrier_arrive(scratch["ds_ready"].at[_buffer(place)])
+        plgpu.barrier_arrive(scratch["ds_ready"].at[buffer_of(place)])
 
     def _wait_for_ds(self, place, scratch):
-        plgpu.barrier_wait(scratch["ds_ready"].at[_buffer(place)])
+        plgpu.barrier_wait(scratch["ds_ready"].at[buffer_of(place)])
 
     # --- dq -----------------------------------------------------------------------------------------------------------
 
     def _factors_of_dq(self, place, number, half, scratch):
         """Yield the factors of dq of half of a tile: dS, and the keys of the item with this number, per warpgroup."""
-        buffer = _buffer(place + 2)  # not negative
+        buffer = buffer_of(place + 2)  # not negative
         for warpgroup in range(self.schedule.warpgroups):
-            (ds,) = at(scratch["ds_smem"], self._ds(buffer, warpgroup, half))
+            (ds,) = at(scratch["ds_smem"], self.ds_index(buffer, warpgroup, half))
             yield transposed(ds), self._keys_at(number + self.schedule.buffers, warpgroup, scratch)
 
     def _multiply_dq(self, place, number, half, scratch):
@@ -481,22 +450,17 @@ class FusedBackward(OrderedKernel):
         (dq,) = tiles.accumulated((filled((ROWS, ROWS), 0, WGMMA),), products, self.interpret)
         return dq
 
-    def _write_dq(self, place, dq, half, scratch):
-        """Write half of a tile's dq, for the warpgroup that adds it to the sums."""
-        plgpu.barrier_wait(scratch["sum_free"].at[half])
-        plgpu.barrier_arrive(scratch["ds_consumed"].at[_buffer(place)])
-        groups.store(scratch["sum_smem"].at[half], dq, self.interpret)
-
     def _complete_dq(self, item, tile, dq, half, scratch):
         """Add the other items' sums to half of a tile's dq; write it for the warpgroup that has it stored."""
-        self._write_total(self._total(dq, half, scratch), item, tile, half, scratch)
+        self.write_total(self.total_of(dq, half, scratch), item, tile, half, scratch)
+        self.release_sums(scratch)
 
     def _complete_last_dq(self, item, dq, half, refs, scratch):
         """Do what _complete_dq does for a sequence's last tile, which may reach past the sequence's end."""
-        tile, total = item.steps - 1, self._total(dq, half, scratch)
+        tile, total = item.steps - 1, self.total_of(dq, half, scratch)
 
         def store_all():
-            self._write_total(total, item, tile, half, scratch)
+            self.write_total(total, item, tile, half, scratch)
 
         def store_first():
             q_head, *_ = self.heads_of(item)
@@ -504,101 +468,18 @@ class FusedBackward(OrderedKernel):
             rows = refs["dq"].at[item.batch, :, q_head]
             store_first_rows(rows, (total,), first, record, COUNT, self.interpret)
 
-        self._store_rows(self.rows_of(item, tile * TILE + half * ROWS), store_all, store_first)
-
-    def _total(self, dq, half, scratch):
-        """Return half of a tile's dq, with the other items' sums."""
-        plgpu.barrier_wait(scratch["sum_free"].at[half])
-        return (dq + groups.load(scratch["sum_smem"].at[half], self.interpret)) * self.scale
-
-    def _write_total(self, total, item, tile, half, scratch):
-        (smem,) = at(scratch["ds_smem"], self._completed(item, tile, half))
-        smem[...] = total.astype(self.dtype)
-
-    def _completed(self, item, tile, half):
-        """Return the index of completed dq in the buffers of dS: where only this half's product has read the tile's."""
-        return self._ds(_buffer(item.streamed + tile), 0, half)
-
-    def _publish_dq(self, half, scratch):
-        tiles.fence_shared_memory(self.interpret)
-        plgpu.barrier_arrive(scratch["sum_ready"].at[half])
+        self.store_rows_of(self.rows_of(item, tile * TILE + half * ROWS), store_all, store_first)
+        self.release_sums(scratch)
 
     def _finish_sequence(self, item, warpgroup, refs, scratch):
         """Complete dq of the last tile of a sequence, whose last item this is."""
         place = item.streamed + item.steps - 1
-        self._publish_dq(warpgroup, scratch)  # of the last tile but one
+        self.publish_dq(warpgroup, scratch)  # of the last tile but one
         self._publish_ds(place, scratch)
         dq = self._multiply_dq(place, item.number, warpgroup, scratch)
         self._complete_last_dq(item, dq, warpgroup, refs, scratch)
-        self._publish_dq(warpgroup, scratch)
-        self._release_keys(item.number, scratch)
-
-    # --- the warpgroup that adds dq to its sums -----------------------------------------------------------------------
-
-    def _add_to_sums(self, item, refs, scratch):
-        def offer():
-            for half in range(_HALVES):
-                plgpu.barrier_arrive(scratch["sum_free"].at[half])
-
-        def add(tile, sums):
-            offer()
-            self.wait_for_turn(item, tile, refs["counters"])
-            for half in range(_HALVES):
-                plgpu.barrier_wait(scratch["sum_ready"].at[half])
-                self._add_half(item, scratch["sum_smem"].at[half], sums.at[half])
-            # The turn before ends only now, so that its additions had a tile's time to arrive.
-            pl.when(tile > 0)(lambda: self.end_turn(item, tile - 1, refs["counters"], copies_since=_HALVES))
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def complete(tile, sums):
-            self.wait_for_turn(item, tile, refs["counters"])
-            for half in range(_HALVES):
-                smem, source = scratch["sum_smem"].at[half], sums.at[half]
-                if self.interpret:
-                    smem[...] = source[...]
-                    plgpu.barrier_arrive(scratch["sum_arrived"])
-                else:
-                    plgpu.copy_gmem_to_smem(source, smem, scratch["sum_arrived"])
-            plgpu.barrier_wait(scratch["sum_arrived"])
-            offer()
-            for half in range(_HALVES):
-                plgpu.barrier_wait(scratch["sum_ready"].at[half])
-                self._store_half(item, tile, half, refs, scratch)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            for _ in range(self.schedule.warpgroups):  # for both, whose halves were stored from the buffer
-                plgpu.barrier_arrive(scratch["ds_consumed"].at[_buffer(item.streamed + tile)])
-
-        @pl.loop(0, item.steps)
-        def _(tile):
-            first = (item.batch * self.heads + item.head) * self.query_tiles + lax.div(item.first, _HALVES)
-            sums = refs["sums"].at[first + tile]
-            pl.when(~self.is_last(item))(lambda: add(tile, sums))
-            pl.when(self.is_last(item))(lambda: complete(tile, sums))
-
-        pl.when(~self.is_last(item))(lambda: self.end_turn(item, item.steps - 1, refs["counters"]))
-
-    def _add_half(self, item, smem, sums):
-        """Start adding half of a tile's dq to its sums; the sequence's first item stores it."""
-        if self.interpret:
-            sums[...] = jnp.where(item.turn == 0, smem[...], smem[...] + sums[...])
-            return
-        pl.when(item.turn == 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums))
-        pl.when(item.turn > 0)(lambda: plgpu.copy_smem_to_gmem(smem, sums, reduction_op="add"))
-
-    def _store_half(self, item, tile, half, refs, scratch):
-        """Start storing half of a tile's dq, unless _complete_last_dq stored its first rows."""
-        q_head, *_ = self.heads_of(item)
-        index, row = self._completed(item, tile, half), item.row + tile * TILE + half * ROWS
-
-        def store():
-            tiles.store_rows(scratch["ds_smem"], index, refs["dq"], item.batch, row, q_head, self.interpret)
-
-        self._store_rows(self.rows_of(item, tile * TILE + half * ROWS), store, lambda: None)
-
-
-def _buffer(place):
-    """Return which buffer of dS holds that of the tile with this place."""
-    return lax.rem(place, 2)
+        self.publish_dq(warpgroup, scratch)
+        self._release_own(item.number, scratch)
 
 
 def _item_before(step: TileStep):

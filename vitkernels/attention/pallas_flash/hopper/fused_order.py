@@ -47,6 +47,7 @@ _KEYS = 2 * ROWS  # of a work item
 _STARTS_BLOCKS = 6  # thread blocks of Starts that a multiprocessor runs at a time
 _TICKETS = 2  # buffers for the indices of items that a block has drawn
 _COUNTER = 8  # integers: the least that a slice of an array holds
+_INDEX = FIELDS  # where a ticket has the index of its item: behind a record
 # The counters of turns are at multiples of TILE in each head's row, that of drawn items between two of the first.
 _DRAWN = ROWS
 
@@ -215,7 +216,7 @@ class OrderedKernel(RingKernel):
 
         def body(carry):
             taken, number, streamed, is_open, index = carry
-            record = scratch["record_smem"].at[lax.rem(taken, _TICKETS)] if ids else None
+            record = scratch["ticket_smem"].at[lax.rem(taken, _TICKETS)]
             item = self.item(index, number, streamed, ids, record)
             if ids:
                 has_work = item.steps > 0
@@ -239,12 +240,12 @@ class OrderedKernel(RingKernel):
 
     def tickets(self, readers: int) -> dict:
         """Return scratch in which the loader passes the items that it draws to other warpgroups."""
-        scratch = {
-            "ticket_smem": plgpu.SMEM((_TICKETS, 1), jnp.int32),
+        return {
+            # Each has a record, if there are ids, and the index. Copies need addresses at multiples of 128 bytes.
+            "ticket_smem": plgpu.SMEM((_TICKETS, 2 * FIELDS), jnp.int32),
             "ticket_ready": plgpu.Barrier(num_arrivals=1 + self.has_ids, num_barriers=_TICKETS),
             "ticket_read": plgpu.Barrier(num_arrivals=readers, num_barriers=_TICKETS),
         }
-        return scratch | ({"record_smem": plgpu.SMEM((_TICKETS, FIELDS), jnp.int32)} if self.has_ids else {})
 
     def draw(self, number, counters_ref, ids: tuple, scratch):
         """Draw the next item for this block; return its index, and pass it to the other warpgroups.
@@ -255,17 +256,19 @@ class OrderedKernel(RingKernel):
         ready = scratch["ticket_ready"].at[slot]
         pl.when(number >= _TICKETS)(lambda: plgpu.barrier_wait(scratch["ticket_read"].at[slot]))
         if self.interpret:  # one block processes all items
-            scratch["ticket_smem"][slot, 0] = number
+            scratch["ticket_smem"][slot, _INDEX] = number
         else:
-            _increment(counters_ref.at[0, 0, pl.ds(_DRAWN, _COUNTER)], scratch["ticket_smem"].at[slot])
-        index = scratch["ticket_smem"][slot, 0]
+            index = scratch["ticket_smem"].at[slot, pl.ds(_INDEX, _COUNTER)]
+            _increment(counters_ref.at[0, 0, pl.ds(_DRAWN, _COUNTER)], index)
+        index = scratch["ticket_smem"][slot, _INDEX]
         if ids:
             exists = index < self.batch * self.heads * self.key_blocks(ids)
 
             @pl.when(exists)
             def _():
                 batch, _, block = self.place_of(index, ids)
-                plgpu.copy_gmem_to_smem(ids[2].at[batch, 2 * block], scratch["record_smem"].at[slot], ready)
+                record = scratch["ticket_smem"].at[slot, pl.ds(0, FIELDS)]
+                plgpu.copy_gmem_to_smem(ids[2].at[batch, 2 * block], record, ready)
 
             pl.when(~exists)(lambda: plgpu.barrier_arrive(ready))
         plgpu.barrier_arrive(ready)
@@ -277,7 +280,7 @@ class OrderedKernel(RingKernel):
         """Return the index of the item that the loader drew; give_ticket_back must follow."""
         slot = lax.rem(number, _TICKETS)
         plgpu.barrier_wait(scratch["ticket_ready"].at[slot])
-        return scratch["ticket_smem"][slot, 0]
+        return scratch["ticket_smem"][slot, _INDEX]
 
     def give_ticket_back(self, number, scratch):
         plgpu.barrier_arrive(scratch["ticket_read"].at[lax.rem(number, _TICKETS)])

@@ -15,7 +15,6 @@ from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
 from vitkernels.attention.pallas_flash.hopper.fused_order import Starts
 from vitkernels.attention.pallas_flash.hopper.schedule import (
-    FUSES_SEGMENTS,
     MOST_DS,
     MULTIPROCESSORS,
     ROWS,
@@ -152,8 +151,6 @@ class AttentionKernels:
         Only the device knows the lengths of packed segments, so this kernel and the pair are both launched for them,
         and one of the two finds no work.
         """
-        if self._has_packed_segments and not FUSES_SEGMENTS:
-            return None
         compares_ids = self.chunks is not None and not self._has_packed_segments
         is_masked = self.is_causal or self.bias_shape is not None or compares_ids
         call = self.batch * self.heads, self.queries, self.keys, self.head_dim, is_masked

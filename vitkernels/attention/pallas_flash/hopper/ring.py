@@ -51,8 +51,8 @@ class WorkItem(NamedTuple):
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
     row: Any = 0  # the first row of the first of these
     last: Any = 0  # how many rows of the last of these are the segment's; of entries not moved, not padding
-    chunk: Any = 0  # of a listed item, the first of its chunks of own rows
-    chunks: Any = 0  # of a listed item, how many it has
+    chunk: Any = 0  # the first of its chunks of own rows
+    chunks: Any = 0  # how many it has, one per warpgroup at most
 
 
 class Stream(NamedTuple):
@@ -247,19 +247,40 @@ class RingKernel(tiles.HopperKernel):
         """Return the indices of the item's head in q, k and v."""
         return tuple(item.head + first for first in self.first_heads)
 
+    def tile_of_rows(self, item: WorkItem):
+        """Return which of its head's sets of own rows an item has."""
+        return item.tile
+
+    def _with_chunks(self, item: WorkItem, side: Side) -> WorkItem:
+        """Return the item with its chunks of own rows.
+
+        Without ids, those of a head are divided evenly: the two warpgroups of an item take longer than one, but less
+        than twice as long, so 3 + 3 + 2 + 2 chunks take less time than 3 + 3 + 3 + 1.
+        """
+        if self.schedule.is_listed:
+            chunk, chunks = (side.chunks[item.batch, item.tile, field] for field in (ITEM, ITEM_CHUNKS))
+            return item._replace(chunk=chunk, chunks=chunks)
+        tile, warpgroups = self.tile_of_rows(item), self.schedule.warpgroups
+        if side.chunks is not None:
+            return item._replace(chunk=tile * warpgroups, chunks=warpgroups)
+        chunks = pl.cdiv(side.tokens, ROWS)
+        items = pl.cdiv(chunks, warpgroups)
+        first, end = (lax.div(i * chunks, items) for i in (tile, tile + 1))
+        return item._replace(chunk=first, chunks=end - first)
+
     def first_row(self, item: WorkItem, warpgroup):
         """Return the first of a warpgroup's own rows; with ids, its place (see Side.row)."""
-        if not self.schedule.is_listed:
-            return (item.tile * self.schedule.warpgroups + warpgroup) * ROWS
-        # A warpgroup without rows gets those of another one, lest it read beyond the chunks. An empty item has none.
-        return (item.chunk + lax.max(lax.min(warpgroup, item.chunks - 1), 0)) * ROWS
+        if self.schedule.is_listed:
+            # A warpgroup without rows gets those of another one, lest it read beyond the chunks. An empty item has no
+            # rows.
+            warpgroup = lax.max(lax.min(warpgroup, item.chunks - 1), 0)
+        return (item.chunk + warpgroup) * ROWS
 
     def _has_rows(self, own: Side, item: WorkItem, warpgroup):
-        place = self.first_row(item, warpgroup)
+        has_chunk = warpgroup < item.chunks
         if own.chunks is None:
-            return place < own.tokens
-        has_rows = own.count(item.batch, place) > 0
-        return has_rows & (warpgroup < item.chunks) if self.schedule.is_listed else has_rows
+            return has_chunk
+        return has_chunk & (own.count(item.batch, self.first_row(item, warpgroup)) > 0)
 
     def owner(self, number, warpgroup):
         """Return the shared-memory index of a warpgroup's own rows for the block's item with this number."""
@@ -428,11 +449,7 @@ class RingKernel(tiles.HopperKernel):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def body(number, streamed):
-            item = WorkItem(*divided(index(number)), number, streamed)
-            if self.schedule.is_listed:
-                chunk, chunks = (side.chunks[item.batch, item.tile, field] for field in (ITEM, ITEM_CHUNKS))
-                item = item._replace(chunk=chunk, chunks=chunks)
-            item = with_span(item)
+            item = with_span(self._with_chunks(WorkItem(*divided(index(number)), number, streamed), side))
             process(item)
             return streamed + item.steps
 

