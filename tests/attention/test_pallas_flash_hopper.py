@@ -122,17 +122,24 @@ def test_short_backward__interpreted(shift):
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
-    "H, N, M, D, scale",
-    [(2, 130, 300, 64, -0.1), (3, 200, 130, 48, 0.1), (1, 256, 257, 64, 0.1), (2, 256, 384, 64, -0.1)],
+    "H, N, M, D, scale, few_tiles",
+    [
+        (2, 130, 300, 64, -0.1, 24),
+        (3, 200, 130, 48, 0.1, 24),
+        (1, 256, 257, 64, 0.1, 24),
+        (2, 256, 384, 64, -0.1, 0),  # as in longer sequences
+    ],
 )
-def test_fused_backward__interpreted(H, N, M, D, scale):
+def test_fused_backward__interpreted(H, N, M, D, scale, few_tiles, monkeypatch):
     """Run all items in one thread block, so that no turn is waited for and every buffer is reused."""
     import jax.numpy as jnp
 
+    from vitkernels.attention.pallas_flash.hopper import fused_sums
     from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
     from vitkernels.attention.pallas_flash.hopper.fused_order import Starts
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
+    monkeypatch.setattr(fused_sums, "_FEW_TILES", few_tiles)
     q, k, v, do = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M, N))
     leaves = [x.double().transpose(1, 2).requires_grad_() for x in (q, k, v)]
     scores = leaves[0] @ leaves[1].mT * scale

@@ -75,8 +75,7 @@ class TileStep(NamedTuple):
 class FusedBackward(SummingKernel):
     """The kernel of one call; see the module.
 
-    place: of a tile, how many tiles streamed past the block's items before it. There are two buffers of dS, which tiles
-    use in turns.
+    place: of a tile, how many tiles streamed past the block's items before it.
     """
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, do_BNHD, of_scores_BHN, of_dp_BHN, counters_BHN, *ids):
