@@ -1,9 +1,5 @@
 """The Mosaic-GPU kernels on a Hopper GPU, in calls that the conformance suite lacks."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hopper import error, exact_attention
@@ -322,46 +318,3 @@ def test_launch__on_a_stream_in_a_cuda_graph_and_compiled():
     for results in (again, replayed, compiled):
         for x, y in zip(results, expected, strict=True):
             assert torch.equal(x, y)
-
-
-COMPILE = """
-import torch
-from vitkernels.attention.pallas_flash.hopper import kernels
-from vitkernels.bridge import mosaic_compiler
-
-for tokens, head_dim, extras in CALLS:
-    extras = {"is_causal": False, "scale": 0.1, "packed": True, "device": torch.device("cuda")} | extras
-    call = kernels.AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **extras)
-    fused = () if call._fused is None else (call.starts, call.fused_backward)
-    for kernel in (call.forward, call.dq, call.dkdv, *fused):
-        mosaic_compiler.start(kernel.module, 0).result()
-        print("built")
-"""
-
-
-@gpu
-def test_products_run_concurrently():
-    """With too few registers for its accumulators, ptxas serializes a kernel's products, which it reports (C7512).
-
-    The last tiles, of 1 to 127 rows, are code of their own.
-    """
-    calls = [(tokens, head_dim, {}) for tokens, head_dim in ((476, 64), (601, 56), (639, 64), (577, 80), (601, 128))]
-    calls += [
-        (300, 64, {"is_causal": True}),
-        (601, 64, {"bias_shape": (1, 12)}),
-        (601, 64, {"chunks": (10, 10)}),
-    ]
-    # With the fused backward kernel; the last call has packed segments.
-    fused = [(tokens, 64, {}) for tokens in (577, 640, 1090, 1200, 1370)] + [(1500, 64, {"chunks": (46, 46)})]
-    calls += fused
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE.replace("CALLS", repr(calls))],
-        env=os.environ | {"MOSAIC_GPU_DUMP_PTXAS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    report = run.stdout + run.stderr
-    assert run.returncode == 0, report
-    built = report.count("built")
-    assert report.count("Compile time") == built >= 3 * len(calls) + 2 * len(fused), report
-    assert "serialized" not in report, report

@@ -234,13 +234,17 @@ class AttentionKernels:
         of_quads = (self.short_backward,) if self._has_quads else ()
         return *fused, *of_quads, self.dq, self.dkdv, *((self.bias_gradient,) if bias_gradient else ())
 
-    def start(self, gradient: bool, bias_gradient: bool) -> None:
-        """Start to compile the forward kernels in the background, and with `gradient` those of the backward pass, too.
+    def launched(self, gradient: bool, bias_gradient: bool) -> tuple[Kernel, ...]:
+        """Return the kernels that the call launches, in this order; those of the backward pass with `gradient`.
 
         bias_gradient: whether the bias needs one.
         """
+        return *self._forward, *(self._backward(bias_gradient) if gradient else ())
+
+    def start(self, gradient: bool, bias_gradient: bool) -> None:
+        """Start to compile the kernels that `launched` returns, in the background."""
         # In the order of their use: lowering a kernel takes tenths of a second.
-        for kernel in (*self._forward, *(self._backward(bias_gradient) if gradient else ())):
+        for kernel in self.launched(gradient, bias_gradient):
             kernel.start(self.device)
 
     def vector(self) -> Tensor:

@@ -1,0 +1,59 @@
+"""The Hopper kernels of `pallas_flash`, compiled by ptxas without a GPU: concurrent products, and few spills."""
+
+import pytest
+import torch
+from hopper import needs_new_jax
+
+from vitkernels.bridge import ptxas
+
+pytestmark = needs_new_jax
+
+
+@pytest.fixture(autouse=True)
+def _needs_ptxas():
+    if (reason := ptxas.unavailable()) is not None:
+        pytest.skip(reason)
+
+
+# Last tiles have 1 to 128 rows, and the code of their width. Spills were seen with ptxas 13.0: bytes that each thread
+# stores, in all kernels of the call.
+@pytest.mark.parametrize(
+    "tokens, head_dim, extras, spilled",
+    [
+        (197, 64, {}, 164),
+        (313, 96, {}, 0),
+        (476, 64, {}, 0),
+        (577, 64, {}, 0),
+        (601, 56, {}, 0),
+        (577, 80, {}, 0),
+        (601, 128, {}, 200),
+        (2304, 64, {}, 8),
+        (300, 64, {"is_causal": True}, 272),
+        (601, 64, {"bias_shape": (1, 12)}, 0),
+        (601, 64, {"chunks": (10, 10)}, 24),
+        (1500, 64, {"chunks": (46, 46)}, 368),  # packed segments
+    ],
+)
+def test_kernels__run_products_concurrently_and_spill_no_more(tokens, head_dim, extras, spilled):
+    """With too few registers for its accumulators, ptxas serializes a kernel's products (C7512), which is slow."""
+    from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
+
+    options = {"is_causal": False, "scale": 0.1, "packed": True, "device": torch.device("cuda", 0)} | extras
+    # A batch for which the indices of heads are not known to the compiler.
+    call = AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **options)
+    reports = ptxas.reports([kernel.module for kernel in call.launched(True, "bias_shape" in extras)])
+    assert not any(report.serialized for report in reports), "\n".join(report.text for report in reports)
+    assert sum(report.spill_stores for report in reports) <= spilled, "\n".join(report.text for report in reports)
+
+
+def test_hopper_report__names_the_kernels(capsys):
+    from scripts import hopper_report
+
+    hopper_report.main(["64,16,577,64"])
+    _, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert rows == [["64,16,577,64", name, "0", "0", "concurrent"] for name in ("forward", "starts", "fused_backward")]
+
+
+def test_reports__of_what_is_no_module():
+    with pytest.raises(RuntimeError, match="could not compile"):
+        ptxas.reports([b"no module"])
