@@ -218,9 +218,9 @@ def fused_backward_schedule(
 
 
 def _fused_is_faster(tokens: int) -> bool:
-    """Return whether the fused kernel is faster than the pair, at 385 tokens or more.
+    """Return whether the fused kernel is faster than the pair: measured at 22 lengths (notes/pallas_flash_long.md).
 
-    It pads keys to a multiple of 128, the pair to one of 64. Measured at 24 lengths; see notes/pallas_flash_long.md.
+    It pads keys to a multiple of 128, the pair to one of 64.
     """
     return _tiles(tokens) in (8, 10, 12, 13, 14) or _tiles(tokens) >= 16
 
