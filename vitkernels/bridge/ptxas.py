@@ -54,9 +54,8 @@ class Report(NamedTuple):
 
 def unavailable() -> str | None:
     """Return why this machine cannot compile for Hopper, with the fix; None if it can."""
-    for name in (_PLUGIN.partition(".")[0], _RUNTIME):
-        if importlib.util.find_spec(name) is None:
-            return "JAX's CUDA plugin is not installed: pip install 'vitkernels[hopper]' (Linux, Python 3.12)"
+    if importlib.util.find_spec(_RUNTIME) is None:  # which requires the other package
+        return "JAX's CUDA plugin is not installed: pip install 'vitkernels[hopper]' (Linux, Python 3.12 or newer)"
     if _ptxas() is None:
         return "ptxas of CUDA 13 is in neither PyTorch nor the PATH"
     if shutil.which("cc") is None:
@@ -67,7 +66,7 @@ def unavailable() -> str | None:
 def reports(modules: list[bytes]) -> list[Report]:
     """Compile lowered modules (vitkernels.bridge.mosaic_gpu.mosaic_module) for Hopper; return ptxas's reports.
 
-    Raises RuntimeError with the compiler's output if a module cannot be compiled.
+    Raises RuntimeError with the compiler's output if a module cannot be compiled, or with the reason if none can.
     """
     if (reason := unavailable()) is not None:
         raise RuntimeError(reason)
