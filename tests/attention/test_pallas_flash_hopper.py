@@ -198,7 +198,9 @@ def test_fused_backward__for_long_unmasked_self_attention():
 
     chosen = lambda *call: fused_backward_schedule(*call) is not None  # noqa: E731
     assert chosen(512, 1024, 1024, 64, False) and chosen(128, 4096, 4096, 40, False)
-    assert chosen(512, 577, 577, 64, False) and not chosen(512, 576, 576, 64, False)  # both pad these keys to 640
+    assert chosen(512, 577, 577, 64, False) and not chosen(
+        512, 576, 576, 64, False
+    )  # the fused kernel pads both to 640 keys, the pair pads 576 to 576
     assert not chosen(512, 440, 440, 64, False) and not chosen(512, 1200, 1200, 80, False)
     assert not chosen(512, 1200, 1200, 64, True) and not chosen(512, 1200, 2048, 64, False)
     assert not chosen(12, 1200, 1200, 64, False)  # too few heads to keep the items of a head apart

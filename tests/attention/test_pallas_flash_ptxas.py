@@ -15,8 +15,8 @@ def _needs_ptxas():
         pytest.skip(reason)
 
 
-# Last tiles have 1 to 128 rows, and the code of their width. Spills were seen with ptxas 13.0: bytes that each thread
-# stores, in all kernels of the call.
+# Each width of a last tile is code of its own. spilled: bytes that each thread stores with ptxas 13.0, summed over the
+# kernels of the call.
 @pytest.mark.parametrize(
     "tokens, head_dim, extras, spilled",
     [
@@ -25,6 +25,8 @@ def _needs_ptxas():
         (476, 64, {}, 0),
         (577, 64, {}, 0),
         (601, 56, {}, 0),
+        (777, 64, {}, 0),
+        (1025, 64, {}, 0),
         (577, 80, {}, 0),
         (601, 128, {}, 200),
         (2304, 64, {}, 8),
@@ -39,7 +41,7 @@ def test_kernels__run_products_concurrently_and_spill_no_more(tokens, head_dim, 
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
 
     options = {"is_causal": False, "scale": 0.1, "packed": True, "device": torch.device("cuda", 0)} | extras
-    # A batch for which the indices of heads are not known to the compiler.
+    # With this batch, the compiler cannot infer the indices of heads.
     call = AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **options)
     reports = ptxas.reports([kernel.module for kernel in call.launched(True, "bias_shape" in extras)])
     assert not any(report.serialized for report in reports), "\n".join(report.text for report in reports)

@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -81,7 +82,7 @@ def reports(modules: list[bytes]) -> list[Report]:
         for path, module in zip(paths, modules, strict=True):
             path.write_bytes(module)
         environment = os.environ | {
-            "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+            "LD_LIBRARY_PATH": ":".join(filter(None, (str(folder), os.environ.get("LD_LIBRARY_PATH")))),
             "MOSAIC_GPU_CUDA_ROOT": str(folder),
             "MOSAIC_GPU_RUNTIME_LIB_PATH": str(_folder(_RUNTIME) / "libmosaic_gpu_runtime.so"),
             "MOSAIC_GPU_DUMP_PTXAS": "1",
@@ -109,7 +110,13 @@ def _folder(package: str) -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+@cache
 def _ptxas() -> str | None:
-    """Return the path of ptxas; PyTorch for CUDA 13 has one."""
-    torch = _folder("torch") / "bin" / "ptxas"
-    return str(torch) if torch.exists() else shutil.which("ptxas")
+    """Return the path of ptxas of CUDA 13 or newer; PyTorch for CUDA 13 has one."""
+    for path in (_folder("torch") / "bin" / "ptxas", shutil.which("ptxas")):
+        if path is None or not Path(path).exists():
+            continue
+        version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+        if (found := re.search(r"release (\d+)", version)) and int(found[1]) >= 13:
+            return str(path)
+    return None

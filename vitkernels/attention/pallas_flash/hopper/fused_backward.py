@@ -388,7 +388,9 @@ class FusedBackward(SummingKernel):
     def _publish(self, step: TileStep, scratch):
         """Pass on what was written in the step before: dS of its tile, and dq of the tile before that."""
         tiles.fence_shared_memory(self.interpret)
-        plgpu.barrier_arrive(scratch["starts_read"])  # to registers, as the products of S and dP have been issued
+        plgpu.barrier_arrive(
+            scratch["starts_read"]
+        )  # the products of S and dP, whose accumulators start from them, have been issued
         pl.when(step.is_pending)(lambda: plgpu.barrier_arrive(scratch["ds_ready"].at[buffer_of(step.place + 1)]))
         # In an item's first step, that would be dq of the previous item's last tile but one, which that item passed on.
         has_dq = (step.number > 1) | ((step.number == 1) & step.is_open)

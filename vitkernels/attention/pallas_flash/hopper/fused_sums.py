@@ -4,9 +4,10 @@ The compute warpgroups write dq of a tile of queries to shared memory, and a war
 sums, in the order of fused_order.py. A sequence's last item needs no addition: the same warpgroup loads the other
 items' sums, the compute warpgroups add them to their product, and it stores the total as dq.
 
-A tile has two halves of 64 queries, one per compute warpgroup. Shared memory holds one tile's sums. Four barriers pass
-it to and fro: sum_free when a half may be written, or holds sums to read; sum_read when these have been read; sum_ready
-when a half of dq may be added or stored; sum_arrived when sums have been loaded.
+A tile has two halves of 64 queries, one per compute warpgroup. Shared memory holds one tile's sums. Four barriers guard
+them. sum_free: a half may be written, or holds sums to read. sum_ready: a half of dq may be added, or its total stored.
+sum_arrived: sums have been loaded. sum_read: loaded sums have been read; used only for an early hand-over, since
+sum_ready implies it otherwise.
 """
 
 from functools import partial
@@ -23,7 +24,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import ROWS
 
 HALVES = TILE // ROWS  # of a tile: chunks of 64 queries
 _GROUPS = ROWS // groups.COLUMNS, 2, ROWS * groups.COLUMNS // 2  # the TMA unit's boxes have rows of 256 at most
-_FEW_TILES = 24  # of a sequence; 18 and 32 were timed
+_FEW_TILES = 24  # of a sequence: an early hand-over is faster at 18 tiles and slower at 32 (H200)
 
 
 class SummingKernel(OrderedKernel):
@@ -42,7 +43,8 @@ class SummingKernel(OrderedKernel):
     def _hands_over_early(self) -> bool:
         """Return whether an item ends its turns, and requests the other items' sums, as early as it can.
 
-        That takes 2 to 4 % less time at 577 to 2304 tokens, and 1 to 8 % more at 4096.
+        On an H200 that takes 2 to 5 % less time at 577 to 2304 tokens, and 1 to 8 % more at 4096. With segments, whose
+        lengths only the device knows, it always does.
         """
         return self.has_ids or self.query_tiles <= _FEW_TILES
 
@@ -85,7 +87,7 @@ class SummingKernel(OrderedKernel):
         groups.store(scratch["sum_smem"].at[half], dq, self.interpret)
 
     def total_of(self, dq, half, scratch):
-        """Return half of a tile's dq, with the other items' sums; call write_total, and then release_sums."""
+        """Return half of a tile's dq, with the other items' sums; store the total, then call release_sums."""
         plgpu.barrier_wait(scratch["sum_free"].at[half])
         return (dq + groups.load(scratch["sum_smem"].at[half], self.interpret)) * self.scale
 
@@ -95,7 +97,11 @@ class SummingKernel(OrderedKernel):
         smem[...] = total.astype(self.dtype)
 
     def release_sums(self, scratch):
-        """Let the next tile's sums be loaded. This tile's have been read, as what depends on them has been stored."""
+        """Let the next tile's sums be loaded.
+
+        The total has been stored, so the loads of this tile's sums have completed. After a sequence's last tile, of
+        which some rows may not be stored, no sums are loaded.
+        """
         if self._hands_over_early:
             plgpu.barrier_arrive(scratch["sum_read"])
 

@@ -218,9 +218,10 @@ def fused_backward_schedule(
 
 
 def _fused_is_faster(tokens: int) -> bool:
-    """Return whether the fused kernel is faster than the pair: measured at 22 lengths (notes/pallas_flash_long.md).
+    """Return whether the fused kernel is faster than the pair.
 
-    It pads keys to a multiple of 128, the pair to one of 64.
+    Measured on H200s at 22 lengths from 384 to 4096 (notes/pallas_flash_long.md), some with earlier forms of the
+    kernel. The fused kernel pads keys to a multiple of 128, the pair to a multiple of 64.
     """
     return _tiles(tokens) in (8, 10, 12, 13, 14) or _tiles(tokens) >= 16
 
