@@ -25,7 +25,7 @@ from vitkernels.benchmarks.tables.attention import measurement_table  # noqa: E4
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backends", nargs="+", default=["triton_flash"], metavar="NAME")
-    parser.add_argument("--shapes", nargs="+", default=attention.SHAPES, type=_shape, metavar="B,H,N,D")
+    parser.add_argument("--shapes", nargs="+", default=attention.SHAPES, type=attention.parse_shape, metavar="B,H,N,D")
     parser.add_argument("--results", type=Path, default=ROOT / "results" / "attention.jsonl")
     parser.add_argument(
         "--extras", action="store_true", help="time bias, masks, segments, causality and rope; print only"
@@ -50,11 +50,6 @@ def main() -> None:
             print(measurement_table(rows, backends), flush=True)
             file.writelines(json.dumps(machine | row) + "\n" for row in rows)
             file.flush()  # a benchmark that is stopped keeps the shapes it has timed
-
-
-def _shape(text: str) -> tuple[int, int, int, int]:
-    B, H, N, D = (int(size) for size in text.split(","))
-    return B, H, N, D
 
 
 if __name__ == "__main__":

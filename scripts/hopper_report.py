@@ -3,8 +3,8 @@
     python scripts/hopper_report.py 64,16,577,64 8,16,4096,128          # B,H,N,D in bfloat16, forward and backward
     python scripts/hopper_report.py 64,12,197,64 --bias float32         # with a bias (1, H, N, N) and its gradient
 
-Spills are bytes per thread. Matrix products that wait for each other, and spills in a loop, are slow. Needs Linux,
-Python 3.12, a C compiler, PyTorch for CUDA 13, and the extra `hopper`.
+Spills are bytes per thread. Serialized products, and spills in a loop, are slow. Needs Linux, Python 3.12 or newer, a C
+compiler, PyTorch for CUDA 13, and the extra `hopper`.
 """
 
 import argparse
@@ -16,20 +16,31 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from vitkernels.attention.pallas_flash.hopper.schedule import unsupported_head_dim  # noqa: E402
+from vitkernels.benchmarks.attention import parse_shape  # noqa: E402
 from vitkernels.benchmarks.tables.markdown import table  # noqa: E402
 from vitkernels.bridge import ptxas  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="+", type=_shape, metavar="B,H,N,D")
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--bias", choices=["float32", "bfloat16"])
+    parser.add_argument("shapes", nargs="+", type=_shape_on_hopper, metavar="B,H,N,D")
+    parser.add_argument("--causal", action="store_true", help="a query attends to no later key")
+    parser.add_argument(
+        "--bias", choices=["float32", "bfloat16"], help="the dtype of a bias; by default, there is none"
+    )
     options = parser.parse_args(arguments)
     if (reason := ptxas.unavailable()) is not None:
         parser.error(reason)
     rows = [row for shape in options.shapes for row in _rows(shape, options.causal, options.bias)]
     print(table(["B,H,N,D", "kernel", "spill stores", "spill loads", "products"], rows))
+
+
+def _shape_on_hopper(text: str) -> tuple[int, int, int, int]:
+    shape = parse_shape(text)
+    if (reason := unsupported_head_dim(shape[-1])) is not None:
+        raise argparse.ArgumentTypeError(f"{text!r}: pallas_flash cannot run this: {reason}")
+    return shape
 
 
 def _rows(shape: tuple[int, int, int, int], is_causal: bool, bias: str | None) -> list[list[str]]:
@@ -50,11 +61,6 @@ def _rows(shape: tuple[int, int, int, int], is_causal: bool, bias: str | None) -
         ]
         for kernel, report in zip(kernels, ptxas.reports([kernel.module for kernel in kernels]), strict=True)
     ]  # fmt: skip
-
-
-def _shape(text: str) -> tuple[int, int, int, int]:
-    B, H, N, D = (int(size) for size in text.split(","))
-    return B, H, N, D
 
 
 if __name__ == "__main__":

@@ -198,9 +198,8 @@ def test_fused_backward__for_long_unmasked_self_attention():
 
     chosen = lambda *call: fused_backward_schedule(*call) is not None  # noqa: E731
     assert chosen(512, 1024, 1024, 64, False) and chosen(128, 4096, 4096, 40, False)
-    assert chosen(512, 577, 577, 64, False) and not chosen(
-        512, 576, 576, 64, False
-    )  # the fused kernel pads both to 640 keys, the pair pads 576 to 576
+    # The fused kernel pads both to 640 keys; the pair does not pad 576.
+    assert chosen(512, 577, 577, 64, False) and not chosen(512, 576, 576, 64, False)
     assert not chosen(512, 440, 440, 64, False) and not chosen(512, 1200, 1200, 80, False)
     assert not chosen(512, 1200, 1200, 64, True) and not chosen(512, 1200, 2048, 64, False)
     assert not chosen(12, 1200, 1200, 64, False)  # too few heads to keep the items of a head apart
@@ -354,7 +353,7 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M, scale, of_bias):
     ],
 )
 def test_kernels__lower_without_a_gpu(N, D, chunks, of_bias):
-    """Mosaic GPU checks layouts, copies and shared memory on any machine; only ptxas needs a GPU machine."""
+    """Mosaic GPU checks layouts, copies and shared memory. test_pallas_flash_ptxas.py is about registers."""
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
     from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward, fits_short_forward
 

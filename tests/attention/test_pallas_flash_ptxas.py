@@ -36,7 +36,7 @@ def _needs_ptxas():
         (1500, 64, {"chunks": (46, 46)}, 368),  # packed segments
     ],
 )
-def test_kernels__run_products_concurrently_and_spill_no_more(tokens, head_dim, extras, spilled):
+def test_kernels__serialize_no_products_and_spill_within_limits(tokens, head_dim, extras, spilled):
     """With too few registers for its accumulators, ptxas serializes a kernel's products (C7512), which is slow."""
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
 
@@ -54,6 +54,18 @@ def test_hopper_report__names_the_kernels(capsys):
     hopper_report.main(["64,16,577,64"])
     _, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     assert rows == [["64,16,577,64", name, "0", "0", "concurrent"] for name in ("forward", "starts", "fused_backward")]
+
+
+@pytest.mark.parametrize(
+    "shape, message",
+    [("64,16", "'64,16' is not B,H,N,D"), ("0,1,2,64", "must be positive"), ("1,1,9,300", "32 to 128 in steps of 8")],
+)
+def test_hopper_report__refuses_a_shape(shape, message, capsys):
+    from scripts import hopper_report
+
+    with pytest.raises(SystemExit):
+        hopper_report.main([shape])
+    assert message in capsys.readouterr().err
 
 
 def test_reports__of_what_is_no_module():

@@ -3,6 +3,7 @@
 Shape suffixes: B batch, H heads, N tokens, D head dim, E = H * D, 3 = q, k, v.
 """
 
+import argparse
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -34,6 +35,17 @@ SHAPES = (
     (8, 16, 4096, 128),
 )
 FA4 = "flash-attention-4"
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """Return the sizes of "B,H,N,D"; raise argparse.ArgumentTypeError unless these are four positive integers."""
+    try:
+        B, H, N, D = (int(size) for size in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not B,H,N,D, such as 64,16,577,64") from None
+    if min(B, H, N, D) < 1:
+        raise argparse.ArgumentTypeError(f"all sizes of {text!r} must be positive")
+    return B, H, N, D
 
 
 Attend = Callable[[Tensor], Tensor]  # qkv_BN3HD -> out_BNE

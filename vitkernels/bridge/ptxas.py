@@ -58,7 +58,7 @@ def unavailable() -> str | None:
     if importlib.util.find_spec(_RUNTIME) is None:  # which requires the other package
         return "JAX's CUDA plugin is not installed: pip install 'vitkernels[hopper]' (Linux, Python 3.12 or newer)"
     if _ptxas() is None:
-        return "ptxas of CUDA 13 is in neither PyTorch nor the PATH"
+        return "ptxas of CUDA 13 is in neither PyTorch nor the PATH: install PyTorch for CUDA 13, or the CUDA toolkit"
     if shutil.which("cc") is None:
         return "no C compiler: install one that is called as cc"
     return None
@@ -69,7 +69,8 @@ def reports(modules: list[bytes]) -> list[Report]:
 
     Raises RuntimeError with the compiler's output if a module cannot be compiled, or with the reason if none can.
     """
-    if (reason := unavailable()) is not None:
+    reason, ptxas = unavailable(), _ptxas()
+    if reason is not None or ptxas is None:
         raise RuntimeError(reason)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -77,7 +78,7 @@ def reports(modules: list[bytes]) -> list[Report]:
         driver = ["cc", "-shared", "-fPIC", "-o", str(folder / "libcuda.so.1"), str(folder / "driver.c")]
         subprocess.run(driver, check=True)
         (folder / "bin").mkdir()
-        (folder / "bin" / "ptxas").symlink_to(_ptxas() or "")
+        (folder / "bin" / "ptxas").symlink_to(ptxas)
         paths = [folder / f"module{i}" for i in range(len(modules))]
         for path, module in zip(paths, modules, strict=True):
             path.write_bytes(module)

@@ -13,7 +13,9 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = 
 import torch
 
 from vitkernels.attention.contract import AttentionBackend, Problem
-from vitkernels.bridge import hopper, lazy_target
+from vitkernels.attention.pallas_flash.hopper.schedule import unsupported_head_dim
+from vitkernels.bridge import hopper as hopper_gpu
+from vitkernels.bridge import lazy_target
 from vitkernels.errors import UsageError
 from vitkernels.registry.sources import missing_package
 
@@ -32,7 +34,7 @@ else:
 _DTYPES = (torch.bfloat16, torch.float32)
 _HOPPER_DTYPES = (torch.bfloat16, torch.float16)
 
-_no_hopper = _unavailable or hopper.unavailable()
+_no_hopper = _unavailable or hopper_gpu.unavailable()
 if _no_hopper is None:
     from vitkernels.attention.pallas_flash.hopper import dispatch as hopper_dispatch
 
@@ -42,9 +44,7 @@ def _unsupported_on_hopper(problem: Problem) -> str | None:
         return f"{_no_hopper}; use triton_flash or sdpa"
     if problem.dtype not in _HOPPER_DTYPES:
         return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}"
-    if problem.head_dim % 8 or not 32 <= problem.head_dim <= 128:
-        return f"its kernels for NVIDIA support head dims 32 to 128 in steps of 8, not {problem.head_dim}"
-    return None
+    return unsupported_head_dim(problem.head_dim)
 
 
 def _unsupported_on_tpu(problem: Problem) -> str | None:

@@ -134,7 +134,7 @@ class SummingKernel(OrderedKernel):
         for half in range(HALVES):
             plgpu.barrier_wait(scratch["sum_ready"].at[half])
             self._add_half(item, scratch["sum_smem"].at[half], self._sums_of(item, tile, refs).at[half])
-        if not self._hands_over_early:  # then its additions have had a tile's time to arrive
+        if not self._hands_over_early:  # only now: its additions have had a tile's time to arrive
             end_turn_before(copies_since=HALVES)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 

@@ -58,6 +58,13 @@ def forward_of_packed_segments(head_dim: int) -> Schedule:
     return Schedule(128, 2 if columns <= 64 else 3, LISTED, is_listed=True)
 
 
+def unsupported_head_dim(head_dim: int) -> str | None:
+    """Return why the kernels cannot compute this head dim; None if they can."""
+    if head_dim % 8 or not 32 <= head_dim <= 128:
+        return f"its kernels for NVIDIA support head dims 32 to 128 in steps of 8, not {head_dim}"
+    return None
+
+
 def widths(head_dim: int) -> tuple[int, ...]:
     """Split a row's columns into parts one swizzle wide: 64 -> 64; 72, 80 -> 64, 16; 88 -> 64, 32."""
     full, rest = head_dim // 64, head_dim % 64  # torch.compile cannot trace divmod of a symbol
@@ -220,7 +227,7 @@ def fused_backward_schedule(
 def _fused_is_faster(tokens: int) -> bool:
     """Return whether the fused kernel is faster than the pair.
 
-    Measured on H200s at 22 lengths from 384 to 4096 (notes/pallas_flash_long.md), some with earlier forms of the
+    Measured on H200s at 23 lengths from 384 to 4096 (notes/pallas_flash_long.md), some with earlier forms of the
     kernel. The fused kernel pads keys to a multiple of 128, the pair to a multiple of 64.
     """
     return _tiles(tokens) in (8, 10, 12, 13, 14) or _tiles(tokens) >= 16
