@@ -63,6 +63,33 @@ def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgro
 
 @pytest.mark.slow
 @needs_new_jax
+@pytest.mark.parametrize(
+    "N, M, D, scale, warpgroups, pinned_tiles",
+    [(130, 256, 64, 0.1, 2, 12), (70, 457, 48, -0.1, 1, 12), (200, 300, 64, 0.0, 3, 12), (130, 457, 64, 0.1, 2, 0)],
+)
+def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups, pinned_tiles, monkeypatch):
+    """Run all work items in one thread block; the last tile is full, masked or narrow."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper import overlapped_forward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+
+    monkeypatch.setattr(overlapped_forward, "_PINNED_TILES", pinned_tiles)
+    H = 2
+    q, k, v = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M))
+    scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * scale
+    exact = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v.double())
+
+    array = lambda x: jnp.asarray(x.float().numpy(), "bfloat16")  # noqa: E731
+    problem = (1, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(128, 2, warpgroups), True, 1)
+    out, lse = overlapped_forward.OverlappedForward(*problem)(*map(array, (q, k, v)))
+    assert error(torch.tensor(out.astype("float32").tolist()), exact) < TOLERANCE[torch.bfloat16]
+    # Float32 sums round by 2⁻²⁴ each, for values up to 10.
+    assert (torch.tensor(lse.tolist())[:, :, :N] - scores.logsumexp(-1) / math.log(2)).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+@needs_new_jax
 def test_short_forward__interpreted():
     """Run five heads in two thread blocks, so that both buffers are reused; the last tiles are nearly empty."""
     import jax.numpy as jnp

@@ -15,8 +15,9 @@ from vitkernels.attention.pallas_flash.hopper.tiles import lowest_score, stored_
 from vitkernels.bridge.operator import interpretable
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
-_ROWS = 16  # of a program of the kernel that stores: those of a warp
-_ELEMENTS = 1024  # of a program of the other kernels
+_ROWS = 16  # of a program: those of a warp
+_COLUMNS = 256  # of a program, at most
+_ELEMENTS = 1024  # of a program of the kernel that adds up
 _ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
 # In bfloat16, rows whose maximum is smaller keep their values, because differences would be rounded. Above, differences
 # of up to 512 are exact.
@@ -33,13 +34,36 @@ def _place(row, column, groups):
 
 
 @triton.jit
+def _in_groups(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return 16 rows of 8 n columns as (n, 128): in the order of their groups, of which they are a warp's part."""
+    x = tl.reshape(x, (2, 8, COLUMNS // 8, 4, 2))
+    return tl.reshape(tl.permute(x, (2, 1, 3, 0, 4)), (COLUMNS // 8, ROWS * 8))
+
+
+@triton.jit
+def _in_columns(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the rows and columns from which _in_groups made x."""
+    x = tl.reshape(x, (COLUMNS // 8, 8, 4, 2, 2))
+    return tl.reshape(tl.permute(x, (3, 1, 0, 2, 4)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def _warp_part(first_row, first_column, groups, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return where the values of _in_groups are stored, relative to the pair, and which of their groups exist."""
+    group = first_column // 8 + tl.arange(0, COLUMNS // 8)[:, None]
+    place = (first_row // 64 * groups + group) * 512 + first_row % 64 * 8 + tl.arange(0, ROWS * 8)[None, :]
+    return place, group < groups
+
+
+@triton.jit
 def _store_kernel(
     bias_ptr, out_ptr, bias_b, bias_h, bias_r, bias_c, H, R, C, tiles, groups, low, absorbing, unshifted, factor,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store ROWS rows of a bias; see padded_bias."""
     pair = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    first_row = tl.program_id(0) * ROWS
+    row = first_row + tl.arange(0, ROWS)[:, None]
     bias_ptr += (pair // H).to(tl.int64) * bias_b + (pair % H).to(tl.int64) * bias_h
     out_ptr += pair.to(tl.int64) * tiles * groups * 512
     highest = tl.full((ROWS, COLUMNS), -float("inf"), tl.float32)
@@ -60,30 +84,35 @@ def _store_kernel(
         scores = (x - top) * factor
         # Finite, so that a row whose other keys a causal mask hides is not mistaken for one without keys.
         scores = tl.where(scores < limit, 4 * low, scores + shift)
-        scores = tl.where(x == -float("inf"), x, scores)
-        tl.store(out_ptr + _place(row, column, groups), scores, mask=(row < tiles * 64) & (column < groups * 8))
+        scores = tl.where(x == -float("inf"), x, scores).to(out_ptr.dtype.element_ty)
+        place, exists = _warp_part(first_row, first, groups, ROWS, COLUMNS)
+        tl.store(out_ptr + place, _in_groups(scores, ROWS, COLUMNS), mask=exists)
 
 
 @triton.jit
-def _transpose_kernel(x_ptr, out_ptr, tiles, groups, ELEMENTS: tl.constexpr):
-    """Fill out, of tiles × groups, with the transpose of x."""
+def _transpose_kernel(x_ptr, out_ptr, tiles, groups):
+    """Fill out, of tiles × groups, with the transpose of x, 64 × 64 values per program: 8 groups of each."""
     pair = tl.program_id(1).to(tl.int64) * tiles * groups * 512
-    element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    group, rest = element // 512, element % 512
-    row = group // groups * 64 + rest // 128 * 16 + rest // 2 % 2 * 8 + rest // 16 % 8
-    column = group % groups * 8 + rest // 4 % 4 * 2 + rest % 2
-    x = tl.load(x_ptr + pair + _place(column, row, tiles * 8))
-    tl.store(out_ptr + pair + element, x)
+    row, column = tl.program_id(0) // (groups // 8), tl.program_id(0) % (groups // 8)  # of the block in out
+    element = tl.arange(0, 4096)
+    x = tl.load(x_ptr + pair + (column * tiles + row) * 4096 + element)
+    # The bits of x's row are its axes 2, 6, 3 and 4; those of its column are 0, 1, 5 and 7.
+    x = tl.permute(tl.reshape(x, (4, 2, 4, 4, 2, 4, 2, 2)), (2, 6, 0, 5, 7, 3, 1, 4))
+    tl.store(out_ptr + pair + (row * (groups // 8) + column) * 4096 + element, tl.reshape(x, (4096,)))
 
 
 @triton.jit
-def _rows_kernel(x_ptr, out_ptr, R, C, tiles, groups, factor, ELEMENTS: tl.constexpr):
-    """Fill out, rows by columns, with factor * x, whose padding is dropped."""
+def _rows_kernel(x_ptr, out_ptr, R, C, tiles, groups, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Fill out, rows by columns, with factor * x, whose padding is dropped; ROWS × COLUMNS per program."""
     pair = tl.program_id(1).to(tl.int64)
-    element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    place = _place(element // C, element % C, groups)
-    x = tl.load(x_ptr + pair * tiles * groups * 512 + place, mask=element < R * C)
-    tl.store(out_ptr + pair * R * C + element, x * factor, mask=element < R * C)
+    blocks = tl.cdiv(C, COLUMNS)
+    first_row, first_column = tl.program_id(0) // blocks * ROWS, tl.program_id(0) % blocks * COLUMNS
+    place, exists = _warp_part(first_row, first_column, groups, ROWS, COLUMNS)
+    x = tl.load(x_ptr + pair * tiles * groups * 512 + place, mask=exists)
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    column = first_column + tl.arange(0, COLUMNS)[None, :]
+    x = _in_columns(x, ROWS, COLUMNS) * factor
+    tl.store(out_ptr + pair * R * C + row * C + column, x, mask=(row < R) & (column < C))
 
 
 @triton.jit
@@ -120,7 +149,7 @@ def stored(bias_BHRC: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     triton_call(
         bias, out, *bias.stride(), heads, R, C, *out.shape[2:4], lowest_score(scale), _ABSORBING, unshifted, 1 / scale,
         kernel=_store_kernel, grid=(cdiv(out.shape[2] * 64, _ROWS), images * heads),
-        ROWS=_ROWS, COLUMNS=min(256, next_power_of_2(C)), num_warps=4,
+        ROWS=_ROWS, COLUMNS=_columns(C), num_warps=4,
     )  # fmt: skip
     return out.to(dtype)
 
@@ -131,9 +160,8 @@ def transposed(groups: Tensor) -> Tensor:
     x = interpretable(groups)
     out = x.new_empty(images, heads, count // 8, tiles * 8, size)
     triton_call(
-        x, out, *out.shape[2:4],
-        kernel=_transpose_kernel, grid=(cdiv(tiles * count * size, _ELEMENTS), images * heads), ELEMENTS=_ELEMENTS,
-    )  # fmt: skip
+        x, out, *out.shape[2:4], kernel=_transpose_kernel, grid=(tiles * count // 8, images * heads), num_warps=4
+    )
     return out.to(groups.dtype)
 
 
@@ -142,11 +170,18 @@ def in_rows(groups: Tensor, R: int, C: int, factor: float) -> Tensor:
     images, heads, tiles, count, _ = groups.shape
     x = interpretable(groups)
     out = x.new_empty(images, heads, R, C)
+    columns = _columns(C)
     triton_call(
         x, out, R, C, tiles, count, factor,
-        kernel=_rows_kernel, grid=(cdiv(R * C, _ELEMENTS), images * heads), ELEMENTS=_ELEMENTS,
+        kernel=_rows_kernel, grid=(cdiv(R, _ROWS) * cdiv(C, columns), images * heads),
+        ROWS=_ROWS, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
     return out.to(groups.dtype)
+
+
+def _columns(count: int) -> int:
+    """Return the columns of a program's block, of a bias with `count` columns."""
+    return max(8, min(_COLUMNS, next_power_of_2(count)))
 
 
 def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float) -> Tensor:

@@ -116,8 +116,7 @@ class Forward(RingKernel):
     def _step(self, item, warpgroup, q_smem, first_query, ids, step, keys, carry, scratch):
         """Fold the first `keys` keys of a tile into the running output, maximum and sum."""
         s, slot = self.schedule, self.slot(item, step)
-        # 72 of 128 columns took longer than all 128 (577 tokens: 0.300 ms instead of 0.296).
-        columns = tiles.padded_columns(keys) if 2 * keys <= s.tile else s.tile
+        columns = self.columns_of(keys)
         first_key = (item.first + step) * s.tile
         plgpu.barrier_wait(scratch["k_arrived"].at[slot])
         start = self.start_of_scores(item, step, warpgroup, columns, scratch)
@@ -141,6 +140,14 @@ class Forward(RingKernel):
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         return out, highest, total
 
+    def columns_of(self, keys: int) -> int:
+        """Return the columns of the scores of `keys` keys of a tile.
+
+        72 of 128 columns took longer than all 128 (577 tokens: 0.300 ms instead of 0.296).
+        """
+        tile = self.schedule.tile
+        return tiles.padded_columns(keys) if 2 * keys <= tile else tile
+
     # --- online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), a carry of output, maximum and sum -----------
 
     def initial_carry(self) -> tuple:
@@ -151,7 +158,13 @@ class Forward(RingKernel):
 
         scores: in units of q k. keep: where a query attends to a key; None: everywhere.
         """
-        out, highest, total = carry
+        out, *statistics = carry
+        weights, shrink, *statistics = self.weigh(scores, first_query, first_key, keys, statistics, keep)
+        return self.rounded(weights), self.rescaled(out, shrink), *statistics
+
+    def weigh(self, scores, first_query, first_key, keys, statistics, keep=None) -> tuple:
+        """Return softmax_step's weights before they are rounded, the outputs' factor, and the maximum and sum."""
+        highest, total = statistics
         scale = self.scale * LOG2E
         if scale <= 0:
             scores, scale = scores * scale, 1.0
@@ -162,9 +175,14 @@ class Forward(RingKernel):
         new_highest = jnp.maximum(highest, scores.max(axis=1) * scale)
         shrink = jnp.exp2(highest - new_highest)
         weights = jnp.exp2(scores * scale - along_rows(new_highest, scores.shape))
-        out = tuple(x * along_rows(shrink, x.shape) for x in out)
-        total = total * shrink + weights.sum(axis=1)
-        return tiles.widened(weights.astype(self.dtype)), out, new_highest, total
+        return weights, shrink, new_highest, total * shrink + weights.sum(axis=1)
+
+    def rounded(self, weights):
+        """Return weights as an operand of the product with values."""
+        return tiles.widened(weights.astype(self.dtype))
+
+    def rescaled(self, out, shrink) -> tuple:
+        return tuple(x * along_rows(shrink, x.shape) for x in out)
 
     def finalize(self, out, highest, total) -> tuple:
         """Return the output, and the log-sum-exp in log2 units."""

@@ -14,6 +14,7 @@ from vitkernels.attention.pallas_flash.hopper.bias_gradient import BiasGradient
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.fused_backward import FusedBackward
 from vitkernels.attention.pallas_flash.hopper.fused_order import Starts
+from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
 from vitkernels.attention.pallas_flash.hopper.schedule import (
     MOST_DS,
     MULTIPROCESSORS,
@@ -29,6 +30,7 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     forward_of_packed_segments,
     forward_schedule,
     fused_backward_schedule,
+    overlaps_forward,
     takes_quads,
     with_bias,
 )
@@ -102,7 +104,9 @@ class AttentionKernels:
 
         Beside quads, it processes only the longer segments.
         """
-        kernel = self._build(Forward, self._forward_schedule)
+        has_extras = self.is_causal or self.bias_shape is not None or self.chunks is not None
+        kind = OverlappedForward if overlaps_forward(self.keys, self.head_dim, has_extras) else Forward
+        kernel = self._build(kind, self._forward_schedule)
         return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
 
     @cached_property
