@@ -39,6 +39,16 @@ def test_cross_attention__on_gpu(N, M, is_causal, dtype):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("N, M, D", [(100, 256, 64), (300, 300, 48), (577, 577, 64), (40, 1601, 64), (2304, 2304, 56)])
+def test_overlapped_forward__on_gpu(N, M, D, dtype):
+    q, k, v = (torch.randn(2, 9, n, D, device="cuda").to(dtype) for n in (N, M, M))
+    out, again = (attention.get("pallas_flash")(q, k, v, scale=0.1) for _ in range(2))
+    exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), scale=0.1)
+    assert torch.equal(out, again) and error(out, exact) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     "N, M, D", [(256, 256, 64), (197, 197, 64), (1, 1, 64), (129, 129, 40), (50, 70, 48), (129, 17, 64)]
 )
