@@ -124,7 +124,7 @@ def test_padded_bias__passes_opcheck():
     bias = torch.randn(1, 2, 9, 17, requires_grad=True)
     torch.library.opcheck(module._stored.traced, (bias, 0.125, True), test_utils=checks)
     stored = module._stored(bias.detach(), 0.1, False)
-    torch.library.opcheck(module._in_rows.traced, (stored, 9, 17, 0.1), test_utils=checks[:2])
+    torch.library.opcheck(module._in_rows.traced, (stored, 9, 17, 0.1, torch.bfloat16), test_utils=checks[:2])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -134,6 +134,8 @@ def test_transposed(device):
     stored = torch.randn(2, 3, 4, 24, 512, device=device)
     assert torch.equal(in_order(transposed(stored)), in_order(stored).mT)
     assert torch.equal(in_rows(stored, 200, 130, 0.5), in_order(stored)[:, :, :200, :130] / 2)
+    in_bfloat16 = in_rows(stored, 200, 130, 0.5, torch.bfloat16)
+    assert torch.equal(in_bfloat16, (in_order(stored)[:, :, :200, :130] / 2).bfloat16())
 
 
 @pytest.mark.parametrize("device", DEVICES)

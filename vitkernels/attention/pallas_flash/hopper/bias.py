@@ -64,14 +64,16 @@ def _(bias, scale, in_bfloat16):
     return bias.new_empty(stored_bias_shape((B, H), N, M), dtype=_dtype(in_bfloat16))
 
 
-@operator("pallas_flash_hopper_bias_backward(Tensor gradient, SymInt N, SymInt M, float scale) -> Tensor")
-def _in_rows(gradient: Tensor, N: int, M: int, scale: float) -> Tensor:
-    return bias_groups.in_rows(gradient.contiguous(), N, M, 1 / scale)
+@operator(
+    "pallas_flash_hopper_bias_backward(Tensor gradient, SymInt N, SymInt M, float scale, ScalarType dtype) -> Tensor"
+)
+def _in_rows(gradient: Tensor, N: int, M: int, scale: float, dtype: torch.dtype) -> Tensor:
+    return bias_groups.in_rows(gradient.contiguous(), N, M, 1 / scale, dtype)
 
 
 @_in_rows.register_fake
-def _(gradient, N, M, scale):
-    return gradient.new_empty(*gradient.shape[:2], N, M)
+def _(gradient, N, M, scale, dtype):
+    return gradient.new_empty(*gradient.shape[:2], N, M, dtype=dtype)
 
 
 def _save(ctx, inputs, output):
@@ -83,7 +85,7 @@ def _save(ctx, inputs, output):
 @differentiable_once("pallas_flash")
 def _differentiate(ctx, gradient):
     # A bias that was raised gets a weight of 0, and so a gradient of 0, either way.
-    return None if gradient is None else _in_rows(gradient, *ctx.size, ctx.scale).to(ctx.dtype), None, None
+    return None if gradient is None else _in_rows(gradient, *ctx.size, ctx.scale, ctx.dtype), None, None
 
 
 _stored.register_autograd(_differentiate, setup_context=_save)

@@ -111,7 +111,7 @@ def _rows_kernel(x_ptr, out_ptr, R, C, tiles, groups, factor, ROWS: tl.constexpr
     x = tl.load(x_ptr + pair * tiles * groups * 512 + place, mask=exists)
     row = first_row + tl.arange(0, ROWS)[:, None]
     column = first_column + tl.arange(0, COLUMNS)[None, :]
-    x = _in_columns(x, ROWS, COLUMNS) * factor
+    x = (_in_columns(x, ROWS, COLUMNS) * factor).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + pair * R * C + row * C + column, x, mask=(row < R) & (column < C))
 
 
@@ -165,18 +165,17 @@ def transposed(groups: Tensor) -> Tensor:
     return out.to(groups.dtype)
 
 
-def in_rows(groups: Tensor, R: int, C: int, factor: float) -> Tensor:
-    """Return factor * a stored array as rows by columns, (images, heads, R, C)."""
+def in_rows(groups: Tensor, R: int, C: int, factor: float, dtype: torch.dtype | None = None) -> Tensor:
+    """Return factor * a stored array as rows by columns, (images, heads, R, C); by default, in its dtype."""
     images, heads, tiles, count, _ = groups.shape
-    x = interpretable(groups)
-    out = x.new_empty(images, heads, R, C)
-    columns = _columns(C)
+    x, dtype, columns = interpretable(groups), dtype or groups.dtype, _columns(C)
+    out = interpretable(x.new_empty(images, heads, R, C, dtype=dtype))
     triton_call(
         x, out, R, C, tiles, count, factor,
         kernel=_rows_kernel, grid=(cdiv(R, _ROWS) * cdiv(C, columns), images * heads),
         ROWS=_ROWS, COLUMNS=columns, num_warps=4,
     )  # fmt: skip
-    return out.to(groups.dtype)
+    return out.to(dtype)
 
 
 def _columns(count: int) -> int:
