@@ -9,15 +9,19 @@ from hopper import MIXED, ODD, RECURRING, SHORT, TWO, error, needs_new_jax, segm
 from vitkernels.testing.attention_reference import TOLERANCE, reference
 
 
-def ring_kernels(problem: tuple, q, k, v, do, ids: list, forward_problem: tuple | None = None) -> tuple:
+def ring_kernels(
+    problem: tuple, q, k, v, do, ids: list, forward_problem: tuple | None = None, overlaps: bool = False
+) -> tuple:
     """Return out, dq, dk and dv of the ring kernels, given JAX arrays (B, N, H, D) and the ids of `token_ids`.
 
-    forward_problem: that of the forward kernel if it differs.
+    forward_problem: that of the forward kernel if it differs. overlaps: whether that is OverlappedForward.
     """
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
+    from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
 
-    out, lse = Forward(*(forward_problem or problem))(q, k, v, *ids)
+    forward = OverlappedForward if overlaps else Forward
+    out, lse = forward(*(forward_problem or problem))(q, k, v, *ids)
     backward = Backward(*problem)
     dq, delta = backward.dq(q, k, v, out, do, lse, *ids)
     return out, dq, *backward.dkdv(q, k, v, do, lse, delta, *ids)
@@ -60,6 +64,29 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[torch.bfloat16], name
         assert name in ("dq", "dk") or not x[y == 0].any()  # rows without keys, keys that no query sees: exact zeros
+
+
+@pytest.mark.slow
+@needs_new_jax
+def test_overlapped_forward__with_masked_keys__interpreted():
+    """The first tiles have no masked key in one batch entry, and only masked keys in the other."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    B, H, N, M, D = 2, 2, 70, 330, 64
+    q, k, v = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M))
+    mask = torch.ones(B, 1, 1, M, dtype=torch.bool)
+    mask[0, ..., 240:300], mask[1, ..., :150] = False, False
+    exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), mask=mask, scale=0.1)
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), M, mask, None))]
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    problem = (B, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 2, 2), True, 1, chunks)
+    out, _ = OverlappedForward(*problem)(*(jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v)), *ids)
+    found = torch.tensor(out.astype("float32").tolist()).transpose(1, 2)
+    assert error(found, exact) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.slow
@@ -145,7 +172,8 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
 
 @pytest.mark.slow
 @needs_new_jax
-def test_last_tiles_of_segments__are_narrowed__interpreted():
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
     """The last tiles have 65, 16, 73, 17 and 128 rows. The ring kernels do not write rows in quads: they stay NaN."""
     import jax.numpy as jnp
 
@@ -165,7 +193,7 @@ def test_last_tiles_of_segments__are_narrowed__interpreted():
     problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(128, 2, 2), True, 3, chunks)
     listed = (*problem[:10], Schedule(128, 2, 3, is_listed=True), *problem[11:])
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
-    found = ring_kernels(problem, q, k, v, do, ids, listed)
+    found = ring_kernels(problem, q, k, v, do, ids, listed, overlaps)
     in_quads = segment_ids == 2
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         x, y = torch.tensor(x.astype("float32").tolist()), y.transpose(1, 2)

@@ -104,9 +104,8 @@ class AttentionKernels:
 
         Beside quads, it processes only the longer segments.
         """
-        has_extras = self.is_causal or self.bias_shape is not None or self.chunks is not None
-        kind = OverlappedForward if overlaps_forward(self.keys, self.head_dim, has_extras) else Forward
-        kernel = self._build(kind, self._forward_schedule)
+        overlaps = overlaps_forward(self.keys, self.head_dim, self.is_causal, self.bias_shape is not None)
+        kernel = self._build(OverlappedForward if overlaps else Forward, self._forward_schedule)
         return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
 
     @cached_property

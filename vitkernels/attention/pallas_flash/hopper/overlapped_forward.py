@@ -1,8 +1,9 @@
-"""The forward kernel of `pallas_flash` on Hopper for long plain calls: its two products overlap with the softmax.
+"""The forward kernel of `pallas_flash` on Hopper that computes the softmax while it multiplies weights and values.
 
 A step multiplies the scores of one tile of keys, and the weights of the tile before with its values. While the second
 product runs, the warpgroup computes the weights of its own tile (FlashAttention-3, Shah et al. 2024, arXiv 2407.08608,
-section 3.2). On an H200, that takes 4 to 8 % less time than `Forward` at most lengths, and as much at others.
+section 3.2). On an H200, that takes 4 to 8 % less time than `Forward` at most lengths, and as much at others. Tiles in
+which ids must be compared do not overlap.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -15,21 +16,19 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
-from vitkernels.attention.pallas_flash.hopper.schedule import overlaps_forward
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_ROW, ROWS, at, transposed
 
-_PINNED_TILES = 12  # From so many full tiles on, pinned weights are faster: at 12, but not at 10 (H200).
+# From so many full tiles on, pinned weights are faster: at 12, but not at 10 (H200). With ids, they are at 4 to 18.
+_PINNED_TILES = 12
 
 
 class OverlappedForward(Forward):
     """The kernel of one call; see the module."""
 
     def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
-        has_extras = self.is_causal or self.has_ids or self.bias_shape is not None
-        assert overlaps_forward(self.keys, self.head_dim, has_extras)
         tile, slot_of = self.schedule.tile, lambda step: self.slot(item, step)
         full, rest = divmod(self.keys, tile)
-        pins = full >= _PINNED_TILES
+        pins = self.has_ids or full >= _PINNED_TILES
 
         def rows_of(name, step, count):
             (rows,) = tiles.first_rows(at(scratch[f"{name}_smem"], slot_of(step)), count)
@@ -51,6 +50,16 @@ class OverlappedForward(Forward):
             plgpu.barrier_arrive(scratch["v_consumed"].at[slot_of(step - 1)])
             return carry
 
+        def over_first(count):
+            """Return the carry of the first `count` full tiles, at least one, with the weights of the last of these."""
+            plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(0)])
+            (scores,) = tiles.products((None, q_smem, (rows_of("k", 0, tile),)), interpret=self.interpret)
+            plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(0)])
+            carry = self.softmax_step(scores, first_query, 0, tile, self.initial_carry())
+            after_first_tile()
+            # Loops whose ends the compiler does not know: otherwise, it spills. See ring.over_tiles.
+            return lax.fori_loop(1, self.opaque(count), lambda step, carry: add(step, carry, tile), carry)
+
         def with_values(step, carry):
             """Return output, maximum and sum with the products of the last weights."""
             weights, out, *statistics = carry
@@ -59,24 +68,25 @@ class OverlappedForward(Forward):
             plgpu.barrier_arrive(scratch["v_consumed"].at[slot_of(step)])
             return out, *statistics
 
+        def step_of(step, carry, keys, compares):
+            own_ids = ids if compares else None
+            return self._step(item, warpgroup, q_smem, first_query, own_ids, step, keys, carry, scratch)
+
         def add_last(step, carry):
             if pins:  # with pinned weights, a masked step that overlaps exceeds the registers
-                sums = with_values(step - 1, carry)
-                sums = self._step(item, warpgroup, q_smem, first_query, None, step, rest, sums, scratch)
+                sums = step_of(step, with_values(step - 1, carry), rest, False)
             else:
                 sums = with_values(step, add(step, carry, rest))
             return carry[0], *sums  # of constant shapes
 
-        plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(0)])
-        (scores,) = tiles.products((None, q_smem, (rows_of("k", 0, tile),)), interpret=self.interpret)
-        plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(0)])
-        carry = self.softmax_step(scores, first_query, 0, tile, self.initial_carry())
-        after_first_tile()
-        # Loops whose ends the compiler does not know: otherwise, it spills. See ring.over_tiles.
-        carry = lax.fori_loop(1, self.opaque(full), lambda step, carry: add(step, carry, tile), carry)
+        if self.has_ids:
+            count = item.uncompared
+            over_uncompared = lambda: with_values(count - 1, over_first(count))  # noqa: E731
+            sums = lax.cond(count > 0, over_uncompared, self.initial_carry)
+            return self.over_compared_tiles(item, step_of, sums, after_first_tile)
         if not rest:
-            return with_values(full - 1, carry)
-        _, *sums = lax.fori_loop(full, self.opaque(full + 1), add_last, carry)
+            return with_values(full - 1, over_first(full))
+        _, *sums = lax.fori_loop(full, self.opaque(full + 1), add_last, over_first(full))
         return tuple(sums)
 
     def _overlapped(self, q, k, weigh, pins: bool, weights, v, wait_for_values, out) -> tuple:

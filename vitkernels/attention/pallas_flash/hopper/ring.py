@@ -349,14 +349,7 @@ class RingKernel(tiles.HopperKernel):
 
         if self.has_ids:
             carry = lax.fori_loop(0, item.uncompared, body(False), carry)
-            start, width = item.uncompared, self.schedule.tile
-            for narrower in self._narrow_widths:
-                end = lax.max(start, item.steps - (item.last <= narrower).astype(jnp.int32))
-                carry = lax.fori_loop(start, end, body(True, width), carry)
-                start, width = end, narrower
-            carry = lax.fori_loop(start, item.steps, body(True, width), carry)
-            pl.when(item.steps == 0)(after_first_tile)
-            return carry
+            return self.over_compared_tiles(item, step_of, carry, after_first_tile)
         full, last = (item.steps, 0) if all_full else divmod(tokens, self.schedule.tile)
         carry = lax.fori_loop(0, full, body(False), carry)
         if not last:
@@ -364,6 +357,26 @@ class RingKernel(tiles.HopperKernel):
         # A loop of one step, whose end the compiler does not know. As code behind the other loop, the step would make
         # ptxas 13.0 spill accumulators, and with more than 88 tokens serialize all products.
         return lax.fori_loop(full, self.opaque(full + 1), body(False, last), carry)
+
+    def over_compared_tiles(self, item: WorkItem, step_of, carry, after_first_tile):
+        """Do what over_tiles does for the tiles in which ids must be compared: all but item.uncompared."""
+
+        def body(width):
+            def step(step, carry):
+                carry = step_of(step, carry, width, True)
+                pl.when(step == 0)(after_first_tile)
+                return carry
+
+            return step
+
+        start, width = item.uncompared, self.schedule.tile
+        for narrower in self._narrow_widths:
+            end = lax.max(start, item.steps - (item.last <= narrower).astype(jnp.int32))
+            carry = lax.fori_loop(start, end, body(width), carry)
+            start, width = end, narrower
+        carry = lax.fori_loop(start, item.steps, body(width), carry)
+        pl.when(item.steps == 0)(after_first_tile)
+        return carry
 
     def store_own(self, item: WorkItem, warpgroup, own: Side, results: list[tuple]) -> None:
         """Start storing results of own rows: (parts in shared memory, values, array, head)."""
