@@ -128,14 +128,17 @@ def test_padded_bias__passes_opcheck():
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_transposed(device):
+def test_transposed__and_in_rows(device):
     from vitkernels.attention.pallas_flash.hopper.bias_groups import in_rows, transposed
 
     stored = torch.randn(2, 3, 4, 24, 512, device=device)
     assert torch.equal(in_order(transposed(stored)), in_order(stored).mT)
     assert torch.equal(in_rows(stored, 200, 130, 0.5), in_order(stored)[:, :, :200, :130] / 2)
-    in_bfloat16 = in_rows(stored, 200, 130, 0.5, torch.bfloat16)
-    assert torch.equal(in_bfloat16, (in_order(stored)[:, :, :200, :130] / 2).bfloat16())
+    for dtype in (torch.bfloat16, torch.float16):
+        assert torch.equal(in_rows(stored, 200, 130, 0.5, dtype), (in_order(stored)[:, :, :200, :130] / 2).to(dtype))
+    wide = torch.randn(1, 2, 4, 40, 512, device=device)
+    for R, C in ((130, 300), (9, 5)):  # several blocks of columns, or less than a group
+        assert torch.equal(in_rows(wide, R, C, 0.5), in_order(wide)[:, :, :R, :C] / 2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

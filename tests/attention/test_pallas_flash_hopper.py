@@ -65,10 +65,19 @@ def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgro
 @needs_new_jax
 @pytest.mark.parametrize(
     "N, M, D, scale, warpgroups, pinned_tiles",
-    [(130, 256, 64, 0.1, 2, 12), (70, 457, 48, -0.1, 1, 12), (200, 300, 64, 0.0, 3, 12), (130, 457, 64, 0.1, 2, 0)],
+    [
+        (130, 256, 64, 0.1, 2, 12),
+        (70, 457, 48, -0.1, 1, 12),
+        (200, 300, 64, 0.0, 3, 12),
+        (130, 457, 64, 0.1, 2, 0),
+        (70, 300, 64, 0.1, 1, 0),
+    ],
 )
 def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups, pinned_tiles, monkeypatch):
-    """Run all work items in one thread block; the last tile is full, masked or narrow."""
+    """Run all work items in one thread block; the last tile is full, masked or narrow, behind pinned weights or not.
+
+    The interpreter ignores the pin itself.
+    """
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper import overlapped_forward
@@ -86,6 +95,16 @@ def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups, pinned_tile
     assert error(torch.tensor(out.astype("float32").tolist()), exact) < TOLERANCE[torch.bfloat16]
     # Float32 sums round by 2⁻²⁴ each, for values up to 10.
     assert (torch.tensor(lse.tolist())[:, :, :N] - scores.logsumexp(-1) / math.log(2)).abs().max() < 1e-5
+
+
+@needs_new_jax
+def test_overlapped_forward__for_long_calls_without_bias_and_causality():
+    from vitkernels.attention.pallas_flash.hopper.schedule import overlaps_forward
+
+    assert overlaps_forward(256, 40, False, False) and overlaps_forward(4096, 64, False, False)
+    others = (255, 64, False, False), (577, 32, False, False), (577, 72, False, False)
+    others = *others, (577, 64, True, False), (577, 64, False, True)
+    assert not any(overlaps_forward(*call) for call in others)
 
 
 @pytest.mark.slow

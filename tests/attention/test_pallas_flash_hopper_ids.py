@@ -14,7 +14,7 @@ def ring_kernels(
 ) -> tuple:
     """Return out, dq, dk and dv of the ring kernels, given JAX arrays (B, N, H, D) and the ids of `token_ids`.
 
-    forward_problem: that of the forward kernel if it differs. overlaps: whether that is OverlappedForward.
+    forward_problem: that of the forward kernel if it differs. overlaps: whether it is OverlappedForward.
     """
     from vitkernels.attention.pallas_flash.hopper.backward import Backward
     from vitkernels.attention.pallas_flash.hopper.forward import Forward

@@ -208,11 +208,14 @@ def test_compiled_with_symbolic_sizes__on_gpu(extra):
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("N, M, D", [(197, 197, 64), (256, 256, 40), (129, 250, 64), (50, 70, 64), (300, 256, 64)])
+@pytest.mark.parametrize(
+    "N, M, D", [(197, 197, 64), (256, 256, 40), (129, 250, 64), (50, 70, 64), (300, 256, 64), (100, 700, 64)]
+)
 def test_key_masks__on_gpu(N, M, D, dtype):
-    """More images and heads than thread blocks; the last image has no keys."""
+    """More images and heads than thread blocks; the first images have padding, and the last one has no keys."""
     q, k, v = (torch.randn(20, 7, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
     mask = torch.rand(20, 1, 1, M, device="cuda") < 0.7
+    mask[:5] = torch.arange(M, device="cuda") < 5 * M // 6
     mask[-1] = False
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     exact = reference(*leaves, mask=mask, scale=0.1)

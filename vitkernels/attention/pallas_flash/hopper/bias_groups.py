@@ -15,9 +15,9 @@ from vitkernels.attention.pallas_flash.hopper.tiles import lowest_score, stored_
 from vitkernels.bridge.operator import interpretable
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
-_ROWS = 16  # of a program: those of a warp
+_ROWS = 16  # of a program: those of a warp in a tile
 _COLUMNS = 256  # of a program, at most
-_ELEMENTS = 1024  # of a program of the kernel that adds up
+_ELEMENTS = 1024  # of a program of _sum_kernel
 _ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
 # In bfloat16, rows whose maximum is smaller keep their values, because differences would be rounded. Above, differences
 # of up to 512 are exact.
@@ -35,7 +35,7 @@ def _place(row, column, groups):
 
 @triton.jit
 def _in_groups(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Return 16 rows of 8 n columns as (n, 128): in the order of their groups, of which they are a warp's part."""
+    """Return 16 rows of 8 n columns as (n, 128): a warp's quarter of each of n groups, in the stored order."""
     x = tl.reshape(x, (2, 8, COLUMNS // 8, 4, 2))
     return tl.reshape(tl.permute(x, (2, 1, 3, 0, 4)), (COLUMNS // 8, ROWS * 8))
 
@@ -179,7 +179,7 @@ def in_rows(groups: Tensor, R: int, C: int, factor: float, dtype: torch.dtype | 
 
 
 def _columns(count: int) -> int:
-    """Return the columns of a program's block, of a bias with `count` columns."""
+    """Return how many columns of a bias with `count` columns a program processes at a time."""
     return max(8, min(_COLUMNS, next_power_of_2(count)))
 
 

@@ -21,7 +21,7 @@ LOWEST = -1e30  # below every score, but finite, so that a tile without keys for
 class Forward(RingKernel):
     """The forward kernel: call it with JAX arrays, or compile it with vitkernels.bridge.mosaic_gpu.Kernel."""
 
-    narrow_widths = 64, 16  # see _step
+    narrow_widths = 64, 16  # see columns_of
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out (B, N, H, D) and log-sum-exp in log2 units (B, H, padded N); +inf for a query without keys.

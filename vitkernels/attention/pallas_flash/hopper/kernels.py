@@ -305,7 +305,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Return the GPU's multiprocessor count; 132 without a GPU, where kernels are only lowered."""
+    """Return the GPU's multiprocessor count; 132 for another device or without a GPU.
+
+    There, kernels are only lowered or interpreted.
+    """
     has_gpu = device.type == "cuda" and torch.cuda.is_available()
     return torch.cuda.get_device_properties(device).multi_processor_count if has_gpu else MULTIPROCESSORS
 

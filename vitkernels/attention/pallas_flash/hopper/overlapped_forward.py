@@ -1,9 +1,9 @@
 """The forward kernel of `pallas_flash` on Hopper that computes the softmax while it multiplies weights and values.
 
-A step multiplies the scores of one tile of keys, and the weights of the tile before with its values. While the second
-product runs, the warpgroup computes the weights of its own tile (FlashAttention-3, Shah et al. 2024, arXiv 2407.08608,
-section 3.2). On an H200, that takes 4 to 8 % less time than `Forward` at most lengths, and as much at others. Tiles in
-which ids must be compared do not overlap.
+A step computes the scores of one tile of keys, and adds the product of the previous tile's weights and values to the
+output. While that product runs, the warpgroup computes the weights of its own tile (FlashAttention-3, Shah et al. 2024,
+arXiv 2407.08608, section 3.2). On an H200, that takes 3 to 8 % less time than `Forward` at most lengths, and about as
+much at others. Tiles in which ids must be compared do not overlap.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -18,7 +18,8 @@ from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_ROW, ROWS, at, transposed
 
-# From so many full tiles on, pinned weights are faster: at 12, but not at 10 (H200). With ids, they are at 4 to 18.
+# From so many full tiles on, pinned weights are faster: at 12, but not at 10 (H200). With ids, they are at 4, 8 and 18,
+# but not at 7 (1.01 instead of 0.98 of Forward's time).
 _PINNED_TILES = 12
 
 
@@ -29,6 +30,7 @@ class OverlappedForward(Forward):
         tile, slot_of = self.schedule.tile, lambda step: self.slot(item, step)
         full, rest = divmod(self.keys, tile)
         pins = self.has_ids or full >= _PINNED_TILES
+        assert self.has_ids or full, "the first tile has code of its own"
 
         def rows_of(name, step, count):
             (rows,) = tiles.first_rows(at(scratch[f"{name}_smem"], slot_of(step)), count)
@@ -43,6 +45,7 @@ class OverlappedForward(Forward):
 
             def weigh(scores):
                 plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(step)])
+                # With ids, item.first may not be 0, but then no tile here is masked.
                 return self.weigh(scores, first_query, step * tile, keys, statistics)
 
             wait = lambda: plgpu.barrier_wait(scratch["v_arrived"].at[slot_of(step - 1)])  # noqa: E731
@@ -57,7 +60,7 @@ class OverlappedForward(Forward):
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(0)])
             carry = self.softmax_step(scores, first_query, 0, tile, self.initial_carry())
             after_first_tile()
-            # Loops whose ends the compiler does not know: otherwise, it spills. See ring.over_tiles.
+            # A loop whose end the compiler does not know: otherwise, ptxas spills. See ring.over_tiles.
             return lax.fori_loop(1, self.opaque(count), lambda step, carry: add(step, carry, tile), carry)
 
         def with_values(step, carry):

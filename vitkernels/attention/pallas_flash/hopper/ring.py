@@ -7,6 +7,7 @@ items, own rows into separate buffers, so that the next item's rows have arrived
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -338,43 +339,27 @@ class RingKernel(tiles.HopperKernel):
         The last tile gets only its valid tokens, unless all_full. after_first_tile() is called after the first step.
         compares: whether ids must be compared in this tile.
         """
-
-        def body(compares, width=self.schedule.tile):
-            def step(step, carry):
-                carry = step_of(step, carry, width, compares)
-                pl.when(step == 0)(after_first_tile)
-                return carry
-
-            return step
-
+        width, fold = self.schedule.tile, partial(_folding, step_of, after_first_tile)
         if self.has_ids:
-            carry = lax.fori_loop(0, item.uncompared, body(False), carry)
+            carry = lax.fori_loop(0, item.uncompared, fold(width, False), carry)
             return self.over_compared_tiles(item, step_of, carry, after_first_tile)
-        full, last = (item.steps, 0) if all_full else divmod(tokens, self.schedule.tile)
-        carry = lax.fori_loop(0, full, body(False), carry)
+        full, last = (item.steps, 0) if all_full else divmod(tokens, width)
+        carry = lax.fori_loop(0, full, fold(width, False), carry)
         if not last:
             return carry
         # A loop of one step, whose end the compiler does not know. As code behind the other loop, the step would make
         # ptxas 13.0 spill accumulators, and with more than 88 tokens serialize all products.
-        return lax.fori_loop(full, self.opaque(full + 1), body(False, last), carry)
+        return lax.fori_loop(full, self.opaque(full + 1), fold(last, False), carry)
 
     def over_compared_tiles(self, item: WorkItem, step_of, carry, after_first_tile):
-        """Do what over_tiles does for the tiles in which ids must be compared: all but item.uncompared."""
-
-        def body(width):
-            def step(step, carry):
-                carry = step_of(step, carry, width, True)
-                pl.when(step == 0)(after_first_tile)
-                return carry
-
-            return step
-
+        """Do what over_tiles does for the tiles in which ids must be compared: all but the first item.uncompared."""
+        fold = partial(_folding, step_of, after_first_tile)
         start, width = item.uncompared, self.schedule.tile
         for narrower in self._narrow_widths:
             end = lax.max(start, item.steps - (item.last <= narrower).astype(jnp.int32))
-            carry = lax.fori_loop(start, end, body(width), carry)
+            carry = lax.fori_loop(start, end, fold(width, True), carry)
             start, width = end, narrower
-        carry = lax.fori_loop(start, item.steps, body(width), carry)
+        carry = lax.fori_loop(start, item.steps, fold(width, True), carry)
         pl.when(item.steps == 0)(after_first_tile)
         return carry
 
@@ -528,3 +513,14 @@ class RingKernel(tiles.HopperKernel):
             for warpgroup in range(s.warpgroups):
                 wait_for_buffer(items + i, warpgroup)
         return items, streamed
+
+
+def _folding(step_of, after_first_tile, tokens: int, compares: bool) -> Callable:
+    """Return a loop's body: step_of(step, carry, tokens, compares), and after_first_tile() after the first step."""
+
+    def body(step, carry):
+        carry = step_of(step, carry, tokens, compares)
+        pl.when(step == 0)(after_first_tile)
+        return carry
+
+    return body
