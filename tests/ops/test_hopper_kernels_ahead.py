@@ -108,10 +108,15 @@ def tokens(N=300, width=384, requires_grad=True):
 
 # Each operator, its forward kernel, and those of its backward pass.
 OPERATORS = {
-    "attention": (attend, tokens(), "Forward", ["dq", "dkdv"]),
-    "attention, separate": (attend_separate, tokens(), "Forward", ["dq", "dkdv"]),
+    "attention": (attend, tokens(), "OverlappedForward", ["dq", "dkdv"]),
+    "attention, separate": (attend_separate, tokens(), "OverlappedForward", ["dq", "dkdv"]),
     "attention, short": (attend, tokens(197), "ShortForward", ["ShortBackward"]),
-    "attention, long": (lambda x: attend(x, 400), tokens(1100, 400 * 3 * 64), "Forward", ["Starts", "FusedBackward"]),
+    "attention, long": (
+        lambda x: attend(x, 400),
+        tokens(1100, 400 * 3 * 64),
+        "OverlappedForward",
+        ["Starts", "FusedBackward"],
+    ),
     "linear": (project, tokens(64, 128), "LinearProduct", []),
     "linear_gelu": (project_with_gelu, tokens(64, 128), "LinearGelu", []),
     "mlp": (run_mlp, tokens(64, 128), "LinearGelu", ["GeluLinearBackward"]),
@@ -172,7 +177,7 @@ def test_bias__its_gradient_is_started_if_it_needs_one(run, events):
 
 def test_rotation__trace_starts_the_kernels_of_both_passes(events):
     traced(attend_rotated, tokens())
-    assert events == ["start Forward", "start dq", "start dkdv"]
+    assert events == ["start OverlappedForward", "start dq", "start dkdv"]
 
 
 def test_can_compile_for__requires_a_gpu_and_known_sizes(monkeypatch):
