@@ -32,16 +32,12 @@ class OverlappedForward(Forward):
         pins = self.has_ids or full >= _PINNED_TILES
         assert self.has_ids or full, "the first tile has code of its own"
 
-        def rows_of(name, step, count):
-            (rows,) = tiles.first_rows(at(scratch[f"{name}_smem"], slot_of(step)), count)
-            return rows
-
         def add(step, carry, keys):
             """Return the carry with the weights of `keys` keys, and with the products of the tile before."""
             weights, out, *statistics = carry
             columns = self.columns_of(keys)
             plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(step)])
-            k, v = rows_of("k", step, columns), rows_of("v", step - 1, tile)
+            k, v = self._rows("k", slot_of(step), columns, scratch), self._rows("v", slot_of(step - 1), tile, scratch)
 
             def weigh(scores):
                 plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(step)])
@@ -56,20 +52,15 @@ class OverlappedForward(Forward):
         def over_first(count):
             """Return the carry of the first `count` full tiles, at least one, with the weights of the last of these."""
             plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(0)])
-            (scores,) = tiles.products((None, q_smem, (rows_of("k", 0, tile),)), interpret=self.interpret)
+            k = self._rows("k", slot_of(0), tile, scratch)
+            (scores,) = tiles.products((None, q_smem, (k,)), interpret=self.interpret)
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(0)])
             carry = self.softmax_step(scores, first_query, 0, tile, self.initial_carry())
             after_first_tile()
             # A loop whose end the compiler does not know: otherwise, ptxas spills. See ring.over_tiles.
             return lax.fori_loop(1, self.opaque(count), lambda step, carry: add(step, carry, tile), carry)
 
-        def with_values(step, carry):
-            """Return output, maximum and sum with the products of the last weights."""
-            weights, out, *statistics = carry
-            plgpu.barrier_wait(scratch["v_arrived"].at[slot_of(step)])
-            out = tiles.accumulated(out, [(0, weights, rows_of("v", step, weights.shape[1]))], self.interpret)
-            plgpu.barrier_arrive(scratch["v_consumed"].at[slot_of(step)])
-            return out, *statistics
+        with_values = lambda step, carry: self._with_values(slot_of(step), carry, scratch)  # noqa: E731
 
         def step_of(step, carry, keys, compares):
             own_ids = ids if compares else None
@@ -91,6 +82,20 @@ class OverlappedForward(Forward):
             return with_values(full - 1, over_first(full))
         _, *sums = lax.fori_loop(full, self.opaque(full + 1), add_last, over_first(full))
         return tuple(sums)
+
+    def _rows(self, name: str, slot, count: int, scratch):
+        """Return the first `count` rows of a streamed tile."""
+        (rows,) = tiles.first_rows(at(scratch[f"{name}_smem"], slot), count)
+        return rows
+
+    def _with_values(self, slot, carry, scratch) -> tuple:
+        """Return output, maximum and sum with the product of the carry's weights and the values in a slot."""
+        weights, out, *statistics = carry
+        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
+        v = self._rows("v", slot, weights.shape[1], scratch)
+        out = tiles.accumulated(out, [(0, weights, v)], self.interpret)
+        plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
+        return out, *statistics
 
     def _overlapped(self, q, k, weigh, pins: bool, weights, v, wait_for_values, out) -> tuple:
         """Multiply q and k, and add the product of weights and v to out; compute the new weights meanwhile.

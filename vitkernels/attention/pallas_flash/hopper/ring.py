@@ -7,7 +7,6 @@ items, own rows into separate buffers, so that the next item's rows have arrived
 
 import functools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -339,7 +338,7 @@ class RingKernel(tiles.HopperKernel):
         The last tile gets only its valid tokens, unless all_full. after_first_tile() is called after the first step.
         compares: whether ids must be compared in this tile.
         """
-        width, fold = self.schedule.tile, partial(_folding, step_of, after_first_tile)
+        width, fold = self.schedule.tile, functools.partial(_folding, step_of, after_first_tile)
         if self.has_ids:
             carry = lax.fori_loop(0, item.uncompared, fold(width, False), carry)
             return self.over_compared_tiles(item, step_of, carry, after_first_tile)
@@ -353,7 +352,7 @@ class RingKernel(tiles.HopperKernel):
 
     def over_compared_tiles(self, item: WorkItem, step_of, carry, after_first_tile):
         """Do what over_tiles does for the tiles in which ids must be compared: all but the first item.uncompared."""
-        fold = partial(_folding, step_of, after_first_tile)
+        fold = functools.partial(_folding, step_of, after_first_tile)
         start, width = item.uncompared, self.schedule.tile
         for narrower in self._narrow_widths:
             end = lax.max(start, item.steps - (item.last <= narrower).astype(jnp.int32))
