@@ -130,11 +130,43 @@ def test_short_forward__interpreted():
     assert (lse[:, :, :N] - scores.logsumexp(-1) / math.log(2)).abs().max() < 1e-5  # as above
 
 
+@needs_new_jax
+@pytest.mark.parametrize(
+    "N, M, extras, warpgroups, last",
+    [
+        (192, 192, {}, 3, 0),
+        (129, 129, {}, 3, 0),
+        (197, 197, {}, 3, 5),
+        (256, 208, {}, 3, 16),
+        (209, 209, {}, 2, 0),
+        (128, 192, {}, 2, 0),
+        (192, 128, {}, 2, 0),
+        (197, 197, {"bias_shape": (1, 4)}, 2, 0),
+        (197, 197, {"chunks": (4, 4)}, 2, 0),
+    ],
+)
+def test_short_backward__divides_the_keys(N, M, extras, warpgroups, last):
+    from vitkernels.attention.pallas_flash.hopper.short_backward import ShortBackward
+
+    kernel = ShortBackward(2, 4, N, M, 64, "bfloat16", 0.1, False, 4, (0, 0, 0), None, **extras)
+    found = kernel.last_keys
+    assert (kernel.warpgroups, found.count if found else 0) == (warpgroups, last)
+
+
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("shift", [0, -140])
-def test_short_backward__interpreted(shift):
-    """Run two heads in sequence in one thread block, so that every buffer is reused.
+@pytest.mark.parametrize(
+    "H, N, M, shift",
+    [
+        *((3, 130, 140, 0), (2, 172, 140, -140), (3, 197, 197, 0), (2, 201, 201, -140)),
+        *((2, 130, 209, 0), (2, 100, 140, -140)),
+    ],
+)
+def test_short_backward__interpreted(H, N, M, shift):
+    """Run the heads in sequence in one thread block, so that every buffer is reused.
+
+    Three warpgroups compute at 140 to 201 keys; of 197 and 201, the helper processes the last 5 and 9. Two warpgroups
+    compute at 209 keys, and for 100 queries.
 
     shift: offset of all scores. Softmax is invariant to it, but exp2 of the padding beyond the last key is not.
     """
@@ -145,7 +177,7 @@ def test_short_backward__interpreted(shift):
     class OneBlock(ShortBackward):
         blocks = 1
 
-    H, N, M, D = 2, 130, 140, 64
+    D = 64
     q, k, v, do = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M, N))
     if shift:
         q[..., 0], k[..., 0] = 8, shift / 0.8

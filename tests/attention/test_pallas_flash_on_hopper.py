@@ -50,10 +50,14 @@ def test_overlapped_forward__on_gpu(N, M, D, dtype):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "N, M, D", [(256, 256, 64), (197, 197, 64), (1, 1, 64), (129, 129, 40), (50, 70, 48), (129, 17, 64)]
+    "N, M, D",
+    [
+        *((n, n, 64) for n in (256, 209, 208, 201, 200, 197, 192, 145, 1)),
+        *((129, 129, 40), (196, 193, 48), (50, 70, 48), (129, 17, 64), (100, 150, 64), (250, 198, 56), (250, 140, 64)),
+    ],
 )
 def test_short_backward__on_gpu(N, M, D, dtype):
-    q, k, v = (torch.randn(3, 50, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
+    q, k, v = (torch.randn(13, 50, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
     out = attention.get("pallas_flash")(q, k, v, scale=0.1)
     do = torch.randn_like(out)
     grads, again = (torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for _ in range(2))

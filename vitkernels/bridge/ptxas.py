@@ -98,7 +98,8 @@ def reports(modules: list[bytes]) -> list[Report]:
 
 
 def _parsed(text: str) -> Report:
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    # Not those of the warning, which repeats them.
+    spills = re.findall(r"bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", text)
     if not spills:
         raise RuntimeError(f"ptxas reported nothing:\n{text}")
     stores, loads = (sum(map(int, column)) for column in zip(*spills, strict=True))
