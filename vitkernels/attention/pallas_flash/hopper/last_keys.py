@@ -46,7 +46,7 @@ class LastKeys:
             "last_v_smem": tiles.tile(self.columns, self.head_dim, dtype, 1),
             "last_weights_smem": tiles.tile(self.columns, ROWS, dtype, 1),
             "last_ds_smem": tiles.tile(ROWS, ROWS, dtype, 1),
-            "last_gradients_smem": tiles.tile(self.columns, ROWS, dtype, 2),
+            "last_gradients_smem": tiles.tile(self.columns, self.head_dim, dtype, 2),
         }
 
     def clear(self, scratch: dict) -> None:
@@ -55,7 +55,7 @@ class LastKeys:
         ds[...] = filled((ROWS, ROWS), 0, WGMMA, ds.dtype)
 
     def zeros(self) -> tuple[jax.Array, jax.Array]:
-        """Return accumulators for dvᵀ and dkᵀ."""
+        """Return accumulators for dvᵀ and dkᵀ, whose rows are those of the head dim, padded to 64."""
         return (filled((ROWS, self.columns), 0, WGMMA),) * 2
 
     def put_weights(self, tile, scratch, zero):

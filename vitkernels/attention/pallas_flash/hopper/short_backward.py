@@ -6,8 +6,8 @@ registers and loop over the queries, 64 at a time. They pass dS to one more warp
 with all keys to get dq, computes rowsum(dO O) beforehand, and loads the next head as buffers become free. No sum uses
 atomics, so results are bit-equal from run to run.
 
-Two compute warpgroups own up to 128 keys each. Of 129 to 208 keys, in calls without a bias or ids, three own 64 each,
-and the helper processes the rest.
+Two compute warpgroups own up to 128 keys each. Of 129 to 208 keys, in calls of more than 128 queries without a bias or
+ids, three own 64 each, and the helper processes the rest.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -64,7 +64,7 @@ class ShortBackward(PerHeadKernel):
 
     @property
     def _tiles(self) -> int:
-        """Return how many tiles are held besides those of O: of q and dO, of k and v, of dS, and of dq."""
+        """Return how many tiles a call with a bias holds besides those of O: of q and dO, k and v, dS, and dq."""
         return 2 * self.steps + self.key_tiles * (2 + BUFFERS) + 1
 
     @property
@@ -84,20 +84,12 @@ class ShortBackward(PerHeadKernel):
     def warpgroups(self) -> int:
         """Return the number of compute warpgroups.
 
-        Three take 0.76 to 0.78 of the time of two at 145 to 192 tokens, 0.90 at 197 and 0.97 at 201 (H200). With a bias
-        or ids, some lengths would exceed their registers.
+        At 145 to 192 tokens, three take 0.78 of the time of two, at 197 0.90, and at 201 0.97 (H200). With a bias or
+        ids, some lengths would exceed their registers. Fewer queries were not tried.
         """
-        is_plain = self.bias_shape is None and not self.has_ids and self.queries > 2 * ROWS
-        return 3 if is_plain and 2 * ROWS < self.keys <= 3 * ROWS + MOST_LAST_KEYS else 2
-
-    @property
-    def deltas_ahead(self) -> int:
-        """Return of how many tiles of a head the helper computes delta while the previous head is processed.
-
-        With last keys, it has more work, and a head's first dq would wait for all its deltas. Without, this gains
-        nothing.
-        """
-        return self.steps - 1 if self.last_keys else 0
+        is_plain = self.bias_shape is None and not self.has_ids
+        takes_three = is_plain and self.queries > 2 * ROWS and 2 * ROWS < self.keys <= 3 * ROWS + MOST_LAST_KEYS
+        return 3 if takes_three else 2
 
     @property
     def own(self) -> int:
@@ -159,7 +151,7 @@ class ShortBackward(PerHeadKernel):
         if self.last_keys:
             scratch |= self.last_keys.scratch()
         if self.copies_bias:
-            scratch |= self.bias_scratch(self.warpgroups)
+            scratch |= self.bias_scratch(2)
         if self.compares_ids:
             scratch["q_ids_smem"] = plgpu.SMEM((queries, ROWS), jnp.int32)
             scratch["k_ids_smem"] = plgpu.SMEM((keys * ROWS,), jnp.int32)
@@ -237,7 +229,7 @@ class ShortBackward(PerHeadKernel):
             self._load_out(place, jnp.int32(tile), refs, scratch)
 
     def _start_helper(self, refs, scratch):
-        """Request the first head, and compute its first deltas; see deltas_ahead."""
+        """Request the first head; with last keys, also compute its deltas, but for the last tile's."""
         self.wait_for_place(jnp.int32(0), scratch)
         place = self.place_of(jnp.int32(0), refs["ids"], scratch)
         self._load_keys(place, "k", refs, scratch)
@@ -245,8 +237,8 @@ class ShortBackward(PerHeadKernel):
         for tile in range(self.steps):
             self._load_queries(place, tile, refs, scratch)
         self._load_first_out(place, refs, scratch)
-        deltas = lambda position, _: self._delta(place, position, refs, scratch)  # noqa: E731
-        lax.fori_loop(0, self.deltas_ahead, deltas, None)
+        if self.last_keys:
+            lax.fori_loop(0, self.steps - 1, lambda tile, _: self._delta(place, tile, refs, scratch), None)
 
     def _store(self, place, name, values, scale, first_tile, smem, buffer, refs):
         """Start storing `values` consecutively, through smem's tiles from `buffer` on."""
@@ -254,17 +246,20 @@ class ShortBackward(PerHeadKernel):
         scaled = [tuple(x * scale for x in value) for value in values]
         self.store_tiles(smem, buffer, scaled, refs[name], place, head, first_tile)
 
-    # --- the helper: delta = rowsum(dO O), dq, and all loads ----------------------------------------------------------
+    # --- the helper: delta = rowsum(dO O), dq, the last keys, and all loads -------------------------------------------
 
     def _run_helper(self, iteration, iterations, refs, scratch):
-        """Process a head; the deltas of its first `deltas_ahead` tiles were computed while the previous one was."""
+        """Process a head.
+
+        With last keys, the helper is the limit. The deltas of a head, but for the last tile's, are then computed while
+        the previous head is processed, as soon as the rows are there; its first dq would wait for them.
+        """
         place, more = self.place_of(iteration, refs["ids"], scratch), iteration + 1 < iterations
         following = lambda: self.place_of(iteration + 1, refs["ids"], scratch)  # noqa: E731
         self.request_place(iteration + 1, iterations, refs["ids"], scratch)
-        ahead, last_keys = self.deltas_ahead, self.last_keys
-        behind = self.steps - ahead  # how many tiles' deltas are left
-        delta = lambda position, _=None: self._delta(place, position, refs, scratch)  # noqa: E731
-        if not ahead:
+        last_keys, last_tile = self.last_keys, self.steps - 1
+        delta = lambda tile, _=None: self._delta(place, tile, refs, scratch)  # noqa: E731
+        if not last_keys:
             lax.fori_loop(0, self.steps, delta, None)
         plgpu.barrier_wait(scratch["keys_arrived"])
         if self.has_quads:
@@ -272,10 +267,10 @@ class ShortBackward(PerHeadKernel):
 
         def dq_of(position, sums):
             tile, buffer = self._tile_at(position), lax.rem(position, BUFFERS)
-            last = position == self.steps - 1
+            last = position == last_tile
             previous = lambda: self._next_queries(following, self._tile_at(position - 1), more, refs, scratch)  # noqa: E731
             if last_keys:
-                pl.when(position > 0)(previous)
+                pl.when(position > 0)(previous)  # early, so that the rows arrive before their delta is computed
                 last_keys.put_weights(tile, scratch, self.opaque(0))
             plgpu.barrier_wait(scratch["ds_ready"].at[buffer])
 
@@ -294,18 +289,18 @@ class ShortBackward(PerHeadKernel):
             @pl.when(last & more)
             def _():
                 self._load_keys(following(), "k", refs, scratch)
-                if not ahead:
+                if not last_keys:
                     self._load_first_out(following(), refs, scratch)
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             self._store(place, "dq", [dq], self.scale, tile, scratch["dq_smem"], 0, refs)
             if not last_keys:
                 pl.when(position > 0)(previous)
-            if ahead:
-                pl.when(position < behind)(lambda: delta(position + ahead))
-                pl.when((position == behind - 1) & more)(lambda: self._load_first_out(following(), refs, scratch))
-                of_next_head = lambda: self._delta(following(), position - behind, refs, scratch)  # noqa: E731
-                pl.when((position >= behind) & more)(of_next_head)
+                return sums
+            pl.when(position < 1)(lambda: delta(position + last_tile))
+            pl.when((position == 0) & more)(lambda: self._load_first_out(following(), refs, scratch))
+            of_next_head = lambda: self._delta(following(), position - 1, refs, scratch)  # noqa: E731
+            pl.when((position >= 1) & more)(of_next_head)
             return sums
 
         sums = lax.fori_loop(0, self.steps, dq_of, last_keys.zeros() if last_keys else ())
