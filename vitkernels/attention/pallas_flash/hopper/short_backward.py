@@ -242,9 +242,12 @@ class ShortBackward(PerHeadKernel):
 
     def _store(self, place, name, values, scale, first_tile, smem, buffer, refs):
         """Start storing `values` consecutively, through smem's tiles from `buffer` on."""
-        head = place.head + self.first_heads[("dq", "dk", "dv").index(name)]
+        head = self._gradient_head(place, name)
         scaled = [tuple(x * scale for x in value) for value in values]
         self.store_tiles(smem, buffer, scaled, refs[name], place, head, first_tile)
+
+    def _gradient_head(self, place, name: str):
+        return place.head + self.first_heads[("dq", "dk", "dv").index(name)]
 
     # --- the helper: delta = rowsum(dO O), dq, the last keys, and all loads -------------------------------------------
 
@@ -297,10 +300,11 @@ class ShortBackward(PerHeadKernel):
             if not last_keys:
                 pl.when(position > 0)(previous)
                 return sums
-            pl.when(position < 1)(lambda: delta(position + last_tile))
+
+            pl.when(position == 0)(lambda: delta(jnp.int32(last_tile)))
             pl.when((position == 0) & more)(lambda: self._load_first_out(following(), refs, scratch))
             of_next_head = lambda: self._delta(following(), position - 1, refs, scratch)  # noqa: E731
-            pl.when((position >= 1) & more)(of_next_head)
+            pl.when((position > 0) & more)(of_next_head)
             return sums
 
         sums = lax.fori_loop(0, self.steps, dq_of, last_keys.zeros() if last_keys else ())
@@ -335,8 +339,7 @@ class ShortBackward(PerHeadKernel):
         """Start storing dv and dk of the last keys."""
         last_keys.put_gradients(sums, self.scale, scratch, self.opaque(0))
         for i, name in enumerate(("dv", "dk")):
-            head = place.head + self.first_heads[("dq", "dk", "dv").index(name)]
-            smem, row = scratch["last_gradients_smem"], last_keys.first_row
+            head, smem, row = self._gradient_head(place, name), scratch["last_gradients_smem"], last_keys.first_row
             tiles.store_rows(smem, i, refs[name], place.batch, row, head, self.interpret)
 
     def _dq(self, buffer, tile, sums, scratch) -> tuple:
