@@ -29,6 +29,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("heads, N, D, dtype, is_causal, scale, warpgroups, buffers, blocks", CASES)
@@ -61,6 +62,7 @@ def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgro
         assert error(tensor(found)[:, :, i * H : (i + 1) * H], dqkv[:, :, i]) < TOLERANCE[dtype], "qkv"[i]
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
@@ -98,6 +100,43 @@ def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups, pinned_tile
 
 
 @needs_new_jax
+@pytest.mark.parametrize("waits", [False, True])
+def test_interpreter__detects_races(waits, capsys):
+    """See the fixture detects_races: one warpgroup writes shared memory that another one reads."""
+    import jax.numpy as jnp
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def pass_on(out_ref, smem, written):
+        warpgroup = jax.lax.axis_index("warpgroup")
+
+        @pl.when(warpgroup == 0)
+        def _():
+            smem[...] = jnp.ones_like(smem)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(written)
+
+        @pl.when(warpgroup == 1)
+        def _():
+            if waits:
+                plgpu.barrier_wait(written)
+            out_ref[...] = smem[...]
+            if not waits:
+                plgpu.barrier_wait(written)
+
+    kernel = plgpu.kernel(
+        pass_on,
+        out_type=jax.ShapeDtypeStruct((128,), jnp.float32),
+        scratch_types=[plgpu.SMEM((128,), jnp.float32), plgpu.Barrier(num_arrivals=1)],
+        num_threads=2,
+        thread_name="warpgroup",
+        interpret=plgpu.InterpretGPUParams(detect_races=True),
+    )
+    jax.block_until_ready(kernel())
+    assert ("RACE DETECTED" in capsys.readouterr().out) == (not waits)
+
+
+@needs_new_jax
 def test_overlapped_forward__for_long_calls_without_bias_and_causality():
     from vitkernels.attention.pallas_flash.hopper.schedule import overlaps_forward
 
@@ -107,6 +146,7 @@ def test_overlapped_forward__for_long_calls_without_bias_and_causality():
     assert not any(overlaps_forward(*call) for call in others)
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 def test_short_forward__interpreted():
@@ -153,6 +193,7 @@ def test_short_backward__divides_the_keys(N, M, extras, warpgroups, last):
     assert (kernel.warpgroups, found.count if found else 0) == (warpgroups, last)
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
@@ -197,6 +238,7 @@ def test_short_backward__interpreted(H, N, M, shift):
         assert x.isfinite().all() and error(x[..., 1:], y[..., 1:]) < TOLERANCE[torch.bfloat16], name
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
@@ -290,6 +332,7 @@ def test_fused_backward__for_long_unmasked_self_attention():
     assert not chosen(20, 9216, 9216, 64, False, True)
 
 
+@pytest.mark.usefixtures("detects_races")
 @needs_new_jax
 @pytest.mark.parametrize(
     "H, N, M, D, shape, is_causal, of_segment, kept, warpgroups, blocks, parts, of_bias",
@@ -355,6 +398,7 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, of_segment, kept, warpg
     assert error(dbias, wanted[4]) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(

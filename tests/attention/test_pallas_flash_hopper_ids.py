@@ -27,6 +27,7 @@ def ring_kernels(
     return out, dq, *backward.dkdv(q, k, v, do, lse, delta, *ids)
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
@@ -66,6 +67,7 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
         assert name in ("dq", "dk") or not x[y == 0].any()  # rows without keys, keys that no query sees: exact zeros
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 def test_overlapped_forward__with_masked_keys__interpreted():
@@ -89,6 +91,7 @@ def test_overlapped_forward__with_masked_keys__interpreted():
     assert error(found, exact) < TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 def test_quads__interpreted():
@@ -132,6 +135,7 @@ def test_quads__interpreted():
                 assert error(x, z) < TOLERANCE[torch.bfloat16], (name, scale)
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
@@ -170,6 +174,7 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
         assert error(x, y) < TOLERANCE[dtype], name
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -201,6 +206,7 @@ def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
         assert x[in_quads].isnan().all(), name
 
 
+# Not watched by detects_races, which wants a fence behind each read of a ticket's record.
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("is_long, scale", [(True, 0.1), (True, -0.1), (False, 0.1)])
@@ -262,6 +268,7 @@ def test_fused_backward__with_segments__interpreted(is_long, scale):
     assert all(jnp.isnan(x).all() for x in idle)
 
 
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(

@@ -268,13 +268,15 @@ def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret
 
 def fence_shared_memory(interpret: bool) -> None:
     """Order this thread's accesses to shared memory before later ones of products and of the TMA unit."""
-    if not interpret:
+    if interpret:  # the interpreter does not run Mosaic GPU code, and knows only the fence that is also a barrier
+        plgpu.commit_smem()
+        return
 
-        @plgpu.inline_mgpu()
-        def fence(_ctx):
-            mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+    @plgpu.inline_mgpu()
+    def fence(_ctx):
+        mgpu.utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
-        fence()
+    fence()
 
 
 def release_after_reads(barrier, interpret: bool) -> None:
