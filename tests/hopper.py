@@ -7,8 +7,8 @@ import pytest
 import torch
 
 # In the interpreter, a kernel's warpgroups are XLA threads that wait for each other. XLA starts one per core, which
-# deadlocks on a machine with two. The interpreter's callbacks take threads, too. JAX reads this when it initializes the
-# CPU backend.
+# deadlocks on a machine with two. With 8, a run that looked for races once did not end. JAX reads this when it
+# initializes the CPU backend.
 os.environ.setdefault("NPROC", "16")
 jax = pytest.importorskip("jax")
 

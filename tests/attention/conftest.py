@@ -10,30 +10,36 @@ def _quick_kernels(quick_kernels):
 
 @pytest.fixture
 def detects_races(monkeypatch, capsys):
-    """Fail a test if an interpreted Hopper kernel accesses shared memory without a barrier or a fence in between.
+    """Fail a test if no barrier or fence orders two accesses of an interpreted Hopper kernel to shared memory.
 
-    The interpreter wants a fence wherever the TMA unit writes what a warpgroup has read. Products have completed when
-    their results are used, and so have loads whose sum is used, so that hardware needs no fence behind these.
+    The interpreter wants a fence wherever the TMA unit writes what a warpgroup has read. Hardware needs none behind
+    products, sums of loads and reads of tickets, which have completed when their results are used. So a fence is added
+    there. It may hide that another one is missing, but hides no missing barrier between warpgroups.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from vitkernels.attention.pallas_flash.hopper import fused_order, tiles
 
-    def fenced(function):
-        def call(*args, **options):
+    def fence_behind(module, name: str) -> None:
+        function = getattr(module, name)
+
+        def fenced(*args, **options):
             result = function(*args, **options)
             plgpu.commit_smem()
             return result
 
-        return call
+        monkeypatch.setattr(module, name, fenced)
 
-    for module, name in (
-        (tiles, "accumulated"),
-        (tiles, "products"),
-        (tiles, "row_sums"),
-        (fused_order, "row_sums"),
-    ):
-        monkeypatch.setattr(module, name, fenced(getattr(module, name)))
+    fence_behind(tiles, "accumulated")
+    fence_behind(tiles, "products")
+    fence_behind(fused_order, "row_sums")
+    release_ticket = fused_order.OrderedKernel.give_ticket_back
+
+    def give_ticket_back(*args, **options):
+        plgpu.commit_smem()
+        release_ticket(*args, **options)
+
+    monkeypatch.setattr(fused_order.OrderedKernel, "give_ticket_back", give_ticket_back)
     watched = plgpu.InterpretGPUParams(uninitialized_memory="nan", detect_races=True)
     monkeypatch.setattr(tiles, "INTERPRETED", watched)
     yield

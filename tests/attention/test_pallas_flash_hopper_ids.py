@@ -206,7 +206,7 @@ def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
         assert x[in_quads].isnan().all(), name
 
 
-# Not watched by detects_races, which wants a fence behind each read of a ticket's record.
+@pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize("is_long, scale", [(True, 0.1), (True, -0.1), (False, 0.1)])
