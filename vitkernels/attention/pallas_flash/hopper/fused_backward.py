@@ -29,8 +29,8 @@ from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import COUNT, prefers_fused
 from vitkernels.attention.pallas_flash.hopper.fused_order import TILE
 from vitkernels.attention.pallas_flash.hopper.fused_sums import HALVES, SummingKernel, buffer_of
-from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows
+from vitkernels.attention.pallas_flash.hopper.row_registers import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import takes_quads, widths
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,

@@ -87,11 +87,6 @@ class AttentionKernels:
             **options,
         )
 
-    @property
-    def _exceeds_short_kernels(self) -> bool:
-        """Return whether a call has what would exceed the registers of the kernels for short sequences."""
-        return self.is_causal or (self.chunks is not None and self.bias_shape is not None)
-
     def _with_bias(self, schedule: Schedule, kept: int) -> Schedule:
         """Return the schedule for the call's bias, if it has one; see with_bias."""
         if self.bias_shape is None:
@@ -216,14 +211,15 @@ class AttentionKernels:
 
     def _runs_short_backward(self, bias_gradient: bool) -> bool:
         """Return whether one kernel computes the gradients; with that of a bias, it stores dS (see MOST_DS)."""
-        if not fits_short_backward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
+        if not fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
             return False
         return not bias_gradient or math.prod(self._short_backward_with_ds.ds.shape) <= MOST_DS
 
     @property
     def _forward(self) -> tuple[Kernel, ...]:
         """Return the kernels of the forward pass."""
-        if fits_short_forward(self.queries, self.keys, self.head_dim, self._exceeds_short_kernels):
+        is_masked = self.is_causal or (self.chunks is not None and self.bias_shape is not None)
+        if fits_short_forward(self.queries, self.keys, self.head_dim, is_masked):
             return (self.short_forward,)
         return (self.short_forward, self.forward) if self._has_quads else (self.forward,)
 

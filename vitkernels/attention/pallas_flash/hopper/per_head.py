@@ -19,7 +19,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     QUAD_ROW,
     QUADS,
 )
-from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
+from vitkernels.attention.pallas_flash.hopper.row_registers import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 
 NARROW = 16  # columns as which a segment's last tile in a quad is processed if it has no more rows
@@ -67,16 +67,25 @@ class PerHeadKernel(tiles.HopperKernel):
     @property
     def blocks(self) -> int:
         quads = self.chunks[0] // QUAD if self.chunks is not None and self.has_quads else 1
-        return min(self.multiprocessors, self.batch * self.heads * quads)
+        return min(self.multiprocessors, pl.cdiv(self.batch * self.heads * quads, self.heads_at_once))
 
-    def iterations(self, ids: tuple):
-        """Return the number of heads this block processes."""
+    @property
+    def heads_at_once(self) -> int:
+        """Return how many groups of warpgroups a thread block has; each processes a head at a time."""
+        return 1
+
+    def iterations(self, ids: tuple, group=0):
+        """Return the number of heads that a group of this block processes."""
         count = ids[4][QUADS] * self.heads if self.has_quads else self.batch * self.heads
-        return lax.div(count + self.blocks - 1 - lax.axis_index("block"), self.blocks)
+        groups = self.blocks * self.heads_at_once
+        return lax.div(count + groups - 1 - self._first_index(group), groups)
 
-    def _index(self, iteration) -> tuple:
+    def _first_index(self, group):
+        return lax.axis_index("block") * self.heads_at_once + group
+
+    def _index(self, iteration, group) -> tuple:
         """Return the batch entry, or the number of the quad, and the head of an iteration."""
-        index = lax.axis_index("block") + iteration * self.blocks
+        index = self._first_index(group) + iteration * (self.blocks * self.heads_at_once)
         return lax.div(index, self.heads), lax.rem(index, self.heads)
 
     def bias_scratch(self, warpgroups: int) -> dict:
@@ -107,7 +116,7 @@ class PerHeadKernel(tiles.HopperKernel):
 
     def _listed(self, iteration, ids: tuple):
         """Return the record, in device memory, that lists an iteration's quad."""
-        number, _ = self._index(iteration)
+        number, _ = self._index(iteration, 0)
         assert self.chunks is not None
         chunks = self.chunks[0]
         return ids[2].at[lax.div(number, chunks), lax.rem(number, chunks)]
@@ -125,8 +134,8 @@ class PerHeadKernel(tiles.HopperKernel):
         if self.has_quads:
             plgpu.barrier_wait(scratch["quad_arrived"].at[lax.rem(iteration, _RECORDS)])
 
-    def place_of(self, iteration, ids: tuple, scratch: dict) -> Place:
-        batch, head = self._index(iteration)
+    def place_of(self, iteration, ids: tuple, scratch: dict, group=0) -> Place:
+        batch, head = self._index(iteration, group)
         if not self.has_quads:
             return Place(batch, head)
         assert self.chunks is not None

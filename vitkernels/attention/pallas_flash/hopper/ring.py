@@ -33,7 +33,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     USED_QUERIES,
     prefers_fused,
 )
-from vitkernels.attention.pallas_flash.hopper.partial_store import store_first_rows
+from vitkernels.attention.pallas_flash.hopper.row_registers import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, takes_quads, widths
 from vitkernels.attention.pallas_flash.hopper.tiles import WGMMA, at
 

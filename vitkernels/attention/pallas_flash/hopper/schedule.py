@@ -12,7 +12,7 @@ MULTIPROCESSORS = 132  # of an H100 SXM or H200
 ROWS = 64  # rows of a tile that one warpgroup multiplies at once
 _SHARED_MEMORY = 227 * 1024  # bytes available to a thread block
 _BARRIERS_AND_VECTORS = 4 * 1024
-_FEW_BARRIERS_AND_VECTORS = 5 * 512  # of kernels with a bias; with ids, twice as much
+_FEW_BARRIERS_AND_VECTORS = 5 * 512  # of short kernels and of those with a bias; with ids, twice as much
 
 
 @dataclass(frozen=True)
@@ -184,23 +184,23 @@ MOST_DS = 2**29
 # --- the kernels for short sequences ----------------------------------------------------------------------------------
 
 
-def fits_short_backward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
-    """Return whether one kernel can compute dq, dk and dv: an entire head fits in shared memory, in rows of 128 bytes.
-
-    is_masked: causal, or with both ids and a bias, which would exceed its registers.
-    """
-    return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_masked
+def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
+    """Return whether one kernel can compute dq, dk and dv: a head fits in shared memory, in rows of 128 bytes."""
+    return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_causal
 
 
 def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
-    """Return whether the per-head forward kernel applies: two entire heads fit in shared memory and fill a block."""
+    """Return whether the per-head forward kernel applies: two entire heads fit in shared memory and fill a block.
+
+    is_masked: causal, or with both ids and a bias, which would exceed its registers.
+    """
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_masked)
 
 
-def fits_bias(tiles: int, warpgroups: int, bytes_per_score: int) -> bool:
-    """Return whether shared memory holds `tiles` tiles of a head, and a tile of the bias per warpgroup."""
-    used = ROWS * ROWS * (2 * tiles + bytes_per_score * warpgroups)
-    return used + _FEW_BARRIERS_AND_VECTORS <= _SHARED_MEMORY
+def fits(tiles: int, biases: int = 0, bytes_per_score: int = 0, has_ids: bool = False) -> bool:
+    """Return whether shared memory holds `tiles` tiles of a head and `biases` tiles of a bias."""
+    used = ROWS * ROWS * (2 * tiles + bytes_per_score * biases)
+    return used + _FEW_BARRIERS_AND_VECTORS * (1 + has_ids) <= _SHARED_MEMORY
 
 
 def takes_quads(head_dim: int) -> bool:

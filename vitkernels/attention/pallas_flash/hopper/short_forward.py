@@ -17,7 +17,7 @@ from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel
-from vitkernels.attention.pallas_flash.hopper.schedule import fits_bias
+from vitkernels.attention.pallas_flash.hopper.schedule import fits
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at
 
 BUFFERS = 2  # for heads
@@ -50,7 +50,7 @@ class ShortForward(PerHeadKernel, Forward):
         Its slots take the place of the output, which is then stored through the tiles of queries.
         """
         count = BUFFERS * (self.query_tiles + 2 * self.steps)
-        return self.bias_shape is not None and fits_bias(count, self.query_tiles, self.bias_bytes)
+        return self.bias_shape is not None and fits(count, self.query_tiles, self.bias_bytes)
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out and log-sum-exp; see Forward.

@@ -258,6 +258,12 @@ def load_rows(
         plgpu.copy_gmem_to_smem(source, untiled(part, index, interpret, chunk), barrier)
 
 
+def prefetch_rows(array_ref, batch, first_row, head, interpret: bool) -> None:
+    """Have 64 rows of one head fetched to the L2 cache."""
+    if not interpret:  # the interpreter has no caches
+        plgpu.async_prefetch(array_ref.at[batch, pl.ds(unchecked(first_row), ROWS), head])
+
+
 def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret: bool) -> None:
     """Start copying `parts[index]` out; call commit_smem before and wait_smem_to_gmem after."""
     rows = parts[0].shape[-2]
@@ -267,7 +273,10 @@ def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret
 
 
 def fence_shared_memory(interpret: bool) -> None:
-    """Order this thread's accesses to shared memory before later ones of products and of the TMA unit."""
+    """Order this thread's accesses to shared memory before later ones by products and the TMA unit.
+
+    An arrival or a barrier must follow, since other threads' accesses are not ordered.
+    """
     if interpret:  # the interpreter does not run Mosaic GPU code, and knows only the fence that is also a barrier
         plgpu.commit_smem()
         return
@@ -361,21 +370,24 @@ def products(*terms: tuple[jax.Array | None, tuple, tuple], interpret: bool) -> 
     return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def accumulated(sums: tuple, products: list[tuple], interpret: bool) -> tuple:
+def accumulated(sums: tuple, products: list[tuple], interpret: bool, meanwhile=lambda: None) -> tuple:
     """Return `sums` in float32 with sums[i] += a b for each (i, a, b) of `products`; all run concurrently.
 
-    a is an array in registers or a tile in shared memory, b a tile in shared memory.
+    a is an array in registers or a tile in shared memory, b a tile in shared memory. The function `meanwhile` is called
+    once the products have started; it must write neither a nor b.
     """
     sums = tuple(x.astype(jnp.float32) for x in sums)
     if interpret:  # the interpreter does not support register operands
         sums = list(sums)
         for i, a, b in products:
             sums[i] += jnp.dot(_value(a), b[...], preferred_element_type=jnp.float32)
+        meanwhile()
         return tuple(sums)
 
     def multiply(acc_refs):
         for i, a, b in products:
             plgpu.wgmma(acc_refs[i], a, b)
+        meanwhile()
 
     return pl.run_state(multiply)(tuple(plgpu.ACC.init(x) for x in sums))
 
