@@ -197,7 +197,7 @@ def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) 
     return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_masked)
 
 
-def fits(tiles: int, biases: int = 0, bytes_per_score: int = 0, has_ids: bool = False) -> bool:
+def fits(tiles: int, biases: int, bytes_per_score: int, has_ids: bool) -> bool:
     """Return whether shared memory holds `tiles` tiles of a head and `biases` tiles of a bias."""
     used = ROWS * ROWS * (2 * tiles + bytes_per_score * biases)
     return used + _FEW_BARRIERS_AND_VECTORS * (1 + has_ids) <= _SHARED_MEMORY

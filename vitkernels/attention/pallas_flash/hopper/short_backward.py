@@ -23,8 +23,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
-from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel, Place
-from vitkernels.attention.pallas_flash.hopper.row_registers import CHUNK, load_chunk, store_row_sums
+from vitkernels.attention.pallas_flash.hopper.head_rows import HeadRows
+from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel
 from vitkernels.attention.pallas_flash.hopper.schedule import fits
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
@@ -134,7 +134,7 @@ class ShortBackward(PerHeadKernel):
         refs |= {"ds": ds[0] if ds else None, "ids": ids}
         warpgroup = lax.axis_index("warpgroup")
         iterations = self.iterations(ids, self.group_of(warpgroup))
-        if self.bias_shape or self.has_ids:  # if the compiler knew a number of 1, it would drop the loop, and spill
+        if self.bias_shape or self.has_ids:  # of a loop that the compiler knows to run once, registers spill
             iterations = self.opaque(iterations)
         head_of = lambda iteration: _Head(self, refs, scratch, warpgroup, iteration, iterations)  # noqa: E731
         pl.when(iterations > 0)(lambda: head_of(jnp.int32(-1)).request_first())
@@ -146,164 +146,13 @@ class ShortBackward(PerHeadKernel):
         return 0 if self.heads_at_once == 1 else lax.div(warpgroup, self.per_head)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """What a warpgroup does for one head.
-
-    Addresses would not fit in registers. Each is computed anew from the warpgroup's number, which stays in a register.
-    """
-
-    kernel: ShortBackward
-    refs: dict
-    scratch: dict
-    warpgroup: jax.Array
-    iteration: jax.Array
-    iterations: jax.Array
-
-    @property
-    def more(self):
-        """Return whether there is a next head."""
-        return self.iteration + 1 < self.iterations
-
-    @property
-    def own(self):
-        """Return which tile of the head's keys, and which of its queries, this warpgroup owns."""
-        kernel = self.kernel
-        if kernel.per_head == 1:
-            return kernel.opaque(0)
-        warpgroup = kernel.opaque(self.warpgroup)
-        return warpgroup if kernel.heads_at_once == 1 else lax.rem(warpgroup, kernel.per_head)
-
-    @property
-    def _group(self):
-        return self.kernel.group_of(self.kernel.opaque(self.warpgroup))
-
-    def if_owns(self, count: int, function) -> None:
-        """Call a function in the warpgroups that own one of `count` tiles of the head."""
-        if count == self.kernel.per_head:
-            function()
-        else:
-            pl.when(self.own < count)(function)
-
-    def _place(self, ahead: int = 0) -> Place:
-        return self._place_of(self.kernel.opaque(self.iteration) + ahead)
-
-    def _place_of(self, iteration) -> Place:
-        return self.kernel.place_of(iteration, self.refs["ids"], self.scratch, self._group)
-
-    def _index(self, tile):
-        """Return the index in shared memory of a tile of the group's head."""
-        return self._group * self.kernel.per_head + tile
-
-    def _slot(self, buffer, key_tile):
-        """Return the index in shared memory of a tile of dS."""
-        return buffer * self.kernel.warpgroups + self._index(key_tile)
-
-    def _smem(self, name: str, tile) -> tuple:
-        return at(self.scratch[f"{name}_smem"], self._index(tile))
-
-    def _vector(self, name: str, tile):
-        return self.scratch[f"{name}_smem"].at[self._index(tile)]
-
-    def _barrier(self, name: str, tile):
-        return self.scratch[name].at[self._index(tile)]
-
-    def _ds_consumed(self, buffer):
-        return self.scratch["ds_consumed"].at[self._group * BUFFERS + buffer]
-
-    # --- the own rows of the next head --------------------------------------------------------------------------------
-
-    def request_first(self) -> None:
-        """Request the first head, and compute its delta. Called for iteration -1."""
-        kernel = self.kernel
-        for ahead in (1, 2):
-            self._request_place(ahead)
-        kernel.wait_for_place(jnp.int32(0), self.scratch)
-        self.if_owns(kernel.key_tiles, self.request_keys)
-        self.if_owns(kernel.key_tiles, partial(self.request, "v"))
-        if kernel.copies_bias:
-            self.if_owns(kernel.key_tiles, partial(self.request_bias, jnp.int32(0), 1))
-        self.if_owns(kernel.query_tiles, self.request_queries)
-        self.if_owns(kernel.query_tiles, lambda: self.put_delta(self.load_factors()))
-
-    def _request_place(self, ahead: int) -> None:
-        if self.kernel.has_quads:
-            where = self.iteration + ahead, self.iterations, self.refs["ids"], self.scratch
-            pl.when(self.warpgroup == 0)(lambda: self.kernel.request_place(*where))
-
-    def request(self, name: str, arrived: str | None = None, first: int = 0) -> None:
-        """Request the own tile of an array, to the tiles from `first` on."""
-        kernel, place, own = self.kernel, self._place(1), self.own
-        head = place.head + (kernel.first_heads["qkv".index(name)] if name in "qkv" else 0)
-        index = first + self._index(own)
-        where = place.batch, kernel.row_of(place, own), head, self.scratch[f"{name}_smem"], index
-        tiles.load_rows(self.refs[name], *where, self._barrier(arrived or f"{name}_arrived", own), kernel.interpret)
-
-    def request_keys(self) -> None:
-        self.request("k", first=self._first_key_tile(1))
-        if self.kernel.compares_ids:
-            self._request_ids(1, "k", self._first_key_tile(1))
-
-    def _first_key_tile(self, ahead: int = 0):
-        """Return the first tile in shared memory of the buffer that holds a head's keys."""
-        if self.kernel.key_buffers == 1:
-            return 0
-        return lax.rem(self.kernel.opaque(self.iteration) + ahead, 2) * self.kernel.warpgroups
-
-    def _k(self, tile) -> tuple:
-        return at(self.scratch["k_smem"], self._first_key_tile() + self._index(tile))
-
-    def request_queries(self) -> None:
-        """Request the own queries, and their dO, log-sum-exp and ids."""
-        self.request("q")
-        self.request("do", arrived="q_arrived")
-        own, place = self.own, self._place(1)
-        source = self.refs["lse"].at[place.batch, place.head, pl.ds((place.chunk + own) * ROWS, ROWS)]
-        plgpu.copy_gmem_to_smem(source, self._vector("lse", own), self._barrier("q_arrived", own))
-        if self.kernel.compares_ids:
-            self._request_ids(0, "q")
-
-    def _request_ids(self, side: int, name: str, first: int = 0) -> None:
-        own = self.own
-        source = self.refs["ids"][side].at[self._place(1).batch, pl.ds(own * ROWS, ROWS)]
-        smem = self.scratch[f"{name}_ids_smem"].at[first + self._index(own)]
-        plgpu.copy_gmem_to_smem(source, smem, self._barrier(f"{name}_arrived", own))
-
-    # --- delta, rowsum(dO O), of the own queries of the next head -----------------------------------------------------
-
-    def _prefetch_factors(self) -> None:
-        """Have the own rows of O and dO fetched to the L2 cache; device memory would take too long later."""
-        place = self._place(1)
-        for name in ("out", "do"):
-            row = self.kernel.row_of(place, self.own)
-            tiles.prefetch_rows(self.refs[name], place.batch, row, place.head, self.kernel.interpret)
-
-    def load_factors(self) -> list[tuple]:
-        """Return chunks of the own rows of O and dO of the next head, in registers.
-
-        For the last head, they are its own rows, which nobody uses.
-        """
-        kernel = self.kernel
-        place = self._place_of(lax.min(kernel.opaque(self.iteration) + 1, self.iterations - 1))
-        factors = [self.refs[name].at[place.batch, :, place.head] for name in ("out", "do")]
-        first = kernel.row_of(place, self.own)
-        rows = range(0, ROWS, CHUNK)
-        return [tuple(load_chunk(x, first + row, kernel.interpret) for x in factors) for row in rows]
-
-    def put_delta(self, factors: list[tuple]) -> None:
-        """Store delta and announce it. It is 0 past the last query, where it could make dS infinite in float16."""
-        kernel, delta = self.kernel, self._vector("delta", self.own)
-        for i, (out, do) in enumerate(factors):
-            rows = kernel.queries_at_once - self.own * ROWS - i * CHUNK if kernel.queries_at_once % ROWS else CHUNK
-            store_row_sums(out, do, rows, delta.at[pl.ds(i * CHUNK, CHUNK)], kernel.interpret)
-        plgpu.barrier_arrive(self._barrier("delta_ready", self.own))
-
-    # --- a head -------------------------------------------------------------------------------------------------------
+class _Head(HeadRows):
+    """What a warpgroup computes for one head."""
 
     def process(self) -> None:
         kernel = self.kernel
         if kernel.has_quads:
-            self._request_place(2)
+            self.request_place(2)
             pl.when(self.more)(lambda: kernel.wait_for_place(self.iteration + 1, self.scratch))
         self.if_owns(kernel.key_tiles, self._process_queries)
         if kernel.key_tiles < kernel.per_head:
@@ -311,15 +160,15 @@ class _Head:
             @pl.when(self.own >= kernel.key_tiles)
             def _():
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head's dq
-                pl.when(self.more)(self._prefetch_factors)
+                pl.when(self.more)(self.prefetch_factors)
                 self._compute_dq()
                 pl.when(self.more)(lambda: self.put_delta(self.load_factors()))
 
     def _process_queries(self) -> None:
         """Compute the own dk and dv, and dq in between."""
         kernel, own = self.kernel, self.own
-        self.if_owns(kernel.query_tiles, lambda: pl.when(self.more)(self._prefetch_factors))
-        plgpu.barrier_wait(self._barrier("k_arrived", own))
+        self.if_owns(kernel.query_tiles, lambda: pl.when(self.more)(self.prefetch_factors))
+        plgpu.barrier_wait(self.barrier("k_arrived", own))
         if kernel.key_buffers == 2:
             pl.when(self.more)(self.request_keys)
         full, last = divmod(kernel.queries_at_once, ROWS)
@@ -349,9 +198,16 @@ class _Head:
             pl.when(self.more)(self.request_keys)
         self._store("dk", dk, kernel.scale, last % BUFFERS)
 
+    def _slot(self, buffer, key_tile):
+        """Return the index in shared memory of a tile of dS."""
+        return buffer * self.kernel.warpgroups + self.index(key_tile)
+
+    def _ds_consumed(self, buffer):
+        return self.scratch["ds_consumed"].at[self.group * BUFFERS + buffer]
+
     def _store(self, name: str, values: tuple, scale: float, buffer) -> None:
         """Start storing a gradient of the own tile, through the own slot for dS in a buffer."""
-        kernel, place, own = self.kernel, self._place(), self.own
+        kernel, place, own = self.kernel, self.place(), self.own
         head = place.head + kernel.first_heads[("dq", "dk", "dv").index(name)]
         scaled = tuple(x * scale for x in values)
         kernel.store_tiles(
@@ -362,7 +218,7 @@ class _Head:
         """Process a tile of queries, or its first `columns`. Scores and arrays of their size are keys by queries."""
         if not self.kernel.has_quads:
             return self._add(tile, columns, sums)
-        place, own = self._place(), self.own
+        place, own = self.place(), self.own
         absolute = tile + place.of_chunk(0, QUAD_FIRST)
         is_needed = (place.of_chunk(own, QUAD_FIRST) <= absolute) & (absolute < place.of_chunk(own, QUAD_END))
         is_wide = place.of_chunk(tile, QUAD_COUNT) > NARROW
@@ -371,8 +227,8 @@ class _Head:
 
     def _skip(self, tile, sums) -> tuple:
         """Pass zeros on as dS of a tile of queries that attend to none of the own keys."""
-        plgpu.barrier_wait(self._barrier("q_arrived", tile))
-        plgpu.barrier_wait(self._barrier("delta_ready", tile))
+        plgpu.barrier_wait(self.barrier("q_arrived", tile))
+        plgpu.barrier_wait(self.barrier("delta_ready", tile))
         self._wait_for_values(tile)
         self._wait_for_slot(tile)
         self._put_ds(filled((ROWS, ROWS), 0, WGMMA, jnp.dtype(self.kernel.dtype)), tile)
@@ -381,10 +237,10 @@ class _Head:
 
     def _add(self, tile, columns: int, sums) -> tuple:
         dk, dv = sums
-        plgpu.barrier_wait(self._barrier("q_arrived", tile))
-        q, do = self._smem("q", tile), self._smem("do", tile)
+        plgpu.barrier_wait(self.barrier("q_arrived", tile))
+        q, do = self.smem("q", tile), self.smem("do", tile)
         weights = self._weights(q, tile, columns)
-        plgpu.barrier_wait(self._barrier("delta_ready", tile))
+        plgpu.barrier_wait(self.barrier("delta_ready", tile))
         dv, ds, tile = self._ds(weights, do, dv, tile)
         products = [(j, ds, part) for j, part in enumerate(q)]
         dk = tiles.accumulated(dk, products, self.kernel.interpret, meanwhile=lambda: self._put_ds(ds, tile))
@@ -394,21 +250,20 @@ class _Head:
     def _weights(self, q, tile, columns: int):
         """Return the weights of the own keys, for the first `columns` queries of a tile."""
         kernel = self.kernel
-        k = self._k(kernel.opaque(self.own))
+        k = self.k(self.own)
         products = [(0, x, transposed(y)) for x, y in zip(k, tiles.first_rows(q, columns), strict=True)]
-        of_queries = partial(self._along_columns, "lse", tile, columns)
-        # Before the product, which hides the latency. With a bias or ids, it would exceed the registers.
-        lse = None if kernel.bias_shape or kernel.compares_ids else of_queries()
+        load_lse = partial(self._along_columns, "lse", tile, columns)
+        # Before the product, which hides the latency, but not with a bias or ids: that takes longer.
+        lse = None if kernel.bias_shape or kernel.compares_ids else load_lse()
         (scores,) = tiles.accumulated((self._start(tile, columns),), products, kernel.interpret)
-        self._request_next_bias(tile)
+        self.request_next_bias(tile)
         scores, tile = self._sequenced((scores, tile))
-        exponents = kernel.exponents(scores) - (of_queries() if lse is None else lse)
+        exponents = kernel.exponents(scores) - (load_lse() if lse is None else lse)
         # Rows past the last key have scores of 0, maybe far above a low lse: exp2 would overflow, and inf * 0 is NaN. A
         # bias of -inf, another id or what the scores of a quad start from prevents this.
         if kernel.compares_ids:
-            k_ids = self.scratch["k_ids_smem"].at[self._first_key_tile() + self._index(kernel.opaque(self.own))]
-            of_keys = plgpu.load(k_ids, layout=BY_ROW)
-            of_queries = plgpu.load(self._vector("q_ids", tile).at[pl.ds(0, columns)], layout=BY_COLUMN)
+            of_keys = plgpu.load(self.own_key_ids(), layout=BY_ROW)
+            of_queries = plgpu.load(self.vector("q_ids", tile).at[pl.ds(0, columns)], layout=BY_COLUMN)
             exponents = jnp.where(tiles.same_id(of_keys, of_queries), exponents, -jnp.inf)
         elif kernel.keys_at_once % ROWS and kernel.bias_shape is None:
             exponents = jnp.minimum(exponents, 0.0)
@@ -416,7 +271,7 @@ class _Head:
 
     def _along_columns(self, name: str, tile, columns: int, first: int = 0):
         """Return log-sum-exp or delta of some queries of a tile."""
-        some = self._vector(name, tile).at[pl.ds(first, columns)]
+        some = self.vector(name, tile).at[pl.ds(first, columns)]
         return along_columns(plgpu.load(some, layout=BY_COLUMN), (ROWS, columns))
 
     def _start(self, tile, columns: int):
@@ -429,29 +284,11 @@ class _Head:
         if kernel.copies_bias:
             return kernel.copied_bias(lax.axis_index("warpgroup"), columns, self.scratch)
         if kernel.bias_shape is not None:
-            return groups.load(self._bias(self._place(), tile, columns), kernel.interpret)
+            return groups.load(self.bias(self.place(), tile, columns), kernel.interpret)
         if not kernel.has_quads:
             return filled(shape, 0, WGMMA)
-        keys = self._place().of_chunk(self.own, QUAD_COUNT)
+        keys = self.place().of_chunk(self.own, QUAD_COUNT)
         return along_rows(jnp.where(tiles.row_numbers() < keys, 0.0, kernel.lowest_product), shape)
-
-    def _bias(self, place: Place, tile, columns: int):
-        """Return the bias, in device memory, of the own keys and the first `columns` queries of a tile."""
-        kernel = self.kernel
-        where = kernel.opaque(place.batch), kernel.opaque(place.head), self.own * ROWS, tile * ROWS
-        return kernel.bias_at(self.refs["bias"], *where, columns)
-
-    def request_bias(self, tile, ahead: int) -> None:
-        """Start copying the bias of the own keys and a tile of queries to shared memory."""
-        kernel = self.kernel
-        kernel.copy_bias(self._bias(self._place(ahead), tile, ROWS), lax.axis_index("warpgroup"), self.scratch)
-
-    def _request_next_bias(self, tile) -> None:
-        if not self.kernel.copies_bias:
-            return
-        was_last = tile == self.kernel.query_tiles - 1
-        pl.when(~was_last)(lambda: self.request_bias(tile + 1, 0))
-        pl.when(was_last & self.more)(lambda: self.request_bias(jnp.int32(0), 1))
 
     def _ds(self, weights, do, dv, tile) -> tuple:
         """Return dv with what a tile of queries adds, dS, and the tile.
@@ -461,7 +298,7 @@ class _Head:
         halves.
         """
         kernel, columns = self.kernel, weights.shape[1]
-        v = self._smem("v", kernel.opaque(self.own))
+        v = self.smem("v", self.own)
         parts = 2 if kernel.warpgroups == WARPGROUPS and columns == ROWS else 1
         width, found = columns // parts, []
         weights, tile = self._sequenced((weights, tile))
@@ -486,7 +323,7 @@ class _Head:
 
     def _wait_for_values(self, tile) -> None:
         """Wait for the head's values at its first tile: not earlier, since the scores do not need them."""
-        pl.when(tile == 0)(lambda: plgpu.barrier_wait(self._barrier("v_arrived", self.own)))
+        pl.when(tile == 0)(lambda: plgpu.barrier_wait(self.barrier("v_arrived", self.own)))
 
     def _wait_for_slot(self, tile) -> None:
         """Wait until the own slot for dS is free of an earlier tile's dS, the previous head's dv and dk, and dq."""
@@ -496,39 +333,39 @@ class _Head:
 
     def _put_ds(self, ds, tile) -> None:
         """Store dS and announce it, each thread behind a fence for its own part."""
-        slot = self._slot(lax.rem(tile, BUFFERS), self.kernel.opaque(self.own))
+        slot = self._slot(lax.rem(tile, BUFFERS), self.own)
         at(self.scratch["ds_smem"], slot)[0][...] = ds
         tiles.fence_shared_memory(self.kernel.interpret)
-        plgpu.barrier_arrive(self._barrier("ds_ready", tile))
+        plgpu.barrier_arrive(self.barrier("ds_ready", tile))
 
     def _end_step(self, tile) -> None:
         """Release a tile of queries. After the last, request the next head's values; after tile own + 1, compute dq."""
-        plgpu.barrier_arrive(self._barrier("q_consumed", tile))
+        plgpu.barrier_arrive(self.barrier("q_consumed", tile))
         pl.when((tile == self.kernel.query_tiles - 1) & self.more)(lambda: self.request("v"))
         pl.when(tile == self.own + 1)(self._compute_dq)
 
     def _compute_dq(self) -> None:
         """Compute and start storing dq of the own queries; request those of the next head."""
         kernel = self.kernel
-        tile, zero = kernel.opaque(self.own), kernel.opaque(0)
+        tile, zero = self.own, kernel.opaque(0)
         buffer, products = lax.rem(tile, BUFFERS), []
-        plgpu.barrier_wait(self._barrier("ds_ready", tile))
+        plgpu.barrier_wait(self.barrier("ds_ready", tile))
         if kernel.stores_ds:
             self._store_ds(tile, buffer)
         for i in range(kernel.key_tiles):
             (ds,) = at(self.scratch["ds_smem"], self._slot(buffer, zero + i))
-            products += [(j, transposed(ds), part) for j, part in enumerate(self._k(zero + i))]
+            products += [(j, transposed(ds), part) for j, part in enumerate(self.k(zero + i))]
         dq = tiles.accumulated(kernel.zeros(), products, kernel.interpret)
         if kernel.stores_ds:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self._ds_consumed(buffer))
         self._store("dq", dq, kernel.scale, buffer)
-        plgpu.barrier_wait(self._barrier("q_consumed", tile))
+        plgpu.barrier_wait(self.barrier("q_consumed", tile))
         pl.when(self.more)(self.request_queries)
 
     def _store_ds(self, tile, buffer) -> None:
         """Start storing dS of the own queries; the warpgroups have made it visible to the TMA unit."""
-        kernel, place = self.kernel, self._place()
+        kernel, place = self.kernel, self.place()
         columns = pl.ds(tiles.unchecked(tile * ROWS), ROWS)
         for key_tile in range(kernel.key_tiles):
             rows = pl.ds(tiles.unchecked(key_tile * ROWS), ROWS)

@@ -50,7 +50,7 @@ class ShortForward(PerHeadKernel, Forward):
         Its slots take the place of the output, which is then stored through the tiles of queries.
         """
         count = BUFFERS * (self.query_tiles + 2 * self.steps)
-        return self.bias_shape is not None and fits(count, self.query_tiles, self.bias_bytes)
+        return self.bias_shape is not None and fits(count, self.query_tiles, self.bias_bytes, self.has_ids)
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out and log-sum-exp; see Forward.
