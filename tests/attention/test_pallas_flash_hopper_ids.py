@@ -273,7 +273,7 @@ def test_fused_backward__with_segments__interpreted(is_long, scale):
 @needs_new_jax
 @pytest.mark.parametrize(
     "N, M, D, has_segments, has_mask",
-    [(130, 140, 64, False, True), (135, 135, 40, True, True), (197, 197, 64, True, False)],
+    [(130, 140, 64, False, True), (135, 135, 40, True, True), (197, 197, 64, True, False), (70, 100, 64, False, True)],
 )
 def test_short_kernels__with_ids__interpreted(N, M, D, has_segments, has_mask):
     """Segments recur, and keys are masked, all of them in one image; each thread block runs two or more heads."""

@@ -16,7 +16,7 @@ from vitkernels.testing.attention_reference import TOLERANCE, reference
 @pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("N, M", [(130, 140), (197, 197), (140, 256), (250, 129)])
+@pytest.mark.parametrize("N, M", [(130, 140), (197, 197), (140, 256), (250, 129), (50, 50), (100, 70), (40, 128)])
 def test_short_forward__interpreted(N, M):
     """Run five heads in two thread blocks, so that both buffers are reused; some last tiles are nearly empty."""
     import jax.numpy as jnp
@@ -111,6 +111,8 @@ def test_short_backward__with_large_gradients_in_float16__interpreted():
         ((1, 2), 130, 140, 0.125, torch.bfloat16, False),
         ((2, 1), 197, 135, 0.1, torch.float32, False),
         ((1, 2), 140, 230, 0.125, torch.float32, True),
+        ((2, 1), 49, 49, 0.125, torch.bfloat16, False),
+        ((1, 2), 49, 100, 0.125, torch.float32, False),
     ],
 )
 def test_short_kernels__with_a_bias__interpreted(shape, N, M, scale, of_bias, hides_keys):

@@ -11,18 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vitkernels.attention.pallas_flash.hopper.schedule import MULTIPROCESSORS
 from vitkernels.attention.pallas_flash.hopper.tiles import lowest_score, stored_bias_shape
 from vitkernels.bridge.operator import interpretable
 from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 
 _ROWS = 16  # of a program: those of a warp in a tile
 _COLUMNS = 256  # of a program, at most
-_ELEMENTS = 1024  # of a program of _sum_kernel
+_SUMMED = 1024  # elements that a program of _sum_kernel loads at a time: of one pair, or of up to 32
 _ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
 # In bfloat16, rows whose maximum is smaller keep their values, because differences would be rounded. Above, differences
 # of up to 512 are exact.
 _UNSHIFTED = 1024.0
-_UNROLLED = 8  # pairs whose loads are in flight at a time
+_FEWEST_PROGRAMS = 3 * MULTIPROCESSORS
+_UNROLLED = 8  # such loads in flight at a time
 
 
 @triton.jit
@@ -118,26 +120,28 @@ def _rows_kernel(x_ptr, out_ptr, R, C, tiles, groups, factor, ROWS: tl.constexpr
 @triton.jit
 def _sum_kernel(
     ds_ptr, out_ptr, apart, stride, count, M, N, octets, tiles, groups, factor,
-    ELEMENTS: tl.constexpr, UNROLLED: tl.constexpr,
+    PAIRS: tl.constexpr, ELEMENTS: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Add up transposed gradients of scores, (M, 8 * octets), of `count` pairs per (image, head) of a bias.
 
     Its first pair is `apart` pairs behind that of the previous (image, head); its own pairs are `stride` apart.
+    PAIRS of them are added up side by side.
     """
     pair = tl.program_id(1).to(tl.int64)
     element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     width = octets * 8  # the compiler knows the factor, and loads 8 elements at a time
     size = M * octets * 8
-    inside = element < size
-    ds_ptr += pair * apart * size + element
-    total = tl.zeros((ELEMENTS,), tl.float32)
-    for first in range(0, count, UNROLLED):
+    inside = (element < size)[None, :]
+    ds_ptr += pair * apart * size + element[None, :]
+    total = tl.zeros((PAIRS, ELEMENTS), tl.float32)
+    last = count - 1 - tl.arange(0, PAIRS)[:, None]
+    for first in range(0, count, UNROLLED * PAIRS):
         for i in tl.static_range(UNROLLED):
-            number = count - 1 - first - i  # the last pairs may still be in the L2 cache
+            number = last - first - i * PAIRS  # the last pairs may still be in the L2 cache
             total += tl.load(ds_ptr + number * stride * size, mask=inside & (number >= 0), other=0.0).to(tl.float32)
     key, query = element // width, element % width
     place = pair * tiles * groups * 512 + _place(query, key, groups)
-    tl.store(out_ptr + place, total * factor, mask=inside & (query < N))
+    tl.store(out_ptr + place, tl.sum(total, 0) * factor, mask=(element < size) & (query < N))
 
 
 def stored(bias_BHRC: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -199,9 +203,14 @@ def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float) -> Te
     count = B * H // pairs
     # The pairs that share a bias are H apart if it has all heads, else consecutive.
     apart, stride = (1, H) if shape == (1, H) else (count, 1)
+    size = M * width
+    # Few programs, each of which adds up many pairs, would leave most of the GPU idle.
+    programs = cdiv(size, _SUMMED) * pairs
+    parts = min(32, next_power_of_2(cdiv(_FEWEST_PROGRAMS, programs)))
+    elements = _SUMMED // parts
     triton_call(
         ds, out, apart, stride, count, M, N, width // 8, *out.shape[2:4], factor,
-        kernel=_sum_kernel, grid=(cdiv(M * width, _ELEMENTS), pairs), ELEMENTS=_ELEMENTS, UNROLLED=_UNROLLED,
+        kernel=_sum_kernel, grid=(cdiv(size, elements), pairs), PAIRS=parts, ELEMENTS=elements, UNROLLED=_UNROLLED,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -11,7 +11,7 @@ from torch import Tensor
 from vitkernels.attention.contract import folded_scale
 from vitkernels.attention.pallas_flash.hopper import operators
 from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
-from vitkernels.attention.pallas_flash.hopper.schedule import fits_short_backward
+from vitkernels.attention.pallas_flash.hopper.schedule import is_short
 from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 from vitkernels.attention.rotation import rotate
 
@@ -44,8 +44,7 @@ def _call(q_shape, keys: int, *, bias, mask, segment_ids, is_causal, scale, drop
     hides_keys = is_causal or segment_ids is not None or of_keys
     prepared = padded_bias(bias, None if of_keys else mask, q_shape[2], keys, scale, hides_keys)
     # The kernels for short sequences compare ids instead.
-    is_short = fits_short_backward(q_shape[2], keys, q_shape[3], False)
-    moves_chunks = prepared is None and not is_causal and not is_short
+    moves_chunks = prepared is None and not is_causal and not is_short(q_shape[2], keys, q_shape[3], False)
     ids = token_ids(q_shape, keys, mask if of_keys else None, segment_ids, moves_chunks=moves_chunks)
     return prepared, *ids, is_causal, scale
 

@@ -24,12 +24,11 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     bias_gradient_schedule,
     dkdv_schedule,
     dq_schedule,
-    fits_short_backward,
-    fits_short_forward,
     for_packed_segments,
     forward_of_packed_segments,
     forward_schedule,
     fused_backward_schedule,
+    is_short,
     overlaps_forward,
     takes_quads,
     with_bias,
@@ -209,17 +208,20 @@ class AttentionKernels:
         do, vector = kernel.rows(self.queries, self.heads), kernel.vector()
         return Kernel(kernel, (*_inputs(kernel), do, vector, vector, *_extras(kernel, kernel.queries)))
 
+    @property
+    def _is_short(self) -> bool:
+        return is_short(self.queries, self.keys, self.head_dim, self.is_causal)
+
     def _runs_short_backward(self, bias_gradient: bool) -> bool:
         """Return whether one kernel computes the gradients; with that of a bias, it stores dS (see MOST_DS)."""
-        if not fits_short_backward(self.queries, self.keys, self.head_dim, self.is_causal):
+        if not self._is_short:
             return False
         return not bias_gradient or math.prod(self._short_backward_with_ds.ds.shape) <= MOST_DS
 
     @property
     def _forward(self) -> tuple[Kernel, ...]:
         """Return the kernels of the forward pass."""
-        is_masked = self.is_causal or (self.chunks is not None and self.bias_shape is not None)
-        if fits_short_forward(self.queries, self.keys, self.head_dim, is_masked):
+        if self._is_short:
             return (self.short_forward,)
         return (self.short_forward, self.forward) if self._has_quads else (self.forward,)
 

@@ -184,17 +184,9 @@ MOST_DS = 2**29
 # --- the kernels for short sequences ----------------------------------------------------------------------------------
 
 
-def fits_short_backward(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
-    """Return whether one kernel can compute dq, dk and dv: a head fits in shared memory, in rows of 128 bytes."""
+def is_short(queries: int, keys: int, head_dim: int, is_causal: bool) -> bool:
+    """Return whether the kernels for short sequences apply: a head fits in shared memory, in rows of 128 bytes."""
     return max(queries, keys) <= 256 and widths(head_dim) == (64,) and not is_causal
-
-
-def fits_short_forward(queries: int, keys: int, head_dim: int, is_masked: bool) -> bool:
-    """Return whether the per-head forward kernel applies: two entire heads fit in shared memory and fill a block.
-
-    is_masked: causal, or with both ids and a bias, which would exceed its registers.
-    """
-    return min(queries, keys) > 128 and fits_short_backward(queries, keys, head_dim, is_masked)
 
 
 def fits(tiles: int, biases: int, bytes_per_score: int, has_ids: bool) -> bool:

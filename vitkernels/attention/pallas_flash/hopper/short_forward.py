@@ -1,7 +1,8 @@
-"""The forward kernel of `pallas_flash` on Hopper for 129 to 256 queries and keys, and for quads of packed segments.
+"""The forward kernel of `pallas_flash` on Hopper for up to 256 queries and keys, and for quads of packed segments.
 
 A persistent thread block loops over heads. A loader warpgroup requests the next head's queries, keys and values while
-the compute warpgroups, 64 queries each, process the current head; shared memory holds both.
+the compute warpgroups, 64 queries each, process the current head; shared memory holds both. Of heads with one or two
+tiles, a thread block processes four or two at a time, by groups of warpgroups that do not wait for each other.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -21,6 +22,7 @@ from vitkernels.attention.pallas_flash.hopper.schedule import fits
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at
 
 BUFFERS = 2  # for heads
+WARPGROUPS = 4  # that compute, at most
 LOADER_REGISTERS = 32  # per thread
 
 
@@ -29,19 +31,32 @@ class ShortForward(PerHeadKernel, Forward):
 
     @property
     def query_tiles(self) -> int:
-        """Return the number of query tiles, one per compute warpgroup."""
+        """Return the number of a head's query tiles, one per compute warpgroup."""
         return pl.cdiv(self.queries_at_once, ROWS)
 
     @property
     def steps(self) -> int:
-        """Return the number of key tiles."""
+        """Return the number of a head's key tiles."""
         return pl.cdiv(self.keys_at_once, ROWS)
+
+    @property
+    def heads_at_once(self) -> int:
+        return WARPGROUPS // max(self.query_tiles, self.steps)
+
+    @property
+    def warpgroups(self) -> int:
+        """Return the number of compute warpgroups."""
+        return self.heads_at_once * self.query_tiles
+
+    @property
+    def _buffers(self) -> int:
+        return BUFFERS * self.heads_at_once
 
     @property
     def registers(self) -> int:
         """Return the registers per thread of a compute warpgroup, from those allocated at launch."""
-        at_launch = 65536 // (128 * (self.query_tiles + 1)) // 8 * 8
-        return (at_launch * (self.query_tiles + 1) - LOADER_REGISTERS) // self.query_tiles // 8 * 8
+        at_launch = 65536 // (128 * (self.warpgroups + 1)) // 8 * 8
+        return min(240, (at_launch * (self.warpgroups + 1) - LOADER_REGISTERS) // self.warpgroups // 8 * 8)
 
     @property
     def copies_bias(self) -> bool:
@@ -49,8 +64,8 @@ class ShortForward(PerHeadKernel, Forward):
 
         Its slots take the place of the output, which is then stored through the tiles of queries.
         """
-        count = BUFFERS * (self.query_tiles + 2 * self.steps)
-        return self.bias_shape is not None and fits(count, self.query_tiles, self.bias_bytes, self.has_ids)
+        count = self._buffers * (self.query_tiles + 2 * self.steps)
+        return self.bias_shape is not None and fits(count, self.warpgroups, self.bias_bytes, self.has_ids)
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
         """Return out and log-sum-exp; see Forward.
@@ -61,33 +76,34 @@ class ShortForward(PerHeadKernel, Forward):
         def head_tiles(count):
             return tiles.tile(ROWS, self.head_dim, jnp.dtype(self.dtype), count)
 
-        of_out = {"out_smem": head_tiles(self.query_tiles)}
+        of_out = {"out_smem": head_tiles(self.warpgroups)}
         scratch = {
-            "q_smem": head_tiles(BUFFERS * self.query_tiles),
-            "k_smem": head_tiles(BUFFERS * self.steps),
-            "v_smem": head_tiles(BUFFERS * self.steps),
+            "q_smem": head_tiles(self._buffers * self.query_tiles),
+            "k_smem": head_tiles(self._buffers * self.steps),
+            "v_smem": head_tiles(self._buffers * self.steps),
             "arrived": plgpu.Barrier(
                 num_arrivals=self.copies * (self.query_tiles + 2 * self.steps) + self.compares_ids,
-                num_barriers=BUFFERS,
+                num_barriers=self._buffers,
             ),
-            "consumed": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=BUFFERS),
-            **(self.bias_scratch(self.query_tiles) if self.copies_bias else of_out),
+            "consumed": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=self._buffers),
+            **(self.bias_scratch(self.warpgroups) if self.copies_bias else of_out),
             **self.quad_scratch(),
         }
         if self.compares_ids:
-            scratch["k_ids_smem"] = plgpu.SMEM((BUFFERS, self.steps * ROWS), jnp.int32)
+            scratch["k_ids_smem"] = plgpu.SMEM((self._buffers, self.steps * ROWS), jnp.int32)
         outputs = self.rows(self.queries, self.heads), self.vector()
-        kernel = self.launch(self._body, {"block": self.blocks}, self.query_tiles + 1, outputs, scratch)
+        kernel = self.launch(self._body, {"block": self.blocks}, self.warpgroups + 1, outputs, scratch)
         return kernel(q_BNHD, k_BMHD, v_BMHD, *extras)
 
     def _body(self, q_ref, k_ref, v_ref, *refs, **scratch):
         scratch["bias_ref"], scratch["ids"], (out_ref, lse_ref) = self.extras(refs)
         warpgroup = lax.axis_index("warpgroup")
-        iterations = self.iterations(scratch["ids"])
 
-        @pl.when(warpgroup < self.query_tiles)
+        @pl.when(warpgroup < self.warpgroups)
         def _():
             plgpu.set_max_registers(self.registers, action="increase")
+            group, _ = self._place_in_block()
+            iterations = self.iterations(scratch["ids"], group)
             self._request_bias(jnp.int32(0), 0, iterations, scratch)
 
             @pl.loop(0, iterations)
@@ -95,26 +111,45 @@ class ShortForward(PerHeadKernel, Forward):
                 self._attend(iteration, iterations, out_ref, lse_ref, scratch)
 
             if self.copies_bias:
-                self._release(iterations - 1, scratch)
+                pl.when(iterations > 0)(lambda: self._release(iterations - 1, group, scratch))
             plgpu.wait_smem_to_gmem(0)
 
-        @pl.when(warpgroup == self.query_tiles)
+        @pl.when(warpgroup == self.warpgroups)
         def _():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            self.request_place(jnp.int32(0), iterations, scratch["ids"], scratch)
+            groups = range(self.heads_at_once)
+            iterations = [self.iterations(scratch["ids"], group) for group in groups]
+            self.request_place(jnp.int32(0), iterations[0], scratch["ids"], scratch)
 
-            @pl.loop(0, iterations + BUFFERS)  # the last iterations only wait for the last reads
+            @pl.loop(0, iterations[0] + BUFFERS)  # the last iterations only wait for the last reads
             def _(iteration):
-                buffer = lax.rem(iteration, BUFFERS)
-                pl.when(iteration >= BUFFERS)(lambda: plgpu.barrier_wait(scratch["consumed"].at[buffer]))
-                load = lambda: self._load(iteration, iterations, buffer, (q_ref, k_ref, v_ref), scratch)  # noqa: E731
-                pl.when(iteration < iterations)(load)
+                for group in groups:
+                    buffer = self._buffer(iteration, group)
+                    was_used = (iteration >= BUFFERS) & (iteration < iterations[group] + BUFFERS)
+                    wait = lambda buffer=buffer: plgpu.barrier_wait(scratch["consumed"].at[buffer])  # noqa: E731
+                    pl.when(was_used)(wait)
 
-    def _load(self, iteration, iterations, buffer, refs, scratch):
-        arrived, ids = scratch["arrived"].at[buffer], scratch["ids"]
+                    @pl.when(iteration < iterations[group])
+                    def _(group=group):
+                        self._load(iteration, iterations[group], group, (q_ref, k_ref, v_ref), scratch)
+
+    def _place_in_block(self) -> tuple:
+        """Return the group of this compute warpgroup, and which tile of queries it computes."""
+        warpgroup = lax.axis_index("warpgroup")
+        if self.heads_at_once == 1:
+            return 0, warpgroup
+        return lax.div(warpgroup, self.query_tiles), lax.rem(warpgroup, self.query_tiles)
+
+    def _buffer(self, iteration, group):
+        """Return the number of the buffer that holds a group's head."""
+        return lax.rem(iteration, BUFFERS) * self.heads_at_once + group
+
+    def _load(self, iteration, iterations, group, refs, scratch):
+        buffer, ids = self._buffer(iteration, group), scratch["ids"]
+        arrived = scratch["arrived"].at[buffer]
         self.wait_for_place(iteration, scratch)
         self.request_place(iteration + 1, iterations, ids, scratch)
-        place = self.place_of(iteration, ids, scratch)
+        place = self.place_of(iteration, ids, scratch, group)
         if self.compares_ids:
             of_keys = ids[1].at[place.batch, pl.ds(0, self.steps * ROWS)]
             plgpu.copy_gmem_to_smem(of_keys, scratch["k_ids_smem"].at[buffer], arrived)
@@ -132,23 +167,25 @@ class ShortForward(PerHeadKernel, Forward):
 
         @pl.when(iteration < iterations)
         def _():
-            tile, place = lax.axis_index("warpgroup"), self.place_of(iteration, scratch["ids"], scratch)
+            group, tile = self._place_in_block()
+            place = self.place_of(iteration, scratch["ids"], scratch, group)
             where = place.batch, place.head, tile * ROWS, step * ROWS, self._columns(step)
-            self.copy_bias(self.bias_at(scratch["bias_ref"], *where), tile, scratch)
+            self.copy_bias(self.bias_at(scratch["bias_ref"], *where), lax.axis_index("warpgroup"), scratch)
 
-    def _release(self, iteration, scratch) -> None:
+    def _release(self, iteration, group, scratch) -> None:
         """Release the buffer of an iteration that has stored its output through it."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        plgpu.barrier_arrive(scratch["consumed"].at[lax.rem(iteration, BUFFERS)])
+        plgpu.barrier_arrive(scratch["consumed"].at[self._buffer(iteration, group)])
 
     def _attend(self, iteration, iterations, out_ref, lse_ref, scratch):
-        buffer, tile = lax.rem(iteration, BUFFERS), lax.axis_index("warpgroup")
+        group, tile = self._place_in_block()
+        buffer = self._buffer(iteration, group)
         self.wait_for_place(iteration, scratch)
-        place = self.place_of(iteration, scratch["ids"], scratch)
+        place = self.place_of(iteration, scratch["ids"], scratch, group)
         if self.has_quads:
             carry = self._over_quad(place, tile, buffer, scratch)
         else:
-            carry = self._over_keys(iteration, iterations, place, tile, buffer, scratch)
+            carry = self._over_keys(iteration, iterations, place, group, tile, scratch)
         if not self.copies_bias:
             plgpu.barrier_arrive(scratch["consumed"].at[buffer])
         out, lse = self.finalize(*carry)
@@ -158,11 +195,12 @@ class ShortForward(PerHeadKernel, Forward):
         parts, index = scratch["q_smem"], buffer * self.query_tiles + tile
         if not self.copies_bias:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the previous head was stored
-            parts, index = scratch["out_smem"], tile
+            parts, index = scratch["out_smem"], group * self.query_tiles + tile
         self.store_tiles(parts, index, [out], out_ref, place, place.head, tile)
 
-    def _over_keys(self, iteration, iterations, place, tile, buffer, scratch) -> tuple:
+    def _over_keys(self, iteration, iterations, place, group, tile, scratch) -> tuple:
         """Return output, maximum and sum over all keys."""
+        buffer = self._buffer(iteration, group)
 
         def bias_of(step):
             if self.bias_shape is None:
@@ -182,10 +220,10 @@ class ShortForward(PerHeadKernel, Forward):
         plgpu.barrier_wait(scratch["arrived"].at[buffer])
         for step in range(self.steps):
             if self.copies_bias:
-                bias = self.copied_bias(tile, self._columns(step), scratch)
+                bias = self.copied_bias(group * self.query_tiles + tile, self._columns(step), scratch)
             carry, bias = self._add(step, tile, buffer, q_ids, carry, bias, bias_of, request_after, scratch)
             if self.copies_bias and step == 0:
-                pl.when(iteration > 0)(lambda: self._release(iteration - 1, scratch))
+                pl.when(iteration > 0)(lambda: self._release(iteration - 1, group, scratch))
         return carry
 
     def _over_quad(self, place, tile, buffer, scratch) -> tuple:
