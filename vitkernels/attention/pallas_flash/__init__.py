@@ -85,14 +85,16 @@ class PallasFlash(AttentionBackend):
         return by_device(problem) or _unsupported_anywhere(problem)
 
     def is_slower(self, problem: Problem) -> bool:
-        """Return True for calls on CUDA that triton_flash computes faster: windows, and short segments at head dim 32.
+        """Return True for calls on CUDA that triton_flash computes faster.
 
-        For windows it took half the time. Segments of 49 and 64 tokens took 1.5 and 1.3 times as long in the kernels
-        that head dim 32 has for them, measured at head dim 64 (notes/pallas_flash_hopper.md).
+        These are windows with a bias, and windows and short segments at head dim 32. Windows of 49 and 64 tokens with a
+        bias and its gradient took it 0.6 to 0.95 of the time at head dim 64 (1.05 to 1.2 without that gradient, which
+        has become faster here since). At head dim 64, segments of 49 and 64 tokens took 1.5 and 1.3 times as long in
+        the kernels that head dim 32 has for them (notes/pallas_flash_hopper.md).
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
-        has_extras = problem.bias_shape is not None or problem.has_segment_ids
-        is_faster_there = (is_window and (has_extras or problem.head_dim <= 32)) or _has_short_segments(problem)
+        is_faster_there = is_window and (problem.bias_shape is not None or problem.head_dim <= 32)
+        is_faster_there |= _has_short_segments(problem)
         return problem.device_type == "cuda" and is_faster_there
 
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
