@@ -219,6 +219,8 @@ class FusedBackward(SummingKernel):
             if rest:  # a loop whose end the compiler does not know; see ring.over_tiles
                 sums = over(tiles.padded_columns(rest), full, self.opaque(full + 1), sums)
         (dk,), (dv,) = sums
+        item = self.reread(item)  # the loop needs the registers
+        keys = self.rows_of(item, item.place + warpgroup * ROWS)
         pl.when(self.is_last(item))(lambda: self._finish_sequence(item, warpgroup, refs, scratch))
         pl.when(~self.is_last(item))(lambda: self.publish_dq(warpgroup, scratch))  # of the last tile but one
         self._store(item, warpgroup, keys, dk * self.scale, dv, refs, scratch)

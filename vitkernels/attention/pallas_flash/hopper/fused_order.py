@@ -47,7 +47,9 @@ _KEYS = 2 * ROWS  # of a work item
 _STARTS_BLOCKS = 6  # thread blocks of Starts that a multiprocessor runs at a time
 _TICKETS = 2  # buffers for the indices of items that a block has drawn
 _COUNTER = 8  # integers: the least that a slice of an array holds
-_INDEX = FIELDS  # where a ticket has the index of its item: behind a record
+# A ticket has a record, if there are ids, and behind it the index of its item and where place_of places it.
+_INDEX = FIELDS
+_BATCH, _HEAD, _BLOCK = range(_INDEX + 1, _INDEX + 4)
 # The counters of turns are at multiples of TILE in each head's row, that of drawn items between two of the first.
 _DRAWN = ROWS
 
@@ -64,6 +66,7 @@ class KeyBlock(NamedTuple):
     steps: Any  # its number of tiles of queries
     row: Any  # its first row
     tokens: Any  # its number of rows
+    ticket: Any = None  # in shared memory, with ids
 
     @property
     def place(self):
@@ -177,15 +180,27 @@ class OrderedKernel(RingKernel):
         head, block = first + lax.rem(rest, alternating), lax.div(rest, alternating)
         return lax.div(head, self.heads), lax.rem(head, self.heads), block
 
-    def item(self, index, number, streamed, ids: tuple, record) -> KeyBlock:
-        """Return the work item with this index. record: that of its first chunk, if there are ids."""
-        batch, head, block = self.place_of(index, ids)
+    def item(self, index, number, streamed, ids: tuple, ticket) -> KeyBlock:
+        """Return the work item with this index. ticket: the one that the loader drew for it."""
         if not ids:
+            batch, head, block = self.place_of(index, ids)
             return KeyBlock(batch, head, block, number, streamed, 0, self.query_tiles, 0, self.keys)
-        first, end, row, tokens = (record[field] for field in (FIRST, END, ROW, SEGMENT_TOKENS))
+        return self._read(ticket, number, streamed)
+
+    def _read(self, ticket, number, streamed) -> KeyBlock:
+        """Return the work item of a ticket."""
+        batch, head, block = (ticket[field] for field in (_BATCH, _HEAD, _BLOCK))
+        first, end, row, tokens = (ticket[field] for field in (FIRST, END, ROW, SEGMENT_TOKENS))
         turn = block - lax.div(first, 2)
         steps = lax.div(lax.max(end - first, 0) + 1, TILE // ROWS)
-        return KeyBlock(batch, head, turn, number, streamed, first, steps, row - turn * _KEYS, tokens)
+        return KeyBlock(batch, head, turn, number, streamed, first, steps, row - turn * _KEYS, tokens, ticket)
+
+    def reread(self, item: KeyBlock) -> KeyBlock:
+        """Return the item, with ids read anew from its ticket, so that registers need not hold it.
+
+        Behind a loop that needs them all, it would come from local memory, that is, from the L2 cache.
+        """
+        return self._read(item.ticket, item.number, item.streamed) if self.has_ids else item
 
     def is_last(self, item: KeyBlock):
         """Return whether this is the last item of its sequence."""
@@ -216,8 +231,7 @@ class OrderedKernel(RingKernel):
 
         def body(carry):
             taken, number, streamed, is_open, index = carry
-            record = scratch["ticket_smem"].at[lax.rem(taken, _TICKETS)]
-            item = self.item(index, number, streamed, ids, record)
+            item = self.item(index, number, streamed, ids, scratch["ticket_smem"].at[lax.rem(taken, _TICKETS)])
             if ids:
                 has_work = item.steps > 0
                 pl.when(has_work)(lambda: process(item, is_open))
@@ -266,7 +280,8 @@ class OrderedKernel(RingKernel):
 
             @pl.when(exists)
             def _():
-                batch, _, block = self.place_of(index, ids)
+                batch, head, block = self.place_of(index, ids)
+                _store_integers((batch, head, block), scratch["ticket_smem"].at[slot, pl.ds(_BATCH, 3)], self.interpret)
                 record = scratch["ticket_smem"].at[slot, pl.ds(0, FIELDS)]
                 plgpu.copy_gmem_to_smem(ids[2].at[batch, 2 * block], record, ready)
 
@@ -326,6 +341,24 @@ class OrderedKernel(RingKernel):
             mgpu.utils.SemaphoreRef(mgpu.utils.memref_ptr(ref)).signal(1, memory_scope="gpu")
 
         signal(self._turns(item, tile, counters_ref))
+
+
+def _store_integers(values: tuple, ref, interpret: bool) -> None:
+    """Store integers, the same in all threads of a warpgroup, to consecutive places in shared memory."""
+    if interpret:  # the interpreter does not run Mosaic GPU code
+        for i, value in enumerate(values):
+            ref[i] = value
+        return
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *(plgpu.Layout.WG_SPLAT(()) for _ in values)))
+    def store(_ctx, ref, *values):
+        utils = mgpu.utils
+        with utils.single_thread(scope=utils.ThreadSubset.WARPGROUP):
+            for i, value in enumerate(values):
+                utils.memref.store(value.registers.item(), ref, [utils.c(i, utils.ir.IndexType.get())])
+        utils.warpgroup_barrier()
+
+    store(ref, *(jnp.int32(x) for x in values))
 
 
 @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))

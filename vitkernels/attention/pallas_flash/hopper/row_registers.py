@@ -115,10 +115,11 @@ def store_first_rows(
         element, i32 = utils.ir.MemRefType(rows.type).element_type, utils.ir.IntegerType.get_signless(32)
         address = utils.getelementptr(utils.memref_ptr(record), [count_field], i32)
         count = utils.inline_ptx("ld.global.b32 $0, [$1];", address, result_types=i32, has_side_effects=True)
+        thread = _thread_read_anew()
         for half in range(2):
-            row = _row(half)
+            row = _row(thread, half)
             keeps = utils.arith.cmpi(utils.arith.CmpIPredicate.slt, row, count)
-            start, column = _address(rows, row, _first_column()), 0
+            start, column = _address(rows, row, _first_column(thread)), 0
             for part in parts:
                 for group in range(min(part.shape[1], head_dim - column) // groups.COLUMNS):
                     address = utils.getelementptr(start, [column + group * groups.COLUMNS], element)
@@ -140,19 +141,29 @@ def _place_in_chunk() -> tuple:
     return arith.divui(thread, per_row), arith.remui(thread, per_row)
 
 
-def _row(half: int):
+def _thread_read_anew():
+    """Return the thread's number in its warpgroup, so that what depends on it is computed anew, not kept in registers.
+
+    Spilled to local memory, it would have to be loaded, often from the L2 cache, for every head.
+    """
+    utils = mgpu.utils
+    i32 = utils.ir.IntegerType.get_signless(32)
+    thread = utils.inline_ptx("mov.u32 $0, %tid.x;", result_types=i32, has_side_effects=True)
+    return utils.arith.remui(thread, _number(128))
+
+
+def _row(thread, half: int):
     """Return the row of a thread's values in one half of the 16 rows of its warp."""
     arith = mgpu.utils.arith
-    thread = arith.remui(mgpu.utils.thread_idx(), _number(128))
     warp, lane = arith.divui(thread, _number(32)), arith.remui(thread, _number(32))
     first = arith.addi(arith.muli(warp, _number(16)), arith.divui(lane, _number(4)))
     return arith.addi(first, _number(8 * half))
 
 
-def _first_column():
+def _first_column(thread):
     """Return the first column of a thread's values in the layout of a product."""
     arith = mgpu.utils.arith
-    return arith.muli(arith.remui(mgpu.utils.thread_idx(), _number(4)), _number(2))
+    return arith.muli(arith.remui(thread, _number(4)), _number(2))
 
 
 def _address(rows, row, column):
