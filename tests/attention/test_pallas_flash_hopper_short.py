@@ -16,26 +16,69 @@ from vitkernels.testing.attention_reference import TOLERANCE, reference
 @pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("N, M", [(130, 140), (197, 197), (140, 256), (250, 129), (50, 50), (100, 70), (40, 128)])
-def test_short_forward__interpreted(N, M):
-    """Run five heads in two thread blocks, so that both buffers are reused; some last tiles are nearly empty."""
+@pytest.mark.parametrize(
+    "H, N, M, blocks",
+    [
+        *((5, 130, 140, 2), (5, 197, 197, 2), (5, 140, 256, 2), (5, 250, 129, 2)),
+        *((10, 50, 50, 1), (7, 100, 70, 1), (7, 40, 128, 1), (3, 50, 50, 2)),  # four or two heads at a time
+    ],
+)
+def test_short_forward__interpreted(H, N, M, blocks):
+    """Both buffers are reused, but for three heads, where some warpgroups have none; some last tiles are nearly empty.
+
+    Thread blocks, and groups of their warpgroups, process different numbers of heads.
+    """
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
 
-    class TwoBlocks(ShortForward):
-        blocks = 2
-
-    H, D = 5, 64
+    D = 64
     q, k, v = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M))
     scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * 0.1
     exact = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v.double())
 
     array = lambda x: jnp.asarray(x.float().numpy(), "bfloat16")  # noqa: E731
-    forward = TwoBlocks(1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), None, True)
+    forward = ShortForward(1, H, N, M, D, "bfloat16", 0.1, False, H, (0, 0, 0), None, True, blocks)
     out, lse = (torch.tensor(x.astype("float32").tolist()) for x in forward(*map(array, (q, k, v))))
     assert error(out, exact) < TOLERANCE[torch.bfloat16]
     assert (lse[:, :, :N] - scores.logsumexp(-1) / math.log(2)).abs().max() < 1e-5  # as above
+
+
+@pytest.mark.usefixtures("detects_races")
+@pytest.mark.slow
+@needs_new_jax
+@pytest.mark.parametrize(
+    "H, N, M, of_bias, hides_keys",
+    [
+        (10, 49, 49, torch.bfloat16, False),
+        (7, 49, 100, torch.float32, False),
+        (7, 100, 60, torch.bfloat16, True),
+        (5, 130, 190, torch.bfloat16, False),
+    ],
+)
+def test_short_forward__with_a_bias_of_each_head__interpreted(H, N, M, of_bias, hides_keys):
+    """One thread block computes all heads, several at a time but for the last case; every buffer is reused."""
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
+    from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given as given_ids
+    from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
+
+    D, scale = 64, 0.125
+    q, k, v = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M))
+    bias = 3 * torch.randn(1, H, N, M).to(of_bias)
+    mask = (torch.rand(1, 1, 1, M) < 0.8) if hides_keys else None
+    exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), bias=bias.double(), mask=mask, scale=scale)
+
+    prepared = padded_bias(bias, None, N, M, scale, hides_keys)
+    ids = [jnp.asarray(x.numpy()) for x in given_ids(token_ids((1, H, N, D), M, mask, None))]
+    chunks = (ids[2].shape[1], ids[3].shape[1]) if ids else None
+    dtype = str(prepared.dtype).removeprefix("torch.")  # float32 where keys are hidden
+    array = lambda x, dtype="bfloat16": jnp.asarray(x.float().numpy(), dtype)  # noqa: E731
+    call = 1, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 1, chunks, (1, H), dtype
+    out, _ = ShortForward(*call)(*map(array, (q, k, v)), array(prepared, dtype), *ids)
+    assert error(torch.tensor(out.astype("float32").tolist()).transpose(1, 2), exact) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.usefixtures("detects_races")

@@ -206,7 +206,7 @@ def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float) -> Te
     size = M * width
     # Few programs, each of which adds up many pairs, would leave most of the GPU idle.
     programs = cdiv(size, _SUMMED) * pairs
-    parts = min(32, next_power_of_2(cdiv(_FEWEST_PROGRAMS, programs)))
+    parts = min(32, next_power_of_2(count), next_power_of_2(cdiv(_FEWEST_PROGRAMS, programs)))
     elements = _SUMMED // parts
     triton_call(
         ds, out, apart, stride, count, M, N, width // 8, *out.shape[2:4], factor,

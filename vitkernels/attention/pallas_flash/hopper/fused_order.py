@@ -45,7 +45,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, at, filled, row
 TILE = 2 * ROWS  # queries that stream past an item at once, and of which it adds dq in one turn
 _KEYS = 2 * ROWS  # of a work item
 _STARTS_BLOCKS = 6  # thread blocks of Starts that a multiprocessor runs at a time
-_TICKETS = 2  # buffers for the indices of items that a block has drawn
+_TICKETS = 2  # that a block can hold; each is for an item that the block has drawn
 _COUNTER = 8  # integers: the least that a slice of an array holds
 # A ticket has a record, if there are ids, and behind it the index of its item and where place_of places it.
 _INDEX = FIELDS
@@ -55,7 +55,10 @@ _DRAWN = ROWS
 
 
 class KeyBlock(NamedTuple):
-    """A work item: 128 keys of a sequence, which is a head, or a packed segment of it. All fields are integers."""
+    """A work item: 128 keys of a sequence, which is a head, or a packed segment of it.
+
+    All fields but the ticket are integers.
+    """
 
     batch: Any
     head: Any
@@ -255,7 +258,7 @@ class OrderedKernel(RingKernel):
     def tickets(self, readers: int) -> dict:
         """Return scratch in which the loader passes the items that it draws to other warpgroups."""
         return {
-            # Each has a record, if there are ids, and the index. Copies need addresses at multiples of 128 bytes.
+            # Copies of records need addresses at multiples of 128 bytes.
             "ticket_smem": plgpu.SMEM((_TICKETS, 2 * FIELDS), jnp.int32),
             "ticket_ready": plgpu.Barrier(num_arrivals=1 + self.has_ids, num_barriers=_TICKETS),
             "ticket_read": plgpu.Barrier(num_arrivals=readers, num_barriers=_TICKETS),
@@ -264,7 +267,7 @@ class OrderedKernel(RingKernel):
     def draw(self, number, counters_ref, ids: tuple, scratch):
         """Draw the next item for this block; return its index, and pass it to the other warpgroups.
 
-        With ids, the record of its first chunk goes with it.
+        With ids, the record of its first chunk goes with it, and where place_of places it.
         """
         slot = lax.rem(number, _TICKETS)
         ready = scratch["ticket_ready"].at[slot]

@@ -144,7 +144,7 @@ def _place_in_chunk() -> tuple:
 def _thread_read_anew():
     """Return the thread's number in its warpgroup, so that what depends on it is computed anew, not kept in registers.
 
-    Spilled to local memory, it would have to be loaded, often from the L2 cache, for every head.
+    Spilled to local memory, it would have to be loaded, often from the L2 cache, for every head or work item.
     """
     utils = mgpu.utils
     i32 = utils.ir.IntegerType.get_signless(32)

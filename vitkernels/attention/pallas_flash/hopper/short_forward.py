@@ -2,7 +2,7 @@
 
 A persistent thread block loops over heads. A loader warpgroup requests the next head's queries, keys and values while
 the compute warpgroups, 64 queries each, process the current head; shared memory holds both. Of heads with one or two
-tiles, a thread block processes four or two at a time, by groups of warpgroups that do not wait for each other.
+tiles, a thread block processes four or two at a time, by groups of warpgroups with buffers of their own.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -117,13 +117,12 @@ class ShortForward(PerHeadKernel, Forward):
         @pl.when(warpgroup == self.warpgroups)
         def _():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
-            groups = range(self.heads_at_once)
-            iterations = [self.iterations(scratch["ids"], group) for group in groups]
+            iterations = [self.iterations(scratch["ids"], group) for group in range(self.heads_at_once)]
             self.request_place(jnp.int32(0), iterations[0], scratch["ids"], scratch)
 
             @pl.loop(0, iterations[0] + BUFFERS)  # the last iterations only wait for the last reads
             def _(iteration):
-                for group in groups:
+                for group in range(self.heads_at_once):
                     buffer = self._buffer(iteration, group)
                     was_used = (iteration >= BUFFERS) & (iteration < iterations[group] + BUFFERS)
                     wait = lambda buffer=buffer: plgpu.barrier_wait(scratch["consumed"].at[buffer])  # noqa: E731
