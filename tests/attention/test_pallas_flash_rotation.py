@@ -42,6 +42,8 @@ class StandIn:
         q, k, v = (x.double() for x in unpacked(q))
         out.copy_((self._weights(q, k, *bias) @ v).transpose(1, 2).flatten(2))
 
+    short_forward = forward
+
     def run_backward(self, q, k, v, out, lse, do, bias, ids, dq, dk, dv, needs_dbias):
         assert q is k is v and dq is dk is dv
         q, k, v = (x.double() for x in unpacked(q))
