@@ -20,13 +20,13 @@ from vitkernels.testing.attention_reference import TOLERANCE, reference
     "H, N, M, blocks",
     [
         *((5, 130, 140, 2), (5, 197, 197, 2), (5, 140, 256, 2), (5, 250, 129, 2)),
-        *((10, 50, 50, 1), (7, 100, 70, 1), (7, 40, 128, 1), (3, 50, 50, 2)),  # four or two heads at a time
+        *((10, 50, 50, 1), (7, 100, 70, 1), (7, 40, 128, 1), (3, 50, 50, 1)),  # four or two heads at a time
     ],
 )
 def test_short_forward__interpreted(H, N, M, blocks):
-    """Both buffers are reused, but for three heads, where some warpgroups have none; some last tiles are nearly empty.
+    """Thread blocks, and groups of their warpgroups, process different numbers of heads.
 
-    Thread blocks, and groups of their warpgroups, process different numbers of heads.
+    Both buffers are reused, except with three heads, of which one group gets none. Some last tiles are nearly empty.
     """
     import jax.numpy as jnp
 
@@ -42,43 +42,6 @@ def test_short_forward__interpreted(H, N, M, blocks):
     out, lse = (torch.tensor(x.astype("float32").tolist()) for x in forward(*map(array, (q, k, v))))
     assert error(out, exact) < TOLERANCE[torch.bfloat16]
     assert (lse[:, :, :N] - scores.logsumexp(-1) / math.log(2)).abs().max() < 1e-5  # as above
-
-
-@pytest.mark.usefixtures("detects_races")
-@pytest.mark.slow
-@needs_new_jax
-@pytest.mark.parametrize(
-    "H, N, M, of_bias, hides_keys",
-    [
-        (10, 49, 49, torch.bfloat16, False),
-        (7, 49, 100, torch.float32, False),
-        (7, 100, 60, torch.bfloat16, True),
-        (5, 130, 190, torch.bfloat16, False),
-    ],
-)
-def test_short_forward__with_a_bias_of_each_head__interpreted(H, N, M, of_bias, hides_keys):
-    """One thread block computes all heads, several at a time but for the last case; every buffer is reused."""
-    import jax.numpy as jnp
-
-    from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
-    from vitkernels.attention.pallas_flash.hopper.short_forward import ShortForward
-    from vitkernels.attention.pallas_flash.hopper.token_ids import given as given_ids
-    from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
-
-    D, scale = 64, 0.125
-    q, k, v = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M))
-    bias = 3 * torch.randn(1, H, N, M).to(of_bias)
-    mask = (torch.rand(1, 1, 1, M) < 0.8) if hides_keys else None
-    exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), bias=bias.double(), mask=mask, scale=scale)
-
-    prepared = padded_bias(bias, None, N, M, scale, hides_keys)
-    ids = [jnp.asarray(x.numpy()) for x in given_ids(token_ids((1, H, N, D), M, mask, None))]
-    chunks = (ids[2].shape[1], ids[3].shape[1]) if ids else None
-    dtype = str(prepared.dtype).removeprefix("torch.")  # float32 where keys are hidden
-    array = lambda x, dtype="bfloat16": jnp.asarray(x.float().numpy(), dtype)  # noqa: E731
-    call = 1, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 1, chunks, (1, H), dtype
-    out, _ = ShortForward(*call)(*map(array, (q, k, v)), array(prepared, dtype), *ids)
-    assert error(torch.tensor(out.astype("float32").tolist()).transpose(1, 2), exact) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.usefixtures("detects_races")
@@ -149,17 +112,19 @@ def test_short_backward__with_large_gradients_in_float16__interpreted():
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
-    "shape, N, M, scale, of_bias, hides_keys",
+    "B, H, shape, blocks, N, M, scale, of_bias, hides_keys",
     [
-        ((1, 2), 130, 140, 0.125, torch.bfloat16, False),
-        ((2, 1), 197, 135, 0.1, torch.float32, False),
-        ((1, 2), 140, 230, 0.125, torch.float32, True),
-        ((2, 1), 49, 49, 0.125, torch.bfloat16, False),
-        ((1, 2), 49, 100, 0.125, torch.float32, False),
+        (2, 2, (1, 2), 2, 130, 140, 0.125, torch.bfloat16, False),
+        (2, 2, (2, 1), 2, 197, 135, 0.1, torch.float32, False),
+        (2, 2, (1, 2), 2, 140, 230, 0.125, torch.float32, True),
+        # Four or two heads at a time.
+        (1, 10, (1, 10), 1, 49, 49, 0.125, torch.bfloat16, False),
+        (1, 7, (1, 7), 1, 49, 100, 0.125, torch.float32, False),
+        (2, 4, (2, 1), 1, 100, 60, 0.125, torch.float32, True),
     ],
 )
-def test_short_kernels__with_a_bias__interpreted(shape, N, M, scale, of_bias, hides_keys):
-    """Each thread block runs two or more heads; rows of the bias are -inf or absorb their scores."""
+def test_short_kernels__with_a_bias__interpreted(B, H, shape, blocks, N, M, scale, of_bias, hides_keys):
+    """Each warpgroup processes two or more heads; rows of the bias are -inf or absorb their scores."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.bias import padded_bias
@@ -169,7 +134,7 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M, scale, of_bias, hi
     from vitkernels.attention.pallas_flash.hopper.token_ids import given as given_ids
     from vitkernels.attention.pallas_flash.hopper.token_ids import token_ids
 
-    B, H, D = 2, 2, 64
+    D = 64
     q, k, v, do = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M, N))
     bias = 3 * torch.randn(*shape, N, M).to(of_bias)
     bias[:, :, 5], bias[:, :, 6], bias[:, :, 7, 1::2] = -torch.inf, torch.finfo(of_bias).min, -torch.inf
@@ -187,7 +152,7 @@ def test_short_kernels__with_a_bias__interpreted(shape, N, M, scale, of_bias, hi
     dtype = str(of_bias).removeprefix("torch.")
     ids = [jnp.asarray(x.numpy()) for x in given_ids(token_ids((B, H, N, D), M, mask, None))]
     chunks = (ids[2].shape[1], ids[3].shape[1]) if ids else None
-    problem = (B, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, 2, chunks, shape, dtype)
+    problem = (B, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), None, True, blocks, chunks, shape, dtype)
     array = lambda x, dtype="bfloat16": jnp.asarray(x.detach().float().numpy(), dtype)  # noqa: E731
     tensor = lambda x: torch.tensor(x.astype("float32").tolist())  # noqa: E731
     q, k, v, do = map(array, (q, k, v, do))

@@ -87,15 +87,14 @@ class PallasFlash(AttentionBackend):
     def is_slower(self, problem: Problem) -> bool:
         """Return True for calls on CUDA that triton_flash computes faster.
 
-        These are windows with a bias, and windows and short segments at head dim 32. Windows of 49 and 64 tokens with a
-        bias and its gradient took it 0.6 to 0.95 of the time at head dim 64 (1.05 to 1.2 without that gradient, which
-        has become faster here since). At head dim 64, segments of 49 and 64 tokens took 1.5 and 1.3 times as long in
-        the kernels that head dim 32 has for them (notes/pallas_flash_hopper.md).
+        These are windows of up to 64 tokens with a bias, and windows and short segments at head dims up to 32. At head
+        dim 64, windows with a bias and its gradient took triton_flash 0.6 to 0.95 of the time; this backend has become
+        faster since. Without the gradient they took it 1.05 to 1.2 times as long. Segments of 49 and 64 tokens took 1.5
+        and 1.3 times as long in the kernels that head dim 32 has for them (notes/pallas_flash_hopper.md).
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
-        is_faster_there = is_window and (problem.bias_shape is not None or problem.head_dim <= 32)
-        is_faster_there |= _has_short_segments(problem)
-        return problem.device_type == "cuda" and is_faster_there
+        is_slow_window = is_window and (problem.bias_shape is not None or problem.head_dim <= 32)
+        return problem.device_type == "cuda" and (is_slow_window or _has_short_segments(problem))
 
     def run(self, q_BHND, k_BHMD, v_BHMD, rope=None, rope_half=False, **keywords):
         if q_BHND.device.type == "cuda":

@@ -19,12 +19,12 @@ from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 _ROWS = 16  # of a program: those of a warp in a tile
 _COLUMNS = 256  # of a program, at most
 _SUMMED = 1024  # elements that a program of _sum_kernel loads at a time: of one pair, or of up to 32
+_LOADS = 8  # of so many elements, in flight at a time
+_FEWEST_PROGRAMS = 3 * MULTIPROCESSORS
 _ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
 # In bfloat16, rows whose maximum is smaller keep their values, because differences would be rounded. Above, differences
 # of up to 512 are exact.
 _UNSHIFTED = 1024.0
-_FEWEST_PROGRAMS = 3 * MULTIPROCESSORS
-_UNROLLED = 8  # such loads in flight at a time
 
 
 @triton.jit
@@ -203,14 +203,13 @@ def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float) -> Te
     count = B * H // pairs
     # The pairs that share a bias are H apart if it has all heads, else consecutive.
     apart, stride = (1, H) if shape == (1, H) else (count, 1)
-    size = M * width
-    # Few programs, each of which adds up many pairs, would leave most of the GPU idle.
-    programs = cdiv(size, _SUMMED) * pairs
-    parts = min(32, next_power_of_2(count), next_power_of_2(cdiv(_FEWEST_PROGRAMS, programs)))
-    elements = _SUMMED // parts
+    # With one pair at a time, programs may be so few that most of the GPU idles.
+    programs = cdiv(M * width, _SUMMED) * pairs
+    at_once = min(32, next_power_of_2(count), next_power_of_2(cdiv(_FEWEST_PROGRAMS, programs)))
+    elements = _SUMMED // at_once
     triton_call(
         ds, out, apart, stride, count, M, N, width // 8, *out.shape[2:4], factor,
-        kernel=_sum_kernel, grid=(cdiv(size, elements), pairs), PAIRS=parts, ELEMENTS=elements, UNROLLED=_UNROLLED,
+        kernel=_sum_kernel, grid=(cdiv(M * width, elements), pairs), PAIRS=at_once, ELEMENTS=elements, UNROLLED=_LOADS,
         num_warps=4,
     )  # fmt: skip
     return out

@@ -45,9 +45,10 @@ from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, at, filled, row
 TILE = 2 * ROWS  # queries that stream past an item at once, and of which it adds dq in one turn
 _KEYS = 2 * ROWS  # of a work item
 _STARTS_BLOCKS = 6  # thread blocks of Starts that a multiprocessor runs at a time
-_TICKETS = 2  # that a block can hold; each is for an item that the block has drawn
+_TICKETS = 2  # the most items that a block has drawn and not yet finished with
 _COUNTER = 8  # integers: the least that a slice of an array holds
-# A ticket has a record, if there are ids, and behind it the index of its item and where place_of places it.
+# A ticket has the item's index behind room for a record. With ids, that is the record of the item's first chunk, and
+# the item's batch entry, head and block of keys follow the index.
 _INDEX = FIELDS
 _BATCH, _HEAD, _BLOCK = range(_INDEX + 1, _INDEX + 4)
 # The counters of turns are at multiples of TILE in each head's row, that of drawn items between two of the first.
@@ -199,9 +200,9 @@ class OrderedKernel(RingKernel):
         return KeyBlock(batch, head, turn, number, streamed, first, steps, row - turn * _KEYS, tokens, ticket)
 
     def reread(self, item: KeyBlock) -> KeyBlock:
-        """Return the item, with ids read anew from its ticket, so that registers need not hold it.
+        """Return the item; with ids, read anew from its ticket.
 
-        Behind a loop that needs them all, it would come from local memory, that is, from the L2 cache.
+        A loop that needs all registers would spill it to local memory, and loads from there take hundreds of cycles.
         """
         return self._read(item.ticket, item.number, item.streamed) if self.has_ids else item
 
@@ -267,7 +268,7 @@ class OrderedKernel(RingKernel):
     def draw(self, number, counters_ref, ids: tuple, scratch):
         """Draw the next item for this block; return its index, and pass it to the other warpgroups.
 
-        With ids, the record of its first chunk goes with it, and where place_of places it.
+        With ids, the ticket also has the record of the item's first chunk, and the item's place.
         """
         slot = lax.rem(number, _TICKETS)
         ready = scratch["ticket_ready"].at[slot]

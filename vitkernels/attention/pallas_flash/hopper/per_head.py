@@ -23,6 +23,7 @@ from vitkernels.attention.pallas_flash.hopper.row_registers import store_first_r
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS
 
 NARROW = 16  # columns as which a segment's last tile in a quad is processed if it has no more rows
+WARPGROUPS = 4  # that compute, at most; more would leave each thread fewer than 128 registers
 _RECORDS = 4  # of quads in shared memory: the next one's, and those that a warpgroup may still read
 
 
@@ -65,14 +66,24 @@ class PerHeadKernel(tiles.HopperKernel):
         return QUAD * ROWS if self.has_quads else self.keys
 
     @property
-    def blocks(self) -> int:
-        quads = self.chunks[0] // QUAD if self.chunks is not None and self.has_quads else 1
-        return min(self.multiprocessors, pl.cdiv(self.batch * self.heads * quads, self.heads_at_once))
+    def query_tiles(self) -> int:
+        """Return the number of a head's tiles of queries."""
+        return pl.cdiv(self.queries_at_once, ROWS)
+
+    @property
+    def key_tiles(self) -> int:
+        """Return the number of a head's tiles of keys."""
+        return pl.cdiv(self.keys_at_once, ROWS)
 
     @property
     def heads_at_once(self) -> int:
         """Return how many groups of warpgroups a thread block has; each processes a head at a time."""
-        return 1
+        return WARPGROUPS // max(self.query_tiles, self.key_tiles)
+
+    @property
+    def blocks(self) -> int:
+        quads = self.chunks[0] // QUAD if self.chunks is not None and self.has_quads else 1
+        return min(self.multiprocessors, pl.cdiv(self.batch * self.heads * quads, self.heads_at_once))
 
     def iterations(self, ids: tuple, group=0):
         """Return the number of heads that a group of this block processes."""

@@ -142,9 +142,10 @@ def _place_in_chunk() -> tuple:
 
 
 def _thread_read_anew():
-    """Return the thread's number in its warpgroup, so that what depends on it is computed anew, not kept in registers.
+    """Return the thread's number in its warpgroup, in a way that the compiler cannot move out of a loop.
 
-    Spilled to local memory, it would have to be loaded, often from the L2 cache, for every head or work item.
+    It would keep what depends on the number in registers, and spill it to local memory. Loads from there take hundreds
+    of cycles.
     """
     utils = mgpu.utils
     i32 = utils.ir.IntegerType.get_signless(32)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import QUAD_COUNT, QUAD_END, QUAD_FIRST
 from vitkernels.attention.pallas_flash.hopper.head_rows import HeadRows
-from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, PerHeadKernel
+from vitkernels.attention.pallas_flash.hopper.per_head import NARROW, WARPGROUPS, PerHeadKernel
 from vitkernels.attention.pallas_flash.hopper.schedule import fits
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
@@ -38,7 +38,6 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
     transposed,
 )
 
-WARPGROUPS = 4  # at most; more would leave each thread fewer than 128 registers
 BUFFERS = 2  # for dS
 WIDEST_NARROW_TILE = 32  # columns; wider last tiles count as full
 
@@ -50,21 +49,9 @@ class ShortBackward(PerHeadKernel):
     stores_ds: bool = False  # the kernel also returns dS, transposed
 
     @property
-    def query_tiles(self) -> int:
-        return pl.cdiv(self.queries_at_once, ROWS)
-
-    @property
-    def key_tiles(self) -> int:
-        return pl.cdiv(self.keys_at_once, ROWS)
-
-    @property
     def per_head(self) -> int:
         """Return the number of warpgroups that process a head."""
         return max(self.query_tiles, self.key_tiles)
-
-    @property
-    def heads_at_once(self) -> int:
-        return WARPGROUPS // self.per_head
 
     @property
     def warpgroups(self) -> int:

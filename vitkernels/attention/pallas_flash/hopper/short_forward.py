@@ -22,7 +22,6 @@ from vitkernels.attention.pallas_flash.hopper.schedule import fits
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at
 
 BUFFERS = 2  # for heads
-WARPGROUPS = 4  # that compute, at most
 LOADER_REGISTERS = 32  # per thread
 
 
@@ -30,22 +29,8 @@ class ShortForward(PerHeadKernel, Forward):
     """The forward kernel for non-causal calls. Tiles have 64 rows; rows beyond the last token load as zeros."""
 
     @property
-    def query_tiles(self) -> int:
-        """Return the number of a head's query tiles, one per compute warpgroup."""
-        return pl.cdiv(self.queries_at_once, ROWS)
-
-    @property
-    def steps(self) -> int:
-        """Return the number of a head's key tiles."""
-        return pl.cdiv(self.keys_at_once, ROWS)
-
-    @property
-    def heads_at_once(self) -> int:
-        return WARPGROUPS // max(self.query_tiles, self.steps)
-
-    @property
     def warpgroups(self) -> int:
-        """Return the number of compute warpgroups."""
+        """Return the number of compute warpgroups: one per tile of queries."""
         return self.heads_at_once * self.query_tiles
 
     @property
@@ -64,7 +49,7 @@ class ShortForward(PerHeadKernel, Forward):
 
         Its slots take the place of the output, which is then stored through the tiles of queries.
         """
-        count = self._buffers * (self.query_tiles + 2 * self.steps)
+        count = self._buffers * (self.query_tiles + 2 * self.key_tiles)
         return self.bias_shape is not None and fits(count, self.warpgroups, self.bias_bytes, self.has_ids)
 
     def __call__(self, q_BNHD, k_BMHD, v_BMHD, *extras):
@@ -79,10 +64,10 @@ class ShortForward(PerHeadKernel, Forward):
         of_out = {"out_smem": head_tiles(self.warpgroups)}
         scratch = {
             "q_smem": head_tiles(self._buffers * self.query_tiles),
-            "k_smem": head_tiles(self._buffers * self.steps),
-            "v_smem": head_tiles(self._buffers * self.steps),
+            "k_smem": head_tiles(self._buffers * self.key_tiles),
+            "v_smem": head_tiles(self._buffers * self.key_tiles),
             "arrived": plgpu.Barrier(
-                num_arrivals=self.copies * (self.query_tiles + 2 * self.steps) + self.compares_ids,
+                num_arrivals=self.copies * (self.query_tiles + 2 * self.key_tiles) + self.compares_ids,
                 num_barriers=self._buffers,
             ),
             "consumed": plgpu.Barrier(num_arrivals=self.query_tiles, num_barriers=self._buffers),
@@ -90,7 +75,7 @@ class ShortForward(PerHeadKernel, Forward):
             **self.quad_scratch(),
         }
         if self.compares_ids:
-            scratch["k_ids_smem"] = plgpu.SMEM((self._buffers, self.steps * ROWS), jnp.int32)
+            scratch["k_ids_smem"] = plgpu.SMEM((self._buffers, self.key_tiles * ROWS), jnp.int32)
         outputs = self.rows(self.queries, self.heads), self.vector()
         kernel = self.launch(self._body, {"block": self.blocks}, self.warpgroups + 1, outputs, scratch)
         return kernel(q_BNHD, k_BMHD, v_BMHD, *extras)
@@ -122,15 +107,10 @@ class ShortForward(PerHeadKernel, Forward):
 
             @pl.loop(0, iterations[0] + BUFFERS)  # the last iterations only wait for the last reads
             def _(iteration):
-                for group in range(self.heads_at_once):
-                    buffer = self._buffer(iteration, group)
-                    was_used = (iteration >= BUFFERS) & (iteration < iterations[group] + BUFFERS)
-                    wait = lambda buffer=buffer: plgpu.barrier_wait(scratch["consumed"].at[buffer])  # noqa: E731
-                    pl.when(was_used)(wait)
-
-                    @pl.when(iteration < iterations[group])
-                    def _(group=group):
-                        self._load(iteration, iterations[group], group, (q_ref, k_ref, v_ref), scratch)
+                for group, count in enumerate(iterations):
+                    self._wait_for_buffer(iteration, count, group, scratch)
+                    load = partial(self._load, iteration, count, group, (q_ref, k_ref, v_ref), scratch)
+                    pl.when(iteration < count)(load)
 
     def _place_in_block(self) -> tuple:
         """Return the group of this compute warpgroup, and which tile of queries it computes."""
@@ -143,6 +123,12 @@ class ShortForward(PerHeadKernel, Forward):
         """Return the number of the buffer that holds a group's head."""
         return lax.rem(iteration, BUFFERS) * self.heads_at_once + group
 
+    def _wait_for_buffer(self, iteration, iterations, group, scratch) -> None:
+        """Wait until the head before the previous one, if the group has it, has been read."""
+        consumed = scratch["consumed"].at[self._buffer(iteration, group)]
+        has_head = (iteration >= BUFFERS) & (iteration < iterations + BUFFERS)
+        pl.when(has_head)(lambda: plgpu.barrier_wait(consumed))
+
     def _load(self, iteration, iterations, group, refs, scratch):
         buffer, ids = self._buffer(iteration, group), scratch["ids"]
         arrived = scratch["arrived"].at[buffer]
@@ -150,9 +136,9 @@ class ShortForward(PerHeadKernel, Forward):
         self.request_place(iteration + 1, iterations, ids, scratch)
         place = self.place_of(iteration, ids, scratch, group)
         if self.compares_ids:
-            of_keys = ids[1].at[place.batch, pl.ds(0, self.steps * ROWS)]
+            of_keys = ids[1].at[place.batch, pl.ds(0, self.key_tiles * ROWS)]
             plgpu.copy_gmem_to_smem(of_keys, scratch["k_ids_smem"].at[buffer], arrived)
-        counts = self.query_tiles, self.steps, self.steps
+        counts = self.query_tiles, self.key_tiles, self.key_tiles
         for ref, first, name, count in zip(refs, self.first_heads, "qkv", counts, strict=True):
             for tile in range(count):
                 smem, slot = scratch[f"{name}_smem"], buffer * count + tile
@@ -208,7 +194,7 @@ class ShortForward(PerHeadKernel, Forward):
             return groups.load(self.bias_at(scratch["bias_ref"], *where), self.interpret)
 
         def request_after(step):
-            is_last = step + 1 == self.steps
+            is_last = step + 1 == self.key_tiles
             self._request_bias(iteration + is_last, 0 if is_last else step + 1, iterations, scratch)
 
         carry, q_ids = self.initial_carry(), None
@@ -217,7 +203,7 @@ class ShortForward(PerHeadKernel, Forward):
             of_queries = scratch["ids"][0].at[place.batch, pl.ds(tile * ROWS, ROWS)]
             q_ids = plgpu.load(of_queries, layout=BY_ROW, optimized=False)
         plgpu.barrier_wait(scratch["arrived"].at[buffer])
-        for step in range(self.steps):
+        for step in range(self.key_tiles):
             if self.copies_bias:
                 bias = self.copied_bias(group * self.query_tiles + tile, self._columns(step), scratch)
             carry, bias = self._add(step, tile, buffer, q_ids, carry, bias, bias_of, request_after, scratch)
@@ -247,7 +233,7 @@ class ShortForward(PerHeadKernel, Forward):
 
     def _tiles(self, step, tile, buffer, scratch) -> tuple:
         """Return the own tile of queries, and a tile of keys and of values."""
-        slot = buffer * self.steps + step
+        slot = buffer * self.key_tiles + step
         q = at(scratch["q_smem"], buffer * self.query_tiles + tile)
         return q, at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
 
@@ -277,5 +263,5 @@ class ShortForward(PerHeadKernel, Forward):
         weights, out, highest, total = self.softmax_step(scores, 0, step * ROWS, self._keys(step), carry, keep)
         # Requested before the product with values, which hides part of its latency; before the weights are computed,
         # it would exceed the registers.
-        bias = None if self.copies_bias or step + 1 == self.steps else bias_of(step + 1)
+        bias = None if self.copies_bias or step + 1 == self.key_tiles else bias_of(step + 1)
         return (self._with_values(weights, v, out), highest, total), bias
