@@ -10,7 +10,7 @@ def test_packed_chunks__start_where_segments_start():
     from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]), False)
+    ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]), False, 1)
     assert used.tolist() == [8, 8, 3, 0, 0, 0, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert chunks[1, :6, :5].tolist() == [
@@ -25,7 +25,7 @@ def test_packed_chunks__start_where_segments_start():
     assert ids[1, 197:256].unique().tolist() == ids[1, 319:384].unique().tolist() == [PADDING]
     for entry, whole in ((2, torch.cat([ODD, ODD[:30]])), (3, SHORT)):  # recurs; too short
         assert torch.equal(ids[entry, :260], whole.int()) and (ids[entry, 260:384] == PADDING).all()
-        assert chunks[entry, :6, :5].tolist() == [[0, 5, 0, 64 * i, 64 * (i < 5)] for i in range(5)] + [
+        assert chunks[entry, :6, :5].tolist() == [[0, 5, 0, 64 * i, min(64, 260 - 64 * i)] for i in range(5)] + [
             [0, 5, 0, 260, 0]
         ]
 
@@ -50,7 +50,7 @@ def test_masked_ids__name_the_chunks_that_need_a_comparison():
 def test_packed_chunks__leave_an_odd_chunk_empty_before_a_longer_segment():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    _, chunks, used = packed_chunks(ODD[None], False)
+    _, chunks, used = packed_chunks(ODD[None], False, 1)
     assert used.tolist() == [8, 8, 4, 0, 0, 0, 0]
     assert chunks[0, :8, 3].tolist()[::2] == [0, 30, 130, 210] and chunks[0, 5, 3] == 163
     assert chunks[0, :8, 4].tolist() == [30, 0, 64, 36, 33, 47, 20, 0]
@@ -62,13 +62,17 @@ def test_packed_chunks__are_listed_as_work_items():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     ids = segments((0, 577), (1, 60), (2, 40), (3, 30), (4, 256), (5, 197))
-    _, chunks, used = packed_chunks(ids[None].to(torch.uint8), False)
+    _, chunks, used = packed_chunks(ids[None].to(torch.uint8), False, 1)
     assert used.tolist() == [22, 22, 10, 0, 0, 0, 0]
     # The item's first chunk and number of chunks; first and end of those it needs, and the first to be compared.
     assert chunks[0, :11, 8:13].tolist() == [
         [0, 2, 0, 10, 9], [2, 3, 0, 10, 9], [5, 2, 0, 10, 9], [7, 3, 0, 10, 9], [10, 2, 10, 12, 10],
         [12, 2, 12, 14, 12], [14, 2, 14, 18, 18], [16, 2, 14, 18, 18], [18, 2, 18, 22, 21], [20, 2, 18, 22, 21],
         [0, 0, 0, 0, 0],
+    ]  # fmt: skip
+    # The length of the item's segment, or of the first, and its first row.
+    assert chunks[0, :11, 13:15].tolist() == [
+        *[[577, 0]] * 4, [60, 577], [30, 677], *[[256, 707]] * 2, *[[197, 963]] * 2, [0, 0],
     ]  # fmt: skip
 
 
@@ -77,7 +81,7 @@ def test_packed_chunks__of_segments_that_need_all_chunks():
     """36 segments fill all 36 chunks, which are not a power of two; each pair of chunks remains an item."""
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
-    _, chunks, used = packed_chunks(torch.arange(36).repeat_interleave(16)[None], False)
+    _, chunks, used = packed_chunks(torch.arange(36).repeat_interleave(16)[None], False, 1)
     assert chunks.shape[1] == 36 and used[:3].tolist() == [36, 36, 18]
     assert chunks[0, :18, 8:13].tolist() == [[2 * i, 2, 2 * i, 2 * i + 2, 2 * i] for i in range(18)]
     assert not chunks[0, 18:, 8:13].any()
@@ -105,8 +109,8 @@ def test_packed_chunks__form_quads_behind_long_segments():
 
     mixed = segments((0, 64), (1, 300), (2, 65), (3, 129), (4, 256), (5, 10))  # 1, 5, 2, 3, 4 and 1 chunks
     recurring = segments((0, 300), (1, 300), (0, 224))
-    ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True)
-    assert used.tolist() == [14, 14, 5, 3, -(5**2) - 13**2, 1, 0]
+    ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True, 1)
+    assert used.tolist() == [14, 14, 5, 3, 13**2 - 5**2, 1, 13]
     # The long segment's chunks come first, in two work items.
     assert chunks[0, :6, :5].tolist() == [
         [0, 5, 4, 64, 64], [0, 5, 4, 128, 64], [0, 5, 4, 192, 64], [0, 5, 4, 256, 64], [0, 5, 4, 320, 44],
@@ -122,7 +126,7 @@ def test_packed_chunks__form_quads_behind_long_segments():
         [[429, 64, 12, 15], [493, 64, 12, 15], [557, 1, 12, 15], [0, 64, 15, 16]],
         [[364, 64, 16, 18], [428, 1, 16, 18], [814, 10, 18, 19], [824, 0, 18, 18]],
     ]
-    assert chunks[1, :14, 4].tolist() == [64] * 13 + [0]
+    assert chunks[1, :14, 4].tolist() == [64] * 12 + [56, 0]
     assert [x.unique().tolist() for x in ids[0, 512:1280].view(12, 64)] == [
         [8], [8], [8], [8], [12], [12], [PADDING, 12], [15], [16], [PADDING, 16], [PADDING, 18], [PADDING],
     ]  # fmt: skip
@@ -138,7 +142,7 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
     B, N = 3, 788
     lengths = torch.randint(1, longest + 1, (B, N), generator=torch.Generator().manual_seed(longest))
     segment_ids = torch.stack([torch.arange(N).repeat_interleave(row)[:N] for row in lengths])
-    _, chunks, used = packed_chunks(segment_ids, has_quads)
+    _, chunks, used = packed_chunks(segment_ids, has_quads, 1)
     C = chunks.shape[1]
     quads = chunks.flatten(0, 1)[: used[3], 16:].unflatten(1, (4, 4)).tolist()
     of_quads = {quad[0][2] + i: quad[i] for quad in quads for i in range(4)}
@@ -163,20 +167,23 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    "entries, wanted",
+    "entries, shortest, wanted",
     [
-        ([((0, 1000), (1, 400)), ((5, 1400),)], True),  # 16² + 22² pairs of chunks against 7²
-        ([((0, 300), (1, 900), (2, 200)), ((0, 600), (1, 600), (2, 200))], False),  # 15² against 5² + 2 · 10²
-        ([((0, 1300), (1, 100)), ((0, 1200), (1, 100), (0, 100))], False),  # an id recurs
-        ([((0, 250), (1, 250), (2, 250), (3, 250), (4, 250), (5, 150))], False),  # all in quads
+        ([((0, 1000), (1, 400)), ((5, 1400),)], 1, True),  # 16² + 22² pairs of chunks against 7²
+        ([((0, 320), (1, 880), (2, 200)), ((0, 700), (1, 500), (2, 200))], 1, True),  # 14² + 8² against 5² + 11²
+        ([((0, 320), (1, 640), (2, 320)), ((0, 700), (1, 380), (2, 200))], 1, False),  # 10² against 2 · 5² + 11² + 6²
+        ([((0, 640), (1, 640), (2, 120))], 10, True),
+        ([((0, 640), (1, 640), (2, 120))], 11, False),  # too few heads for ten chunks
+        ([((0, 1300), (1, 100)), ((0, 1200), (1, 100), (0, 100))], 1, False),  # an id recurs
+        ([((0, 250), (1, 250), (2, 250), (3, 250), (4, 250), (5, 150))], 1, False),  # all in quads
     ],
 )
-def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entries, wanted):
+def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entries, shortest, wanted):
     from vitkernels.attention.pallas_flash.hopper.chunks import prefers_fused
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     segment_ids = torch.stack([segments(*runs) for runs in entries])
-    *_, counts = packed_chunks(segment_ids, True)
+    *_, counts = packed_chunks(segment_ids, True, shortest)
     assert prefers_fused(counts) == wanted
 
 
@@ -195,7 +202,7 @@ def test_fused_backward__alternates_between_as_many_heads_as_segments_need(lengt
 
     segment_ids = segments(*enumerate(lengths)).expand(4, -1)
     (B, N), H = segment_ids.shape, 12
-    _, chunks, counts = packed_chunks(segment_ids, True)
+    _, chunks, counts = packed_chunks(segment_ids, True, 1)
     ids = None, None, None, None, jnp.asarray(counts.numpy())
     of_chunks = chunks.shape[1], chunks.shape[1]
     call = (B, H, N, N, 64, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 132, of_chunks)

@@ -75,7 +75,7 @@ class Backward(RingKernel):
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
-            row = queries.row(item.batch, first)
+            row = self.own_row(item, queries, first)
             q_arrived, do_arrived = (scratch[name].at[owner] for name in ("q_arrived", "do_arrived"))
 
             def load(ref, head, name, arrived):
@@ -204,7 +204,7 @@ class Backward(RingKernel):
 
         def load_own(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
-            row = keys.row(item.batch, first)
+            row = self.own_row(item, keys, first)
             arrived = scratch["own_arrived"].at[owner]
             _, k_head, v_head = self.heads_of(item)
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):

@@ -11,8 +11,9 @@ import torch
 # SEGMENT_TOKENS is the length of its segment.
 FIRST, END, COMPARED, ROW, COUNT, SEGMENT_TOKENS = range(6)
 # A list of work items of up to LISTED chunks lies beside the chunks of packed segments: the record with an item's
-# number also has the item's first chunk, its number of chunks, which chunks these need, as above, and SEGMENT_TOKENS.
-ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_TOKENS = range(8, 14)
+# number also has the item's first chunk, its number of chunks, which chunks these need, as above, SEGMENT_TOKENS, and
+# the first row of its segment.
+ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_TOKENS, ITEM_ROW = range(8, 15)
 LISTED = 3
 # A quad is QUAD chunks with whole segments. The kernels for short sequences process it as if it were a sequence; for
 # the other kernels, its chunks are empty. The records of all batch entries together list the quads: from QUAD_ENTRY on,

@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel
+from vitkernels.attention.pallas_flash.hopper.row_registers import first_columns
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, LOG2E, ROWS, along_rows, at, filled
 
 LOWEST = -1e30  # below every score, but finite, so that a tile without keys for a query gives no NaN
@@ -61,7 +62,7 @@ class Forward(RingKernel):
             if ids:
                 rows = queries.ids.at[item.batch, pl.ds(first, ROWS)]
                 plgpu.copy_gmem_to_smem(rows, scratch["q_ids_smem"].at[owner], arrived)
-            row = queries.row(item.batch, first)
+            row = self.own_row(item, queries, first)
             tiles.load_rows(q_ref, item.batch, row, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
 
         def stream(ref, which, name):
@@ -113,8 +114,8 @@ class Forward(RingKernel):
 
         return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, self.is_causal)
 
-    def _step(self, item, warpgroup, q_smem, first_query, ids, step, keys, carry, scratch):
-        """Fold the first `keys` keys of a tile into the running output, maximum and sum."""
+    def _step(self, item, warpgroup, q_smem, first_query, ids, step, keys, carry, scratch, count=None):
+        """Fold the first `keys` keys of a tile, or `count` of these, into the running output, maximum and sum."""
         s, slot = self.schedule, self.slot(item, step)
         columns = self.columns_of(keys)
         first_key = (item.first + step) * s.tile
@@ -129,7 +130,7 @@ class Forward(RingKernel):
             keep = tiles.same_id(ids, of_keys)
         else:
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
-        weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep)
+        weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep, count)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
         out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
@@ -153,16 +154,17 @@ class Forward(RingKernel):
     def initial_carry(self) -> tuple:
         return self.zeros(), filled((ROWS,), LOWEST, BY_ROW), filled((ROWS,), 0, BY_ROW)
 
-    def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None) -> tuple:
+    def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None, count=None) -> tuple:
         """Return the rounded weights of `keys` keys from first_key on, and the rescaled output, maximum and sum.
 
-        scores: in units of q k. keep: where a query attends to a key; None: everywhere.
+        scores: in units of q k. keep: where a query attends to a key; None: everywhere. count: how many of the keys
+            get weights; None: all.
         """
         out, *statistics = carry
-        weights, shrink, *statistics = self.weigh(scores, first_query, first_key, keys, statistics, keep)
+        weights, shrink, *statistics = self.weigh(scores, first_query, first_key, keys, statistics, keep, count)
         return self.rounded(weights), self.rescaled(out, shrink), *statistics
 
-    def weigh(self, scores, first_query, first_key, keys, statistics, keep=None) -> tuple:
+    def weigh(self, scores, first_query, first_key, keys, statistics, keep=None, count=None) -> tuple:
         """Return softmax_step's weights before they are rounded, the outputs' factor, and the maximum and sum."""
         highest, total = statistics
         scale = self.scale * LOG2E
@@ -170,6 +172,8 @@ class Forward(RingKernel):
             scores, scale = scores * scale, 1.0
         if self.is_causal or (keys < scores.shape[1] and not self.bias_shape):  # the bias of padding is -inf
             scores = self._masked(scores, first_query, first_key)
+        if count is not None:
+            scores = first_columns(scores, count, self.interpret)
         if keep is not None:
             scores = jnp.where(keep, scores, -jnp.inf)
         new_highest = jnp.maximum(highest, scores.max(axis=1) * scale)

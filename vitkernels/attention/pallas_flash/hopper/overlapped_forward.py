@@ -32,8 +32,11 @@ class OverlappedForward(Forward):
         pins = self.has_ids or full >= _PINNED_TILES
         assert self.has_ids or full, "the first tile has code of its own"
 
-        def add(step, carry, keys):
-            """Return the carry with the weights of `keys` keys, and with the products of the tile before."""
+        def add(step, carry, keys, count=None):
+            """Return the carry with the weights of `keys` keys, and with the products of the tile before.
+
+            count: if given, only the first of these keys get weights.
+            """
             weights, out, *statistics = carry
             columns = self.columns_of(keys)
             plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(step)])
@@ -42,10 +45,10 @@ class OverlappedForward(Forward):
             def weigh(scores):
                 plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(step)])
                 # With ids, item.first may not be 0, but then no tile here is masked.
-                return self.weigh(scores, first_query, step * tile, keys, statistics)
+                return self.weigh(scores, first_query, step * tile, keys, statistics, count=count)
 
             wait = lambda: plgpu.barrier_wait(scratch["v_arrived"].at[slot_of(step - 1)])  # noqa: E731
-            carry = self._overlapped(q_smem, k, weigh, pins, weights, v, wait, out)
+            carry = self._overlapped(q_smem, k, weigh, pins and count is None, weights, v, wait, out)
             plgpu.barrier_arrive(scratch["v_consumed"].at[slot_of(step - 1)])
             return carry
 
@@ -62,9 +65,9 @@ class OverlappedForward(Forward):
 
         with_values = lambda step, carry: self._with_values(slot_of(step), carry, scratch)  # noqa: E731
 
-        def step_of(step, carry, keys, compares):
+        def step_of(step, carry, keys, compares, count=None):
             own_ids = ids if compares else None
-            return self._step(item, warpgroup, q_smem, first_query, own_ids, step, keys, carry, scratch)
+            return self._step(item, warpgroup, q_smem, first_query, own_ids, step, keys, carry, scratch, count)
 
         def add_last(step, carry):
             if pins:  # with pinned weights, a masked step that overlaps exceeds the registers
@@ -73,8 +76,25 @@ class OverlappedForward(Forward):
                 sums = with_values(step, add(step, carry, rest))
             return carry[0], *sums  # of constant shapes
 
+        def over_segment(full):
+            """Return the sums of a segment with `full` full tiles and at most one more, which needs no ids."""
+            carry, rest = over_first(full), item.last
+            is_wide = (item.steps > full) & (rest > self.narrow_widths[0])
+            with_rest = lambda: with_values(full, add(full, carry, tile, rest))  # noqa: E731
+            sums = lax.cond(is_wide, with_rest, lambda: with_values(full - 1, carry))
+            # A narrow tile is faster without overlap.
+            start = full + is_wide.astype(jnp.int32)
+            for width, narrower in zip(self.narrow_widths, (*self.narrow_widths[1:], 0), strict=True):
+                end = lax.max(start, item.steps - (rest <= narrower).astype(jnp.int32))
+                step = lambda step, sums, width=width: step_of(step, sums, width, False, rest)  # noqa: E731
+                start, sums = end, lax.fori_loop(start, end, step, sums)
+            return sums
+
         if self.has_ids:
             count = item.uncompared
+            if self.keeps_to_segments:  # an entry whose chunks were not moved compares all tiles
+                over_all = lambda: self.over_compared_tiles(item, step_of, self.initial_carry(), after_first_tile, ())  # noqa: E731
+                return lax.cond(count > 0, lambda: over_segment(count), over_all)
             over_uncompared = lambda: with_values(count - 1, over_first(count))  # noqa: E731
             sums = lax.cond(count > 0, over_uncompared, self.initial_carry)
             return self.over_compared_tiles(item, step_of, sums, after_first_tile)

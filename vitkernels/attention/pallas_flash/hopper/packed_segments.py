@@ -23,7 +23,6 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     FIRST,
     ITEM,
     ITEM_COMPARED,
-    ITEM_TOKENS,
     ITEMS,
     LISTED,
     LONG_CHUNKS,
@@ -37,7 +36,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     USED_KEYS,
     USED_QUERIES,
 )
-from vitkernels.attention.pallas_flash.hopper.schedule import LONG, ROWS
+from vitkernels.attention.pallas_flash.hopper.schedule import LONG, LONG_IF_EVEN, ROWS
 from vitkernels.bridge.operator import operator
 from vitkernels.bridge.triton import next_power_of_2, triton_call
 
@@ -47,11 +46,11 @@ _LEAST = 32  # tokens per segment, on average, for which there are enough chunks
 _BLOCK = 4096  # tokens processed at once
 
 _FIRST, _COUNT = tl.constexpr(FIRST), tl.constexpr(COUNT)
-_ITEM, _ITEM_COMPARED, _ITEM_TOKENS = (tl.constexpr(x) for x in (ITEM, ITEM_COMPARED, ITEM_TOKENS))
+_ITEM, _ITEM_COMPARED = tl.constexpr(ITEM), tl.constexpr(ITEM_COMPARED)
 _QUAD_ENTRY, _QUAD_FIELDS = tl.constexpr(QUAD_ENTRY), tl.constexpr(QUAD_FIELDS)
 _USED_QUERIES, _USED_KEYS, _ITEMS, _QUADS = (tl.constexpr(x) for x in (USED_QUERIES, USED_KEYS, ITEMS, QUADS))
-_LONG, _LONG_SURPLUS = tl.constexpr(LONG), tl.constexpr(LONG_SURPLUS)
-_UNMOVED_ENTRIES, _LONG_CHUNKS = tl.constexpr(UNMOVED_ENTRIES), tl.constexpr(LONG_CHUNKS)
+_LONG, _LONG_IF_EVEN = tl.constexpr(LONG), tl.constexpr(LONG_IF_EVEN)
+_LONG_SURPLUS, _UNMOVED_ENTRIES, _LONG_CHUNKS = (tl.constexpr(x) for x in (LONG_SURPLUS, UNMOVED_ENTRIES, LONG_CHUNKS))
 # The kernel keeps words of its own. Per batch entry, there are _PARTS arrays of C words, and one of _BINS words:
 # - by segment: its start in the lower bits, and its bin, that is, its id modulo _BINS;
 # - _SEGMENTS, by chunk: the start and the length of the segment that begins there, or 0;
@@ -190,7 +189,7 @@ def _store_records(
     rows = tl.minimum(tl.maximum(start + length - row, 0), ROWS)
     last = first + (length + ROWS - 1) // ROWS
     full = tl.where(fits, first + length // ROWS, 0)
-    count = tl.where(in_quad, 0, tl.where(fits | (rows == 0), rows, ROWS))
+    count = tl.where(in_quad, 0, rows)
     is_used = chunk < used
     needed, end, compared = tl.where(is_used, first, C), tl.where(is_used, last, 0), tl.where(is_used, full, C)
     _store_four(record + _FIRST, needed, end, compared, row, exists)
@@ -201,7 +200,7 @@ def _store_records(
 
 @triton.jit
 def _store_items(
-    chunks_ptr, chunk, exists, first, last, full, own, length, count, so_far, listed,
+    chunks_ptr, chunk, exists, first, last, full, own, start, length, count, so_far, listed,
     FIELDS: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
     """List the work items: a segment's chunks, divided as evenly as possible.
@@ -217,18 +216,17 @@ def _store_items(
     last = tl.where(is_single, chunk + 2, last)
     of_item = chunks_ptr + (so_far - items + item) * FIELDS
     _store_four(of_item + _ITEM, chunk, size, first, last, begins)
-    tl.store(of_item + _ITEM_COMPARED, tl.where(is_single, chunk, full), mask=begins)
-    tl.store(of_item + _ITEM_TOKENS, length, mask=begins)
-    is_empty = exists & (chunk >= listed)
     zero = 0 * chunk
+    _store_four(of_item + _ITEM_COMPARED, tl.where(is_single, chunk, full), length, start, zero, begins)
+    is_empty = exists & (chunk >= listed)
     _store_four(record + _ITEM, zero, zero, zero, zero, is_empty)
-    tl.store(record + _ITEM_COMPARED, zero, mask=is_empty)
+    _store_four(record + _ITEM_COMPARED, zero, zero, zero, zero, is_empty)
 
 
 @triton.jit
-def _count_long(counts_ptr, own, count, fits):
+def _count_long(counts_ptr, own, count, fits, shortest):
     """Add what the fused backward kernel needs to the counts. own: the number of chunks of each chunk's segment."""
-    is_long = own >= _LONG
+    is_long = (own >= shortest) & ((own >= _LONG) | ((own >= _LONG_IF_EVEN) & (own % 2 == 0)))
     tl.atomic_add(
         counts_ptr + _LONG_SURPLUS, tl.sum(tl.where(count > 0, tl.where(is_long, own, -own), 0), 0), sem="relaxed"
     )
@@ -254,9 +252,9 @@ def _store_ids(
 
 
 # With known strides, several aligned numbers would be loaded at once, and then moved to other threads for the scans.
-@triton.jit(do_not_specialize=["ids_b", "words_b"])
+@triton.jit(do_not_specialize=["ids_b", "words_b", "shortest"])
 def packed_chunks_kernel(
-    ids_ptr, out_ptr, chunks_ptr, counts_ptr, words_ptr, ids_b, ids_n, words_b, N, C,
+    ids_ptr, out_ptr, chunks_ptr, counts_ptr, words_ptr, ids_b, ids_n, words_b, N, C, shortest,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
     HAS_QUADS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -311,16 +309,18 @@ def packed_chunks_kernel(
         entry = all_chunks_ptr + quad * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
         own_index = (b * C).to(tl.int32) + first
         _store_four(entry, row, rows, own_index, tl.where(rows > 0, own_index + own, own_index), in_quad)
-    _store_items(chunks_ptr, chunk, exists, first, last, full, own, length, count, items, listed, FIELDS, LISTED)
+    _store_items(chunks_ptr, chunk, exists, first, last, full, own, start, length, count, items, listed, FIELDS, LISTED)
     if HAS_QUADS:
-        _count_long(counts_ptr, own, count, fits)
+        _count_long(counts_ptr, own, count, fits, shortest)
     tl.debug_barrier()
     end = tl.maximum(used, tl.where(fits, first_quad + quads * QUAD, 0))
     _store_ids(ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, end, fits, N, PADDING, ROWS, BLOCK)
 
 
-@operator("pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads) -> (Tensor, Tensor, Tensor)")
-def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor, Tensor]:
+@operator(
+    "pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads, int shortest) -> (Tensor, Tensor, Tensor)"
+)
+def packed_chunks(segment_ids: Tensor, has_quads: bool, shortest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids (B, 64 C), the chunks (B, C, 32), and counts (7,), of packed segments (B, N).
 
     Queries and keys have the same ids and chunks; see chunks.py for the counts. If an id of a batch entry may recur
@@ -328,6 +328,7 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor,
     multiples of 64, and compare all ids.
 
     has_quads: put the chunks of segments of up to 256 tokens into quads, and count what prefers_fused needs.
+    shortest: of how many chunks, at least, a segment must be for the fused backward kernel.
     """
     B, N = segment_ids.shape
     C = _chunks(N)
@@ -338,7 +339,7 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor,
     tokens = next_power_of_2(N)
     warps = 4 if tokens <= 1024 else 8
     triton_call(
-        segment_ids, ids, chunks, counts, words, *segment_ids.stride(), words.stride(0), N, C,
+        segment_ids, ids, chunks, counts, words, *segment_ids.stride(), words.stride(0), N, C, shortest,
         kernel=packed_chunks_kernel, grid=(B,), PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD,
         HAS_QUADS=has_quads, CHUNKS=max(32 * warps, next_power_of_2(C)), BINS=_BINS,
         BLOCK=min(tokens, _BLOCK), num_warps=warps,
@@ -347,7 +348,7 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool) -> tuple[Tensor, Tensor,
 
 
 @packed_chunks.register_fake
-def _(segment_ids, has_quads):
+def _(segment_ids, has_quads, shortest):
     B, N = segment_ids.shape
     C = _chunks(N)
     like = segment_ids.new_empty

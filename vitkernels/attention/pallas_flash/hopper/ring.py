@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,6 +26,7 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_COMPARED,
     ITEM_END,
     ITEM_FIRST,
+    ITEM_ROW,
     ITEM_TOKENS,
     ITEMS,
     ROW,
@@ -283,7 +285,32 @@ class RingKernel(tiles.HopperKernel):
         has_chunk = warpgroup < item.chunks
         if own.chunks is None:
             return has_chunk
-        return has_chunk & (own.count(item.batch, self.first_row(item, warpgroup)) > 0)
+        # An empty item has no steps.
+        return has_chunk & (item.steps > 0) & (self._own_count(item, own, self.first_row(item, warpgroup)) > 0)
+
+    @property
+    def keeps_to_segments(self) -> bool:
+        """Return whether an item's own and streamed rows are those of one packed segment.
+
+        They are with quads: all other segments have an even number of chunks, and of those that are not empty, two.
+        """
+        return tiles.has_packed_segments(self.queries, self.chunks) and not self._copies_chunks
+
+    def own_row(self, item: WorkItem, side: Side, place):
+        """Return the row that has a place, a multiple of 64, among the item's own rows; see Side.row."""
+        if self.keeps_to_segments:
+            return item.row + self._place_in_segment(item, place)
+        return side.row(item.batch, place)
+
+    def _own_count(self, item: WorkItem, side: Side, place):
+        """Return how many of the rows from a place on are those of its chunk; see Side.count."""
+        if self.keeps_to_segments:
+            tokens = item.last + (item.steps - 1) * self.schedule.tile
+            return lax.clamp(0, tokens - self._place_in_segment(item, place), ROWS)
+        return side.count(item.batch, place)
+
+    def _place_in_segment(self, item: WorkItem, place):
+        return place - item.first * self.schedule.tile
 
     def owner(self, number, warpgroup):
         """Return the shared-memory index of a warpgroup's own rows for the block's item with this number."""
@@ -297,6 +324,8 @@ class RingKernel(tiles.HopperKernel):
         """Return the item with the tiles that stream past it."""
         if own.chunks is None:
             return item._replace(steps=pl.cdiv(streamed.tokens, self.schedule.tile))
+        if self.keeps_to_segments:
+            return self._with_segment(item, own)
         first, steps, uncompared = self._span_of(item, own)
         item = item._replace(first=first, steps=steps, uncompared=uncompared, row=first * self.schedule.tile)
         if not streamed.are_moved:
@@ -306,6 +335,18 @@ class RingKernel(tiles.HopperKernel):
         if self.schedule.is_listed:
             record, field = item.tile, ITEM_TOKENS
         return item._replace(row=row, last=own.chunks[item.batch, record, field] - (steps - 1) * self.schedule.tile)
+
+    def _with_segment(self, item: WorkItem, own: Side) -> WorkItem:
+        """Return the item with the tiles of its segment, which are known from one record."""
+        fields, record = (ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_ROW, ITEM_TOKENS), item.tile
+        if not self.schedule.is_listed:
+            fields, record = (FIRST, END, COMPARED, ROW, SEGMENT_TOKENS), item.chunk
+        first, end, limit, row, tokens = (own.chunks[item.batch, record, field] for field in fields)
+        if not self.schedule.is_listed:
+            row -= (item.chunk - first) * ROWS
+        first, steps, uncompared = self._tiles_of(first, end, limit)
+        last = tokens - (steps - 1) * self.schedule.tile
+        return item._replace(first=first, steps=steps, uncompared=uncompared, row=row, last=last)
 
     def _span_of(self, item: WorkItem, own: Side) -> tuple:
         """Return the first of the tiles that an item's chunks need, their number, and how many need no comparison."""
@@ -350,11 +391,14 @@ class RingKernel(tiles.HopperKernel):
         # ptxas 13.0 spill accumulators, and with more than 88 tokens serialize all products.
         return lax.fori_loop(full, self.opaque(full + 1), fold(last, False), carry)
 
-    def over_compared_tiles(self, item: WorkItem, step_of, carry, after_first_tile):
-        """Do what over_tiles does for the tiles in which ids must be compared: all but the first item.uncompared."""
+    def over_compared_tiles(self, item: WorkItem, step_of, carry, after_first_tile, narrow_widths=None):
+        """Do what over_tiles does for the tiles in which ids must be compared: all but the first item.uncompared.
+
+        narrow_widths: the widths, descending, to which a segment's last tile is narrowed; by default, those of the kernel.
+        """
         fold = functools.partial(_folding, step_of, after_first_tile)
         start, width = item.uncompared, self.schedule.tile
-        for narrower in self._narrow_widths:
+        for narrower in self._narrow_widths if narrow_widths is None else narrow_widths:
             end = lax.max(start, item.steps - (item.last <= narrower).astype(jnp.int32))
             carry = lax.fori_loop(start, end, fold(width, True), carry)
             start, width = end, narrower
@@ -365,7 +409,7 @@ class RingKernel(tiles.HopperKernel):
     def store_own(self, item: WorkItem, warpgroup, own: Side, results: list[tuple]) -> None:
         """Start storing results of own rows: (parts in shared memory, values, array, head)."""
         owner, place = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
-        row, count = own.row(item.batch, place), own.count(item.batch, place)
+        row, count = self.own_row(item, own, place), self._own_count(item, own, place)
 
         def store_chunk():
             for parts, values, *_ in results:
@@ -428,10 +472,12 @@ class RingKernel(tiles.HopperKernel):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            self._request(lambda process: self._for_each_item(side, with_span, process), own, streams)
+            self._request(lambda process: self._for_each_item(side, with_span, process, reads_ahead=True), own, streams)
 
-    def _for_each_item(self, side: Side, with_span, process) -> tuple:
+    def _for_each_item(self, side: Side, with_span, process, reads_ahead: bool = False) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
+
+        reads_ahead: read an item's record, if it has one, before the item before it is processed.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
@@ -442,19 +488,44 @@ class RingKernel(tiles.HopperKernel):
             tiles = side.used[...] if side.counts is None else jnp.where(prefers_fused(side.counts), 0, side.used[...])
             if not self.schedule.is_listed:
                 tiles = lax.div(tiles + self.schedule.warpgroups - 1, self.schedule.warpgroups)
-            items, divided = self.batch * self.heads * tiles, lambda index: self._divided(index, tiles)
+            items, divided = self.batch * self.heads * tiles, lambda index: self._divided(index, lax.max(tiles, 1))
         share = lax.div(jnp.int32(items), blocks)
 
         def index(number):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
+        def item_at(index, number, streamed):
+            return with_span(self._with_chunks(WorkItem(*divided(index), number, streamed), side))
+
+        count = share + (index(share) < items).astype(jnp.int32)
+        if reads_ahead and side.used is not None:
+            last = lax.max(items - 1, 0)  # a block may have no item
+            return count, self._for_each_read_ahead(lambda number: item_at(lax.min(index(number), last), 0, 0), count, process)
+
         def body(number, streamed):
-            item = with_span(self._with_chunks(WorkItem(*divided(index(number)), number, streamed), side))
+            item = item_at(index(number), number, streamed)
             process(item)
             return streamed + item.steps
 
-        count = share + (index(share) < items).astype(jnp.int32)
         return count, lax.fori_loop(0, count, body, jnp.int32(0))
+
+    def _for_each_read_ahead(self, read, count, process):
+        """Call process(item) for `count` items; read the item with a number before the one before it is processed.
+
+        Return the number of streamed tiles.
+        """
+
+        def read_integers(number):
+            return jax.tree.map(jnp.int32, read(number))
+
+        def body(number, carry):
+            streamed, item = carry
+            following = read_integers(lax.min(number + 1, count - 1))
+            process(item._replace(number=number, streamed=streamed))
+            return streamed + item.steps, following
+
+        streamed, _ = lax.fori_loop(0, count, body, (jnp.int32(0), read_integers(0)))
+        return streamed
 
     def _divided(self, index, tiles) -> tuple:
         """Return batch, head and tile of an item, of which each head has `tiles`; heads come first.

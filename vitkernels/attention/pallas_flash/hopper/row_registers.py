@@ -130,6 +130,34 @@ def store_first_rows(
     store(rows_ref.at[pl.ds(first + 0 * lax.axis_index("warpgroup"), ROWS)], record_ref, parts)
 
 
+def first_columns(x: jax.Array, count, interpret: bool) -> jax.Array:
+    """Return scores, (64, columns) in the layout of a product, with -inf from column `count` on."""
+    if interpret:  # the interpreter does not run Mosaic GPU code
+        return jnp.where(lax.broadcasted_iota(jnp.int32, x.shape, 1) < count, x, -jnp.inf)
+
+    result = plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())), return_type=result)
+    def mask(_ctx, x, count):
+        utils = mgpu.utils
+        # Compared with constants: a number per column would take as many registers, or spill them.
+        limit = utils.arith.subi(count.registers.item(), _first_column(_thread_read_anew()))
+        lowest, registers = utils.c(-float("inf"), utils.ir.F32Type.get()), np.empty_like(x.registers)
+        for group in range(x.shape[1] // groups.COLUMNS):
+            keeps = [
+                utils.arith.cmpi(utils.arith.CmpIPredicate.sgt, limit, _number(group * groups.COLUMNS + i))
+                for i in range(2)
+            ]
+            for half in range(2):
+                index = groups.register(group, half)
+                pair = [utils.vector.extract(x.registers[index], [], [i]) for i in range(2)]
+                kept = [utils.arith.select(*which, lowest) for which in zip(keeps, pair, strict=True)]
+                registers[index] = utils.vector.from_elements(x.registers[index].type, kept)
+        return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+    return mask(x, jnp.int32(count))
+
+
 def _number(n: int):
     return mgpu.utils.c(n, mgpu.utils.ir.IntegerType.get_signless(32))
 

@@ -36,7 +36,7 @@ class Schedule:
     @property
     def registers(self) -> tuple[int, int]:
         """Return the registers per thread of a compute warpgroup and of the loader, of a multiprocessor's 65536."""
-        loader = 40 if self.warpgroups <= 2 else 24
+        loader = 40 if self.warpgroups <= 2 else 32
         return min(240, (512 - loader) // self.warpgroups // 8 * 8), loader
 
 
@@ -203,8 +203,10 @@ def takes_quads(head_dim: int) -> bool:
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
-_LONG_SEGMENT = 900  # tokens
-LONG = -(-(_LONG_SEGMENT + 1) // ROWS)  # chunks of a packed segment for which the fused kernel is faster
+# Chunks of a packed segment from which on the fused kernel is faster: at any number, and at even ones. It pads keys to
+# two chunks.
+LONG, LONG_IF_EVEN = 12, 8
+_LONG_ENTRY = 900  # tokens of a batch entry: in shorter ones, the kernels that find no work could cost more
 
 
 def fused_backward_schedule(
@@ -217,8 +219,8 @@ def fused_backward_schedule(
 
     has_segments: for packed segments. Only the device knows whether these are long enough.
     """
-    is_long = keys > _LONG_SEGMENT if has_segments else _fused_is_faster(keys)
-    too_few = heads < fewest_heads(_LONG_SEGMENT + 1 if has_segments else queries, MULTIPROCESSORS)
+    is_long = keys > _LONG_ENTRY if has_segments else _fused_is_faster(keys)
+    too_few = heads < fewest_heads(queries, MULTIPROCESSORS)
     if is_masked or queries != keys or not is_long or widths(head_dim) != (64,) or too_few:
         return None
     return Schedule(2 * ROWS, 2, 2)
@@ -236,6 +238,11 @@ def _fused_is_faster(tokens: int) -> bool:
 def fewest_heads(queries: int, multiprocessors: int) -> int:
     """Return of how many heads the fused kernel's work items must alternate, so that items of a head start apart."""
     return -(-APART * multiprocessors // -(-queries // 128))
+
+
+def shortest_fused_segment(heads: int) -> int:
+    """Return how many chunks a packed segment needs, so that its items start apart with `heads` heads of all images."""
+    return 2 * -(-APART * MULTIPROCESSORS // heads) - 1
 
 
 def interleaved_heads(heads: int, queries: int, multiprocessors: int) -> int:
