@@ -92,8 +92,8 @@ def test_packed_chunks__of_segments_that_need_all_chunks():
 def test_listed_items__have_no_rows_beyond_their_chunks(chunks, rows):
     """Of a batch entry with fewer items than another one, the others are empty."""
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
-    from vitkernels.attention.pallas_flash.hopper.ring import WorkItem
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
 
     schedule = Schedule(128, 2, 3, is_listed=True)
     kernel = Forward(1, 1, 300, 300, 64, "bfloat16", 0.1, False, 1, (0, 0, 0), schedule, True, 132, (20, 20))

@@ -222,7 +222,7 @@ def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks, coun
 @needs_new_jax
 def test_fused_backward__for_long_unmasked_self_attention():
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
-    from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule
+    from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule, shortest_fused_segment
 
     chosen = lambda *call: fused_backward_schedule(*call) is not None  # noqa: E731
     assert chosen(512, 1024, 1024, 64, False) and chosen(128, 4096, 4096, 40, False)
@@ -235,9 +235,10 @@ def test_fused_backward__for_long_unmasked_self_attention():
         32, 16, 1200, 1200, 64, torch.bfloat16, False, scale, True, torch.device("cuda")
     )
     assert kernels(-0.1)._fused and not kernels(2.0**-110)._fused  # lse in units of q k could overflow
-    # Of packed segments, the device knows the lengths: there must be enough heads for the shortest.
-    assert chosen(48, 9216, 9216, 64, False, True) and chosen(20, 9216, 9216, 64, False)
-    assert not chosen(20, 9216, 9216, 64, False, True)
+    # Of packed segments, the device knows which are long enough for the number of heads.
+    assert chosen(20, 9216, 9216, 64, False, True) and not chosen(3, 9216, 9216, 64, False, True)
+    assert not chosen(512, 896, 896, 64, False, True)
+    assert [shortest_fused_segment(heads) for heads in (96, 33, 20)] == [5, 15, 27]
 
 
 @pytest.mark.usefixtures("detects_races")

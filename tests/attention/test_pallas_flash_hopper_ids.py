@@ -71,17 +71,17 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 @pytest.mark.slow
 @needs_new_jax
 def test_overlapped_forward__with_masked_keys__interpreted():
-    """The first tiles have no masked key in one batch entry, and only masked keys in the other."""
+    """The first tiles have no masked key in one batch entry, and only masked ones in another; the last has no other."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
-    B, H, N, M, D = 2, 2, 70, 330, 64
+    B, H, N, M, D = 3, 2, 70, 330, 64
     q, k, v = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M))
     mask = torch.ones(B, 1, 1, M, dtype=torch.bool)
-    mask[0, ..., 240:300], mask[1, ..., :150] = False, False
+    mask[0, ..., 240:300], mask[1, ..., :150], mask[2] = False, False, False
     exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), mask=mask, scale=0.1)
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), M, mask, None))]
     chunks = ids[2].shape[1], ids[3].shape[1]

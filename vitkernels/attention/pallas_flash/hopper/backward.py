@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.key_gradients import add_key_gradients
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -26,6 +26,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
     filled,
     row_sums,
 )
+from vitkernels.attention.pallas_flash.hopper.work_items import Side
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups, tiles
-from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel, Side, WorkItem
+from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel
 from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
@@ -27,6 +27,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import (
     at,
     filled,
 )
+from vitkernels.attention.pallas_flash.hopper.work_items import Side, WorkItem
 
 
 @dataclass(frozen=True)

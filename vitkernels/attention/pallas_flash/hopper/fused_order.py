@@ -167,7 +167,8 @@ class OrderedKernel(RingKernel):
         counts = ids[4]
         surplus = lax.max(counts[LONG_SURPLUS], 1)
         fewest = lax.div(2 * APART * self.multiprocessors * counts[LONG_CHUNKS] + surplus - 1, surplus)
-        groups = lax.max(lax.div(jnp.int32(heads), lax.max(fewest, 1)), 1)
+        fewest = lax.max(fewest, 1)
+        groups = lax.max(lax.div(2 * heads + fewest, 2 * fewest), 1)  # of nearly as many heads
         return groups, lax.div(heads, groups)
 
     def place_of(self, index, ids: tuple) -> tuple:

@@ -77,7 +77,10 @@ class OverlappedForward(Forward):
             return carry[0], *sums  # of constant shapes
 
         def over_segment(full):
-            """Return the sums of a segment with `full` full tiles and at most one more, which needs no ids."""
+            """Return the sums of an item of a segment: of `full` full tiles, and of one more if it has that.
+
+            No ids are compared: of the last tile, the first item.last keys are the segment's.
+            """
             carry, rest = over_first(full), item.last
             is_wide = (item.steps > full) & (rest > self.narrow_widths[0])
             with_rest = lambda: with_values(full, add(full, carry, tile, rest))  # noqa: E731
@@ -90,11 +93,14 @@ class OverlappedForward(Forward):
                 start, sums = end, lax.fori_loop(start, end, step, sums)
             return sums
 
+        def over_compared():
+            """Return the sums of an item of an entry whose chunks were not moved."""
+            return self.over_compared_tiles(item, step_of, self.initial_carry(), after_first_tile, narrow_widths=())
+
         if self.has_ids:
             count = item.uncompared
-            if self.keeps_to_segments:  # an entry whose chunks were not moved compares all tiles
-                over_all = lambda: self.over_compared_tiles(item, step_of, self.initial_carry(), after_first_tile, ())  # noqa: E731
-                return lax.cond(count > 0, lambda: over_segment(count), over_all)
+            if self.keeps_to_segments:
+                return lax.cond(count > 0, lambda: over_segment(count), over_compared)
             over_uncompared = lambda: with_values(count - 1, over_first(count))  # noqa: E731
             sums = lax.cond(count > 0, over_uncompared, self.initial_carry)
             return self.over_compared_tiles(item, step_of, sums, after_first_tile)

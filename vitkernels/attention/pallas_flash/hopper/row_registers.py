@@ -1,4 +1,4 @@
-"""Copies of a head's rows between device memory and registers that bypass shared memory."""
+"""Rows in registers, thread by thread: copies to and from device memory that bypass shared memory, and a mask."""
 
 import jax
 import jax.numpy as jnp

@@ -205,7 +205,7 @@ def takes_quads(head_dim: int) -> bool:
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
 # Chunks of a packed segment from which on the fused kernel is faster: at any number, and at even ones. It pads keys to
 # two chunks.
-LONG, LONG_IF_EVEN = 12, 8
+LONG, LONG_IF_EVEN = 10, 8
 _LONG_ENTRY = 900  # tokens of a batch entry: in shorter ones, the kernels that find no work could cost more
 
 
