@@ -91,7 +91,8 @@ def test_choose__tries_a_slower_backend_last(monkeypatch):
         (49, {"bias_shape": (1, 2, 49, 49)}, True),
         (49, {"has_segment_ids": True}, True),
         (49, {"has_segment_ids": True, "head_dim": 64}, False),
-        (49, {"has_segment_ids": True, "head_dim": 64, "bias_shape": (1, 2, 49, 49)}, True),
+        (49, {"has_segment_ids": True, "head_dim": 64, "bias_shape": (1, 2, 49, 49)}, False),
+        (49, {"head_dim": 72, "bias_shape": (1, 2, 49, 49)}, True),
         (49, {}, True),  # of head dim 32
         (50, {"head_dim": 64}, False),
         (65, {}, False),
