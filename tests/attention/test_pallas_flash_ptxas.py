@@ -49,7 +49,7 @@ CASES = [
     (300, 64, {"is_causal": True}, 136),
     (601, 64, {"bias_shape": (1, 12)}, 0),
     (601, 64, {"chunks": (10, 10)}, 12),
-    (1500, 64, {"chunks": (46, 46)}, 80),  # packed segments
+    (1500, 64, {"chunks": (46, 46)}, 88),  # packed segments
 ]
 
 

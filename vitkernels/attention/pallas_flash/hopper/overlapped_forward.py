@@ -8,6 +8,10 @@ much at others. Tiles in which ids must be compared do not overlap.
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,106 +21,146 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_ROW, ROWS, at, transposed
+from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
 
 # From so many full tiles on, pinned weights are faster: at 12, but not at 10 (H200). With ids, they are at 4, 8 and 18,
 # but not at 7 (1.01 instead of 0.98 of Forward's time).
 _PINNED_TILES = 12
 
 
+class Queries(NamedTuple):
+    """A warpgroup's queries of a work item, and what it needs to attend with them."""
+
+    item: WorkItem
+    warpgroup: Any
+    first: Any  # the first query
+    smem: tuple  # the queries, one part
+    ids: Any  # None without ids
+    after_first_tile: Callable  # see RingKernel.divide_roles
+    scratch: dict
+
+
 class OverlappedForward(Forward):
-    """The kernel of one call; see the module."""
+    """The kernel of one call; see the module.
+
+    "Sums" are the output, the maximum and the sum of weights of the tiles so far. A "carry" begins with the weights of
+    a tile whose product with the values is not yet in the output, followed by the sums.
+    """
 
     def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
-        tile, slot_of = self.schedule.tile, lambda step: self.slot(item, step)
-        full, rest = divmod(self.keys, tile)
-        pins = self.has_ids or full >= _PINNED_TILES
-        assert self.has_ids or full, "the first tile has code of its own"
-
-        def add(step, carry, keys, count=None):
-            """Return the carry with the weights of `keys` keys, and with the products of the tile before.
-
-            count: if given, only the first of these keys get weights.
-            """
-            weights, out, *statistics = carry
-            columns = self.columns_of(keys)
-            plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(step)])
-            k, v = self._rows("k", slot_of(step), columns, scratch), self._rows("v", slot_of(step - 1), tile, scratch)
-
-            def weigh(scores):
-                plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(step)])
-                # With ids, item.first may not be 0, but then no tile here is masked.
-                return self.weigh(scores, first_query, step * tile, keys, statistics, count=count)
-
-            wait = lambda: plgpu.barrier_wait(scratch["v_arrived"].at[slot_of(step - 1)])  # noqa: E731
-            carry = self._overlapped(q_smem, k, weigh, pins and count is None, weights, v, wait, out)
-            plgpu.barrier_arrive(scratch["v_consumed"].at[slot_of(step - 1)])
-            return carry
-
-        def over_first(count):
-            """Return the carry of the first `count` full tiles, at least one, with the weights of the last of these."""
-            plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(0)])
-            k = self._rows("k", slot_of(0), tile, scratch)
-            (scores,) = tiles.products((None, q_smem, (k,)), interpret=self.interpret)
-            plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(0)])
-            carry = self.softmax_step(scores, first_query, 0, tile, self.initial_carry())
-            after_first_tile()
-            # A loop whose end the compiler does not know: otherwise, ptxas spills. See ring.over_tiles.
-            return lax.fori_loop(1, self.opaque(count), lambda step, carry: add(step, carry, tile), carry)
-
-        with_values = lambda step, carry: self._with_values(slot_of(step), carry, scratch)  # noqa: E731
-
-        def step_of(step, carry, keys, compares, count=None):
-            own_ids = ids if compares else None
-            return self._step(item, warpgroup, q_smem, first_query, own_ids, step, keys, carry, scratch, count)
+        queries = Queries(item, warpgroup, first_query, q_smem, ids, after_first_tile, scratch)
+        if self.keeps_to_segments:
+            ways = partial(self._over_segment, queries), partial(self._over_unmoved, queries)
+            return lax.cond(item.uncompared > 0, *ways)
+        if self.has_ids:
+            return self._over_masked(queries)
+        full, rest = divmod(self.keys, self.schedule.tile)
+        assert full, "the first tile has code of its own"
+        if not rest:
+            return self._with_values(queries, full - 1, self._over_full(queries, full))
 
         def add_last(step, carry):
-            if pins:  # with pinned weights, a masked step that overlaps exceeds the registers
-                sums = step_of(step, with_values(step - 1, carry), rest, False)
+            if self._pins:  # with pinned weights, a masked step that overlaps exceeds the registers
+                sums = self._with_values(queries, step - 1, carry)
+                sums = self._next_sums(queries, step, sums, rest)
             else:
-                sums = with_values(step, add(step, carry, rest))
+                sums = self._with_values(queries, step, self._add(queries, step, carry, rest))
             return carry[0], *sums  # of constant shapes
 
-        def over_segment(full):
-            """Return the sums of an item of a segment: of `full` full tiles, and of one more if it has that.
-
-            No ids are compared: of the last tile, the first item.last keys are the segment's.
-            """
-            carry, rest = over_first(full), item.last
-            is_wide = (item.steps > full) & (rest > self.narrow_widths[0])
-            with_rest = lambda: with_values(full, add(full, carry, tile, rest))  # noqa: E731
-            sums = lax.cond(is_wide, with_rest, lambda: with_values(full - 1, carry))
-            # A narrow tile is faster without overlap.
-            start = full + is_wide.astype(jnp.int32)
-            for width, narrower in zip(self.narrow_widths, (*self.narrow_widths[1:], 0), strict=True):
-                end = lax.max(start, item.steps - (rest <= narrower).astype(jnp.int32))
-                step = lambda step, sums, width=width: step_of(step, sums, width, False, rest)  # noqa: E731
-                start, sums = end, lax.fori_loop(start, end, step, sums)
-            return sums
-
-        def over_compared():
-            """Return the sums of an item of an entry whose chunks were not moved."""
-            return self.over_compared_tiles(item, step_of, self.initial_carry(), after_first_tile, narrow_widths=())
-
-        if self.has_ids:
-            count = item.uncompared
-            if self.keeps_to_segments:
-                return lax.cond(count > 0, lambda: over_segment(count), over_compared)
-            over_uncompared = lambda: with_values(count - 1, over_first(count))  # noqa: E731
-            sums = lax.cond(count > 0, over_uncompared, self.initial_carry)
-            return self.over_compared_tiles(item, step_of, sums, after_first_tile)
-        if not rest:
-            return with_values(full - 1, over_first(full))
-        _, *sums = lax.fori_loop(full, self.opaque(full + 1), add_last, over_first(full))
+        _, *sums = lax.fori_loop(full, self.opaque(full + 1), add_last, self._over_full(queries, full))
         return tuple(sums)
+
+    # --- segments and masks -------------------------------------------------------------------------------------------
+
+    def _over_segment(self, queries: Queries) -> tuple:
+        """Return the sums of a segment: of its full tiles, of which there is one at least, and of the rest.
+
+        No ids are compared: of the last tile, the first item.last keys are the segment's.
+        """
+        item, full, rest = queries.item, queries.item.uncompared, queries.item.last
+        carry = self._over_full(queries, full)
+
+        def with_rest():
+            return self._with_values(queries, full, self._add(queries, full, carry, self.schedule.tile, rest))
+
+        is_wide = (item.steps > full) & (rest > self.narrow_widths[0])
+        sums = lax.cond(is_wide, with_rest, lambda: self._with_values(queries, full - 1, carry))
+        # A narrow tile is faster without overlap.
+        start = full + is_wide.astype(jnp.int32)
+        for width, narrower in zip(self.narrow_widths, (*self.narrow_widths[1:], 0), strict=True):
+            end = lax.max(start, item.steps - (rest <= narrower).astype(jnp.int32))
+            step = partial(self._next_sums, queries, keys=width, count=rest)
+            start, sums = end, lax.fori_loop(start, end, step, sums)
+        return sums
+
+    def _over_unmoved(self, queries: Queries) -> tuple:
+        """Return the sums of an item of a batch entry whose chunks do not start at segments: all ids are compared."""
+        return self._over_compared(queries, self.initial_carry(), narrow_widths=())
+
+    def _over_masked(self, queries: Queries) -> tuple:
+        """Return the sums of an item of a call with a mask of keys: from some tile on, ids are compared."""
+        count = queries.item.uncompared
+        over_uncompared = lambda: self._with_values(queries, count - 1, self._over_full(queries, count))  # noqa: E731
+        return self._over_compared(queries, lax.cond(count > 0, over_uncompared, self.initial_carry))
+
+    def _over_compared(self, queries: Queries, sums: tuple, narrow_widths: tuple | None = None) -> tuple:
+        step_of = lambda step, sums, keys, _: self._next_sums(queries, step, sums, keys, ids=queries.ids)  # noqa: E731
+        return self.over_compared_tiles(queries.item, step_of, sums, queries.after_first_tile, narrow_widths)
+
+    # --- steps --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _pins(self) -> bool:
+        return self.has_ids or self.keys // self.schedule.tile >= _PINNED_TILES
+
+    def _next_sums(self, queries: Queries, step, sums: tuple, keys: int, count=None, ids=None) -> tuple:
+        """Return the sums with the first `keys` keys of a tile, or `count` of these, without overlap."""
+        where = queries.item, queries.warpgroup, queries.smem, queries.first
+        return self._step(*where, ids, step, keys, sums, queries.scratch, count)
+
+    def _over_full(self, queries: Queries, count) -> tuple:
+        """Return the carry of the first `count` full tiles, at least one."""
+        tile, slot_of, scratch = self.schedule.tile, partial(self.slot, queries.item), queries.scratch
+        plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(0)])
+        (scores,) = tiles.products(
+            (None, queries.smem, (self._rows("k", slot_of(0), tile, scratch),)), interpret=self.interpret
+        )
+        plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(0)])
+        carry = self.softmax_step(scores, queries.first, 0, tile, self.initial_carry())
+        queries.after_first_tile()
+        # A loop whose end the compiler does not know: otherwise, ptxas spills. See ring.over_tiles.
+        return lax.fori_loop(1, self.opaque(count), lambda step, carry: self._add(queries, step, carry, tile), carry)
+
+    def _add(self, queries: Queries, step, carry: tuple, keys: int, count=None) -> tuple:
+        """Return the carry with the weights of `keys` keys of a tile, and with the product of the tile before.
+
+        count: if given, only the first of these keys get weights.
+        """
+        weights, out, *statistics = carry
+        tile, slot_of, scratch = self.schedule.tile, partial(self.slot, queries.item), queries.scratch
+        plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(step)])
+        k = self._rows("k", slot_of(step), self.columns_of(keys), scratch)
+        v = self._rows("v", slot_of(step - 1), tile, scratch)
+
+        def weigh(scores):
+            plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(step)])
+            # With ids, item.first may not be 0, but then no tile here is masked by the number of its first key.
+            return self.weigh(scores, queries.first, step * tile, keys, statistics, count=count)
+
+        wait = lambda: plgpu.barrier_wait(scratch["v_arrived"].at[slot_of(step - 1)])  # noqa: E731
+        carry = self._overlapped(queries.smem, k, weigh, self._pins and count is None, weights, v, wait, out)
+        plgpu.barrier_arrive(scratch["v_consumed"].at[slot_of(step - 1)])
+        return carry
 
     def _rows(self, name: str, slot, count: int, scratch):
         """Return the first `count` rows of a streamed tile."""
         (rows,) = tiles.first_rows(at(scratch[f"{name}_smem"], slot), count)
         return rows
 
-    def _with_values(self, slot, carry, scratch) -> tuple:
-        """Return output, maximum and sum with the product of the carry's weights and the values in a slot."""
+    def _with_values(self, queries: Queries, step, carry: tuple) -> tuple:
+        """Return the sums with the product of the carry's weights and the values of their tile."""
         weights, out, *statistics = carry
+        slot, scratch = self.slot(queries.item, step), queries.scratch
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
         v = self._rows("v", slot, weights.shape[1], scratch)
         out = tiles.accumulated(out, [(0, weights, v)], self.interpret)
