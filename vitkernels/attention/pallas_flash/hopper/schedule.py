@@ -203,8 +203,8 @@ def takes_quads(head_dim: int) -> bool:
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
-# Chunks of a packed segment from which on the fused kernel is faster: at any number, and at even ones. It pads keys to
-# two chunks.
+# Packed segments for which the fused kernel is faster: from so many chunks on, and from fewer if their number is even,
+# as the kernel pads keys to an even number.
 LONG, LONG_IF_EVEN = 10, 8
 _LONG_ENTRY = 900  # tokens of a batch entry: in shorter ones, the kernels that find no work could cost more
 
