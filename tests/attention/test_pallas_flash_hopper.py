@@ -199,6 +199,7 @@ def test_fused_backward__interpreted(H, N, M, D, scale, few_tiles, monkeypatch):
         # Packed segments: the batch entry with the most chunks has 46. The long segments are of 32 and of 16 chunks.
         (4, 12, 2000, 132, [0, 46, 0, 0, 4 * 32**2, 0, 4 * 32]),
         (11, 12, 1000, 144, [0, 46, 0, 0, 11 * 16**2, 0, 11 * 16]),
+        (5, 7, 2000, 132, [0, 46, 0, 0, 5 * 32**2, 0, 5 * 32]),  # groups of 17 and of 18 heads
     ],
 )
 def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks, counts):

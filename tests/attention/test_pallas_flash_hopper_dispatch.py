@@ -61,3 +61,22 @@ def test_trace_with_symbolic_sizes(extra, is_packed, dispatch):
         attend(torch.zeros(B, N, 3, H, D, dtype=torch.bfloat16), **EXTRAS[extra](B, H, N, D))
     assert any(isinstance(node.meta.get("example_value"), torch.SymInt) for node in traced)
     assert any("pallas_flash_hopper" in str(node.target) for node in traced)
+
+
+def test_packed_segments__compile_once_for_all_batch_sizes(dispatch):
+    """How many chunks make a segment long depends on the number of heads of all images."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return lambda *_: (torch.zeros(()),)
+
+    def attend(qkv, segment_ids):
+        others = {"bias": None, "mask": None, "is_causal": False, "scale": 0.125, "dropout_p": 0.0}
+        return dispatch.attend_packed(qkv, None, False, segment_ids=segment_ids, **others)
+
+    attend = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
+    for B in (2, 20, 50):
+        attend(torch.zeros(B, 300, 3, 3, 64, dtype=torch.bfloat16), torch.zeros(B, 300, dtype=torch.int64))
+    assert len(graphs) == 1

@@ -87,10 +87,10 @@ class PallasFlash(AttentionBackend):
     def is_slower(self, problem: Problem) -> bool:
         """Return True for calls on CUDA that triton_flash computes faster.
 
-        These are windows of up to 64 tokens at head dims up to 32, and with a bias at head dims other than 64; and
-        short segments at head dims up to 32. At head dim 64, windows with a bias took triton_flash 1.05 to 1.2 times as
+        At head dims up to 32, these are windows of up to 64 tokens, and short segments. At head dims other than 64,
+        they are also windows with a bias. At head dim 64, windows with a bias took triton_flash 1.05 to 1.2 times as
         long, and with its gradient 0.97 to 1.13 times; other head dims above 32 were not measured. Segments of 49 and
-        64 tokens took 1.5 and 1.3 times as long in the kernels that head dim 32 has for them
+        64 tokens took this backend 1.5 and 1.3 times as long in the kernels that head dim 32 has for them
         (notes/pallas_flash_hopper.md).
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64

@@ -7,8 +7,9 @@ their copies require, wherever the rows of a chunk start.
 import torch
 
 # Fields of a record. A chunk needs the other side's chunks from FIRST to END, and must compare ids from COMPARED on.
-# Its first row is ROW. COUNT rows from there on are its own; the others belong to another chunk. Of packed segments,
-# SEGMENT_TOKENS is the length of its segment.
+# Its first row is ROW. COUNT rows from there on are its own. The others belong to another chunk, or lie beyond the last
+# row, and must not be stored. (Without packed segments, COUNT includes those beyond the last row, which the TMA unit
+# drops.) Of packed segments, SEGMENT_TOKENS is the length of its segment.
 FIRST, END, COMPARED, ROW, COUNT, SEGMENT_TOKENS = range(6)
 # A list of work items of up to LISTED chunks lies beside the chunks of packed segments: the record with an item's
 # number also has the item's first chunk, its number of chunks, which chunks these need, as above, SEGMENT_TOKENS, and
@@ -23,7 +24,8 @@ QUAD, QUAD_ENTRY = 4, 16
 QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END = range(4)
 QUAD_FIELDS = 4
 FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
-# What is counted. In the batch entry with the most: used chunks of queries, of keys, and work items. Of all batch
+# What is counted. Long segments are those for which the fused backward kernel is faster; see LONG in schedule.py and
+# packed_chunks. In the batch entry with the most: used chunks of queries, of keys, and work items. Of all batch
 # entries: quads; how many more pairs of chunks that need each other there are in long segments than in others that are
 # not in quads; the batch entries whose chunks lie at multiples of 64; and the chunks of long segments.
 USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONG_SURPLUS, UNMOVED_ENTRIES, LONG_CHUNKS = range(7)

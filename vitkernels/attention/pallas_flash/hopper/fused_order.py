@@ -152,24 +152,22 @@ class OrderedKernel(RingKernel):
         """Return how many items each head has; of packed segments, the batch entry with the most."""
         return lax.div(ids[4][USED_KEYS] + 1, 2) if ids else self.tiles(self.keys)
 
-    def groups_of_heads(self, ids: tuple) -> tuple:
-        """Return into how many groups the heads are divided, and the size of all but the last, which has the rest.
+    def groups_of_heads(self, ids: tuple):
+        """Return into how many groups, as equal as possible, the heads are divided; the items of a group alternate.
 
-        The items of a group's heads alternate. With segments, the groups are as small as keeps a segment's items apart,
-        so that their rows and sums stay in the cache.
+        A group has about as many heads as keep a sequence's items apart. With fewer, items would wait for their turns;
+        with more, the group's rows and sums would leave the cache.
         """
         heads = self.batch * self.heads
         if not ids:
-            together = interleaved_heads(heads, self.queries, self.multiprocessors)
-            return pl.cdiv(heads, together), together
+            return pl.cdiv(heads, interleaved_heads(heads, self.queries, self.multiprocessors))
         # The surplus is the sum of the long segments' squared lengths, in chunks, less that of shorter ones. Divided by
         # the number of the long segments' chunks, it is at most the mean length of such a chunk's segment.
         counts = ids[4]
         surplus = lax.max(counts[LONG_SURPLUS], 1)
-        fewest = lax.div(2 * APART * self.multiprocessors * counts[LONG_CHUNKS] + surplus - 1, surplus)
-        fewest = lax.max(fewest, 1)
-        groups = lax.max(lax.div(2 * heads + fewest, 2 * fewest), 1)  # of nearly as many heads
-        return groups, lax.div(heads, groups)
+        apart = lax.div(2 * APART * self.multiprocessors * counts[LONG_CHUNKS] + surplus - 1, surplus)
+        apart = lax.max(apart, 1)
+        return lax.max(lax.div(2 * heads + apart, 2 * apart), 1)
 
     def place_of(self, index, ids: tuple) -> tuple:
         """Return the batch entry, head and block of keys of the item with this index.
@@ -177,12 +175,11 @@ class OrderedKernel(RingKernel):
         Blocks of keys come in ascending order, of several heads in alternation. So an item starts when the item before
         it in its sequence is some turns ahead, and rarely waits.
         """
-        heads, key_blocks, (groups, together) = self.batch * self.heads, self.key_blocks(ids), self.groups_of_heads(ids)
-        group = lax.min(lax.div(index, together * key_blocks), groups - 1)
-        first = group * together
+        heads, key_blocks, groups = self.batch * self.heads, self.key_blocks(ids), self.groups_of_heads(ids)
+        group = lax.div((lax.div(index, key_blocks) + 1) * groups - 1, heads)
+        first, end = (lax.div(i * heads, groups) for i in (group, group + 1))
         rest = index - first * key_blocks
-        alternating = jnp.where(group == groups - 1, heads - first, together)
-        head, block = first + lax.rem(rest, alternating), lax.div(rest, alternating)
+        head, block = first + lax.rem(rest, end - first), lax.div(rest, end - first)
         return lax.div(head, self.heads), lax.rem(head, self.heads), block
 
     def item(self, index, number, streamed, ids: tuple, ticket) -> KeyBlock:

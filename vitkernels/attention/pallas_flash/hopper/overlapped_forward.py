@@ -3,7 +3,7 @@
 A step computes the scores of one tile of keys, and adds the product of the previous tile's weights and values to the
 output. While that product runs, the warpgroup computes the weights of its own tile (FlashAttention-3, Shah et al. 2024,
 arXiv 2407.08608, section 3.2). On an H200, that takes 3 to 8 % less time than `Forward` at most lengths, and about as
-much at others. Tiles in which ids must be compared do not overlap.
+much at others. Tiles in which ids must be compared do not overlap, nor does a narrow last tile of a packed segment.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -94,11 +94,14 @@ class OverlappedForward(Forward):
         return sums
 
     def _over_unmoved(self, queries: Queries) -> tuple:
-        """Return the sums of an item of a batch entry whose chunks do not start at segments: all ids are compared."""
+        """Return the sums of an item of a batch entry whose chunks do not start at segments: all ids are compared.
+
+        The last tile is not narrowed: with that code, too, ptxas would spill.
+        """
         return self._over_compared(queries, self.initial_carry(), narrow_widths=())
 
     def _over_masked(self, queries: Queries) -> tuple:
-        """Return the sums of an item of a call with a mask of keys: from some tile on, ids are compared."""
+        """Return the sums of an item of a call whose chunks lie at multiples of 64: the last tiles compare ids."""
         count = queries.item.uncompared
         over_uncompared = lambda: self._with_values(queries, count - 1, self._over_full(queries, count))  # noqa: E731
         return self._over_compared(queries, lax.cond(count > 0, over_uncompared, self.initial_carry))

@@ -152,8 +152,7 @@ class RingKernel(WorkItems):
     @property
     def _narrow_widths(self) -> tuple[int, ...]:
         """Return the widths, descending, to which a packed segment's last tile is narrowed if its rows fit."""
-        may_narrow = tiles.has_packed_segments(self.queries, self.chunks) and not self.copies_chunks
-        return self.narrow_widths if may_narrow and self.schedule.tile == 2 * ROWS else ()
+        return self.narrow_widths if self.keeps_to_segments and self.schedule.tile == 2 * ROWS else ()
 
     # --- tiles and own rows -------------------------------------------------------------------------------------------
 

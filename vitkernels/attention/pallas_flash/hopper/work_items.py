@@ -49,8 +49,8 @@ class WorkItem(NamedTuple):
     first: Any = 0  # the first tile that streams past this item
     steps: Any = 0  # how many tiles stream past this item
     uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
-    row: Any = 0  # the first row of the first of these
-    last: Any = 0  # how many rows of the last of these are the segment's; of entries not moved, not padding
+    row: Any = 0  # the first row of the first of these, unless a tile holds chunks of several segments
+    last: Any = 0  # if an item keeps to a segment: how many rows of the last of these are the segment's
     chunk: Any = 0  # the first of its chunks of own rows
     chunks: Any = 0  # how many it has, one per warpgroup at most
 
@@ -92,7 +92,8 @@ class WorkItems(tiles.HopperKernel):
     def keeps_to_segments(self) -> bool:
         """Return whether all of an item's rows are those of one packed segment: with quads, which hold the short ones.
 
-        All other segments begin with an even chunk, so a pair of chunks does not belong to two.
+        All other segments begin with an even chunk, so a pair of chunks does not belong to two, and listed items do not
+        either. A batch entry whose chunks were not moved counts as one segment.
         """
         return tiles.has_packed_segments(self.queries, self.chunks) and takes_quads(self.head_dim)
 
@@ -120,7 +121,7 @@ class WorkItems(tiles.HopperKernel):
         """
         entry, head = lax.div(index, self.heads), lax.rem(index, self.heads)
         if self.keeps_to_segments:
-            tiles = lax.max(tiles, 1)  # if there are no items; see for_each_assigned_item
+            tiles = lax.max(tiles, 1)  # a block without items reads the first record, even if there are no items
         return lax.div(entry, tiles), head, lax.rem(entry, tiles)
 
     def blocks(self, own_rows: int) -> int:
@@ -135,7 +136,8 @@ class WorkItems(tiles.HopperKernel):
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
 
-        reads_ahead: of packed segments with quads, read an item's record before the previous item is processed.
+        reads_ahead: if items keep to segments, read an item's record before the previous item is processed, so that
+            nothing waits for device memory between the two.
         """
         blocks = self.blocks(side.tokens)
         items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
@@ -204,17 +206,13 @@ class WorkItems(tiles.HopperKernel):
         if self.keeps_to_segments:
             return self._with_segment(item, own)
         first, steps, uncompared = self._span_of(item, own)
-        item = item._replace(first=first, steps=steps, uncompared=uncompared, row=first * self.schedule.tile)
-        if not streamed.are_moved:
-            return item
-        row = streamed.row(item.batch, lax.min(item.row, (self.chunks[0] - 1) * ROWS))  # an empty item has no tile
-        record, field = item.tile * self.schedule.warpgroups, SEGMENT_TOKENS
-        if self.schedule.is_listed:
-            record, field = item.tile, ITEM_TOKENS
-        return item._replace(row=row, last=own.chunks[item.batch, record, field] - (steps - 1) * self.schedule.tile)
+        return item._replace(first=first, steps=steps, uncompared=uncompared, row=first * self.schedule.tile)
 
     def _with_segment(self, item: WorkItem, own: Side) -> WorkItem:
-        """Return the item with the tiles of its segment, which are known from one record."""
+        """Return the item with the tiles of its segment, which are known from one record.
+
+        An item's first chunk is not empty, unless all of its chunks are.
+        """
         fields, record = (ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_ROW, ITEM_TOKENS), item.tile
         if not self.schedule.is_listed:
             fields, record = (FIRST, END, COMPARED, ROW, SEGMENT_TOKENS), item.chunk
