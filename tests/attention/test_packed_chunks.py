@@ -167,7 +167,7 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
 
 @needs_new_jax
 @pytest.mark.parametrize(
-    "entries, shortest, wanted",
+    "entries, fewest_chunks, wanted",
     [
         ([((0, 1000), (1, 400)), ((5, 1400),)], 1, True),  # 16² + 22² pairs of chunks against 7²
         ([((0, 320), (1, 880), (2, 200)), ((0, 570), (1, 500), (2, 330))], 1, True),  # 14² + 8² against 5² + 9² + 6²
@@ -178,12 +178,12 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
         ([((0, 250), (1, 250), (2, 250), (3, 250), (4, 250), (5, 150))], 1, False),  # all in quads
     ],
 )
-def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entries, shortest, wanted):
+def test_packed_chunks__choose_the_fused_backward_kernel_for_long_segments(entries, fewest_chunks, wanted):
     from vitkernels.attention.pallas_flash.hopper.chunks import prefers_fused
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     segment_ids = torch.stack([segments(*runs) for runs in entries])
-    *_, counts = packed_chunks(segment_ids, True, shortest)
+    *_, counts = packed_chunks(segment_ids, True, fewest_chunks)
     assert prefers_fused(counts) == wanted
 
 

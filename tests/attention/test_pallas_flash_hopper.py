@@ -223,7 +223,7 @@ def test_fused_backward__waits_only_for_items_drawn_before(B, H, N, blocks, coun
 @needs_new_jax
 def test_fused_backward__for_long_unmasked_self_attention():
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
-    from vitkernels.attention.pallas_flash.hopper.schedule import fused_backward_schedule, shortest_fused_segment
+    from vitkernels.attention.pallas_flash.hopper.schedule import fewest_chunks, fused_backward_schedule
 
     chosen = lambda *call: fused_backward_schedule(*call) is not None  # noqa: E731
     assert chosen(512, 1024, 1024, 64, False) and chosen(128, 4096, 4096, 40, False)
@@ -239,7 +239,7 @@ def test_fused_backward__for_long_unmasked_self_attention():
     # Of packed segments, the device knows which are long enough for the number of heads.
     assert chosen(20, 9216, 9216, 64, False, True) and not chosen(3, 9216, 9216, 64, False, True)
     assert not chosen(512, 896, 896, 64, False, True)
-    assert [shortest_fused_segment(heads) for heads in (96, 33, 20)] == [5, 15, 27]
+    assert [fewest_chunks(heads) for heads in (96, 33, 20)] == [5, 15, 27]
 
 
 @pytest.mark.usefixtures("detects_races")

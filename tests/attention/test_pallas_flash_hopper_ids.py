@@ -71,7 +71,10 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 @pytest.mark.slow
 @needs_new_jax
 def test_overlapped_forward__with_masked_keys__interpreted():
-    """In one batch entry, the first tiles have no masked key; in another, no other; in the last, no other at all."""
+    """The first tiles have no masked key in one batch entry, and only masked keys in another; the third has no other.
+
+    Its outputs are zeros.
+    """
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward

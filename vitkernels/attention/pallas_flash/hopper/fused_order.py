@@ -153,10 +153,10 @@ class OrderedKernel(RingKernel):
         return lax.div(ids[4][USED_KEYS] + 1, 2) if ids else self.tiles(self.keys)
 
     def groups_of_heads(self, ids: tuple):
-        """Return into how many groups, as equal as possible, the heads are divided; the items of a group alternate.
+        """Return into how many groups the heads are divided, as evenly as possible. The heads of a group alternate.
 
-        A group has about as many heads as keep a sequence's items apart. With fewer, items would wait for their turns;
-        with more, the group's rows and sums would leave the cache.
+        A group has about as many heads as keep a sequence's items apart. With fewer, items would wait for their turns.
+        With more, the rows and sums of the group would not fit in the L2 cache.
         """
         heads = self.batch * self.heads
         if not ids:
@@ -165,9 +165,9 @@ class OrderedKernel(RingKernel):
         # the number of the long segments' chunks, it is at most the mean length of such a chunk's segment.
         counts = ids[4]
         surplus = lax.max(counts[LONG_SURPLUS], 1)
-        apart = lax.div(2 * APART * self.multiprocessors * counts[LONG_CHUNKS] + surplus - 1, surplus)
-        apart = lax.max(apart, 1)
-        return lax.max(lax.div(2 * heads + apart, 2 * apart), 1)
+        fewest = lax.div(2 * APART * self.multiprocessors * counts[LONG_CHUNKS] + surplus - 1, surplus)
+        fewest = lax.max(fewest, 1)
+        return lax.max(lax.div(2 * heads + fewest, 2 * fewest), 1)  # heads / fewest, rounded to the nearest
 
     def place_of(self, index, ids: tuple) -> tuple:
         """Return the batch entry, head and block of keys of the item with this index.
@@ -176,6 +176,7 @@ class OrderedKernel(RingKernel):
         it in its sequence is some turns ahead, and rarely waits.
         """
         heads, key_blocks, groups = self.batch * self.heads, self.key_blocks(ids), self.groups_of_heads(ids)
+        # Group i has the heads from i * heads / groups, rounded down, to the next group's first.
         group = lax.div((lax.div(index, key_blocks) + 1) * groups - 1, heads)
         first, end = (lax.div(i * heads, groups) for i in (group, group + 1))
         rest = index - first * key_blocks

@@ -47,6 +47,9 @@ class OverlappedForward(Forward):
     a tile whose product with the values is not yet in the output, followed by the sums.
     """
 
+    # A segment's last tile compares no ids. If that of other entries was narrowed when it does, ptxas would spill.
+    compared_widths = ()
+
     def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
         queries = Queries(item, warpgroup, first_query, q_smem, ids, after_first_tile, scratch)
         if self.keeps_to_segments:
@@ -94,11 +97,8 @@ class OverlappedForward(Forward):
         return sums
 
     def _over_unmoved(self, queries: Queries) -> tuple:
-        """Return the sums of an item of a batch entry whose chunks do not start at segments: all ids are compared.
-
-        The last tile is not narrowed: with that code, too, ptxas would spill.
-        """
-        return self._over_compared(queries, self.initial_carry(), narrow_widths=())
+        """Return the sums of an item of a batch entry whose chunks do not start at segments: all ids are compared."""
+        return self._over_compared(queries, self.initial_carry())
 
     def _over_masked(self, queries: Queries) -> tuple:
         """Return the sums of an item of a call whose chunks lie at multiples of 64: the last tiles compare ids."""
@@ -106,9 +106,10 @@ class OverlappedForward(Forward):
         over_uncompared = lambda: self._with_values(queries, count - 1, self._over_full(queries, count))  # noqa: E731
         return self._over_compared(queries, lax.cond(count > 0, over_uncompared, self.initial_carry))
 
-    def _over_compared(self, queries: Queries, sums: tuple, narrow_widths: tuple | None = None) -> tuple:
+    def _over_compared(self, queries: Queries, sums: tuple) -> tuple:
+        """Return the sums with all tiles in which ids must be compared."""
         step_of = lambda step, sums, keys, _: self._next_sums(queries, step, sums, keys, ids=queries.ids)  # noqa: E731
-        return self.over_compared_tiles(queries.item, step_of, sums, queries.after_first_tile, narrow_widths)
+        return self.over_compared_tiles(queries.item, step_of, sums, queries.after_first_tile)
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

@@ -224,9 +224,9 @@ def _store_items(
 
 
 @triton.jit
-def _count_long(counts_ptr, own, count, fits, least_long):
+def _count_long(counts_ptr, own, count, fits, fewest_chunks):
     """Add what the fused backward kernel needs to the counts. own: the number of chunks of each chunk's segment."""
-    is_long = (own >= least_long) & ((own >= _LONG) | ((own >= _LONG_IF_EVEN) & (own % 2 == 0)))
+    is_long = (own >= fewest_chunks) & ((own >= _LONG) | ((own >= _LONG_IF_EVEN) & (own % 2 == 0)))
     tl.atomic_add(
         counts_ptr + _LONG_SURPLUS, tl.sum(tl.where(count > 0, tl.where(is_long, own, -own), 0), 0), sem="relaxed"
     )
@@ -252,9 +252,9 @@ def _store_ids(
 
 
 # With known strides, several aligned numbers would be loaded at once, and then moved to other threads for the scans.
-@triton.jit(do_not_specialize=["ids_b", "words_b", "least_long"])
+@triton.jit(do_not_specialize=["ids_b", "words_b", "fewest_chunks"])
 def packed_chunks_kernel(
-    ids_ptr, out_ptr, chunks_ptr, counts_ptr, words_ptr, ids_b, ids_n, words_b, N, C, least_long,
+    ids_ptr, out_ptr, chunks_ptr, counts_ptr, words_ptr, ids_b, ids_n, words_b, N, C, fewest_chunks,
     PADDING: tl.constexpr, ROWS: tl.constexpr, FIELDS: tl.constexpr, LISTED: tl.constexpr, QUAD: tl.constexpr,
     HAS_QUADS: tl.constexpr, CHUNKS: tl.constexpr, BINS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -311,17 +311,17 @@ def packed_chunks_kernel(
         _store_four(entry, row, rows, own_index, tl.where(rows > 0, own_index + own, own_index), in_quad)
     _store_items(chunks_ptr, chunk, exists, first, last, full, own, start, length, count, items, listed, FIELDS, LISTED)
     if HAS_QUADS:
-        _count_long(counts_ptr, own, count, fits, least_long)
+        _count_long(counts_ptr, own, count, fits, fewest_chunks)
     tl.debug_barrier()
     end = tl.maximum(used, tl.where(fits, first_quad + quads * QUAD, 0))
     _store_ids(ids_ptr, out_ptr, ids_of_chunks_ptr, ids_n, end, fits, N, PADDING, ROWS, BLOCK)
 
 
 @operator(
-    "pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads, SymInt least_long)"
+    "pallas_flash_hopper_packed_chunks(Tensor segment_ids, bool has_quads, SymInt fewest_chunks)"
     " -> (Tensor, Tensor, Tensor)"
 )
-def packed_chunks(segment_ids: Tensor, has_quads: bool, least_long: int) -> tuple[Tensor, Tensor, Tensor]:
+def packed_chunks(segment_ids: Tensor, has_quads: bool, fewest_chunks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return the ids (B, 64 C), the chunks (B, C, 32), and counts (7,), of packed segments (B, N).
 
     Queries and keys have the same ids and chunks; see chunks.py for the counts. If an id of a batch entry may recur
@@ -329,7 +329,7 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool, least_long: int) -> tupl
     multiples of 64, and compare all ids.
 
     has_quads: put the chunks of segments of up to 256 tokens into quads, and count what prefers_fused needs.
-    least_long: how many chunks a segment must have at least to count as long; see shortest_fused_segment.
+    fewest_chunks: how many chunks a segment must have to count as long; see schedule.fewest_chunks.
     """
     B, N = segment_ids.shape
     C = _chunks(N)
@@ -340,7 +340,7 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool, least_long: int) -> tupl
     tokens = next_power_of_2(N)
     warps = 4 if tokens <= 1024 else 8
     triton_call(
-        segment_ids, ids, chunks, counts, words, *segment_ids.stride(), words.stride(0), N, C, least_long,
+        segment_ids, ids, chunks, counts, words, *segment_ids.stride(), words.stride(0), N, C, fewest_chunks,
         kernel=packed_chunks_kernel, grid=(B,), PADDING=PADDING, ROWS=ROWS, FIELDS=FIELDS, LISTED=LISTED, QUAD=QUAD,
         HAS_QUADS=has_quads, CHUNKS=max(32 * warps, next_power_of_2(C)), BINS=_BINS,
         BLOCK=min(tokens, _BLOCK), num_warps=warps,
@@ -349,7 +349,7 @@ def packed_chunks(segment_ids: Tensor, has_quads: bool, least_long: int) -> tupl
 
 
 @packed_chunks.register_fake
-def _(segment_ids, has_quads, least_long):
+def _(segment_ids, has_quads, fewest_chunks):
     B, N = segment_ids.shape
     C = _chunks(N)
     like = segment_ids.new_empty

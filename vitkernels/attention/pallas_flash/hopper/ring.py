@@ -150,8 +150,8 @@ class RingKernel(WorkItems):
             tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret, chunk)
 
     @property
-    def _narrow_widths(self) -> tuple[int, ...]:
-        """Return the widths, descending, to which a packed segment's last tile is narrowed if its rows fit."""
+    def compared_widths(self) -> tuple[int, ...]:
+        """Return the widths, descending, to which a segment's last tile, if it compares ids, is narrowed if it fits."""
         return self.narrow_widths if self.keeps_to_segments and self.schedule.tile == 2 * ROWS else ()
 
     # --- tiles and own rows -------------------------------------------------------------------------------------------
@@ -182,14 +182,11 @@ class RingKernel(WorkItems):
         # ptxas 13.0 spill accumulators, and with more than 88 tokens serialize all products.
         return lax.fori_loop(full, self.opaque(full + 1), fold(last, False), carry)
 
-    def over_compared_tiles(self, item: WorkItem, step_of, carry, after_first_tile, narrow_widths=None):
-        """Do what over_tiles does for the tiles in which ids must be compared: all but the first item.uncompared.
-
-        narrow_widths: to which a segment's last tile is narrowed, descending; by default, those of the kernel.
-        """
+    def over_compared_tiles(self, item: WorkItem, step_of, carry, after_first_tile):
+        """Do what over_tiles does for the tiles in which ids must be compared: all but the first item.uncompared."""
         fold = functools.partial(_folding, step_of, after_first_tile)
         start, width = item.uncompared, self.schedule.tile
-        for narrower in self._narrow_widths if narrow_widths is None else narrow_widths:
+        for narrower in self.compared_widths:
             end = lax.max(start, item.steps - (item.last <= narrower).astype(jnp.int32))
             carry = lax.fori_loop(start, end, fold(width, True), carry)
             start, width = end, narrower

@@ -240,8 +240,11 @@ def fewest_heads(queries: int, multiprocessors: int) -> int:
     return -(-APART * multiprocessors // -(-queries // 128))
 
 
-def shortest_fused_segment(heads: int) -> int:
-    """Return how many chunks a packed segment needs, so that its items start apart with `heads` heads of all images."""
+def fewest_chunks(heads: int) -> int:
+    """Return how many chunks a packed segment needs, so that its items start apart with `heads` heads of all images.
+
+    The inverse of fewest_heads.
+    """
     return 2 * -(-APART * MULTIPROCESSORS // heads) - 1
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vitkernels.attention.pallas_flash.hopper.masked_ids import masked_ids
 from vitkernels.attention.pallas_flash.hopper.packed_segments import LONGEST, packed_chunks
-from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, shortest_fused_segment, takes_quads
+from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, fewest_chunks, takes_quads
 
 Ids = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 
@@ -39,7 +39,7 @@ def token_ids(
         return None, None, None, None, None
     B, H, N, head_dim = shape
     if segment_ids is not None and mask is None and moves_chunks and ROWS < N <= LONGEST:
-        ids, chunks, used = packed_chunks(segment_ids, takes_quads(head_dim), shortest_fused_segment(B * H))
+        ids, chunks, used = packed_chunks(segment_ids, takes_quads(head_dim), fewest_chunks(B * H))
         return ids, ids, chunks, chunks, used
     of_keys = None if mask is None else mask[(None,) * (4 - mask.ndim)][:, 0, 0]
     return masked_ids(of_keys, segment_ids, B, N, keys)

@@ -92,8 +92,8 @@ class WorkItems(tiles.HopperKernel):
     def keeps_to_segments(self) -> bool:
         """Return whether all of an item's rows are those of one packed segment: with quads, which hold the short ones.
 
-        All other segments begin with an even chunk, so a pair of chunks does not belong to two, and listed items do not
-        either. A batch entry whose chunks were not moved counts as one segment.
+        All other segments begin with an even chunk, so neither a pair of chunks nor a listed item belongs to two
+        segments. A batch entry whose chunks were not moved counts as one segment.
         """
         return tiles.has_packed_segments(self.queries, self.chunks) and takes_quads(self.head_dim)
 
@@ -136,8 +136,8 @@ class WorkItems(tiles.HopperKernel):
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
 
-        reads_ahead: if items keep to segments, read an item's record before the previous item is processed, so that
-            nothing waits for device memory between the two.
+        reads_ahead: if items keep to segments, read an item's record before the previous item is processed. The loader
+            then does not wait for device memory between two items.
         """
         blocks = self.blocks(side.tokens)
         items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
@@ -148,29 +148,29 @@ class WorkItems(tiles.HopperKernel):
             items, divided = self.batch * self.heads * tiles, lambda index: self._divided(index, tiles)
         share = lax.div(jnp.int32(items), blocks)
 
-        def index(number):
+        def index_of(number):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def read(index, number=0, streamed=0):
             return with_span(self._with_chunks(WorkItem(*divided(index), number, streamed), side))
 
         def body(number, streamed):
-            item = read(index(number), number, streamed)
+            item = read(index_of(number), number, streamed)
             process(item)
             return streamed + item.steps
 
         def body_ahead(number, carry):
             streamed, item = carry
-            following = integers(read(index(lax.min(number + 1, count - 1))))
+            following = integers(read(index_of(lax.min(number + 1, count - 1))))
             process(item._replace(number=number, streamed=streamed))
             return streamed + item.steps, following
 
-        count = share + (index(share) < items).astype(jnp.int32)
+        count = share + (index_of(share) < items).astype(jnp.int32)
         if not (reads_ahead and self.keeps_to_segments):
             return count, lax.fori_loop(0, count, body, jnp.int32(0))
         integers = functools.partial(jax.tree.map, jnp.int32)
         # A block without items reads the first record, which exists.
-        first = integers(read(jnp.where(count > 0, index(0), 0)))
+        first = integers(read(jnp.where(count > 0, index_of(0), 0)))
         streamed, _ = lax.fori_loop(0, count, body_ahead, (jnp.int32(0), first))
         return count, streamed
 
