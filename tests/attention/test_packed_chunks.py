@@ -110,7 +110,7 @@ def test_packed_chunks__form_quads_behind_long_segments():
     mixed = segments((0, 64), (1, 300), (2, 65), (3, 129), (4, 256), (5, 10))  # 1, 5, 2, 3, 4 and 1 chunks
     recurring = segments((0, 300), (1, 300), (0, 224))
     ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True, 1)
-    assert used.tolist() == [14, 14, 5, 3, 13**2 - 5**2, 1, 13]
+    assert used.tolist() == [14, 14, 5, 3, -(13**2) - 5**2, 1, 0]
     # The long segment's chunks come first, in two work items.
     assert chunks[0, :6, :5].tolist() == [
         [0, 5, 4, 64, 64], [0, 5, 4, 128, 64], [0, 5, 4, 192, 64], [0, 5, 4, 256, 64], [0, 5, 4, 320, 44],
@@ -172,6 +172,7 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
         ([((0, 1000), (1, 400)), ((5, 1400),)], 1, True),  # 16² + 22² pairs of chunks against 7²
         ([((0, 320), (1, 880), (2, 200)), ((0, 570), (1, 500), (2, 330))], 1, True),  # 14² + 8² against 5² + 9² + 6²
         ([((0, 320), (1, 640), (2, 320)), ((0, 576), (1, 570), (2, 134))], 1, False),  # 10² against 2 · 5² + 2 · 9²
+        ([((0, 900), (1, 500)), ((0, 700), (1, 700))], 1, False),  # 8² against 15² + 2 · 11²
         ([((0, 640), (1, 640), (2, 120))], 10, True),
         ([((0, 640), (1, 640), (2, 120))], 11, False),  # too few heads for ten chunks
         ([((0, 1300), (1, 100)), ((0, 1200), (1, 100), (0, 100))], 1, False),  # an id recurs

@@ -180,9 +180,12 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
 @pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("overlaps", [False, True])
-def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
-    """The last tiles have 65, 16, 73, 17 and 128 rows. The ring kernels do not write rows in quads: they stay NaN."""
+@pytest.mark.parametrize("overlaps, is_listed", [(False, False), (True, True)])
+def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps, is_listed):
+    """The last tiles of 128 rows have 65, 16, 73, 17 and 128, those of 64 backward have 1, 16, 9, 17 and 64.
+
+    The ring kernels do not write rows in quads: they stay NaN. is_listed: whether backward work items are listed.
+    """
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
@@ -198,7 +201,8 @@ def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
 
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
-    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), Schedule(128, 2, 2), True, 3, chunks)
+    backward = Schedule(64, 4, 3, is_listed=True) if is_listed else Schedule(128, 2, 2)
+    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), backward, True, 3, chunks)
     listed = (*problem[:10], Schedule(128, 2, 3, is_listed=True), *problem[11:])
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
     found = ring_kernels(problem, q, k, v, do, ids, listed, overlaps)

@@ -46,8 +46,7 @@ class OwnRows(NamedTuple):
 class RingKernel(WorkItems):
     """A kernel whose persistent thread blocks follow a Schedule."""
 
-    # Widths of a narrowed tile of 128 rows. 577 = 4 * 128 + 65.
-    narrow_widths = 72, 16
+    narrow_widths = (16,)  # of a packed segment's last tile, descending
 
     def own_tiles(self) -> tuple:
         """Return scratch for the rows that each warpgroup keeps."""
@@ -152,7 +151,7 @@ class RingKernel(WorkItems):
     @property
     def compared_widths(self) -> tuple[int, ...]:
         """Return the widths, descending, to which a segment's last tile, if it compares ids, is narrowed if it fits."""
-        return self.narrow_widths if self.keeps_to_segments and self.schedule.tile == 2 * ROWS else ()
+        return tuple(w for w in self.narrow_widths if w < self.schedule.tile) if self.keeps_to_segments else ()
 
     # --- tiles and own rows -------------------------------------------------------------------------------------------
 

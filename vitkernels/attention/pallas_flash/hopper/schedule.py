@@ -41,12 +41,13 @@ class Schedule:
 
 
 def for_packed_segments(schedule: Schedule, head_dim: int) -> Schedule:
-    """Return the backward schedule of a call whose chunks start where segments start: in pairs, so of two warpgroups.
+    """Return the backward schedule of a call whose chunks start where segments start.
 
-    With quads, no segment is shorter than two tiles of 128 rows, and the last tile is narrowed.
+    With quads, the pair processes listed work items, mostly of segments that are not long (see LONG). Otherwise items are
+    pairs of chunks, so of two warpgroups.
     """
     if takes_quads(head_dim):
-        return Schedule(2 * ROWS, 2, 2)
+        return Schedule(ROWS, 4, LISTED, is_listed=True)
     return replace(schedule, warpgroups=min(2, schedule.warpgroups))
 
 
@@ -205,7 +206,7 @@ def takes_quads(head_dim: int) -> bool:
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
 # Packed segments for which the fused kernel is faster: from so many chunks on, and from fewer if their number is even,
 # as the kernel pads keys to an even number.
-LONG, LONG_IF_EVEN = 10, 8
+LONG, LONG_IF_EVEN = 16, 8
 _LONG_ENTRY = 900  # tokens of a batch entry: in shorter ones, the kernels that find no work could cost more
 
 

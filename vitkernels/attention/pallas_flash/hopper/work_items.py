@@ -82,11 +82,10 @@ class WorkItems(tiles.HopperKernel):
         if not ids:
             return Side(self.queries), Side(self.keys)
         q_ids, k_ids, q_chunks, k_chunks, used = ids
-        # Only the forward kernel has listed items; their chunks are those of queries.
-        of_queries = used.at[ITEMS if self.schedule.is_listed else USED_QUERIES]
+        of_queries, of_keys = (ITEMS, ITEMS) if self.schedule.is_listed else (USED_QUERIES, USED_KEYS)
         are_moved = tiles.has_packed_segments(self.queries, self.chunks)
-        queries = Side(self.queries, q_ids, q_chunks, are_moved, of_queries)
-        return queries, Side(self.keys, k_ids, k_chunks, are_moved, used.at[USED_KEYS])
+        queries = Side(self.queries, q_ids, q_chunks, are_moved, used.at[of_queries])
+        return queries, Side(self.keys, k_ids, k_chunks, are_moved, used.at[of_keys])
 
     @property
     def keeps_to_segments(self) -> bool:
