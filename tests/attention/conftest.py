@@ -13,12 +13,12 @@ def detects_races(monkeypatch, capsys):
     """Fail a test if no barrier or fence orders two accesses of an interpreted Hopper kernel to shared memory.
 
     The interpreter wants a fence wherever the TMA unit writes what a warpgroup has read. Hardware needs none behind
-    products, sums of loads and reads of tickets, which have completed when their results are used. So a fence is added
-    there. It may hide that another one is missing, but hides no missing barrier between warpgroups.
+    products, sums of loads and reads of tickets and records, which have completed when their results are used. So a
+    fence is added there. It may hide that another one is missing, but hides no missing barrier between warpgroups.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from vitkernels.attention.pallas_flash.hopper import fused_order, tiles
+    from vitkernels.attention.pallas_flash.hopper import fused_order, tiles, work_items
 
     def fence_behind(module, name: str) -> None:
         function = getattr(module, name)
@@ -33,6 +33,7 @@ def detects_races(monkeypatch, capsys):
     fence_behind(tiles, "accumulated")
     fence_behind(tiles, "products")
     fence_behind(fused_order, "row_sums")
+    fence_behind(work_items.WorkItems, "with_span")
     release_ticket = fused_order.OrderedKernel.give_ticket_back
 
     def give_ticket_back(*args, **options):

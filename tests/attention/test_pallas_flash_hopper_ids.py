@@ -122,7 +122,8 @@ def test_quads__interpreted():
     for blocks, scale in ((3, 0.1), (40, -0.1), (3, 0.0)):
         exact = reference(*leaves, segment_ids=segment_ids, scale=scale)
         wanted = exact, *torch.autograd.grad(exact, leaves, cotangent)
-        of_others = (B, H, N, N, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(64, 2, 2), True, blocks, chunks)
+        schedule = Schedule(64, 2, 3, is_listed=True)
+        of_others = (B, H, N, N, D, "bfloat16", scale, False, H, (0, 0, 0), schedule, True, blocks, chunks)
         problem = (*of_others[:10], None, *of_others[11:])
         out, lse = ShortForward(*problem)(q, k, v, *ids)
         short = out, *ShortBackward(*problem)(q, k, v, out, do, lse, *ids)
@@ -146,12 +147,15 @@ def test_quads__interpreted():
     [
         ([MIXED, TWO], 2, 32, torch.bfloat16, 2, 64, 2, 5),
         ([ODD, RECURRING], 1, 72, torch.float16, 2, 128, 2, 3),
-        ([SHORT], 1, 40, torch.bfloat16, 1, 64, 1, 2),
+        ([SHORT], 1, 40, torch.bfloat16, 3, 64, 1, 2),
         ([MIXED], 1, 32, torch.bfloat16, 2, 128, 2, 40),
     ],
 )
 def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, buffers, blocks):
-    """Segments of 1 to 197 tokens, whose last chunks are partly or entirely empty; blocks without an item."""
+    """Segments of 1 to 197 tokens, whose last chunks are partly or entirely empty; blocks without an item.
+
+    With three warpgroups, and always in the forward kernel, work items are listed.
+    """
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
@@ -167,7 +171,7 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
     name = str(dtype).removeprefix("torch.")
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
-    schedule = Schedule(tile, 2, warpgroups, buffers)
+    schedule = Schedule(tile, 2, warpgroups, buffers, is_listed=warpgroups == 3)
     problem = (B, H, N, N, D, name, 0.1, False, H, (0, 0, 0), schedule, True, blocks, chunks)
     listed = (*problem[:10], Schedule(tile, 2, 3, buffers, is_listed=True), *problem[11:])
     q, k, v, do = (jnp.asarray(x.float().numpy(), name) for x in (q, k, v, do))
@@ -180,11 +184,11 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
 @pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("overlaps, is_listed", [(False, False), (True, True)])
-def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps, is_listed):
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
     """The last tiles of 128 rows have 65, 16, 73, 17 and 128, those of 64 backward have 1, 16, 9, 17 and 64.
 
-    The ring kernels do not write rows in quads: they stay NaN. is_listed: whether backward work items are listed.
+    The ring kernels do not write rows in quads: they stay NaN.
     """
     import jax.numpy as jnp
 
@@ -201,8 +205,8 @@ def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps, is_listed):
 
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
-    backward = Schedule(64, 4, 3, is_listed=True) if is_listed else Schedule(128, 2, 2)
-    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), backward, True, 3, chunks)
+    schedule = Schedule(64, 4, 3, is_listed=True)
+    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, 3, chunks)
     listed = (*problem[:10], Schedule(128, 2, 3, is_listed=True), *problem[11:])
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
     found = ring_kernels(problem, q, k, v, do, ids, listed, overlaps)
@@ -251,7 +255,8 @@ def test_fused_backward__with_segments__interpreted(is_long, scale):
     # No segment is long enough for the kernel to be faster. Items of both entries alternate, also empty ones.
     ids[4] = ids[4].at[LONG_SURPLUS].set(int(is_long)).at[LONG_CHUNKS].set(1)
     chunks = ids[2].shape[1], ids[3].shape[1]
-    problem = (B, H, N, N, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(64, 3, 2), True, 1, chunks)
+    schedule = Schedule(64, 3, 3, is_listed=True)
+    problem = (B, H, N, N, D, "bfloat16", scale, False, H, (0, 0, 0), schedule, True, 1, chunks)
     q, k, v, do = (jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v, do))
     long, lse = Forward(*problem)(q, k, v, *ids)
     short, _ = ShortForward(*problem[:10], None, *problem[11:])(q, k, v, *ids)

@@ -104,6 +104,7 @@ class Backward(RingKernel):
             OwnRows(load_own, (scratch["do_arrived"], scratch["q_arrived"]), scratch["own_consumed"]),
             [self.stream(load_tile, scratch["arrived"], scratch["consumed"]), *self.bias_streams(scratch)],
             lambda *where: self._dq_of(*where, dq_ref, delta_ref, scratch),
+            scratch,
         )
 
     def _dq_of(self, item, warpgroup, after_first_tile, dq_ref, delta_ref, scratch):
@@ -230,6 +231,7 @@ class Backward(RingKernel):
             OwnRows(load_own, (scratch["own_arrived"],), scratch["own_consumed"]),
             [self.stream(load_tile, scratch["arrived"], scratch["consumed"]), *self.bias_streams(scratch)],
             lambda *where: self._dkdv_of(*where, dk_ref, dv_ref, scratch),
+            scratch,
         )
 
     def _dkdv_of(self, item, warpgroup, after_first_tile, dk_ref, dv_ref, scratch):

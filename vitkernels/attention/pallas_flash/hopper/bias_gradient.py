@@ -160,6 +160,7 @@ class BiasGradient(RingKernel):
             OwnRows(lambda item, warpgroup: None, (), scratch["own_consumed"]),
             [self.stream(load_pair, scratch["arrived"], scratch["consumed"])],
             lambda *where: self._sum(*where, bias_ref, sums_ref, scratch),
+            scratch,
         )
 
     def _sum(self, item, warpgroup, after_first_tile, bias_ref, sums_ref, scratch):

@@ -83,6 +83,7 @@ class Forward(RingKernel):
             OwnRows(load_queries, (scratch["q_arrived"],), scratch["q_consumed"]),
             [stream(k_ref, 1, "k"), stream(v_ref, 2, "v"), *self.bias_streams(scratch)],
             lambda *where: self._attend(*where, out_ref, lse_ref, scratch),
+            scratch,
         )
 
     def _with_span(self, item, queries, keys):

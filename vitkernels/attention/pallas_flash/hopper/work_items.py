@@ -27,7 +27,6 @@ from vitkernels.attention.pallas_flash.hopper.chunks import (
     ITEM_TOKENS,
     ITEMS,
     ROW,
-    SEGMENT_TOKENS,
     USED_KEYS,
     USED_QUERIES,
     prefers_fused,
@@ -38,7 +37,7 @@ from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, takes_quads
 class WorkItem(NamedTuple):
     """The unit of work of a thread block: own rows of a head, at most 64 per compute warpgroup.
 
-    All fields are integers.
+    All fields but the last are integers.
     """
 
     batch: Any
@@ -53,6 +52,7 @@ class WorkItem(NamedTuple):
     last: Any = 0  # if an item keeps to a segment: how many rows of the last of these are the segment's
     chunk: Any = 0  # the first of its chunks of own rows
     chunks: Any = 0  # how many it has, one per warpgroup at most
+    record: Any = None  # if it is listed: a reference to its record
 
 
 class Side(NamedTuple):
@@ -91,8 +91,7 @@ class WorkItems(tiles.HopperKernel):
     def keeps_to_segments(self) -> bool:
         """Return whether all of an item's rows are those of one packed segment: with quads, which hold the short ones.
 
-        All other segments begin with an even chunk, so neither a pair of chunks nor a listed item belongs to two
-        segments. A batch entry whose chunks were not moved counts as one segment.
+        Work items are listed then. A batch entry whose chunks were not moved counts as one segment.
         """
         return tiles.has_packed_segments(self.queries, self.chunks) and takes_quads(self.head_dim)
 
@@ -129,15 +128,17 @@ class WorkItems(tiles.HopperKernel):
             items = self.batch * self.heads * self.chunks[0]
         return min(self.multiprocessors, items)
 
-    def for_each_assigned_item(self, side: Side, with_span, process, reads_ahead: bool = False) -> tuple:
+    def for_each_assigned_item(self, side: Side, with_span, process, record_of=None, reads_ahead: bool = False) -> tuple:
         """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
 
+        record_of: record_of(item) returns a reference to a listed item's record; by default, to that in device memory.
         reads_ahead: if items keep to segments, read an item's record before the previous item is processed. The loader
             then does not wait for device memory between two items.
         """
+        record_of = record_of or functools.partial(self.listed_record, side)
         blocks = self.blocks(side.tokens)
         items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
         if side.used is not None:
@@ -151,7 +152,10 @@ class WorkItems(tiles.HopperKernel):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
         def read(index, number=0, streamed=0):
-            return with_span(self._with_chunks(WorkItem(*divided(index), number, streamed), side))
+            item = WorkItem(*divided(index), number, streamed)
+            if self.schedule.is_listed:
+                item = item._replace(record=record_of(item))
+            return with_span(self._with_chunks(item, side))
 
         def body(number, streamed):
             item = read(index_of(number), number, streamed)
@@ -160,18 +164,22 @@ class WorkItems(tiles.HopperKernel):
 
         def body_ahead(number, carry):
             streamed, item = carry
-            following = integers(read(index_of(lax.min(number + 1, count - 1))))
+            following = read_integers(index_of(lax.min(number + 1, count - 1)))
             process(item._replace(number=number, streamed=streamed))
             return streamed + item.steps, following
 
         count = share + (index_of(share) < items).astype(jnp.int32)
         if not (reads_ahead and self.keeps_to_segments):
             return count, lax.fori_loop(0, count, body, jnp.int32(0))
-        integers = functools.partial(jax.tree.map, jnp.int32)
+        read_integers = lambda index: jax.tree.map(jnp.int32, read(index)._replace(record=None))  # noqa: E731
         # A block without items reads the first record, which exists.
-        first = integers(read(jnp.where(count > 0, index_of(0), 0)))
+        first = read_integers(jnp.where(count > 0, index_of(0), 0))
         streamed, _ = lax.fori_loop(0, count, body_ahead, (jnp.int32(0), first))
         return count, streamed
+
+    def listed_record(self, side: Side, item: WorkItem):
+        """Return a reference to a listed item's record in device memory."""
+        return side.chunks.at[item.batch, item.tile]
 
     def heads_of(self, item: WorkItem) -> tuple:
         """Return the indices of the item's head in q, k and v."""
@@ -188,8 +196,7 @@ class WorkItems(tiles.HopperKernel):
         2.5 % less time in the backward kernels on an H200.
         """
         if self.schedule.is_listed:
-            chunk, chunks = (side.chunks[item.batch, item.tile, field] for field in (ITEM, ITEM_CHUNKS))
-            return item._replace(chunk=chunk, chunks=chunks)
+            return item._replace(chunk=item.record[ITEM], chunks=item.record[ITEM_CHUNKS])
         tile, warpgroups = self.tile_of_rows(item), self.schedule.warpgroups
         if side.chunks is not None:
             return item._replace(chunk=tile * warpgroups, chunks=warpgroups)
@@ -203,30 +210,23 @@ class WorkItems(tiles.HopperKernel):
         if own.chunks is None:
             return item._replace(steps=pl.cdiv(streamed.tokens, self.schedule.tile))
         if self.keeps_to_segments:
-            return self._with_segment(item, own)
+            return self._with_segment(item)
         first, steps, uncompared = self._span_of(item, own)
         return item._replace(first=first, steps=steps, uncompared=uncompared, row=first * self.schedule.tile)
 
-    def _with_segment(self, item: WorkItem, own: Side) -> WorkItem:
-        """Return the item with the tiles of its segment, which are known from one record.
+    def _with_segment(self, item: WorkItem) -> WorkItem:
+        """Return the item with the tiles of its segment.
 
         An item's first chunk is not empty, unless all of its chunks are.
         """
-        fields, record = (ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_ROW, ITEM_TOKENS), item.tile
-        if not self.schedule.is_listed:
-            fields, record = (FIRST, END, COMPARED, ROW, SEGMENT_TOKENS), item.chunk
-        first, end, limit, row, tokens = (own.chunks[item.batch, record, field] for field in fields)
-        if not self.schedule.is_listed:
-            row -= (item.chunk - first) * ROWS
-        first, steps, uncompared = self._tiles_of(first, end, limit)
-        last = tokens - (steps - 1) * self.schedule.tile
-        return item._replace(first=first, steps=steps, uncompared=uncompared, row=row, last=last)
+        first, steps, uncompared = self._listed_span(item)
+        last = item.record[ITEM_TOKENS] - (steps - 1) * self.schedule.tile
+        return item._replace(first=first, steps=steps, uncompared=uncompared, row=item.record[ITEM_ROW], last=last)
 
     def _span_of(self, item: WorkItem, own: Side) -> tuple:
         """Return the first of the tiles that an item's chunks need, their number, and how many need no comparison."""
         if self.schedule.is_listed:
-            fields = ITEM_FIRST, ITEM_END, ITEM_COMPARED
-            return self._tiles_of(*(own.chunks[item.batch, item.tile, field] for field in fields))
+            return self._listed_span(item)
         first_chunk, records = item.tile * self.schedule.warpgroups, []
         for i in range(self.schedule.warpgroups):
             records.append([own.chunks[item.batch, first_chunk + i, field] for field in (FIRST, END, COMPARED)])
@@ -238,6 +238,9 @@ class WorkItems(tiles.HopperKernel):
             for own_first, own_end, limit in zip(firsts, ends, compared, strict=True)
         ]
         return self._tiles_of(first, end, functools.reduce(lax.min, limits))
+
+    def _listed_span(self, item: WorkItem) -> tuple:
+        return self._tiles_of(*(item.record[field] for field in (ITEM_FIRST, ITEM_END, ITEM_COMPARED)))
 
     def _tiles_of(self, first, end, limit) -> tuple:
         """Return _span_of for the chunks from first to end, which must be compared from `limit` on."""
