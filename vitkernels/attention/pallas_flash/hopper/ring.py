@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import groups, tiles
-from vitkernels.attention.pallas_flash.hopper.chunks import COUNT, FIELDS
+from vitkernels.attention.pallas_flash.hopper.chunks import COUNT
 from vitkernels.attention.pallas_flash.hopper.row_registers import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, widths
 from vitkernels.attention.pallas_flash.hopper.tiles import WGMMA, at
@@ -131,21 +131,8 @@ class RingKernel(WorkItems):
 
     def kernel(self, body, own_rows: int, out_type: tuple, scratch: dict):
         """Return `body` as a kernel whose work items have at most 64 * warpgroups of `own_rows`, or are listed."""
-        scratch |= self.records()
+        scratch |= self.record_scratch()
         return self.launch(body, {"block": self.blocks(own_rows)}, self.schedule.warpgroups + 1, out_type, scratch)
-
-    def records(self) -> dict:
-        """Return scratch in which the loader passes the records of listed items on, so that no one else waits for them.
-
-        A block without a record in shared memory waits for device memory, half a microsecond between two items.
-        """
-        if not self.schedule.is_listed:
-            return {}
-        buffers = self.schedule.buffers
-        return {
-            "record_smem": plgpu.SMEM((buffers, FIELDS), jnp.int32),
-            "record_arrived": plgpu.Barrier(num_barriers=buffers),
-        }
 
     @property
     def tile_copies(self) -> int:
@@ -243,6 +230,8 @@ class RingKernel(WorkItems):
                 releases the previous item's buffer.
         """
         warpgroup = lax.axis_index("warpgroup")
+        assigned = self.assigned_items(side)
+        for_each_item = lambda process: self.for_each_item(assigned, side, with_span, process, scratch)  # noqa: E731
 
         @pl.when(warpgroup < self.schedule.warpgroups)
         def _():
@@ -263,12 +252,7 @@ class RingKernel(WorkItems):
                 if self.schedule.buffers == 1:
                     give_back(item.number)
 
-            def record_of(item):
-                buffer = lax.rem(item.number, self.schedule.buffers)
-                plgpu.barrier_wait(scratch["record_arrived"].at[buffer])
-                return scratch["record_smem"].at[buffer]
-
-            items, _ = self.for_each_assigned_item(side, with_span, process, record_of)
+            items, _ = for_each_item(process)
             if self.schedule.buffers > 1:
                 # With ids, the number of items is known only here, and a block may have none.
                 last = lambda: give_back(items - 1)  # noqa: E731
@@ -278,16 +262,14 @@ class RingKernel(WorkItems):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
-            items = lambda process: self.for_each_assigned_item(side, with_span, process, reads_ahead=True)  # noqa: E731
 
             def load(item, warpgroup):
                 own.load(item, warpgroup)
-                if self.schedule.is_listed and warpgroup == self.schedule.warpgroups - 1:  # all buffers are free
-                    buffer = lax.rem(item.number, self.schedule.buffers)
-                    record, arrived = (scratch[name].at[buffer] for name in ("record_smem", "record_arrived"))
-                    plgpu.copy_gmem_to_smem(self.listed_record(side, item), record, arrived)
+                if warpgroup == self.schedule.warpgroups - 1:  # all have given back the rows before
+                    self.request_record(item.number + 1, assigned, side, scratch)
 
-            self._request(items, own._replace(load=load), streams)
+            self.request_record(0, assigned, side, scratch)
+            self._request(for_each_item, own._replace(load=load), streams)
 
     def _pass_through(self, item: WorkItem, warpgroup, after_first_tile, own: OwnRows, streams: list[Stream]) -> None:
         """Consume an item's barriers on a warpgroup without rows."""

@@ -43,8 +43,8 @@ class Schedule:
 def for_packed_segments(schedule: Schedule, head_dim: int) -> Schedule:
     """Return the backward schedule of a call whose chunks start where segments start.
 
-    With quads, the pair processes listed work items, mostly of segments that are not long (see LONG). Otherwise items are
-    pairs of chunks, so of two warpgroups.
+    With quads, the pair processes listed work items, mostly of segments that are not long (see LONG). Otherwise items
+    are pairs of chunks, so of two warpgroups.
     """
     if takes_quads(head_dim):
         return Schedule(ROWS, 4, LISTED, is_listed=True)

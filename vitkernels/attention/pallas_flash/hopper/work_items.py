@@ -5,18 +5,20 @@ past them.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import (
     COMPARED,
     COUNT,
     END,
+    FIELDS,
     FIRST,
     ITEM,
     ITEM_CHUNKS,
@@ -53,6 +55,13 @@ class WorkItem(NamedTuple):
     chunk: Any = 0  # the first of its chunks of own rows
     chunks: Any = 0  # how many it has, one per warpgroup at most
     record: Any = None  # if it is listed: a reference to its record
+
+
+class AssignedItems(NamedTuple):
+    """The work items that a thread block processes, one after the other."""
+
+    count: Any
+    place_of: Callable  # place_of(number): batch, head and tile of the item with this number
 
 
 class Side(NamedTuple):
@@ -118,8 +127,6 @@ class WorkItems(tiles.HopperKernel):
         Some of these may be empty, at the end of a batch entry.
         """
         entry, head = lax.div(index, self.heads), lax.rem(index, self.heads)
-        if self.keeps_to_segments:
-            tiles = lax.max(tiles, 1)  # a block without items reads the first record, even if there are no items
         return lax.div(entry, tiles), head, lax.rem(entry, tiles)
 
     def blocks(self, own_rows: int) -> int:
@@ -128,17 +135,12 @@ class WorkItems(tiles.HopperKernel):
             items = self.batch * self.heads * self.chunks[0]
         return min(self.multiprocessors, items)
 
-    def for_each_assigned_item(self, side: Side, with_span, process, record_of=None, reads_ahead: bool = False) -> tuple:
-        """Call process(item) for all of this block's items; return the number of items and of streamed tiles.
+    def assigned_items(self, side: Side) -> AssignedItems:
+        """Return the items that this block processes.
 
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
-
-        record_of: record_of(item) returns a reference to a listed item's record; by default, to that in device memory.
-        reads_ahead: if items keep to segments, read an item's record before the previous item is processed. The loader
-            then does not wait for device memory between two items.
         """
-        record_of = record_of or functools.partial(self.listed_record, side)
         blocks = self.blocks(side.tokens)
         items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
         if side.used is not None:
@@ -151,35 +153,61 @@ class WorkItems(tiles.HopperKernel):
         def index_of(number):
             return number * blocks + lax.rem(lax.axis_index("block") + number, blocks)
 
-        def read(index, number=0, streamed=0):
-            item = WorkItem(*divided(index), number, streamed)
-            if self.schedule.is_listed:
-                item = item._replace(record=record_of(item))
-            return with_span(self._with_chunks(item, side))
+        count = share + (index_of(share) < items).astype(jnp.int32)
+        return AssignedItems(count, lambda number: divided(index_of(number)))
+
+    def for_each_item(self, assigned: AssignedItems, side: Side, with_span, process, scratch: dict) -> tuple:
+        """Call process(item) for all assigned items; return their number and that of the streamed tiles."""
 
         def body(number, streamed):
-            item = read(index_of(number), number, streamed)
+            item = WorkItem(*assigned.place_of(number), number, streamed)
+            if self.schedule.is_listed:
+                item = item._replace(record=self._record(number, scratch))
+            item = with_span(self._with_chunks(item, side))
             process(item)
             return streamed + item.steps
 
-        def body_ahead(number, carry):
-            streamed, item = carry
-            following = read_integers(index_of(lax.min(number + 1, count - 1)))
-            process(item._replace(number=number, streamed=streamed))
-            return streamed + item.steps, following
+        return assigned.count, lax.fori_loop(0, assigned.count, body, jnp.int32(0))
 
-        count = share + (index_of(share) < items).astype(jnp.int32)
-        if not (reads_ahead and self.keeps_to_segments):
-            return count, lax.fori_loop(0, count, body, jnp.int32(0))
-        read_integers = lambda index: jax.tree.map(jnp.int32, read(index)._replace(record=None))  # noqa: E731
-        # A block without items reads the first record, which exists.
-        first = read_integers(jnp.where(count > 0, index_of(0), 0))
-        streamed, _ = lax.fori_loop(0, count, body_ahead, (jnp.int32(0), first))
-        return count, streamed
+    # --- records of listed items --------------------------------------------------------------------------------------
 
-    def listed_record(self, side: Side, item: WorkItem):
-        """Return a reference to a listed item's record in device memory."""
-        return side.chunks.at[item.batch, item.tile]
+    @property
+    def _records(self) -> int:
+        """Return how many records shared memory holds: of the items in the buffers, and of the next one."""
+        return self.schedule.buffers + 1
+
+    def record_scratch(self) -> dict:
+        """Return scratch in which the loader passes records on: device memory would be waited for between two items."""
+        if not self.schedule.is_listed:
+            return {}
+        return {
+            "record_smem": plgpu.SMEM((self._records, FIELDS), jnp.int32),
+            "record_arrived": plgpu.Barrier(num_barriers=self._records),
+        }
+
+    def request_record(self, number, assigned: AssignedItems, side: Side, scratch: dict) -> None:
+        """Request the record of a listed item, if there is one with this number.
+
+        The compute warpgroups must have given back the rows of item number - 1 - buffers.
+        """
+        if not self.schedule.is_listed:
+            return
+
+        @pl.when(number < assigned.count)
+        def _():
+            batch, _, tile = assigned.place_of(number)
+            record, arrived = (
+                scratch[name].at[lax.rem(number, self._records)] for name in ("record_smem", "record_arrived")
+            )
+            plgpu.copy_gmem_to_smem(side.chunks.at[batch, tile], record, arrived)
+
+    def _record(self, number, scratch: dict):
+        """Wait for the record of the listed item with this number; each warpgroup must do so for each item."""
+        slot = lax.rem(number, self._records)
+        plgpu.barrier_wait(scratch["record_arrived"].at[slot])
+        return scratch["record_smem"].at[slot]
+
+    # ------------------------------------------------------------------------------------------------------------------
 
     def heads_of(self, item: WorkItem) -> tuple:
         """Return the indices of the item's head in q, k and v."""
