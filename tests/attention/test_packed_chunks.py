@@ -11,7 +11,7 @@ def test_packed_chunks__start_where_segments_start():
     from vitkernels.attention.pallas_flash.hopper.packed_segments import packed_chunks
 
     ids, chunks, used = packed_chunks(torch.stack([MIXED, TWO, torch.cat([ODD, ODD[:30]]), SHORT]), False, 1)
-    assert used.tolist() == [8, 8, 3, 0, 0, 0, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
+    assert used.tolist() == [8, 8, 10, 0, 0, 0, 0] and chunks.shape == (4, 18, 32) and ids.shape == (4, 18 * 64)
     # First and end of the needed chunks, the first that needs a comparison, first row and number of rows.
     assert chunks[1, :6, :5].tolist() == [
         [0, 4, 3, 0, 64], [0, 4, 3, 64, 64], [0, 4, 3, 128, 64], [0, 4, 3, 192, 5],
@@ -65,14 +65,13 @@ def test_packed_chunks__are_listed_as_work_items():
     _, chunks, used = packed_chunks(ids[None].to(torch.uint8), False, 1)
     assert used.tolist() == [22, 22, 10, 0, 0, 0, 0]
     # The item's first chunk and number of chunks; first and end of those it needs, and the first to be compared.
-    assert chunks[0, :11, 8:13].tolist() == [
+    assert chunks[0, :10, 8:13].tolist() == [
         [0, 2, 0, 10, 9], [2, 3, 0, 10, 9], [5, 2, 0, 10, 9], [7, 3, 0, 10, 9], [10, 2, 10, 12, 10],
         [12, 2, 12, 14, 12], [14, 2, 14, 18, 18], [16, 2, 14, 18, 18], [18, 2, 18, 22, 21], [20, 2, 18, 22, 21],
-        [0, 0, 0, 0, 0],
     ]  # fmt: skip
-    # The length of the item's segment, or of the first, and its first row.
-    assert chunks[0, :11, 13:15].tolist() == [
-        *[[577, 0]] * 4, [60, 577], [30, 677], *[[256, 707]] * 2, *[[197, 963]] * 2, [0, 0],
+    # The length of the item's segment, or of the first, its first row, and the batch entry.
+    assert chunks[0, :10, 13:16].tolist() == [
+        *[[577, 0, 0]] * 4, [60, 577, 0], [30, 677, 0], *[[256, 707, 0]] * 2, *[[197, 963, 0]] * 2,
     ]  # fmt: skip
 
 
@@ -84,13 +83,11 @@ def test_packed_chunks__of_segments_that_need_all_chunks():
     _, chunks, used = packed_chunks(torch.arange(36).repeat_interleave(16)[None], False, 1)
     assert chunks.shape[1] == 36 and used[:3].tolist() == [36, 36, 18]
     assert chunks[0, :18, 8:13].tolist() == [[2 * i, 2, 2 * i, 2 * i + 2, 2 * i] for i in range(18)]
-    assert not chunks[0, 18:, 8:13].any()
 
 
 @needs_new_jax
-@pytest.mark.parametrize("chunks, rows", [(0, [320, 320, 320]), (2, [320, 384, 384]), (3, [320, 384, 448])])
+@pytest.mark.parametrize("chunks, rows", [(1, [320, 320, 320]), (2, [320, 384, 384]), (3, [320, 384, 448])])
 def test_listed_items__have_no_rows_beyond_their_chunks(chunks, rows):
-    """Of a batch entry with fewer items than another one, the others are empty."""
     from vitkernels.attention.pallas_flash.hopper.forward import Forward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
@@ -110,13 +107,16 @@ def test_packed_chunks__form_quads_behind_long_segments():
     mixed = segments((0, 64), (1, 300), (2, 65), (3, 129), (4, 256), (5, 10))  # 1, 5, 2, 3, 4 and 1 chunks
     recurring = segments((0, 300), (1, 300), (0, 224))
     ids, chunks, used = packed_chunks(torch.stack([mixed, recurring]), True, 1)
-    assert used.tolist() == [14, 14, 5, 3, -(13**2) - 5**2, 1, 0]
+    assert used.tolist() == [14, 14, 7, 3, -(13**2) - 5**2, 1, 0]
     # The long segment's chunks come first, in two work items.
     assert chunks[0, :6, :5].tolist() == [
         [0, 5, 4, 64, 64], [0, 5, 4, 128, 64], [0, 5, 4, 192, 64], [0, 5, 4, 256, 64], [0, 5, 4, 320, 44],
         [0, 5, 4, 384, 0],
     ]  # fmt: skip
-    assert chunks[0, :3, 8:13].tolist() == [[0, 2, 0, 5, 4], [2, 3, 0, 5, 4], [0, 0, 0, 0, 0]]
+    items = sorted(chunks.flatten(0, 1)[:7, [15, *range(8, 13)]].tolist())
+    assert items[:2] == [[0, 0, 2, 0, 5, 4], [0, 2, 3, 0, 5, 4]]
+    divided = [(0, 2), (2, 3), (5, 2), (7, 3), (10, 3)]
+    assert items[2:] == [[1, first, count, 0, 13, 0] for first, count in divided]  # ids are compared
     # No rows, and no other chunks, for the other kernels.
     assert not chunks[0, 8:20, 4].any() and not chunks[0, 8:20, 1].any()
     # Of each of a quad's chunks the first row, the number of rows, and the first and end of the needed chunks.
@@ -144,6 +144,10 @@ def test_packed_chunks__cover_each_row_once(has_quads, longest):
     segment_ids = torch.stack([torch.arange(N).repeat_interleave(row)[:N] for row in lengths])
     _, chunks, used = packed_chunks(segment_ids, has_quads, 1)
     C = chunks.shape[1]
+    items = chunks.flatten(0, 1)[: used[2], 8:16].tolist()
+    listed = sorted((entry, chunk) for first, count, *_, entry in items for chunk in range(first, first + count))
+    nonempty = [(b, chunk) for b in range(B) for chunk in range(C) if chunks[b, chunk, 4] > 0]
+    assert len(set(listed)) == len(listed) and set(nonempty) <= set(listed)
     quads = chunks.flatten(0, 1)[: used[3], 16:].unflatten(1, (4, 4)).tolist()
     of_quads = {quad[0][2] + i: quad[i] for quad in quads for i in range(4)}
     for b in range(B):

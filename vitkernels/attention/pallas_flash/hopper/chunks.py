@@ -11,10 +11,10 @@ import torch
 # row, and must not be stored. (Without packed segments, COUNT includes those beyond the last row, which the TMA unit
 # drops.) Of packed segments, SEGMENT_TOKENS is the length of its segment.
 FIRST, END, COMPARED, ROW, COUNT, SEGMENT_TOKENS = range(6)
-# A list of work items of up to LISTED chunks lies beside the chunks of packed segments: the record with an item's
-# number also has the item's first chunk, its number of chunks, which chunks these need, as above, SEGMENT_TOKENS, and
-# the first row of its segment.
-ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_TOKENS, ITEM_ROW = range(8, 15)
+# The records of all batch entries together list the work items of packed segments, of up to LISTED chunks: the record
+# with an item's number also has the item's first chunk, its number of chunks, which chunks these need, as above,
+# SEGMENT_TOKENS, the first row of its segment, and the batch entry.
+ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_TOKENS, ITEM_ROW, ITEM_ENTRY = range(8, 16)
 LISTED = 3
 # A quad is QUAD chunks with whole segments. The kernels for short sequences process it as if it were a sequence; for
 # the other kernels, its chunks are empty. The records of all batch entries together list the quads: from QUAD_ENTRY on,
@@ -25,8 +25,8 @@ QUAD_ROW, QUAD_COUNT, QUAD_FIRST, QUAD_END = range(4)
 QUAD_FIELDS = 4
 FIELDS = QUAD_ENTRY + QUAD * QUAD_FIELDS  # 128 bytes, which one copy needs at least
 # What is counted. Long segments are those for which the fused backward kernel is faster; see LONG in schedule.py and
-# packed_chunks. In the batch entry with the most: used chunks of queries, of keys, and work items. Of all batch
-# entries: quads; how many more pairs of chunks that need each other there are in long segments than in others that are
+# packed_chunks. In the batch entry with the most: used chunks of queries, and of keys. Of all batch entries: work
+# items; quads; how many more pairs of chunks that need each other there are in long segments than in others that are
 # not in quads; the batch entries whose chunks lie at multiples of 64; and the chunks of long segments.
 USED_QUERIES, USED_KEYS, ITEMS, QUADS, LONG_SURPLUS, UNMOVED_ENTRIES, LONG_CHUNKS = range(7)
 COUNTS = 7

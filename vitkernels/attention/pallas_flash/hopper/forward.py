@@ -60,8 +60,7 @@ class Forward(RingKernel):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             q_smem, arrived = scratch["q_smem"], scratch["q_arrived"].at[owner]
             if ids:
-                rows = queries.ids.at[item.batch, pl.ds(first, ROWS)]
-                plgpu.copy_gmem_to_smem(rows, scratch["q_ids_smem"].at[owner], arrived)
+                self.load_ids(queries.ids, item, first, scratch["q_ids_smem"].at[owner], arrived)
             row = self.own_row(item, queries, first)
             tiles.load_rows(q_ref, item.batch, row, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
 
@@ -71,8 +70,8 @@ class Forward(RingKernel):
             def load(item, tile, slot):
                 head, first = self.heads_of(item)[which], tile * self.schedule.tile
                 if ids and name == "k":
-                    rows = keys.ids.at[item.batch, pl.ds(first, self.schedule.tile)]
-                    plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
+                    ids_smem = scratch["k_ids_smem"].at[slot]
+                    self.load_ids(keys.ids, item, first, ids_smem, arrived.at[slot], tile - item.first)
                 self.load_tile(ref, item, keys, tile, head, smem, slot, arrived.at[slot])
 
             return self.stream(load, arrived, consumed)
@@ -100,17 +99,20 @@ class Forward(RingKernel):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         q_smem = at(scratch["q_smem"], owner)
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
-        ids = plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
-        out, lse = self.finalize(*self._over_keys(item, warpgroup, q_smem, first, ids, after_first_tile, scratch))
-        if self.has_ids:  # rows past a segment's end get weights of 0 in the fused backward kernel, which has no masks
-            lse = jnp.where(ids == PADDING, jnp.inf, lse)
-        lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
+        load_ids = lambda: plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW)  # noqa: E731
+        out, lse = self.finalize(*self._over_keys(item, warpgroup, q_smem, first, load_ids, after_first_tile, scratch))
         queries, _ = scratch["sides"]
+        # Rows past a segment's end get weights of 0 in the fused backward kernel, which has no masks.
+        if self.keeps_to_segments:
+            lse = jnp.where(tiles.row_numbers() < self.own_count(item, queries, first), lse, jnp.inf)
+        elif self.has_ids:
+            lse = jnp.where(load_ids() == PADDING, jnp.inf, lse)
+        lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], out, out_ref, item.head)])
 
-    def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
+    def _over_keys(self, item, warpgroup, q_smem, first_query, load_ids, after_first_tile, scratch):
         def step_of(step, carry, keys, compares):
-            own_ids = ids if compares else None
+            own_ids = load_ids() if compares else None
             return self._step(item, warpgroup, q_smem, first_query, own_ids, step, keys, carry, scratch)
 
         return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, self.is_causal)

@@ -35,7 +35,7 @@ class Queries(NamedTuple):
     warpgroup: Any
     first: Any  # the first query
     smem: tuple  # the queries, one part
-    ids: Any  # None without ids
+    load_ids: Callable  # return their ids
     after_first_tile: Callable  # see RingKernel.divide_roles
     scratch: dict
 
@@ -50,8 +50,11 @@ class OverlappedForward(Forward):
     # A segment's last tile compares no ids. If that of other entries was narrowed when it does, ptxas would spill.
     compared_widths = ()
 
-    def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
-        queries = Queries(item, warpgroup, first_query, q_smem, ids, after_first_tile, scratch)
+    def needs_ids(self, item: WorkItem, step=None):
+        return item.uncompared == 0 if self.keeps_to_segments else True
+
+    def _over_keys(self, item, warpgroup, q_smem, first_query, load_ids, after_first_tile, scratch):
+        queries = Queries(item, warpgroup, first_query, q_smem, load_ids, after_first_tile, scratch)
         if self.keeps_to_segments:
             ways = partial(self._over_segment, queries), partial(self._over_unmoved, queries)
             return lax.cond(item.uncompared > 0, *ways)
@@ -108,7 +111,10 @@ class OverlappedForward(Forward):
 
     def _over_compared(self, queries: Queries, sums: tuple) -> tuple:
         """Return the sums with all tiles in which ids must be compared."""
-        step_of = lambda step, sums, keys, _: self._next_sums(queries, step, sums, keys, ids=queries.ids)  # noqa: E731
+
+        def step_of(step, sums, keys, _):
+            return self._next_sums(queries, step, sums, keys, ids=queries.load_ids())
+
         return self.over_compared_tiles(queries.item, step_of, sums, queries.after_first_tile)
 
     # --- steps --------------------------------------------------------------------------------------------------------

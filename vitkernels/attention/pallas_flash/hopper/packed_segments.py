@@ -200,27 +200,23 @@ def _store_records(
 
 @triton.jit
 def _store_items(
-    chunks_ptr, chunk, exists, first, last, full, own, start, length, count, so_far, listed,
-    FIELDS: tl.constexpr, LISTED: tl.constexpr,
-):  # fmt: skip
-    """List the work items: a segment's chunks, divided as evenly as possible.
+    list_ptr, b, chunk, first, last, full, own, start, length, count, so_far, FIELDS: tl.constexpr, LISTED: tl.constexpr
+):
+    """List the work items of batch entry b: a segment's chunks, divided as evenly as possible.
 
     One of one chunk shares an item with the next one. so_far: the number of items up to the chunk's segment.
     """
-    record, position = chunks_ptr + chunk * FIELDS, chunk - first
+    position = chunk - first
     is_single = own == 1
     items = tl.where(is_single, 1 - chunk % 2, (own + LISTED - 1) // LISTED)  # of this chunk's segment
     item = (position * items + own - 1) // own  # the first that begins here or later
     begins = (count > 0) & (item < items) & (item * own // tl.maximum(items, 1) == position)
     size = tl.where(is_single, 2, (item + 1) * own // tl.maximum(items, 1) - position)
     last = tl.where(is_single, chunk + 2, last)
-    of_item = chunks_ptr + (so_far - items + item) * FIELDS
+    of_item = list_ptr + (so_far - items + item) * FIELDS
     _store_four(of_item + _ITEM, chunk, size, first, last, begins)
-    zero = 0 * chunk
-    _store_four(of_item + _ITEM_COMPARED, tl.where(is_single, chunk, full), length, start, zero, begins)
-    is_empty = exists & (chunk >= listed)
-    _store_four(record + _ITEM, zero, zero, zero, zero, is_empty)
-    _store_four(record + _ITEM_COMPARED, zero, zero, zero, zero, is_empty)
+    compared, entry = tl.where(is_single, chunk, full), b.to(tl.int32) + 0 * chunk
+    _store_four(of_item + _ITEM_COMPARED, compared, length, start, entry, begins)
 
 
 @triton.jit
@@ -297,9 +293,9 @@ def packed_chunks_kernel(
     used = tl.where(fits, used, (N + 2 * ROWS - 1) // (2 * ROWS) * 2)
     listed = tl.where(fits, listed, (N + LISTED * ROWS - 1) // (LISTED * ROWS))
     items = tl.where(fits, tl.load(items_ptr + first), listed)
+    list_ptr = all_chunks_ptr + tl.atomic_add(counts_ptr + _ITEMS, listed, sem="relaxed").to(tl.int64) * FIELDS
     tl.atomic_max(counts_ptr + _USED_QUERIES, used, sem="relaxed")
     tl.atomic_max(counts_ptr + _USED_KEYS, used, sem="relaxed")
-    tl.atomic_max(counts_ptr + _ITEMS, listed, sem="relaxed")
 
     in_quad = fits & (chunk >= first_quad) & (chunk < first_quad + quads * QUAD)
     row, rows, last, full, count = _store_records(
@@ -309,7 +305,7 @@ def packed_chunks_kernel(
         entry = all_chunks_ptr + quad * FIELDS + _QUAD_ENTRY + (chunk - first_quad) % QUAD * _QUAD_FIELDS
         own_index = (b * C).to(tl.int32) + first
         _store_four(entry, row, rows, own_index, tl.where(rows > 0, own_index + own, own_index), in_quad)
-    _store_items(chunks_ptr, chunk, exists, first, last, full, own, start, length, count, items, listed, FIELDS, LISTED)
+    _store_items(list_ptr, b, chunk, first, last, full, own, start, length, count, items, FIELDS, LISTED)
     if HAS_QUADS:
         _count_long(counts_ptr, own, count, fits, fewest_chunks)
     tl.debug_barrier()
