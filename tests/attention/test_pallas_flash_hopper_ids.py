@@ -217,6 +217,28 @@ def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
         assert x[in_quads].isnan().all(), name
 
 
+@needs_new_jax
+def test_listed_items__outnumber_the_chunks_of_a_batch_entry__interpreted():
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    B, N, H, D = 12, 257, 1, 48
+    q, k, v = (torch.randn(B, N, H, D).bfloat16() for _ in range(3))
+    segment_ids = torch.zeros(B, N, dtype=torch.int32)
+    exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), segment_ids=segment_ids, scale=0.1)
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    assert ids[4][2] == 24 > chunks[0]
+    schedule = Schedule(128, 2, 3, is_listed=True)
+    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, 3, chunks)
+    out, _ = OverlappedForward(*problem)(*(jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v)), *ids)
+    found = torch.tensor(out.astype("float32").tolist()).transpose(1, 2)
+    assert error(found, exact) < TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax

@@ -227,11 +227,11 @@ class Backward(RingKernel):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         k, v = at(scratch["k_smem"], owner), at(scratch["v_smem"], owner)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
-        load_ids = lambda: plgpu.load(scratch["own_ids_smem"].at[owner], layout=BY_ROW)  # noqa: E731
+        ids = plgpu.load(scratch["own_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
         k = self.operand(k)
 
         def step_of(step, carry, queries, compares):
-            own_ids = load_ids() if compares else None
+            own_ids = ids if compares else None
             return self._add_to_dkdv(item, warpgroup, step, queries, carry, first, k, v, own_ids, scratch)
 
         dk, dv = self.over_tiles(item, self.queries, step_of, (self.zeros(), self.zeros()), after_first_tile)

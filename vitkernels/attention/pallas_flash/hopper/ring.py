@@ -249,8 +249,6 @@ class RingKernel(WorkItems):
                 releases the previous item's buffer.
         """
         warpgroup = lax.axis_index("warpgroup")
-        assigned = self.assigned_items(side)
-        for_each_item = lambda process: self.for_each_item(assigned, side, with_span, process, scratch)  # noqa: E731
 
         @pl.when(warpgroup < self.schedule.warpgroups)
         def _():
@@ -271,7 +269,7 @@ class RingKernel(WorkItems):
                 if self.schedule.buffers == 1:
                     give_back(item.number)
 
-            items, _ = for_each_item(process)
+            items, _ = self.for_each_item(self.assigned_items(side), side, with_span, process, scratch)
             if self.schedule.buffers > 1:
                 # With ids, the number of items is known only here, and a block may have none.
                 last = lambda: give_back(items - 1)  # noqa: E731
@@ -281,6 +279,10 @@ class RingKernel(WorkItems):
         @pl.when(warpgroup == self.schedule.warpgroups)
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
+
+            # Computed in each role: before the roles divide, registers are fewer, and it would be spilled.
+            assigned = self.assigned_items(side)
+            for_each_item = lambda process: self.for_each_item(assigned, side, with_span, process, scratch)  # noqa: E731
 
             def load(item, warpgroup):
                 own.load(item, warpgroup)

@@ -45,7 +45,7 @@ class WorkItem(NamedTuple):
 
     batch: Any
     head: Any
-    tile: Any  # its number in the head, or that of a listed item in the list
+    tile: Any  # its number in the head, or a listed item's number in the list
     number: Any  # how many items this block processed before
     streamed: Any  # how many tiles streamed for those items
     first: Any = 0  # the first tile that streams past this item
@@ -125,12 +125,12 @@ class WorkItems(tiles.HopperKernel):
     def _divided(self, index, tiles) -> tuple:
         """Return batch, head and tile of an item, of which each head has `tiles`; heads come first.
 
-        Some of these may be empty, at the end of a batch entry. Of a listed item, only the record knows the batch.
+        Some of these may be empty, at the end of a batch entry. A listed item's batch is known from its record.
         """
-        entry, head = lax.div(index, self.heads), lax.rem(index, self.heads)
+        rest, head = lax.div(index, self.heads), lax.rem(index, self.heads)
         if self.schedule.is_listed:
-            return 0, head, entry
-        return lax.div(entry, tiles), head, lax.rem(entry, tiles)
+            return 0, head, rest
+        return lax.div(rest, tiles), head, lax.rem(rest, tiles)
 
     def blocks(self, own_rows: int) -> int:
         items = self.work_items(own_rows)
@@ -198,11 +198,12 @@ class WorkItems(tiles.HopperKernel):
 
         @pl.when(number < assigned.count)
         def _():
-            batch, _, tile = assigned.place_of(number)
-            record, arrived = (
+            _, _, index = assigned.place_of(number)
+            record = side.chunks.at[lax.div(index, self.chunks[0]), lax.rem(index, self.chunks[0])]
+            smem, arrived = (
                 scratch[name].at[lax.rem(number, self._records)] for name in ("record_smem", "record_arrived")
             )
-            plgpu.copy_gmem_to_smem(side.chunks.at[batch, tile], record, arrived)
+            plgpu.copy_gmem_to_smem(record, smem, arrived)
 
     def _record(self, number, scratch: dict):
         """Wait for the record of the listed item with this number; each warpgroup must do so for each item."""
