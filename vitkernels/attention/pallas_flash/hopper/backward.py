@@ -87,7 +87,7 @@ class Backward(RingKernel):
             lse = lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)]
             plgpu.copy_gmem_to_smem(lse, scratch["lse_smem"].at[owner], do_arrived)
             if ids:
-                self.load_ids(queries.ids, item, first, scratch["own_ids_smem"].at[owner], do_arrived)
+                self._load_own_ids(queries.ids, item, first, owner, do_arrived, scratch)
             load(q_ref, self.heads_of(item)[0], "q_smem", q_arrived)
 
         def load_tile(item, tile, slot):
@@ -96,7 +96,7 @@ class Backward(RingKernel):
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
                 self.load_tile(ref, item, keys, tile, head, scratch[name], slot, arrived)
             if ids:
-                self.load_ids(keys.ids, item, first, scratch["ids_smem"].at[slot], arrived, tile - item.first)
+                self._load_ids(keys.ids, item, first, slot, arrived, scratch)
 
         self.divide_roles(
             queries,
@@ -112,14 +112,14 @@ class Backward(RingKernel):
         q, do, out = (at(scratch[name], owner) for name in ("q_smem", "do_smem", "out_smem"))
         plgpu.barrier_wait(scratch["do_arrived"].at[owner])
         lse = plgpu.load(scratch["lse_smem"].at[owner], layout=BY_ROW)
-        load_ids = lambda: plgpu.load(scratch["own_ids_smem"].at[owner], layout=BY_ROW)  # noqa: E731
+        ids = self._own_ids_of(owner, scratch)
         delta = sum(row_sums(x, y) for x, y in zip(do, out, strict=True))
         delta_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = delta
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         q, do = self.operand(q), self.operand(do)
 
         def step_of(step, carry, keys, compares):
-            own_ids = load_ids() if compares else None
+            own_ids = ids if compares else None
             return self._add_to_dq(item, warpgroup, step, keys, carry, first, q, do, lse, delta, own_ids, scratch)
 
         dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile)
@@ -153,6 +153,17 @@ class Backward(RingKernel):
         return dq
 
     # --- ids of own and of streamed rows ------------------------------------------------------------------------------
+
+    def _load_own_ids(self, ids_ref, item, first, owner, arrived, scratch) -> None:
+        rows = ids_ref.at[item.batch, pl.ds(first, ROWS)]
+        plgpu.copy_gmem_to_smem(rows, scratch["own_ids_smem"].at[owner], arrived)
+
+    def _load_ids(self, ids_ref, item, first, slot, arrived, scratch) -> None:
+        smem = scratch["ids_smem"].at[slot]
+        plgpu.copy_gmem_to_smem(ids_ref.at[item.batch, pl.ds(first, smem.shape[0])], smem, arrived)
+
+    def _own_ids_of(self, owner, scratch):
+        return plgpu.load(scratch["own_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
 
     def _of_same_id(self, weights, own_ids, slot, scratch):
         """Return the weights, (own, streamed), with zeros where the ids differ."""
@@ -201,7 +212,7 @@ class Backward(RingKernel):
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
                 tiles.load_rows(ref, item.batch, row, head, scratch[name], owner, arrived, self.interpret)
             if ids:
-                self.load_ids(keys.ids, item, first, scratch["own_ids_smem"].at[owner], arrived)
+                self._load_own_ids(keys.ids, item, first, owner, arrived, scratch)
 
         def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
@@ -212,7 +223,7 @@ class Backward(RingKernel):
                 rows = ref.at[item.batch, item.head, pl.ds(first, self.schedule.tile)]
                 plgpu.copy_gmem_to_smem(rows, scratch[name].at[slot], arrived)
             if ids:
-                self.load_ids(queries.ids, item, first, scratch["ids_smem"].at[slot], arrived, tile - item.first)
+                self._load_ids(queries.ids, item, first, slot, arrived, scratch)
 
         self.divide_roles(
             keys,
@@ -227,7 +238,7 @@ class Backward(RingKernel):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         k, v = at(scratch["k_smem"], owner), at(scratch["v_smem"], owner)
         plgpu.barrier_wait(scratch["own_arrived"].at[owner])
-        ids = plgpu.load(scratch["own_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
+        ids = self._own_ids_of(owner, scratch)
         k = self.operand(k)
 
         def step_of(step, carry, queries, compares):

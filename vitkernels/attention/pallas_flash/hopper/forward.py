@@ -34,18 +34,23 @@ class Forward(RingKernel):
             "q_smem": self.own_tiles(),
             "k_smem": self.ring(),
             "v_smem": self.ring(),
-            "q_arrived": self.own_arrived(self.copies + self.has_ids),
+            "q_arrived": self.own_arrived(self.copies + self.copies_ids),
             "q_consumed": self.own_consumed(),
-            "k_arrived": self.arrived(self.tile_copies + self.has_ids),
+            "k_arrived": self.arrived(self.tile_copies + self.copies_ids),
             "v_arrived": self.arrived(self.tile_copies),
             "k_consumed": self.consumed(),
             "v_consumed": self.consumed(),
         }
         scratch |= self.bias_scratch()
-        if self.has_ids:
+        if self.copies_ids:
             scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
         kernel = self.kernel(self._body, self.queries, (self.rows(self.queries, self.heads), self.vector()), scratch)
         return kernel(q_BNHD, k_BMHD, v_BMHD, *extras)
+
+    @property
+    def copies_ids(self) -> bool:
+        """Return whether ids are copied to shared memory ahead of their use."""
+        return self.has_ids
 
     @property
     def steps(self) -> int:
@@ -59,8 +64,9 @@ class Forward(RingKernel):
         def load_queries(item, warpgroup):
             owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
             q_smem, arrived = scratch["q_smem"], scratch["q_arrived"].at[owner]
-            if ids:
-                self.load_ids(queries.ids, item, first, scratch["q_ids_smem"].at[owner], arrived)
+            if self.copies_ids:
+                rows = queries.ids.at[item.batch, pl.ds(first, ROWS)]
+                plgpu.copy_gmem_to_smem(rows, scratch["q_ids_smem"].at[owner], arrived)
             row = self.own_row(item, queries, first)
             tiles.load_rows(q_ref, item.batch, row, self.heads_of(item)[0], q_smem, owner, arrived, self.interpret)
 
@@ -69,9 +75,9 @@ class Forward(RingKernel):
 
             def load(item, tile, slot):
                 head, first = self.heads_of(item)[which], tile * self.schedule.tile
-                if ids and name == "k":
-                    ids_smem = scratch["k_ids_smem"].at[slot]
-                    self.load_ids(keys.ids, item, first, ids_smem, arrived.at[slot], tile - item.first)
+                if self.copies_ids and name == "k":
+                    rows = keys.ids.at[item.batch, pl.ds(first, self.schedule.tile)]
+                    plgpu.copy_gmem_to_smem(rows, scratch["k_ids_smem"].at[slot], arrived.at[slot])
                 self.load_tile(ref, item, keys, tile, head, smem, slot, arrived.at[slot])
 
             return self.stream(load, arrived, consumed)
@@ -99,20 +105,20 @@ class Forward(RingKernel):
         owner, first = self.owner(item.number, warpgroup), self.first_row(item, warpgroup)
         q_smem = at(scratch["q_smem"], owner)
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
-        load_ids = lambda: plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW)  # noqa: E731
-        out, lse = self.finalize(*self._over_keys(item, warpgroup, q_smem, first, load_ids, after_first_tile, scratch))
         queries, _ = scratch["sides"]
+        ids = plgpu.load(scratch["q_ids_smem"].at[owner], layout=BY_ROW) if self.copies_ids else None
+        out, lse = self.finalize(*self._over_keys(item, warpgroup, q_smem, first, ids, after_first_tile, scratch))
         # Rows past a segment's end get weights of 0 in the fused backward kernel, which has no masks.
         if self.keeps_to_segments:
             lse = jnp.where(tiles.row_numbers() < self.own_count(item, queries, first), lse, jnp.inf)
         elif self.has_ids:
-            lse = jnp.where(load_ids() == PADDING, jnp.inf, lse)
+            lse = jnp.where(ids == PADDING, jnp.inf, lse)
         lse_ref.at[item.batch, item.head, pl.ds(first, ROWS)][...] = lse
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], out, out_ref, item.head)])
 
-    def _over_keys(self, item, warpgroup, q_smem, first_query, load_ids, after_first_tile, scratch):
+    def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
         def step_of(step, carry, keys, compares):
-            own_ids = load_ids() if compares else None
+            own_ids = ids if compares else None
             return self._step(item, warpgroup, q_smem, first_query, own_ids, step, keys, carry, scratch)
 
         return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, self.is_causal)
@@ -129,8 +135,7 @@ class Forward(RingKernel):
         self.release_bias(item, step, scratch)
         keep = None
         if ids is not None:
-            of_keys = plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
-            keep = tiles.same_id(ids, of_keys)
+            keep = tiles.same_id(ids, self.ids_of_keys(item, slot, first_key, columns, scratch))
         else:
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep, count)
@@ -143,6 +148,9 @@ class Forward(RingKernel):
             # product just awaited depends on them.
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         return out, highest, total
+
+    def ids_of_keys(self, item, slot, first_key, columns: int, scratch):
+        return plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
 
     def columns_of(self, keys: int) -> int:
         """Return the columns of the scores of `keys` keys of a tile.

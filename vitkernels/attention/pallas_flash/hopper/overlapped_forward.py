@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import tiles
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
-from vitkernels.attention.pallas_flash.hopper.tiles import BY_ROW, ROWS, at, transposed
+from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at, transposed
 from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
 
 # From so many full tiles on, pinned weights are faster: at 12, but not at 10 (H200). With ids, they are at 4, 8 and 18,
@@ -35,7 +35,7 @@ class Queries(NamedTuple):
     warpgroup: Any
     first: Any  # the first query
     smem: tuple  # the queries, one part
-    load_ids: Callable  # return their ids
+    ids: Any  # None without ids
     after_first_tile: Callable  # see RingKernel.divide_roles
     scratch: dict
 
@@ -50,11 +50,20 @@ class OverlappedForward(Forward):
     # A segment's last tile compares no ids. If that of other entries was narrowed when it does, ptxas would spill.
     compared_widths = ()
 
-    def needs_ids(self, item: WorkItem, step=None):
-        return item.uncompared == 0 if self.keeps_to_segments else True
+    @property
+    def copies_ids(self) -> bool:
+        """Of packed segments, only batch entries whose chunks were not moved compare ids: the loader has less to do."""
+        return self.has_ids and not self.keeps_to_segments
 
-    def _over_keys(self, item, warpgroup, q_smem, first_query, load_ids, after_first_tile, scratch):
-        queries = Queries(item, warpgroup, first_query, q_smem, load_ids, after_first_tile, scratch)
+    def ids_of_keys(self, item, slot, first_key, columns: int, scratch):
+        if self.copies_ids:
+            return super().ids_of_keys(item, slot, first_key, columns, scratch)
+        _, keys = scratch["sides"]
+        ids = keys.ids.at[item.batch, pl.ds(first_key, columns)]
+        return plgpu.load(ids, layout=BY_COLUMN, optimized=False)
+
+    def _over_keys(self, item, warpgroup, q_smem, first_query, ids, after_first_tile, scratch):
+        queries = Queries(item, warpgroup, first_query, q_smem, ids, after_first_tile, scratch)
         if self.keeps_to_segments:
             ways = partial(self._over_segment, queries), partial(self._over_unmoved, queries)
             return lax.cond(item.uncompared > 0, *ways)
@@ -101,6 +110,9 @@ class OverlappedForward(Forward):
 
     def _over_unmoved(self, queries: Queries) -> tuple:
         """Return the sums of an item of a batch entry whose chunks do not start at segments: all ids are compared."""
+        own, _ = queries.scratch["sides"]
+        rows = own.ids.at[queries.item.batch, pl.ds(queries.first, ROWS)]
+        queries = queries._replace(ids=plgpu.load(rows, layout=BY_ROW, optimized=False))
         return self._over_compared(queries, self.initial_carry())
 
     def _over_masked(self, queries: Queries) -> tuple:
@@ -111,10 +123,7 @@ class OverlappedForward(Forward):
 
     def _over_compared(self, queries: Queries, sums: tuple) -> tuple:
         """Return the sums with all tiles in which ids must be compared."""
-
-        def step_of(step, sums, keys, _):
-            return self._next_sums(queries, step, sums, keys, ids=queries.load_ids())
-
+        step_of = lambda step, sums, keys, _: self._next_sums(queries, step, sums, keys, ids=queries.ids)  # noqa: E731
         return self.over_compared_tiles(queries.item, step_of, sums, queries.after_first_tile)
 
     # --- steps --------------------------------------------------------------------------------------------------------

@@ -149,25 +149,6 @@ class RingKernel(WorkItems):
             row = side.row(item.batch, tile * self.schedule.tile + chunk * ROWS)
             tiles.load_rows(ref, item.batch, row, head, parts, slot, barrier, self.interpret, chunk)
 
-    def needs_ids(self, item: WorkItem, step=None):
-        """Return whether a step of an item, or any, compares ids; True also where only the device could tell."""
-        if not self.keeps_to_segments:
-            return True
-        return item.uncompared < item.steps if step is None else step >= item.uncompared
-
-    def load_ids(self, ids_ref, item: WorkItem, place, smem, arrived, step=None) -> None:
-        """Request the ids of rows from a place on if they are compared, in a step or in any.
-
-        The barrier gets an arrival in any case.
-        """
-        request = lambda: plgpu.copy_gmem_to_smem(ids_ref.at[item.batch, pl.ds(place, smem.shape[0])], smem, arrived)  # noqa: E731
-        needed = self.needs_ids(item, step)
-        if needed is True:
-            request()
-            return
-        pl.when(needed)(request)
-        pl.when(~needed)(lambda: plgpu.barrier_arrive(arrived))
-
     @property
     def compared_widths(self) -> tuple[int, ...]:
         """Return the widths, descending, to which a segment's last tile, if it compares ids, is narrowed if it fits."""
