@@ -250,7 +250,7 @@ class RingKernel(WorkItems):
                 if self.schedule.buffers == 1:
                     give_back(item.number)
 
-            items, _ = self.for_each_item(self.assigned_items(side), side, with_span, process, scratch)
+            items, _ = self.for_each_assigned_item(self.assigned_items(side), side, with_span, process, scratch)
             if self.schedule.buffers > 1:
                 # With ids, the number of items is known only here, and a block may have none.
                 last = lambda: give_back(items - 1)  # noqa: E731
@@ -263,7 +263,7 @@ class RingKernel(WorkItems):
 
             # Computed in each role: before the roles divide, registers are fewer, and it would be spilled.
             assigned = self.assigned_items(side)
-            for_each_item = lambda process: self.for_each_item(assigned, side, with_span, process, scratch)  # noqa: E731
+            for_each_item = lambda process: self.for_each_assigned_item(assigned, side, with_span, process, scratch)  # noqa: E731
 
             def load(item, warpgroup):
                 own.load(item, warpgroup)

@@ -125,12 +125,10 @@ class WorkItems(tiles.HopperKernel):
     def _divided(self, index, tiles) -> tuple:
         """Return batch, head and tile of an item, of which each head has `tiles`; heads come first.
 
-        Some of these may be empty, at the end of a batch entry. A listed item's batch is known from its record.
+        Some of these may be empty, at the end of a batch entry.
         """
-        rest, head = lax.div(index, self.heads), lax.rem(index, self.heads)
-        if self.schedule.is_listed:
-            return 0, head, rest
-        return lax.div(rest, tiles), head, lax.rem(rest, tiles)
+        entry, head = lax.div(index, self.heads), lax.rem(index, self.heads)
+        return lax.div(entry, tiles), head, lax.rem(entry, tiles)
 
     def blocks(self, own_rows: int) -> int:
         items = self.work_items(own_rows)
@@ -144,13 +142,16 @@ class WorkItems(tiles.HopperKernel):
         The items of a head run concurrently on different blocks, so that they share its tiles in the L2 cache. The
         assignment rotates, so that each block gets both early and late items of a head.
         """
-        blocks = self.blocks(side.tokens)
+        blocks, heads = self.blocks(side.tokens), self.heads
         items, divided = self.work_items(side.tokens), lambda index: self.divided(index, side.tokens)
         if side.used is not None:
             used = side.used[...] if side.counts is None else jnp.where(prefers_fused(side.counts), 0, side.used[...])
-            tiles = lax.div(used + self.schedule.warpgroups - 1, self.schedule.warpgroups)
-            items = self.heads * (used if self.schedule.is_listed else self.batch * tiles)
-            divided = lambda index: self._divided(index, tiles)  # noqa: E731
+            if self.schedule.is_listed:
+                # An item's batch entry is known from its record.
+                items, divided = heads * used, lambda index: (0, lax.rem(index, heads), lax.div(index, heads))
+            else:
+                per_head = lax.div(used + self.schedule.warpgroups - 1, self.schedule.warpgroups)
+                items, divided = self.batch * heads * per_head, lambda index: self._divided(index, per_head)
         share = lax.div(jnp.int32(items), blocks)
 
         def index_of(number):
@@ -159,7 +160,7 @@ class WorkItems(tiles.HopperKernel):
         count = share + (index_of(share) < items).astype(jnp.int32)
         return AssignedItems(count, lambda number: divided(index_of(number)))
 
-    def for_each_item(self, assigned: AssignedItems, side: Side, with_span, process, scratch: dict) -> tuple:
+    def for_each_assigned_item(self, assigned: AssignedItems, side: Side, with_span, process, scratch: dict) -> tuple:
         """Call process(item) for all assigned items; return their number and that of the streamed tiles."""
 
         def body(number, streamed):
@@ -189,16 +190,16 @@ class WorkItems(tiles.HopperKernel):
         }
 
     def request_record(self, number, assigned: AssignedItems, side: Side, scratch: dict) -> None:
-        """Request the record of a listed item, if there is one with this number.
+        """Request the record of the listed item with this number, if there is one.
 
-        The compute warpgroups must have given back the rows of item number - 1 - buffers.
+        The compute warpgroups must have given back the rows of the item that had its place in shared memory.
         """
         if not self.schedule.is_listed:
             return
 
         @pl.when(number < assigned.count)
         def _():
-            _, _, index = assigned.place_of(number)
+            _, _, index = assigned.place_of(number)  # in the list of all batch entries
             record = side.chunks.at[lax.div(index, self.chunks[0]), lax.rem(index, self.chunks[0])]
             smem, arrived = (
                 scratch[name].at[lax.rem(number, self._records)] for name in ("record_smem", "record_arrived")
@@ -211,7 +212,7 @@ class WorkItems(tiles.HopperKernel):
         plgpu.barrier_wait(scratch["record_arrived"].at[slot])
         return scratch["record_smem"].at[slot]
 
-    # ------------------------------------------------------------------------------------------------------------------
+    # --- an item's rows and tiles -------------------------------------------------------------------------------------
 
     def heads_of(self, item: WorkItem) -> tuple:
         """Return the indices of the item's head in q, k and v."""
