@@ -221,6 +221,7 @@ def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
 def test_listed_items__outnumber_the_chunks_of_a_batch_entry__interpreted():
     import jax.numpy as jnp
 
+    from vitkernels.attention.pallas_flash.hopper.chunks import ITEMS
     from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
@@ -231,12 +232,46 @@ def test_listed_items__outnumber_the_chunks_of_a_batch_entry__interpreted():
     exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), segment_ids=segment_ids, scale=0.1)
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
-    assert ids[4][2] == 24 > chunks[0]
+    assert ids[4][ITEMS] == 24 > chunks[0]
     schedule = Schedule(128, 2, 3, is_listed=True)
     problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, 3, chunks)
     out, _ = OverlappedForward(*problem)(*(jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v)), *ids)
     found = torch.tensor(out.astype("float32").tolist()).transpose(1, 2)
     assert error(found, exact) < TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.usefixtures("detects_races")
+@pytest.mark.slow
+@needs_new_jax
+@pytest.mark.parametrize("entries, is_listed", [(((0, 150), (1, 151), (0, 2)), True), (((0, 150), (1, 153)), False)])
+def test_overlapped_forward__with_recurring_ids_or_only_quads__interpreted(entries, is_listed):
+    """Beside an entry with one segment, all ids of one with recurring ids are compared.
+
+    If all segments are in quads, no work item is listed, and nothing is stored.
+    """
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.chunks import ITEMS
+    from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
+    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
+
+    segment_ids = torch.stack([segments((0, 303)) if is_listed else segments(*entries), segments(*entries)])
+    (B, N), H, D = segment_ids.shape, 2, 48
+    q, k, v = (torch.randn(B, N, H, D).bfloat16() for _ in range(3))
+    exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), segment_ids=segment_ids, scale=0.1)
+    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
+    chunks = ids[2].shape[1], ids[3].shape[1]
+    schedule = Schedule(128, 3, 3, is_listed=True)
+    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, 3, chunks)
+    out, lse = OverlappedForward(*problem)(*(jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v)), *ids)
+    assert ids[4][ITEMS] == (4 if is_listed else 0)
+    found = torch.tensor(out.astype("float32").tolist()).transpose(1, 2)
+    if is_listed:
+        assert error(found, exact) < TOLERANCE[torch.bfloat16]
+        assert jnp.isinf(lse[:, :, N:320]).all() and jnp.isfinite(lse[:, :, :N]).all()
+    else:
+        assert found.isnan().all() and jnp.isnan(lse).all()
 
 
 @pytest.mark.usefixtures("detects_races")

@@ -13,7 +13,8 @@ import torch
 FIRST, END, COMPARED, ROW, COUNT, SEGMENT_TOKENS = range(6)
 # The records of all batch entries together list the work items of packed segments, of up to LISTED chunks: the record
 # with an item's number also has the item's first chunk, its number of chunks, which chunks these need, as above,
-# SEGMENT_TOKENS, the first row of its segment, and the batch entry.
+# SEGMENT_TOKENS, the first row of its segment, and the batch entry. Entries are listed in any order; the other records
+# have no item.
 ITEM, ITEM_CHUNKS, ITEM_FIRST, ITEM_END, ITEM_COMPARED, ITEM_TOKENS, ITEM_ROW, ITEM_ENTRY = range(8, 16)
 LISTED = 3
 # A quad is QUAD chunks with whole segments. The kernels for short sequences process it as if it were a sequence; for

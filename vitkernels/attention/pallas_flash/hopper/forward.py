@@ -144,8 +144,8 @@ class Forward(RingKernel):
         out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
         plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
         if ids is not None:
-            # Only here: an arrival does not wait for outstanding reads, so the loader could overwrite the ids. The
-            # product just awaited depends on them.
+            # Only here: an arrival does not wait for outstanding reads, so the loader could overwrite ids that were
+            # copied. The product just awaited depends on them.
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         return out, highest, total
 

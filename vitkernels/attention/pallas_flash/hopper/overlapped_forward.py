@@ -35,7 +35,7 @@ class Queries(NamedTuple):
     warpgroup: Any
     first: Any  # the first query
     smem: tuple  # the queries, one part
-    ids: Any  # None without ids
+    ids: Any  # None where none were copied to shared memory
     after_first_tile: Callable  # see RingKernel.divide_roles
     scratch: dict
 

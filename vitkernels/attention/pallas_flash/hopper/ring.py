@@ -261,7 +261,7 @@ class RingKernel(WorkItems):
         def _():
             plgpu.set_max_registers(self.schedule.registers[1], action="decrease")
 
-            # Computed in each role: before the roles divide, registers are fewer, and it would be spilled.
+            # Each role computes this itself: before they divide, a thread has fewer registers, and would spill it.
             assigned = self.assigned_items(side)
             for_each_item = lambda process: self.for_each_assigned_item(assigned, side, with_span, process, scratch)  # noqa: E731
 

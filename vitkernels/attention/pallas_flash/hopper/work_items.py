@@ -45,7 +45,7 @@ class WorkItem(NamedTuple):
 
     batch: Any
     head: Any
-    tile: Any  # its number in the head, or a listed item's number in the list
+    tile: Any  # its number in the head; of a listed item, in the list of all batch entries
     number: Any  # how many items this block processed before
     streamed: Any  # how many tiles streamed for those items
     first: Any = 0  # the first tile that streams past this item
@@ -62,7 +62,7 @@ class AssignedItems(NamedTuple):
     """The work items that a thread block processes, one after the other."""
 
     count: Any
-    place_of: Callable  # place_of(number): batch, head and tile of the item with this number
+    place_of: Callable  # place_of(number): an item's batch, head and tile; the batch is 0 where only a record has it
 
 
 class Side(NamedTuple):
@@ -101,7 +101,8 @@ class WorkItems(tiles.HopperKernel):
     def keeps_to_segments(self) -> bool:
         """Return whether all of an item's rows are those of one packed segment: with quads, which hold the short ones.
 
-        Work items are listed then. A batch entry whose chunks were not moved counts as one segment.
+        Ring kernels then need listed work items; the fused kernel draws its own. A batch entry whose chunks were not
+        moved counts as one segment.
         """
         return tiles.has_packed_segments(self.queries, self.chunks) and takes_quads(self.head_dim)
 
@@ -166,7 +167,7 @@ class WorkItems(tiles.HopperKernel):
         def body(number, streamed):
             item = WorkItem(*assigned.place_of(number), number, streamed)
             if self.schedule.is_listed:
-                item = item._replace(record=self._record(number, scratch))
+                item = item._replace(record=self._arrived_record(number, scratch))
             item = with_span(self._with_chunks(item, side))
             process(item)
             return streamed + item.steps
@@ -181,7 +182,10 @@ class WorkItems(tiles.HopperKernel):
         return self.schedule.buffers + 1
 
     def record_scratch(self) -> dict:
-        """Return scratch in which the loader passes records on: device memory would be waited for between two items."""
+        """Return scratch in which the loader passes records on.
+
+        Otherwise, each warpgroup would wait for device memory between two items.
+        """
         if not self.schedule.is_listed:
             return {}
         return {
@@ -206,7 +210,7 @@ class WorkItems(tiles.HopperKernel):
             )
             plgpu.copy_gmem_to_smem(record, smem, arrived)
 
-    def _record(self, number, scratch: dict):
+    def _arrived_record(self, number, scratch: dict):
         """Wait for the record of the listed item with this number; each warpgroup must do so for each item."""
         slot = lax.rem(number, self._records)
         plgpu.barrier_wait(scratch["record_arrived"].at[slot])
@@ -250,6 +254,7 @@ class WorkItems(tiles.HopperKernel):
 
     def _with_segment(self, item: WorkItem) -> WorkItem:
         """Return the item with the tiles of its segment."""
+        assert self.schedule.is_listed
         first, steps, uncompared = self._listed_span(item)
         last = item.record[ITEM_TOKENS] - (steps - 1) * self.schedule.tile
         return item._replace(first=first, steps=steps, uncompared=uncompared, row=item.record[ITEM_ROW], last=last)
