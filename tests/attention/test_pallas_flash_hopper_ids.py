@@ -127,7 +127,7 @@ def test_quads__interpreted():
         problem = (*of_others[:10], None, *of_others[11:])
         out, lse = ShortForward(*problem)(q, k, v, *ids)
         short = out, *ShortBackward(*problem)(q, k, v, out, do, lse, *ids)
-        others = ring_kernels(of_others, q, k, v, do, ids)
+        others = ring_kernels(of_others, q, k, v, do, ids, overlaps=True)  # as calls with quads have it
         in_quads = (segment_ids[:, :, None] == segment_ids[:, None]).sum(2) <= 256
         in_quads[2] = False
         for name, x, y, z in zip(("out", "dq", "dk", "dv"), short, others, wanted, strict=True):
@@ -219,59 +219,66 @@ def test_last_tiles_of_segments__are_narrowed__interpreted(overlaps):
 
 @needs_new_jax
 def test_listed_items__outnumber_the_chunks_of_a_batch_entry__interpreted():
-    import jax.numpy as jnp
-
     from vitkernels.attention.pallas_flash.hopper.chunks import ITEMS
-    from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
-    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
-    from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
     B, N, H, D = 12, 257, 1, 48
     q, k, v = (torch.randn(B, N, H, D).bfloat16() for _ in range(3))
     segment_ids = torch.zeros(B, N, dtype=torch.int32)
     exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), segment_ids=segment_ids, scale=0.1)
-    ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
-    chunks = ids[2].shape[1], ids[3].shape[1]
-    assert ids[4][ITEMS] == 24 > chunks[0]
-    schedule = Schedule(128, 2, 3, is_listed=True)
-    problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, 3, chunks)
-    out, _ = OverlappedForward(*problem)(*(jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v)), *ids)
-    found = torch.tensor(out.astype("float32").tolist()).transpose(1, 2)
+    found, _, ids = overlapped_forward_of_segments(q, k, v, segment_ids)
+    assert ids[4][ITEMS] == 24 > ids[2].shape[1]
     assert error(found, exact) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
-@pytest.mark.parametrize("entries, is_listed", [(((0, 150), (1, 151), (0, 2)), True), (((0, 150), (1, 153)), False)])
-def test_overlapped_forward__with_recurring_ids_or_only_quads__interpreted(entries, is_listed):
-    """Beside an entry with one segment, all ids of one with recurring ids are compared.
-
-    If all segments are in quads, no work item is listed, and nothing is stored.
-    """
+def test_overlapped_forward__compares_ids_that_recur__interpreted():
+    """The other batch entry is one segment, and compares none."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper.chunks import ITEMS
+
+    segment_ids = torch.stack([segments((0, 303)), segments((0, 150), (1, 151), (0, 2))])
+    (B, N), H, D = segment_ids.shape, 2, 48
+    q, k, v = (torch.randn(B, N, H, D).bfloat16() for _ in range(3))
+    exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), segment_ids=segment_ids, scale=0.1)
+    found, lse, ids = overlapped_forward_of_segments(q, k, v, segment_ids)
+    assert ids[4][ITEMS] == 4
+    assert error(found, exact) < TOLERANCE[torch.bfloat16]
+    assert jnp.isinf(lse[:, :, N:320]).all() and jnp.isfinite(lse[:, :, :N]).all()
+
+
+@pytest.mark.usefixtures("detects_races")
+@pytest.mark.slow
+@needs_new_jax
+def test_overlapped_forward__stores_nothing_if_all_segments_are_in_quads__interpreted():
+    import jax.numpy as jnp
+
+    from vitkernels.attention.pallas_flash.hopper.chunks import ITEMS
+
+    segment_ids = torch.stack([segments((0, 150), (1, 153))] * 2)
+    q, k, v = (torch.randn(*segment_ids.shape, 2, 48).bfloat16() for _ in range(3))
+    found, lse, ids = overlapped_forward_of_segments(q, k, v, segment_ids)
+    assert ids[4][ITEMS] == 0
+    assert found.isnan().all() and jnp.isnan(lse).all()
+
+
+def overlapped_forward_of_segments(q, k, v, segment_ids) -> tuple:
+    """Return the output (B, H, N, D), the log-sum-exp, and what token_ids returned, of arrays (B, N, H, D)."""
+    import jax.numpy as jnp
+
     from vitkernels.attention.pallas_flash.hopper.overlapped_forward import OverlappedForward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
-    segment_ids = torch.stack([segments((0, 303)) if is_listed else segments(*entries), segments(*entries)])
-    (B, N), H, D = segment_ids.shape, 2, 48
-    q, k, v = (torch.randn(B, N, H, D).bfloat16() for _ in range(3))
-    exact = reference(*(x.double().transpose(1, 2) for x in (q, k, v)), segment_ids=segment_ids, scale=0.1)
+    B, N, H, D = q.shape
     ids = [jnp.asarray(x.numpy()) for x in given(token_ids((B, H, N, D), N, None, segment_ids, moves_chunks=True))]
     chunks = ids[2].shape[1], ids[3].shape[1]
     schedule = Schedule(128, 3, 3, is_listed=True)
     problem = (B, H, N, N, D, "bfloat16", 0.1, False, H, (0, 0, 0), schedule, True, 3, chunks)
     out, lse = OverlappedForward(*problem)(*(jnp.asarray(x.float().numpy(), "bfloat16") for x in (q, k, v)), *ids)
-    assert ids[4][ITEMS] == (4 if is_listed else 0)
-    found = torch.tensor(out.astype("float32").tolist()).transpose(1, 2)
-    if is_listed:
-        assert error(found, exact) < TOLERANCE[torch.bfloat16]
-        assert jnp.isinf(lse[:, :, N:320]).all() and jnp.isfinite(lse[:, :, :N]).all()
-    else:
-        assert found.isnan().all() and jnp.isnan(lse).all()
+    return torch.tensor(out.astype("float32").tolist()).transpose(1, 2), lse, ids
 
 
 @pytest.mark.usefixtures("detects_races")

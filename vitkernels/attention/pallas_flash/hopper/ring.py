@@ -228,6 +228,7 @@ class RingKernel(WorkItems):
             with_span: with_span(item) returns the item with the tiles that stream past it.
             compute: must call after_first_tile() after some work, when the previous item's stores have completed; this
                 releases the previous item's buffer.
+            scratch: the kernel's; with listed items, it holds their records.
         """
         warpgroup = lax.axis_index("warpgroup")
 
