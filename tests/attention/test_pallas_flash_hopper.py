@@ -66,26 +66,26 @@ def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgro
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
-    "N, M, D, scale, warpgroups, pinned_tiles",
+    "N, M, D, scale, warpgroups",
     [
-        (130, 256, 64, 0.1, 2, 12),
-        (70, 457, 48, -0.1, 1, 12),
-        (200, 300, 64, 0.0, 3, 12),
-        (130, 457, 64, 0.1, 2, 0),
-        (70, 300, 64, 0.1, 1, 0),
+        pytest.param(130, 256, 64, 0.1, 2, id="full tiles"),
+        pytest.param(200, 300, 64, 0.0, 3, id="last tile behind"),
+        pytest.param(70, 457, 48, -0.1, 1, id="last tile first"),
+        pytest.param(70, 552, 64, 0.1, 1, id="last tile first, behind four"),
+        pytest.param(130, 517, 64, 0.1, 2, id="last tile with the next"),
+        pytest.param(130, 256, 128, 0.1, 2, id="wide values"),
+        pytest.param(70, 300, 104, 0.1, 1, id="wide values, last tile behind"),
+        pytest.param(130, 321, 120, 0.1, 2, id="wide values, last tile first"),
+        pytest.param(70, 513, 128, -0.1, 1, id="wide values, last tile with the next"),
     ],
 )
-def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups, pinned_tiles, monkeypatch):
-    """Run all work items in one thread block; the last tile is full, masked or narrow, behind pinned weights or not.
-
-    The interpreter ignores the pin itself.
-    """
+def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups):
+    """Run all work items in one thread block, for each order of the tiles."""
     import jax.numpy as jnp
 
     from vitkernels.attention.pallas_flash.hopper import overlapped_forward
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
 
-    monkeypatch.setattr(overlapped_forward, "_PINNED_TILES", pinned_tiles)
     H = 2
     q, k, v = (torch.randn(1, n, H, D).bfloat16() for n in (N, M, M))
     scores = torch.einsum("bnhd,bmhd->bhnm", q.double(), k.double()) * scale
@@ -140,8 +140,8 @@ def test_interpreter__detects_races(waits, capsys):
 def test_overlapped_forward__for_long_calls_without_bias_and_causality():
     from vitkernels.attention.pallas_flash.hopper.schedule import overlaps_forward
 
-    assert overlaps_forward(256, 40, False, False) and overlaps_forward(4096, 64, False, False)
-    others = (255, 64, False, False), (577, 32, False, False), (577, 72, False, False)
+    assert all(overlaps_forward(*size, False, False) for size in ((256, 40), (4096, 64), (577, 104), (577, 128)))
+    others = (255, 64, False, False), (577, 32, False, False), (577, 72, False, False), (577, 96, False, False)
     others = *others, (577, 64, True, False), (577, 64, False, True)
     assert not any(overlaps_forward(*call) for call in others)
 

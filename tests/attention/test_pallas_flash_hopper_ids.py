@@ -70,7 +70,8 @@ def test_ids__interpreted(H, N, M, D, is_causal, scale, warpgroups, buffers, blo
 @pytest.mark.usefixtures("detects_races")
 @pytest.mark.slow
 @needs_new_jax
-def test_overlapped_forward__with_masked_keys__interpreted():
+@pytest.mark.parametrize("D", [64, 128])
+def test_overlapped_forward__with_masked_keys__interpreted(D):
     """The first tiles have no masked key in one batch entry, and only masked keys in another; the third has no other.
 
     Its outputs are zeros.
@@ -81,7 +82,7 @@ def test_overlapped_forward__with_masked_keys__interpreted():
     from vitkernels.attention.pallas_flash.hopper.schedule import Schedule
     from vitkernels.attention.pallas_flash.hopper.token_ids import given, token_ids
 
-    B, H, N, M, D = 3, 2, 70, 330, 64
+    B, H, N, M = 3, 2, 70, 330
     q, k, v = (torch.randn(B, n, H, D).bfloat16() for n in (N, M, M))
     mask = torch.ones(B, 1, 1, M, dtype=torch.bool)
     mask[0, ..., 240:300], mask[1, ..., :150], mask[2] = False, False, False
@@ -149,12 +150,14 @@ def test_quads__interpreted():
         ([ODD, RECURRING], 1, 72, torch.float16, 2, 128, 2, 3),
         ([SHORT], 1, 40, torch.bfloat16, 3, 64, 1, 2),
         ([MIXED], 1, 32, torch.bfloat16, 2, 128, 2, 40),
+        ([ODD, RECURRING], 1, 104, torch.bfloat16, 2, 128, 2, 3),
     ],
 )
 def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, buffers, blocks):
     """Segments of 1 to 197 tokens, whose last chunks are partly or entirely empty; blocks without an item.
 
-    With three warpgroups, and always in the forward kernel, work items are listed.
+    With three warpgroups, and in the forward kernel up to head dim 96, work items are listed. Beyond, that kernel
+    overlaps.
     """
     import jax.numpy as jnp
 
@@ -175,7 +178,7 @@ def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, bu
     problem = (B, H, N, N, D, name, 0.1, False, H, (0, 0, 0), schedule, True, blocks, chunks)
     listed = (*problem[:10], Schedule(tile, 2, 3, buffers, is_listed=True), *problem[11:])
     q, k, v, do = (jnp.asarray(x.float().numpy(), name) for x in (q, k, v, do))
-    found = ring_kernels(problem, q, k, v, do, ids, listed)
+    found = ring_kernels(problem, q, k, v, do, ids, listed if D <= 96 else None, overlaps=D > 96)
     for name, x, y in zip(("out", "dq", "dk", "dv"), found, wanted, strict=True):
         x = torch.tensor(x.astype("float32").tolist()).transpose(1, 2)
         assert error(x, y) < TOLERANCE[dtype], name

@@ -10,11 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles
+from vitkernels.attention.pallas_flash.hopper import groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import PADDING
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel
 from vitkernels.attention.pallas_flash.hopper.row_registers import first_columns
-from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, LOG2E, ROWS, along_rows, at, filled
+from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, LOG2E, ROWS, WGMMA, along_rows, at, filled
 
 LOWEST = -1e30  # below every score, but finite, so that a tile without keys for a query gives no NaN
 
@@ -33,7 +33,7 @@ class Forward(RingKernel):
         scratch = {
             "q_smem": self.own_tiles(),
             "k_smem": self.ring(),
-            "v_smem": self.ring(),
+            "v_smem": self.ring_of_values(),
             "q_arrived": self.own_arrived(self.copies + self.copies_ids),
             "q_consumed": self.own_consumed(),
             "k_arrived": self.arrived(self.tile_copies + self.copies_ids),
@@ -46,6 +46,10 @@ class Forward(RingKernel):
             scratch |= {"q_ids_smem": self.own_ids(), "k_ids_smem": self.ring_of_ids()}
         kernel = self.kernel(self._body, self.queries, (self.rows(self.queries, self.heads), self.vector()), scratch)
         return kernel(q_BNHD, k_BMHD, v_BMHD, *extras)
+
+    def ring_of_values(self) -> tuple:
+        """Return scratch for the streamed tiles of values."""
+        return self.ring()
 
     @property
     def copies_ids(self) -> bool:
@@ -139,15 +143,20 @@ class Forward(RingKernel):
         else:
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep, count)
-        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
-        v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
-        out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
-        plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
+        out = self.with_values(out, weights, slot, scratch)
         if ids is not None:
             # Only here: an arrival does not wait for outstanding reads, so the loader could overwrite ids that were
             # copied. The product just awaited depends on them.
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         return out, highest, total
+
+    def with_values(self, out: tuple, weights, slot, scratch) -> tuple:
+        """Return out with the product of a tile's weights and values added."""
+        plgpu.barrier_wait(scratch["v_arrived"].at[slot])
+        v_smem = tiles.first_rows(at(scratch["v_smem"], slot), weights.shape[1])
+        out = tiles.accumulated(out, [(i, weights, v) for i, v in enumerate(v_smem)], self.interpret)
+        plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
+        return out
 
     def ids_of_keys(self, item, slot, first_key, columns: int, scratch):
         return plgpu.load(scratch["k_ids_smem"].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
@@ -161,9 +170,11 @@ class Forward(RingKernel):
         return tiles.padded_columns(keys) if 2 * keys <= tile else tile
 
     # --- online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), a carry of output, maximum and sum -----------
+    # The sum is (64, 8): per row, and per column of the groups of 8 columns, two of which a thread has. So each thread
+    # adds up its own weights, and threads exchange their sums only at the end.
 
     def initial_carry(self) -> tuple:
-        return self.zeros(), filled((ROWS,), LOWEST, BY_ROW), filled((ROWS,), 0, BY_ROW)
+        return self.zeros(), filled((ROWS,), LOWEST, BY_ROW), filled((ROWS, groups.COLUMNS), 0, WGMMA)
 
     def softmax_step(self, scores, first_query, first_key, keys, carry, keep=None, count=None) -> tuple:
         """Return the rounded weights of `keys` keys from first_key on, and the rescaled output, maximum and sum.
@@ -190,7 +201,7 @@ class Forward(RingKernel):
         new_highest = jnp.maximum(highest, scores.max(axis=1) * scale)
         shrink = jnp.exp2(highest - new_highest)
         weights = jnp.exp2(scores * scale - along_rows(new_highest, scores.shape))
-        return weights, shrink, new_highest, total * shrink + weights.sum(axis=1)
+        return weights, shrink, new_highest, total * along_rows(shrink, total.shape) + groups.summed(weights)
 
     def rounded(self, weights):
         """Return weights as an operand of the product with values."""
@@ -201,6 +212,7 @@ class Forward(RingKernel):
 
     def finalize(self, out, highest, total) -> tuple:
         """Return the output, and the log-sum-exp in log2 units."""
+        total = total.sum(axis=1)
         if self.has_ids or self.bias_shape:  # a query without keys: out is 0, and every weight of the backward pass
             has_key = total > 0
             inverse = jnp.where(has_key, 1 / total, 0.0)

@@ -164,6 +164,10 @@ class RingKernel(WorkItems):
         """Return the ring slot of a streamed tile."""
         return lax.rem(item.streamed + step, self.schedule.stages)
 
+    def tile_of_step(self, item: WorkItem, step):
+        """Return the number of the tile that streams past an item in a step."""
+        return item.first + step
+
     def over_tiles(self, item: WorkItem, tokens: int, step_of, carry, after_first_tile, all_full: bool = False):
         """Fold step_of(step, carry, tokens, compares) over the streamed tiles; return the final carry.
 
@@ -311,7 +315,7 @@ class RingKernel(WorkItems):
             def _(step):
                 for stream in streams:
                     wait_for_slot(stream, item.streamed + step)
-                    stream.load(item, item.first + step, stream.slot(item.streamed + step))
+                    stream.load(item, self.tile_of_step(item, step), stream.slot(item.streamed + step))
 
         items, streamed = for_each_item(process)
         # Every phase of a barrier must be waited for.

@@ -212,29 +212,32 @@ def transposed(part):
     return part.transpose((1, 0))
 
 
-def untiled(part, index, interpret: bool, chunk: int | None = None):
-    """Return `part.at[index]`, or 64 of its rows, as consecutive rows of one swizzle's width, the TMA unit's view.
+def untiled(part, index, interpret: bool, first: int = 0, rows: int | None = None):
+    """Return rows of `part.at[index]` as consecutive rows of one swizzle's width, the TMA unit's view.
 
     The memory is the same, because the (8, width) tiles are stored in that order. Mosaic GPU copies into tiles of 8
     rows only from arrays of 8 n rows, but images have 197 or 577 tokens. With plain rows, the TMA unit fills rows
     beyond the last token with zeros on load and skips them on store.
+
+    first, rows: the first row and how many, multiples of 8; None: all.
     """
     if interpret:  # the interpreter has no tiled layouts
-        return part.at[index] if chunk is None else part.at[index, pl.ds(chunk * ROWS, ROWS)]
+        return part.at[index] if rows is None else part.at[index, pl.ds(first, rows)]
     tiled = part.ref
-    rows, width = tiled.shape[-4] * tiled.shape[-2], tiled.shape[-1]
+    height, width = tiled.shape[-2:]
     some = slice(None)
-    if chunk is not None:
-        rows, some = ROWS, pl.ds(chunk * ROWS // tiled.shape[-2], ROWS // tiled.shape[-2])
+    if rows is None:
+        rows = tiled.shape[-4] * height
+    else:
+        some = pl.ds(first // height, rows // height)
     indexer = indexing.NDIndexer.from_indices_shape((index, some, *[slice(None)] * 3), tiled.shape)
     return TransformedRef(tiled, (indexer, ReshapeTransform((rows, width)), UnswizzleRef(2 * width)))
 
 
-def _columns(array_ref, where: tuple, first_row, rows: int, head, parts: tuple):
-    """Yield the slices of `array_ref` (B, N, heads, D) that correspond to the parts of a tile."""
+def _columns(array_ref, where: tuple, first_row, rows: int, head, part_widths: list[int]):
+    """Yield slices of the columns of `array_ref` (B, N, heads, D), of these widths."""
     first_column = 0
-    for part in parts:
-        width = part.shape[-1]
+    for width in part_widths:
         columns = pl.ds(unchecked(first_column), width)
         yield array_ref.at[where, pl.ds(unchecked(first_row), rows), head, columns]
         first_column += width
@@ -248,14 +251,19 @@ def unchecked(start):
 def load_rows(
     array_ref, batch, first_row, head, parts: tuple, index, barrier, interpret: bool, chunk: int | None = None
 ) -> None:
-    """Start copying rows of one head into `parts[index]`; the barrier gets one arrival per part.
+    """Start copying rows of one head into `parts[index]`; the barrier gets one arrival per group of columns.
 
+    parts: one per group of columns; or one with the groups below each other (see wide_values.py).
     chunk: copy only 64 rows, into those with this number.
     """
-    rows = parts[0].shape[-2] if chunk is None else ROWS
-    slices = _columns(array_ref, batch, first_row, rows, head, parts)
-    for part, source in zip(parts, slices, strict=True):
-        plgpu.copy_gmem_to_smem(source, untiled(part, index, interpret, chunk), barrier)
+    groups = len(widths(array_ref.shape[-1])) // len(parts)  # of a part
+    height = parts[0].shape[-2] // groups
+    first, rows = (0, height) if chunk is None else (chunk * ROWS, ROWS)
+    places = [(part, first + group * height) for part in parts for group in range(groups)]
+    slices = _columns(array_ref, batch, first_row, rows, head, [part.shape[-1] for part, _ in places])
+    for (part, place), source in zip(places, slices, strict=True):
+        some = () if rows == part.shape[-2] else (place, rows)
+        plgpu.copy_gmem_to_smem(source, untiled(part, index, interpret, *some), barrier)
 
 
 def prefetch_rows(array_ref, batch, first_row, head, interpret: bool) -> None:
@@ -267,7 +275,7 @@ def prefetch_rows(array_ref, batch, first_row, head, interpret: bool) -> None:
 def store_rows(parts: tuple, index, array_ref, batch, first_row, head, interpret: bool) -> None:
     """Start copying `parts[index]` out; call commit_smem before and wait_smem_to_gmem after."""
     rows = parts[0].shape[-2]
-    slices = _columns(array_ref, batch, first_row, rows, head, parts)
+    slices = _columns(array_ref, batch, first_row, rows, head, [part.shape[-1] for part in parts])
     for part, destination in zip(parts, slices, strict=True):
         plgpu.copy_smem_to_gmem(untiled(part, index, interpret), destination)
 
