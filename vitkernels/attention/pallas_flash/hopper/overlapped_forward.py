@@ -37,7 +37,7 @@ class Queries(NamedTuple):
     item: WorkItem
     warpgroup: Any
     first: Any  # the first query
-    smem: tuple  # the queries, one part
+    smem: tuple  # the queries, in parts
     ids: Any  # None where none were copied to shared memory
     after_first_tile: Callable  # see RingKernel.divide_roles
     scratch: dict
