@@ -150,7 +150,7 @@ def test_quads__interpreted():
         ([ODD, RECURRING], 1, 72, torch.float16, 2, 128, 2, 3),
         ([SHORT], 1, 40, torch.bfloat16, 3, 64, 1, 2),
         ([MIXED], 1, 32, torch.bfloat16, 2, 128, 2, 40),
-        ([ODD, RECURRING], 1, 104, torch.bfloat16, 2, 128, 2, 3),
+        ([segments((0, 300), (1, 70)), segments((0, 150), (1, 70), (0, 150))], 1, 104, torch.bfloat16, 2, 128, 2, 3),
     ],
 )
 def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, buffers, blocks):

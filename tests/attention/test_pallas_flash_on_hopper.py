@@ -45,6 +45,7 @@ def test_cross_attention__on_gpu(N, M, is_causal, dtype):
         *(
             (100, 256, 64),
             (300, 300, 48),
+            (350, 350, 64),
             (577, 577, 64),
             (552, 552, 64),
             (1025, 1025, 64),
@@ -229,7 +230,11 @@ def test_compiled_with_symbolic_sizes__on_gpu(extra):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
-    "N, M, D", [(197, 197, 64), (256, 256, 40), (129, 250, 64), (50, 70, 64), (300, 256, 64), (100, 700, 64)]
+    "N, M, D",
+    [
+        *((197, 197, 64), (256, 256, 40), (129, 250, 64), (50, 70, 64), (300, 256, 64), (100, 700, 64)),
+        (100, 700, 128),
+    ],
 )
 def test_key_masks__on_gpu(N, M, D, dtype):
     """More images and heads than thread blocks; the first images have padding, and the last one has no keys."""

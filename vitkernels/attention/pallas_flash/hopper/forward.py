@@ -127,8 +127,8 @@ class Forward(RingKernel):
 
         return self.over_tiles(item, self.keys, step_of, self.initial_carry(), after_first_tile, self.is_causal)
 
-    def _step(self, item, warpgroup, q_smem, first_query, ids, step, keys, carry, scratch, count=None):
-        """Fold the first `keys` keys of a tile, or `count` of these, into the running output, maximum and sum."""
+    def _step(self, item, warpgroup, q_smem, first_query, ids, step, keys, carry, scratch):
+        """Fold the first `keys` keys of a tile into the running output, maximum and sum."""
         s, slot = self.schedule, self.slot(item, step)
         columns = self.columns_of(keys)
         first_key = (item.first + step) * s.tile
@@ -142,7 +142,7 @@ class Forward(RingKernel):
             keep = tiles.same_id(ids, self.ids_of_keys(item, slot, first_key, columns, scratch))
         else:
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
-        weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep, count)
+        weights, out, highest, total = self.softmax_step(scores, first_query, first_key, keys, carry, keep)
         out = self.with_values(out, weights, slot, scratch)
         if ids is not None:
             # Only here: an arrival does not wait for outstanding reads, so the loader could overwrite ids that were
@@ -170,7 +170,7 @@ class Forward(RingKernel):
         return tiles.padded_columns(keys) if 2 * keys <= tile else tile
 
     # --- online softmax (Milakov and Gimelshein 2018, arXiv 1805.02867), a carry of output, maximum and sum -----------
-    # The sum is (64, 8): per row, and per column of the groups of 8 columns, two of which a thread has. So each thread
+    # The sum is (64, 8): one value per row and column of a group (groups.py). A thread has two of these columns. It
     # adds up its own weights, and threads exchange their sums only at the end.
 
     def initial_carry(self) -> tuple:

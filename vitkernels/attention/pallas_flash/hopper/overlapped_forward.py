@@ -2,8 +2,8 @@
 
 A step computes the scores of one tile of keys, and adds the product of the previous tile's weights and values to the
 output. While that product runs, the warpgroup computes the weights of its own tile (FlashAttention-3, Shah et al. 2024,
-arXiv 2407.08608, section 3.2). On an H200, that takes 2 to 16 % less time than `Forward`. Tiles in which ids must be
-compared do not overlap.
+arXiv 2407.08608, section 3.2). On an H200, that takes less time than `Forward` (notes/pallas_flash_long.md). Tiles in
+which ids must be compared do not overlap.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
@@ -24,10 +24,11 @@ from vitkernels.attention.pallas_flash.hopper.schedule import widths
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, WGMMA, at, filled, transposed
 from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
 
-# From so many full tiles on, the last tile is processed first. With 4 to 19 of them, that takes 0.87 to 0.99 of the
-# earlier kernel's time (H200), but 1.01 to 1.05 with 2 or 3, unless keys fill more than half of the last tile.
+# The last tile is processed first from so many full tiles on, or if keys fill more than half of it. With 4 to 19 full
+# tiles, the kernel takes 0.87 to 0.99 of the time that it took before it had this order (H200). With 2 or 3 and few
+# keys in the last tile, it would take 1.01 to 1.10.
 _MANY_TILES = 4
-# With so few keys, it is processed together with the next one. With more, both exceed the registers.
+# If it has so few keys, it shares a step with the next tile. With more keys, the two exceed the registers.
 _FEW_KEYS = 32
 
 
@@ -50,10 +51,11 @@ class OverlappedForward(Forward):
     a tile whose product with the values is not yet in the output, followed by the sums.
     """
 
-    # A segment's last tile compares no ids. If that of other entries was narrowed when it does, ptxas would spill.
+    # Where items keep to segments, a segment's last tile compares no ids. If that of other batch entries was narrowed,
+    # ptxas would spill.
     compared_widths = ()
 
-    # --- values of up to 128 columns ----------------------------------------------------------------------------------
+    # --- values of two groups of columns ------------------------------------------------------------------------------
 
     @property
     def _has_wide_values(self) -> bool:
@@ -86,7 +88,11 @@ class OverlappedForward(Forward):
 
     @property
     def copies_ids(self) -> bool:
-        """Of packed segments, only batch entries whose chunks were not moved compare ids: the loader has less to do."""
+        """Return whether ids are copied to shared memory ahead of their use.
+
+        Where items keep to segments, only batch entries whose chunks were not moved compare ids. So the loader leaves
+        these to the compute warpgroups.
+        """
         return self.has_ids and not self.keeps_to_segments
 
     def ids_of_keys(self, item, slot, first_key, columns: int, scratch):
@@ -100,7 +106,7 @@ class OverlappedForward(Forward):
     def _starts_with_last(self) -> bool:
         """Return whether the first step processes the last tile, if it is not full.
 
-        There, registers are free for the mask of its columns, and no step follows the loop over full tiles.
+        In the first step, registers are free for the mask of its columns. And no step follows the loop over full tiles.
         """
         full, rest = divmod(self.keys, self.schedule.tile)
         return not self.has_ids and rest > 0 and (full >= _MANY_TILES or 2 * rest > self.schedule.tile)
@@ -120,14 +126,15 @@ class OverlappedForward(Forward):
     def _over_all(self, queries: Queries) -> tuple:
         """Return the sums of a call without ids."""
         full, rest = divmod(self.keys, self.schedule.tile)
+        assert full, "the first tile would be processed as a full one"
         if self._starts_with_last:
             if rest <= _FEW_KEYS:
                 begun, carry = 2, self._start_with_two(queries, rest)
             else:
                 begun, carry = 1, self._start(queries, rest)
-            return self._with_values(queries, full, self._over_full(queries, carry, begun, full + 1))
+            return self._finished(queries, full, self._over_full(queries, carry, begun, full + 1))
         carry = self._over_full(queries, self._start(queries), 1, full)
-        of_full = lambda: self._with_values(queries, full - 1, carry)  # noqa: E731
+        of_full = lambda: self._finished(queries, full - 1, carry)  # noqa: E731
         if not rest:
             return of_full()
         # With a branch that the compiler does not know to be taken, ptxas spills less. As the step of a loop, the last
@@ -136,7 +143,7 @@ class OverlappedForward(Forward):
 
     def _rest_of(self, queries: Queries, full, carry: tuple, columns: int, count) -> Callable:
         """Return a function that returns the sums with the `count` keys, in these columns, behind the full tiles."""
-        return lambda: self._with_values(queries, full, self._add(queries, full, carry, columns, count))
+        return lambda: self._finished(queries, full, self._add(queries, full, carry, columns, count))
 
     # --- segments and masks -------------------------------------------------------------------------------------------
 
@@ -150,7 +157,7 @@ class OverlappedForward(Forward):
         add = self._rest_of(queries, full, carry, self.schedule.tile, rest)
         for width in self.narrow_widths:
             add = partial(lax.cond, rest <= width, self._rest_of(queries, full, carry, width, rest), add)
-        return lax.cond(queries.item.steps > full, add, lambda: self._with_values(queries, full - 1, carry))
+        return lax.cond(queries.item.steps > full, add, lambda: self._finished(queries, full - 1, carry))
 
     def _over_unmoved(self, queries: Queries) -> tuple:
         """Return the sums of an item of a batch entry whose chunks do not start at segments: all ids are compared."""
@@ -160,11 +167,11 @@ class OverlappedForward(Forward):
         return self._over_compared(queries, self.initial_carry())
 
     def _over_masked(self, queries: Queries) -> tuple:
-        """Return the sums of an item of a call whose chunks lie at multiples of 64: the last tiles compare ids."""
+        """Return the sums of an item of any other call with ids: the last tiles compare them."""
         count = queries.item.uncompared
 
         def over_uncompared():
-            return self._with_values(queries, count - 1, self._over_full(queries, self._start(queries), 1, count))
+            return self._finished(queries, count - 1, self._over_full(queries, self._start(queries), 1, count))
 
         return self._over_compared(queries, lax.cond(count > 0, over_uncompared, self.initial_carry))
 
@@ -207,7 +214,7 @@ class OverlappedForward(Forward):
         for slot in slots:
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot])
         carry = self.softmax_step(few, queries.first, 0, columns[0], self.initial_carry(), count=count)
-        carry = self.softmax_step(many, queries.first, 0, tile, self._with_values(queries, 0, carry))
+        carry = self.softmax_step(many, queries.first, 0, tile, self._finished(queries, 0, carry))
         queries.after_first_tile()
         return carry
 
@@ -220,7 +227,7 @@ class OverlappedForward(Forward):
     def _add(self, queries: Queries, step, carry: tuple, columns: int, count=None) -> tuple:
         """Return the carry with the weights of a tile's first keys, and with the product of the tile before.
 
-        columns: of the scores. count: if given, only so many keys get weights.
+        columns: how many the scores have. count: if given, only so many keys get weights.
         """
         weights, out, *statistics = carry
         slot_of, scratch = partial(self.slot, queries.item), queries.scratch
@@ -241,7 +248,7 @@ class OverlappedForward(Forward):
         """Return the first `count` keys of a streamed tile."""
         return tiles.first_rows(at(scratch["k_smem"], slot), count)
 
-    def _with_values(self, queries: Queries, step, carry: tuple) -> tuple:
+    def _finished(self, queries: Queries, step, carry: tuple) -> tuple:
         """Return the sums with the product of the carry's weights and the values of their tile."""
         weights, out, *statistics = carry
         out = self.with_values(out, weights, self.slot(queries.item, step), queries.scratch)
@@ -290,7 +297,7 @@ def _pin(_ctx, totals):
 
     ptxas may move them behind it, where they would not overlap. It does not move stores, and does not know that this
     one is never executed, as no sum is negative. The other half may overlap with the output's rescaling. With all
-    weights pinned, that would wait, and the kernel takes up to 6 % longer.
+    weights pinned, that would wait, and the kernel takes 3 to 4 % longer at 2304 and 4096 tokens.
     """
     store = "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.shared.f32 [a], $0; }"
     sums_of_first_rows = totals.registers[groups.register(0, 0)]  # of each warp's 16 rows, 8

@@ -106,7 +106,7 @@ def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
 def overlaps_forward(keys: int, head_dim: int, is_causal: bool, has_bias: bool) -> bool:
     """Return whether the products of the forward kernel overlap: it has registers for that, and at least two tiles.
 
-    At head dims of 72 to 96, it has too few registers for three warpgroups.
+    At head dims 72 to 96, the kernel would have too few registers for three warpgroups.
 
     With a bias in bfloat16, overlap takes 10 to 16 % longer on an H200, and with one in float32 3 % less time.
     """

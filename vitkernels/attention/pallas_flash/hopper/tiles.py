@@ -256,10 +256,10 @@ def load_rows(
     parts: one per group of columns; or one with the groups below each other (see wide_values.py).
     chunk: copy only 64 rows, into those with this number.
     """
-    groups = len(widths(array_ref.shape[-1])) // len(parts)  # of a part
-    height = parts[0].shape[-2] // groups
+    per_part = len(widths(array_ref.shape[-1])) // len(parts)  # groups of columns
+    height = parts[0].shape[-2] // per_part
     first, rows = (0, height) if chunk is None else (chunk * ROWS, ROWS)
-    places = [(part, first + group * height) for part in parts for group in range(groups)]
+    places = [(part, first + group * height) for part in parts for group in range(per_part)]
     slices = _columns(array_ref, batch, first_row, rows, head, [part.shape[-1] for part, _ in places])
     for (part, place), source in zip(places, slices, strict=True):
         some = () if rows == part.shape[-2] else (place, rows)

@@ -1,4 +1,4 @@
-"""Values of 65 to 128 columns as one operand of a product, in a forward kernel of `pallas_flash` on Hopper.
+"""Values of 97 to 128 columns as one operand of a product, in a forward kernel of `pallas_flash` on Hopper.
 
 A head dim of more than 64 columns is held as parts one swizzle wide (see tiles.tile), and a product with each part
 would read the weights once more. wgmma multiplies up to 256 columns, whose groups of 64 may lie any distance apart. So
@@ -21,7 +21,7 @@ _SUMS = plgpu.ShapeDtypeStruct((ROWS, COLUMNS), jnp.float32, layout=WGMMA)
 
 
 def are_wide(head_dim: int) -> bool:
-    """Return whether the values of this head dim have two groups of columns."""
+    """Return whether the values of this head dim have two groups of 64 columns."""
     return widths(head_dim) == (GROUP, GROUP)
 
 
@@ -33,7 +33,7 @@ def ring(stages: int, rows: int, dtype) -> tuple:
 def start_product(sums: jax.Array, weights: jax.Array, values, interpret: bool) -> jax.Array:
     """Start to add the product of weights (64, K) and the first K rows of a tile of values to sums (64, 128), float32.
 
-    The result must not be read before finish_product. The product counts as one for wgmma_wait.
+    The result must not be read before finish_product. The product counts as one in wait_n of wgmma_accumulator_load.
     """
     rows, count = values.shape[0] // 2, weights.shape[1]
     if interpret:  # the interpreter does not run Mosaic GPU code
