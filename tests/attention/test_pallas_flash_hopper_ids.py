@@ -154,7 +154,7 @@ def test_quads__interpreted():
     ],
 )
 def test_packed_segments__interpreted(entries, H, D, dtype, warpgroups, tile, buffers, blocks):
-    """Segments of 1 to 197 tokens, whose last chunks are partly or entirely empty; blocks without an item.
+    """Segments of 1 to 300 tokens, whose last chunks are partly or entirely empty; blocks without an item.
 
     With three warpgroups, and in the forward kernel up to head dim 96, work items are listed. Beyond, that kernel
     overlaps.

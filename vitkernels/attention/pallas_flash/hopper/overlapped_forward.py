@@ -272,23 +272,24 @@ class OverlappedForward(Forward):
                 out = tiles.accumulated(out, [(0, weights, v)], interpret=True)
             return self.rounded(new_weights), self.rescaled(out, shrink), *statistics
 
-        def chain(scores_ref, *out_refs):
-            for out_ref in out_refs:
+        def chain(scores_ref, out_ref=None):  # None: wide values
+            if out_ref is not None:
                 out_ref[...] = out[0]
             for a, b in zip(q, k, strict=True):
                 plgpu.wgmma(scores_ref, a, transposed(b))
             wait_for_values()
-            for out_ref in out_refs:
+            if out_ref is None:
+                started = wide_values.start_product(out[0], weights, v, interpret=False)
+            else:
                 plgpu.wgmma(out_ref, weights, v)
-            started = None if out_refs else wide_values.start_product(out[0], weights, v, interpret=False)
             new_weights, shrink, *statistics = weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
             if pins:
                 _pin(statistics[-1])
-            new_out = out_refs[0][...] if out_refs else wide_values.finish_product(started, interpret=False)
+            new_out = wide_values.finish_product(started, interpret=False) if out_ref is None else out_ref[...]
             return self.rounded(new_weights), self.rescaled((new_out,), shrink), *statistics
 
         of_scores, of_out = (plgpu.ACC(shape, jnp.float32) for shape in ((ROWS, k[0].shape[0]), out[0].shape))
-        return pl.run_scoped(chain, of_scores, *(() if self._has_wide_values else (of_out,)))
+        return pl.run_scoped(chain, of_scores) if self._has_wide_values else pl.run_scoped(chain, of_scores, of_out)
 
 
 @plgpu.inline_mgpu(arg_types=(WGMMA,))
