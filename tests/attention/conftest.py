@@ -18,7 +18,7 @@ def detects_races(monkeypatch, capsys):
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    from vitkernels.attention.pallas_flash.hopper import fused_order, tiles, wide_values, work_items
+    from vitkernels.attention.pallas_flash.hopper import async_product, fused_order, tiles, work_items
 
     def fence_behind(module, name: str) -> None:
         function = getattr(module, name)
@@ -32,7 +32,7 @@ def detects_races(monkeypatch, capsys):
 
     fence_behind(tiles, "accumulated")
     fence_behind(tiles, "products")
-    fence_behind(wide_values, "start_product")
+    fence_behind(async_product, "start")
     fence_behind(fused_order, "row_sums")
     fence_behind(work_items.WorkItems, "with_span")
     release_ticket = fused_order.OrderedKernel.give_ticket_back

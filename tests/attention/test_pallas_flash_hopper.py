@@ -66,20 +66,23 @@ def test_ring_kernels__interpreted(heads, N, D, dtype, is_causal, scale, warpgro
 @pytest.mark.slow
 @needs_new_jax
 @pytest.mark.parametrize(
-    "N, M, D, scale, warpgroups",
+    "N, M, D, tile, scale, warpgroups",
     [
-        pytest.param(130, 256, 64, 0.1, 2, id="full tiles"),
-        pytest.param(200, 300, 64, 0.0, 3, id="last tile last"),
-        pytest.param(70, 457, 48, -0.1, 1, id="last tile first"),
-        pytest.param(70, 552, 64, 0.1, 1, id="last tile first, less than half full"),
-        pytest.param(130, 517, 64, 0.1, 2, id="last tile with the next"),
-        pytest.param(130, 256, 128, 0.1, 2, id="wide values"),
-        pytest.param(70, 300, 104, 0.1, 1, id="wide values, last tile last"),
-        pytest.param(130, 321, 120, 0.1, 2, id="wide values, last tile first"),
-        pytest.param(70, 513, 128, -0.1, 1, id="wide values, last tile with the next"),
+        pytest.param(130, 256, 64, 128, 0.1, 2, id="full tiles"),
+        pytest.param(200, 300, 64, 128, 0.0, 3, id="last tile last"),
+        pytest.param(70, 457, 48, 128, -0.1, 1, id="last tile first"),
+        pytest.param(70, 552, 64, 128, 0.1, 1, id="last tile first, less than half full"),
+        pytest.param(130, 517, 64, 128, 0.1, 2, id="last tile with the next"),
+        pytest.param(130, 256, 128, 128, 0.1, 2, id="two groups of columns"),
+        pytest.param(70, 300, 104, 128, 0.1, 1, id="two groups of columns, last tile last"),
+        pytest.param(130, 321, 120, 128, 0.1, 2, id="two groups of columns, last tile first"),
+        pytest.param(70, 513, 128, 128, -0.1, 1, id="two groups of columns, last tile with the next"),
+        pytest.param(130, 288, 128, 144, 0.1, 2, id="large tiles"),
+        pytest.param(70, 257, 112, 144, 0.1, 1, id="large tiles, last tile first"),
+        pytest.param(70, 589, 128, 144, 0.1, 1, id="large tiles, last tile with the next"),
     ],
 )
-def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups):
+def test_overlapped_forward__interpreted(N, M, D, tile, scale, warpgroups):
     """Run all work items in one thread block, for each order of the tiles."""
     import jax.numpy as jnp
 
@@ -92,7 +95,7 @@ def test_overlapped_forward__interpreted(N, M, D, scale, warpgroups):
     exact = torch.einsum("bhnm,bmhd->bnhd", scores.softmax(-1), v.double())
 
     array = lambda x: jnp.asarray(x.float().numpy(), "bfloat16")  # noqa: E731
-    problem = (1, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(128, 2, warpgroups), True, 1)
+    problem = (1, H, N, M, D, "bfloat16", scale, False, H, (0, 0, 0), Schedule(tile, 2, warpgroups), True, 1)
     out, lse = overlapped_forward.OverlappedForward(*problem)(*map(array, (q, k, v)))
     assert error(torch.tensor(out.astype("float32").tolist()), exact) < TOLERANCE[torch.bfloat16]
     # Float32 sums round by 2⁻²⁴ each, for values up to 10.
@@ -144,6 +147,16 @@ def test_overlapped_forward__for_long_calls_without_bias_and_causality():
     others = (255, 64, False, False), (577, 32, False, False), (577, 72, False, False), (577, 96, False, False)
     others = *others, (577, 64, True, False), (577, 64, False, True)
     assert not any(overlaps_forward(*call) for call in others)
+
+
+@needs_new_jax
+def test_overlapped_forward_schedule():
+    from vitkernels.attention.pallas_flash.hopper.schedule import overlapped_forward_schedule as schedule
+
+    tiles = {N: schedule(N, N, 128).tile for N in (256, 257, 288, 300, 512, 577, 720, 1025, 1370, 1440, 2304, 4096)}
+    assert [N for N, tile in tiles.items() if tile == 144] == [257, 288, 720, 1440, 2304, 4096]
+    assert {schedule(N, N, 64).tile for N in tiles} == {128}
+    assert [N for N in (257, 288, 289, 384, 385, 416, 513) if schedule(N, N, 64).stages == 3] == [257, 288, 385, 416]
 
 
 @pytest.mark.usefixtures("detects_races")
@@ -227,9 +240,10 @@ def test_fused_backward__for_long_unmasked_self_attention():
 
     chosen = lambda *call: fused_backward_schedule(*call) is not None  # noqa: E731
     assert chosen(512, 1024, 1024, 64, False) and chosen(128, 4096, 4096, 40, False)
-    # The fused kernel pads both to 640 keys; the pair does not pad 576.
+    # The fused kernel pads all these to a multiple of 128 keys, the pair to one of 64.
     assert chosen(512, 577, 577, 64, False) and not chosen(512, 576, 576, 64, False)
-    assert not chosen(512, 440, 440, 64, False) and not chosen(512, 1200, 1200, 80, False)
+    assert chosen(512, 1153, 1153, 64, False) and not chosen(512, 1025, 1025, 64, False)
+    assert not chosen(512, 512, 512, 64, False) and not chosen(512, 1200, 1200, 80, False)
     assert not chosen(512, 1200, 1200, 64, True) and not chosen(512, 1200, 2048, 64, False)
     assert not chosen(12, 1200, 1200, 64, False)  # too few heads to keep the items of a head apart
     kernels = lambda scale: AttentionKernels(  # noqa: E731

@@ -12,18 +12,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import tiles
-from vitkernels.attention.pallas_flash.hopper.key_gradients import add_key_gradients
+from vitkernels.attention.pallas_flash.hopper import async_product, tiles
+from vitkernels.attention.pallas_flash.hopper.gradient_products import add_key_gradients, add_query_gradient
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
     ROWS,
-    WGMMA,
     along_columns,
     along_rows,
     at,
-    filled,
     row_sums,
 )
 from vitkernels.attention.pallas_flash.hopper.work_items import Side
@@ -53,8 +51,8 @@ class Backward(RingKernel):
             "do_smem": self.own_tiles(),
             "out_smem": self.own_tiles(),
             "lse_smem": plgpu.SMEM((self.owners, ROWS), jnp.float32),
-            "k_smem": self.ring(),
-            "v_smem": self.ring(),
+            "k_smem": self.ring_for_products(),
+            "v_smem": self.ring_for_products(),
             "q_arrived": self.own_arrived(self.copies),
             "do_arrived": self.own_arrived(2 * self.copies + 1 + self.has_ids),
             "own_consumed": self.own_consumed(),
@@ -122,33 +120,40 @@ class Backward(RingKernel):
             own_ids = ids if compares else None
             return self._add_to_dq(item, warpgroup, step, keys, carry, first, q, do, lse, delta, own_ids, scratch)
 
-        dq = self.over_tiles(item, self.keys, step_of, self.zeros(), after_first_tile)
+        dq = self.over_tiles(item, self.keys, step_of, async_product.zeros(self.head_dim), after_first_tile)
         queries, _ = scratch["sides"]
         q_head, *_ = self.heads_of(item)
-        dq = tuple(x * self.scale for x in dq)
+        dq = tuple(x * self.scale for x in async_product.by_group(dq))
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], dq, dq_ref, q_head)])
 
     def _add_to_dq(self, item, warpgroup, step, keys, dq, first_query, q, do, lse, delta, ids, scratch):
         slot, columns = self.slot(item, step), tiles.padded_columns(keys)
         first_key = (item.first + step) * self.schedule.tile
         plgpu.barrier_wait(scratch["arrived"].at[slot])
-        k, v = at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)
-        some_k, some_v = tiles.first_rows(k, columns), tiles.first_rows(v, columns)
-        start = along_rows(-delta, (ROWS, columns))
-        of_bias = self.start_of_scores(item, step, warpgroup, columns, scratch)
-        scores, dp_less_delta = tiles.products((of_bias, q, some_k), (start, do, some_v), interpret=self.interpret)
-        self.release_bias(item, step, scratch)
-        weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
-        if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
-            key = tiles.position(scores.shape, 1) + first_key
-            keep = key < self.keys
-            if self.is_causal:
-                keep = keep & (key <= tiles.position(scores.shape, 0) + first_query)
-            weights = jnp.where(keep, weights, 0.0)
-        weights = self._of_same_id(weights, ids, slot, scratch)
-        ds = tiles.widened((weights * dp_less_delta).astype(self.dtype))
-        k = tiles.first_rows(k, ds.shape[1])
-        dq = tiles.accumulated(dq, [(i, ds, part) for i, part in enumerate(k)], self.interpret)
+        starts = self.start_of_scores(item, step, warpgroup, columns, scratch), along_rows(-delta, (ROWS, columns))
+
+        def weights_of(scores, first):
+            weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
+            if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
+                key = tiles.position(scores.shape, 1) + first_key + first
+                keep = key < self.keys
+                if self.is_causal:
+                    keep = keep & (key <= tiles.position(scores.shape, 0) + first_query)
+                weights = jnp.where(keep, weights, 0.0)
+            return self._of_same_id(weights, ids, slot, first, scratch)
+
+        dq = add_query_gradient(
+            dq,
+            starts,
+            (q, do),
+            (at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)),
+            weights_of,
+            lambda weights, dp_less_delta, _: weights * dp_less_delta,
+            lambda: self.release_bias(item, step, scratch),
+            self.schedule.tile,
+            self.dtype,
+            self.interpret,
+        )
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return dq
 
@@ -165,11 +170,11 @@ class Backward(RingKernel):
     def _own_ids_of(self, owner, scratch):
         return plgpu.load(scratch["own_ids_smem"].at[owner], layout=BY_ROW) if self.has_ids else None
 
-    def _of_same_id(self, weights, own_ids, slot, scratch):
-        """Return the weights, (own, streamed), with zeros where the ids differ."""
+    def _of_same_id(self, weights, own_ids, slot, first, scratch):
+        """Return the weights, (own, streamed rows from `first` on), with zeros where the ids differ."""
         if own_ids is None:
             return weights
-        of_columns = plgpu.load(scratch["ids_smem"].at[slot, pl.ds(0, weights.shape[1])], layout=BY_COLUMN)
+        of_columns = plgpu.load(scratch["ids_smem"].at[slot, pl.ds(first, weights.shape[1])], layout=BY_COLUMN)
         return jnp.where(tiles.same_id(own_ids, of_columns), weights, 0.0)
 
     # --- dk, dv -------------------------------------------------------------------------------------------------------
@@ -183,8 +188,8 @@ class Backward(RingKernel):
         scratch = {
             "k_smem": self.own_tiles(),
             "v_smem": self.own_tiles(),
-            "q_smem": self.ring(),
-            "do_smem": self.ring(),
+            "q_smem": self.ring_for_products(),
+            "do_smem": self.ring_for_products(),
             "lse_smem": vectors,
             "delta_smem": vectors,
             "own_arrived": self.own_arrived(2 * self.copies + self.has_ids),
@@ -245,10 +250,11 @@ class Backward(RingKernel):
             own_ids = ids if compares else None
             return self._add_to_dkdv(item, warpgroup, step, queries, carry, first, k, v, own_ids, scratch)
 
-        dk, dv = self.over_tiles(item, self.queries, step_of, (self.zeros(), self.zeros()), after_first_tile)
+        zeros = async_product.zeros(self.head_dim)
+        dk, dv = self.over_tiles(item, self.queries, step_of, (zeros, zeros), after_first_tile)
         _, keys = scratch["sides"]
         _, k_head, v_head = self.heads_of(item)
-        dk = tuple(x * self.scale for x in dk)
+        dk, dv = tuple(x * self.scale for x in async_product.by_group(dk)), async_product.by_group(dv)
         results = [(scratch["k_smem"], dk, dk_ref, k_head), (scratch["v_smem"], dv, dv_ref, v_head)]
         self.store_own(item, warpgroup, keys, results)
 
@@ -262,35 +268,41 @@ class Backward(RingKernel):
         first_query = (item.first + step) * self.schedule.tile
         plgpu.barrier_wait(scratch["arrived"].at[slot])
 
-        def of_queries(name):
-            vector = plgpu.load(scratch[name].at[slot, pl.ds(0, columns)], layout=BY_COLUMN)
-            return along_columns(vector, (ROWS, columns))
+        def of_queries(name, first=0, count=columns):
+            vector = plgpu.load(scratch[name].at[slot, pl.ds(first, count)], layout=BY_COLUMN)
+            return along_columns(vector, (ROWS, count))
 
         # The products start from -lse and -delta. Loaded later, they would take as many registers as an operand.
         start = self.start_of_scores(item, step, warpgroup, columns, scratch)
         if self._starts_from_lse:
             start = of_queries("lse_smem") * (-1 / self.log2_scale)
 
-        def weights_of(scores):
-            self.release_bias(item, step, scratch)
+        def weights_of(scores, first):
             exponents = self.exponents(scores)
             if not self._starts_from_lse:
-                exponents -= of_queries("lse_smem")
+                exponents -= of_queries("lse_smem", first, scores.shape[1])
             weights = jnp.exp2(exponents)
             if self.is_causal:
-                query = tiles.position(scores.shape, 1) + first_query
+                query = tiles.position(scores.shape, 1) + first_query + first
                 weights = jnp.where(tiles.position(scores.shape, 0) + first_key <= query, weights, 0.0)
-            return self._of_same_id(weights, ids, slot, scratch)
+            return self._of_same_id(weights, ids, slot, first, scratch)
 
-        def ds_of(weights, dp_less_delta):
+        def ds_of(weights, dp_less_delta, first):
             # Nothing was stored as delta of the rows behind a segment, so a product with zero would not do.
-            return self._of_same_id(weights * dp_less_delta, ids, slot, scratch)
+            return self._of_same_id(weights * dp_less_delta, ids, slot, first, scratch)
 
-        if start is None:
-            start = filled((ROWS, columns), 0, WGMMA)
-        starts, rows = (start, -of_queries("delta_smem")), columns + -columns % ROWS
-        streamed = tuple(tiles.first_rows(at(scratch[name], slot), rows) for name in ("q_smem", "do_smem"))
-        sums = add_key_gradients(carry, starts, (k, v), streamed, weights_of, ds_of, self.dtype, self.interpret)
+        sums = add_key_gradients(
+            carry,
+            (start, -of_queries("delta_smem")),
+            (k, v),
+            (at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)),
+            weights_of,
+            ds_of,
+            lambda: self.release_bias(item, step, scratch),
+            self.schedule.tile,
+            self.dtype,
+            self.interpret,
+        )
         # These products depend on all that was read from the slot to registers, so the reads are over.
         plgpu.barrier_arrive(scratch["consumed"].at[slot])
         return sums

@@ -186,8 +186,11 @@ class Forward(RingKernel):
         weights, shrink, *statistics = self.weigh(scores, first_query, first_key, keys, statistics, keep, count)
         return self.rounded(weights), self.rescaled(out, shrink), *statistics
 
-    def weigh(self, scores, first_query, first_key, keys, statistics, keep=None, count=None) -> tuple:
-        """Return softmax_step's weights before they are rounded, the outputs' factor, and the maximum and sum."""
+    def weigh(self, scores, first_query, first_key, keys, statistics, keep=None, count=None, pinned=None) -> tuple:
+        """Return softmax_step's weights before they are rounded, the outputs' factor, and the maximum and sum.
+
+        pinned: of how many groups of columns the sums are pinned; see groups.pin. None: nothing is pinned.
+        """
         highest, total = statistics
         scale = self.scale * LOG2E
         if scale <= 0:
@@ -201,7 +204,11 @@ class Forward(RingKernel):
         new_highest = jnp.maximum(highest, scores.max(axis=1) * scale)
         shrink = jnp.exp2(highest - new_highest)
         weights = jnp.exp2(scores * scale - along_rows(new_highest, scores.shape))
-        return weights, shrink, new_highest, total * along_rows(shrink, total.shape) + groups.summed(weights)
+        count = weights.shape[1] // groups.COLUMNS if pinned is None else pinned
+        total = total * along_rows(shrink, total.shape) + groups.summed(weights, count)
+        if pinned is not None and not self.interpret:  # the interpreter does not run Mosaic GPU code
+            groups.pin(total)
+        return weights, shrink, new_highest, groups.added(total, weights, count)
 
     def rounded(self, weights):
         """Return weights as an operand of the product with values."""

@@ -34,15 +34,34 @@ def copy(groups_ref, smem_ref, barrier) -> None:
     plgpu.copy_gmem_to_smem(groups_ref, smem_ref, barrier, oob_mode=in_bounds)  # type: ignore[call-arg]
 
 
-def summed(x: jax.Array) -> jax.Array:
-    """Return the sum of x's groups, (ROWS, 8); each thread adds up its own values, one group after the other.
+def summed(x: jax.Array, count: int) -> jax.Array:
+    """Return the sum of x's first `count` groups, (ROWS, 8); each thread adds up its own values, group after group.
 
     Added in pairs instead, the forward kernels take up to 6 % longer.
     """
-    total = x[:, :COLUMNS]
-    for first in range(COLUMNS, x.shape[1], COLUMNS):
-        total = total + x[:, first : first + COLUMNS]
+    return added(x[:, :COLUMNS], x[:, : count * COLUMNS], 1)
+
+
+def added(total: jax.Array, x: jax.Array, first: int) -> jax.Array:
+    """Return total (ROWS, 8) and x's groups from `first` on, added up like `summed`."""
+    for column in range(first * COLUMNS, x.shape[1], COLUMNS):
+        total = total + x[:, column : column + COLUMNS]
     return total
+
+
+@plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
+def pin(_ctx, totals):
+    """Have sums of weights (ROWS, 8) computed before the wait for products that follows: in half of the rows.
+
+    ptxas may move what they are computed from behind the wait, where it would not overlap with the products. It does
+    not move stores, and does not know that this one is never executed, as no sum is negative. (It does know that of
+    sums of nothing but exponentials.)
+    """
+    store = "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.shared.f32 [a], $0; }"
+    sums_of_first_rows = totals.registers[register(0, 0)]  # of each warp's 16 rows, 8
+    for column in range(2):
+        value = mgpu.utils.vector.extract(sums_of_first_rows, [], [column])
+        mgpu.utils.inline_ptx(store, value, has_side_effects=True)
 
 
 def load(groups_ref, interpret: bool) -> jax.Array:

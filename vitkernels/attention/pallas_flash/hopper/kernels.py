@@ -29,6 +29,7 @@ from vitkernels.attention.pallas_flash.hopper.schedule import (
     forward_schedule,
     fused_backward_schedule,
     is_short,
+    overlapped_forward_schedule,
     overlaps_forward,
     takes_quads,
     with_bias,
@@ -98,8 +99,7 @@ class AttentionKernels:
 
         Beside quads, it processes only the longer segments.
         """
-        overlaps = overlaps_forward(self.keys, self.head_dim, self.is_causal, self.bias_shape is not None)
-        kernel = self._build(OverlappedForward if overlaps else Forward, self._forward_schedule)
+        kernel = self._build(OverlappedForward if self._overlaps_forward else Forward, self._forward_schedule)
         return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
 
     @cached_property
@@ -109,9 +109,15 @@ class AttentionKernels:
         return Kernel(kernel, (*_inputs(kernel), *_extras(kernel, kernel.queries)))
 
     @property
+    def _overlaps_forward(self) -> bool:
+        return overlaps_forward(self.keys, self.head_dim, self.is_causal, self.bias_shape is not None)
+
+    @property
     def _forward_schedule(self) -> Schedule:
         if self._has_packed_segments:
             return forward_of_packed_segments(self.head_dim)
+        if self._overlaps_forward and self.chunks is None:
+            return overlapped_forward_schedule(self.queries, self.keys, self.head_dim)
         return self._with_bias(forward_schedule(self.queries, self.keys, self.head_dim), kept=1)
 
     def _build_pair(self, schedule: Schedule) -> Backward:

@@ -15,21 +15,21 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import groups, tiles, wide_values
+from vitkernels.attention.pallas_flash.hopper import async_product, groups, tiles
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
 from vitkernels.attention.pallas_flash.hopper.schedule import widths
-from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, WGMMA, at, filled, transposed
+from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at, transposed
 from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
 
 # The last tile is processed first from so many full tiles on, or if keys fill more than half of it. With 4 to 19 full
 # tiles, the kernel takes 0.87 to 0.99 of the time that it took before it had this order (H200). With 2 or 3 and few
 # keys in the last tile, it would take 1.01 to 1.10.
 _MANY_TILES = 4
-# If it has so few keys, it shares a step with the next tile. With more keys, the two exceed the registers.
-_FEW_KEYS = 32
+# If it has so few keys, it shares a step with the next tile, of 128 keys or more. With more keys, the two exceed the
+# registers.
+_FEW_KEYS, _FEW_BESIDE_MORE = 32, 16
 
 
 class Queries(NamedTuple):
@@ -55,34 +55,27 @@ class OverlappedForward(Forward):
     # ptxas would spill.
     compared_widths = ()
 
-    # --- values of two groups of columns ------------------------------------------------------------------------------
-
-    @property
-    def _has_wide_values(self) -> bool:
-        return wide_values.are_wide(self.head_dim)
+    # --- weights and values -------------------------------------------------------------------------------------------
 
     def ring_of_values(self) -> tuple:
-        if not self._has_wide_values:
-            return super().ring_of_values()
-        return wide_values.ring(self.schedule.stages, self.schedule.tile, jnp.dtype(self.dtype))
+        return self.ring_for_products()
 
     def zeros(self) -> tuple:
-        return (filled((ROWS, wide_values.COLUMNS), 0, WGMMA),) if self._has_wide_values else super().zeros()
+        return async_product.zeros(self.head_dim)
+
+    def rounded(self, weights):
+        return async_product.operand(weights, self.dtype)
 
     def with_values(self, out: tuple, weights, slot, scratch) -> tuple:
-        if not self._has_wide_values:
-            return super().with_values(out, weights, slot, scratch)
         plgpu.barrier_wait(scratch["v_arrived"].at[slot])
-        (wide,), (v,) = out, at(scratch["v_smem"], slot)
-        wide = wide_values.start_product(wide, weights, v, self.interpret)
-        wide = wide_values.finish_product(wide, self.interpret)
+        out = async_product.start(out, weights, at(scratch["v_smem"], slot), self.interpret)
+        out = async_product.finish(out, self.interpret)
         plgpu.barrier_arrive(scratch["v_consumed"].at[slot])
-        return (wide,)
+        return out
 
     def finalize(self, out, highest, total) -> tuple:
-        (out,), lse = super().finalize(out, highest, total)
-        columns = widths(self.head_dim)[0]
-        return tuple(out[:, first : first + columns] for first in range(0, out.shape[1], columns)), lse
+        out, lse = super().finalize(out, highest, total)
+        return async_product.by_group(out), lse
 
     # --- ids and the order of tiles -----------------------------------------------------------------------------------
 
@@ -101,6 +94,10 @@ class OverlappedForward(Forward):
         _, keys = scratch["sides"]
         ids = keys.ids.at[item.batch, pl.ds(first_key, columns)]
         return plgpu.load(ids, layout=BY_COLUMN, optimized=False)
+
+    @property
+    def _few_keys(self) -> int:
+        return _FEW_KEYS if self.schedule.tile <= 2 * ROWS else _FEW_BESIDE_MORE
 
     @property
     def _starts_with_last(self) -> bool:
@@ -128,7 +125,7 @@ class OverlappedForward(Forward):
         full, rest = divmod(self.keys, self.schedule.tile)
         assert full, "the first tile would be processed as a full one"
         if self._starts_with_last:
-            if rest <= _FEW_KEYS:
+            if rest <= self._few_keys:
                 begun, carry = 2, self._start_with_two(queries, rest)
             else:
                 begun, carry = 1, self._start(queries, rest)
@@ -183,10 +180,17 @@ class OverlappedForward(Forward):
     # --- steps --------------------------------------------------------------------------------------------------------
 
     @property
-    def _pins(self) -> bool:
-        """Return whether half of a full tile's weights are pinned; see _pin."""
-        is_one_loop = self._starts_with_last or self.keys % self.schedule.tile == 0
-        return not self._has_wide_values and (self.has_ids or is_one_loop)
+    def _pinned(self) -> int | None:
+        """Return of how many groups of a full tile's weights the sums are pinned, if any; see groups.pin.
+
+        The fastest number of those measured at each kind of length (notes/pallas_flash_long.md).
+        """
+        tile = self.schedule.tile
+        rest = self.keys % tile
+        if len(widths(self.head_dim)) > 1:
+            return 6 if tile > 2 * ROWS else 2 if rest or self.has_ids else None
+        is_one_loop = not self.has_ids and (rest == 0 or (self._starts_with_last and rest > self._few_keys))
+        return tile // groups.COLUMNS if is_one_loop else 2
 
     def _next_sums(self, queries: Queries, step, sums: tuple, keys: int, ids) -> tuple:
         """Return the sums with the first `keys` keys of a tile, whose ids are compared, without overlap."""
@@ -231,16 +235,17 @@ class OverlappedForward(Forward):
         """
         weights, out, *statistics = carry
         slot_of, scratch = partial(self.slot, queries.item), queries.scratch
+        pinned = self._pinned if count is None else None
         plgpu.barrier_wait(scratch["k_arrived"].at[slot_of(step)])
 
         def weigh(scores):
             plgpu.barrier_arrive(scratch["k_consumed"].at[slot_of(step)])
-            return self.weigh(scores, queries.first, 0, columns, statistics, count=count)
+            return self.weigh(scores, queries.first, 0, columns, statistics, count=count, pinned=pinned)
 
         wait = lambda: plgpu.barrier_wait(scratch["v_arrived"].at[slot_of(step - 1)])  # noqa: E731
         k = self._keys(slot_of(step), columns, scratch)
-        (v,) = at(scratch["v_smem"], slot_of(step - 1))
-        carry = self._overlapped(queries.smem, k, weigh, self._pins and count is None, weights, v, wait, out)
+        v = at(scratch["v_smem"], slot_of(step - 1))
+        carry = self._overlapped(queries.smem, k, weigh, weights, v, wait, out)
         plgpu.barrier_arrive(scratch["v_consumed"].at[slot_of(step - 1)])
         return carry
 
@@ -254,54 +259,29 @@ class OverlappedForward(Forward):
         out = self.with_values(out, weights, self.slot(queries.item, step), queries.scratch)
         return out, *statistics
 
-    def _overlapped(self, q, k, weigh, pins: bool, weights, v, wait_for_values, out) -> tuple:
+    def _overlapped(self, q, k, weigh: Callable, weights, v, wait_for_values: Callable, out) -> tuple:
         """Multiply q and k, and add the product of weights and v to out; compute the new weights meanwhile.
 
         Return the new rounded weights, out rescaled for these, and their maximum and sum.
 
         weigh: weigh(scores) returns what Forward.weigh returns.
-        pins: whether to force the order of the instructions; see _pin.
         """
-        if self.interpret:  # the interpreter does not support operands in registers
-            (scores,) = tiles.products((None, q, k), interpret=True)
-            new_weights, shrink, *statistics = weigh(scores)
-            wait_for_values()
-            if self._has_wide_values:
-                out = (wide_values.start_product(out[0], weights, v, interpret=True),)
-            else:
-                out = tiles.accumulated(out, [(0, weights, v)], interpret=True)
-            return self.rounded(new_weights), self.rescaled(out, shrink), *statistics
 
-        def chain(scores_ref, out_ref=None):  # None: wide values
-            if out_ref is not None:
-                out_ref[...] = out[0]
+        def finished(started, new_weights, shrink, *statistics):
+            new_out = async_product.finish(started, self.interpret)
+            return self.rounded(new_weights), self.rescaled(new_out, shrink), *statistics
+
+        if self.interpret:  # the interpreter does not support accumulators that are read before all products end
+            (scores,) = tiles.products((None, q, k), interpret=True)
+            weighed = weigh(scores)
+            wait_for_values()
+            return finished(async_product.start(out, weights, v, interpret=True), *weighed)
+
+        def chain(scores_ref):
             for a, b in zip(q, k, strict=True):
                 plgpu.wgmma(scores_ref, a, transposed(b))
             wait_for_values()
-            if out_ref is None:
-                started = wide_values.start_product(out[0], weights, v, interpret=False)
-            else:
-                plgpu.wgmma(out_ref, weights, v)
-            new_weights, shrink, *statistics = weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1))
-            if pins:
-                _pin(statistics[-1])
-            new_out = wide_values.finish_product(started, interpret=False) if out_ref is None else out_ref[...]
-            return self.rounded(new_weights), self.rescaled((new_out,), shrink), *statistics
+            started = async_product.start(out, weights, v, interpret=False)
+            return finished(started, *weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)))
 
-        of_scores, of_out = (plgpu.ACC(shape, jnp.float32) for shape in ((ROWS, k[0].shape[0]), out[0].shape))
-        return pl.run_scoped(chain, of_scores) if self._has_wide_values else pl.run_scoped(chain, of_scores, of_out)
-
-
-@plgpu.inline_mgpu(arg_types=(WGMMA,))
-def _pin(_ctx, totals):
-    """Have half of a tile's weights computed before the wait for products that follows, given the sums of weights.
-
-    ptxas may move them behind it, where they would not overlap. It does not move stores, and does not know that this
-    one is never executed, as no sum is negative. The other half may overlap with the output's rescaling. With all
-    weights pinned, that would wait, and the kernel takes 3 to 4 % longer at 2304 and 4096 tokens.
-    """
-    store = "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.shared.f32 [a], $0; }"
-    sums_of_first_rows = totals.registers[groups.register(0, 0)]  # of each warp's 16 rows, 8
-    for column in range(2):
-        value = mgpu.utils.vector.extract(sums_of_first_rows, [], [column])
-        mgpu.utils.inline_ptx(store, value, has_side_effects=True)
+        return pl.run_scoped(chain, plgpu.ACC((ROWS, k[0].shape[0]), jnp.float32))

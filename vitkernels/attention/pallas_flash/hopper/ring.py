@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from vitkernels.attention.pallas_flash.hopper import groups, tiles
+from vitkernels.attention.pallas_flash.hopper import async_product, groups, tiles
 from vitkernels.attention.pallas_flash.hopper.chunks import COUNT
 from vitkernels.attention.pallas_flash.hopper.row_registers import store_first_rows
 from vitkernels.attention.pallas_flash.hopper.schedule import ROWS, widths
@@ -68,6 +68,10 @@ class RingKernel(WorkItems):
     def ring(self) -> tuple:
         """Return scratch for the streamed tiles."""
         return tiles.tile(self.schedule.tile, self.head_dim, jnp.dtype(self.dtype), self.schedule.stages)
+
+    def ring_for_products(self) -> tuple:
+        """Return scratch for streamed tiles that are second operands of products; see async_product.py."""
+        return async_product.ring(self.schedule.stages, self.schedule.tile, self.head_dim, jnp.dtype(self.dtype))
 
     def stream(self, load: Callable, arrived, consumed) -> Stream:
         """Return a stream through the ring."""

@@ -103,6 +103,23 @@ def forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
     return Schedule(128, 2 if columns <= 64 else 3, warpgroups)
 
 
+_LARGE_TILE = 144  # keys
+
+
+def overlapped_forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
+    """Return the schedule of a call without ids whose products overlap.
+
+    At head dims above 96, tiles of 144 keys are faster than tiles of 128 where they are fewer: by two, or by one of up
+    to seven. At head dims up to 64, a third stage is faster where two or three full tiles precede one of few keys.
+    """
+    schedule = forward_schedule(queries, keys, head_dim)
+    tiles, rest = -(-keys // schedule.tile), keys % schedule.tile
+    if sum(widths(head_dim)) <= 64:
+        return replace(schedule, stages=3) if tiles <= 4 and 0 < rest <= 32 else schedule
+    fewer = tiles - -(-keys // _LARGE_TILE)
+    return replace(schedule, tile=_LARGE_TILE) if fewer >= 2 or (fewer == 1 and tiles <= 7) else schedule
+
+
 def overlaps_forward(keys: int, head_dim: int, is_causal: bool, has_bias: bool) -> bool:
     """Return whether the products of the forward kernel overlap: it has registers for that, and at least two tiles.
 
@@ -210,9 +227,9 @@ def takes_quads(head_dim: int) -> bool:
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
-# Packed segments for which the fused kernel is faster: from so many chunks on, and from fewer if their number is even,
-# as the kernel pads keys to an even number.
-LONG, LONG_IF_EVEN = 16, 8
+# Chunks of 64 tokens from which on the fused kernel is faster than the pair, and if their number is even, as the kernel
+# pads keys to an even number.
+LONG, LONG_IF_EVEN = 18, 10
 _LONG_ENTRY = 900  # tokens of a batch entry: in shorter ones, the kernels that find no work could cost more
 
 
@@ -226,20 +243,12 @@ def fused_backward_schedule(
 
     has_segments: for packed segments. Only the device knows whether these are long enough.
     """
-    is_long = keys > _LONG_ENTRY if has_segments else _fused_is_faster(keys)
+    tiles = _tiles(keys)
+    is_long = keys > _LONG_ENTRY if has_segments else tiles >= (LONG if tiles % 2 else LONG_IF_EVEN)
     too_few = heads < fewest_heads(queries, MULTIPROCESSORS)
     if is_masked or queries != keys or not is_long or widths(head_dim) != (64,) or too_few:
         return None
     return Schedule(2 * ROWS, 2, 2)
-
-
-def _fused_is_faster(tokens: int) -> bool:
-    """Return whether the fused kernel is faster than the pair.
-
-    Measured on H200s at 23 lengths from 384 to 4096 (notes/pallas_flash_long.md), some with earlier forms of the
-    kernel. The fused kernel pads keys to a multiple of 128, the pair to a multiple of 64.
-    """
-    return _tiles(tokens) in (8, 10, 12, 13, 14) or _tiles(tokens) >= 16
 
 
 def fewest_heads(queries: int, multiprocessors: int) -> int:

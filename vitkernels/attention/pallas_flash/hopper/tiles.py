@@ -253,7 +253,7 @@ def load_rows(
 ) -> None:
     """Start copying rows of one head into `parts[index]`; the barrier gets one arrival per group of columns.
 
-    parts: one per group of columns; or one with the groups below each other (see wide_values.py).
+    parts: one per group of columns; or one with the groups below each other (see async_product.py).
     chunk: copy only 64 rows, into those with this number.
     """
     per_part = len(widths(array_ref.shape[-1])) // len(parts)  # groups of columns
@@ -314,10 +314,10 @@ def padded_columns(tokens: int) -> int:
     return pl.cdiv(tokens, 8) * 8
 
 
-def widened(x: jax.Array) -> jax.Array:
-    """Pad with zero columns to a multiple of 64, the least that wgmma contracts over in tiles one swizzle wide."""
+def widened(x: jax.Array, multiple: int = ROWS) -> jax.Array:
+    """Pad with zero columns to a multiple: by default 64, the least that Pallas's products contract over."""
     rows, columns = x.shape
-    missing = -columns % ROWS
+    missing = -columns % multiple
     return jnp.concatenate([x, filled((rows, missing), 0, WGMMA, x.dtype)], axis=1) if missing else x
 
 
