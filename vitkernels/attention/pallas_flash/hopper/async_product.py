@@ -1,9 +1,10 @@
 """Products that a Hopper kernel of `pallas_flash` starts and later finishes: an array in registers by streamed rows.
 
-Meanwhile, the kernel computes the next operand. Pallas's own products do so too, but multiply one group of up to 64
-columns (see tiles.tile), so that at head dims above 64 each group would read the first operand once more; and multiples
-of 64 rows. wgmma multiplies up to 256 columns, whose groups of 64 may lie any distance apart, and 16 rows at a time.
-So here groups of 64 columns lie below each other in one part, and one product multiplies all columns of a part.
+Meanwhile, the kernel computes the next operand. Pallas can do so too, but each of its products multiplies one group of
+up to 64 columns (see tiles.tile), so that at head dims above 64 each group would read the first operand once more, and
+contracts over a multiple of the group's width. wgmma multiplies up to 256 columns, whose groups of 64 may lie any
+distance apart, and contracts over 16 rows. So here groups of 64 columns lie below each other in one part, and one
+product multiplies all columns of a part.
 """
 
 import jax
@@ -24,7 +25,7 @@ _ACCUMULATORS = mgpu.fragmented_array.WGMMA_LAYOUT_ACC_32BIT
 
 
 def ring(stages: int, rows: int, head_dim: int, dtype) -> tuple:
-    """Return scratch for streamed tiles, as parts: all groups of 64 columns below each other, and a narrower one."""
+    """Return scratch for streamed tiles: one part of all groups of 64 columns, and one of a narrower group if any."""
     parts = []
     for width, groups in _parts(head_dim):
         shape = (stages, groups * rows, width)
@@ -65,10 +66,10 @@ def operand(x: jax.Array, dtype) -> jax.Array:
 def start(sums: tuple, x: jax.Array, parts: tuple, interpret: bool, first: int = 0) -> tuple:
     """Start to add to sums, for each part, the product of x (64, K) and the K rows of a tile from `first` on.
 
-    K must be a multiple of STEP. What is returned must not be read before `finish`, but more can be added to it. In
-    wait_n of wgmma_accumulator_load, each part counts as one.
+    K and `first` must be multiples of STEP. What is returned must not be read before `finish`, but more can be added to
+    it. In wait_n of wgmma_accumulator_load, each part counts as one.
     """
-    assert x.shape[1] % STEP == 0, "wgmma would ignore the last columns"
+    assert x.shape[1] % STEP == 0 and first % STEP == 0, "wgmma would ignore columns, or multiply other rows"
     return tuple(_start(total, x, part, interpret, first) for total, part in zip(sums, parts, strict=True))
 
 
@@ -80,6 +81,7 @@ def finish(sums: tuple, interpret: bool) -> tuple:
 def _start(total: jax.Array, x: jax.Array, part, interpret: bool, first: int) -> jax.Array:
     count, width = x.shape[1], part.shape[1]
     rows = part.shape[0] * width // total.shape[1]
+    assert first + count <= rows, "these are rows of the next group of columns"
     if interpret:  # the interpreter does not run Mosaic GPU code
         y = [part[pl.ds(group + first, count)] for group in range(0, part.shape[0], rows)]
         return total + jnp.dot(x, jnp.concatenate(y, axis=1), preferred_element_type=jnp.float32)

@@ -148,7 +148,6 @@ class Backward(RingKernel):
             (q, do),
             (at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)),
             weights_of,
-            lambda weights, dp_less_delta, _: weights * dp_less_delta,
             lambda: self.release_bias(item, step, scratch),
             self.schedule.tile,
             self.dtype,

@@ -204,11 +204,11 @@ class Forward(RingKernel):
         new_highest = jnp.maximum(highest, scores.max(axis=1) * scale)
         shrink = jnp.exp2(highest - new_highest)
         weights = jnp.exp2(scores * scale - along_rows(new_highest, scores.shape))
-        count = weights.shape[1] // groups.COLUMNS if pinned is None else pinned
-        total = total * along_rows(shrink, total.shape) + groups.summed(weights, count)
+        summed = weights.shape[1] // groups.COLUMNS if pinned is None else pinned
+        total = total * along_rows(shrink, total.shape) + groups.summed(weights, summed)
         if pinned is not None and not self.interpret:  # the interpreter does not run Mosaic GPU code
             groups.pin(total)
-        return weights, shrink, new_highest, groups.added(total, weights, count)
+        return weights, shrink, new_highest, groups.added(total, weights, summed)
 
     def rounded(self, weights):
         """Return weights as an operand of the product with values."""

@@ -18,7 +18,7 @@ from vitkernels.attention.pallas_flash.hopper.tiles import transposed
 
 _DQ_COLUMNS = 32  # that are computed at a time; with 16 or 64, dq's kernel is up to 3 % slower
 
-# Of columns from the second argument on: weights from S, and dS from weights and dP; both in float32.
+# Of columns from the last argument on: weights from S, and dS from weights and dP; both in float32.
 WeightsOf = Callable[[jax.Array, int], jax.Array]
 DsOf = Callable[[jax.Array, jax.Array, int], jax.Array]
 
@@ -29,7 +29,6 @@ def add_query_gradient(
     queries: tuple[tuple, tuple],
     keys: tuple[tuple, tuple],
     weights_of: WeightsOf,
-    ds_of: DsOf,
     after_scores: Callable[[], None],
     rows: int,
     dtype: str,
@@ -42,7 +41,7 @@ def add_query_gradient(
         starts: what the products of S = Q Kᵀ and of dP = dO Vᵀ start from; see _with_products.
         queries: the groups of Q and of dO, in registers or in shared memory.
         keys: the parts of K and of V in shared memory; see async_product.ring.
-        weights_of, ds_of: see WeightsOf and DsOf.
+        weights_of: see WeightsOf.
         after_scores: called when S has been multiplied.
         rows: of a tile of K.
     """
@@ -54,7 +53,7 @@ def add_query_gradient(
         for first, end in _ranges(scores.shape[1], _DQ_COLUMNS):
             weights = weights_of(scores[:, first:end], first)
             dp = wait_for_dp(0) if dp is None else dp
-            ds = ds_of(weights, dp[:, first:end], first)
+            ds = weights * dp[:, first:end]
             total = async_product.start(total, async_product.operand(ds, dtype), k, interpret, first)
         return async_product.finish(total, interpret)
 
@@ -111,7 +110,8 @@ def _ranges(columns: int, width: int) -> list[tuple[int, int]]:
 def _with_products(starts, own, streamed, rows: int, add: Callable, interpret: bool) -> tuple:
     """Multiply S and dP, and return add(S, wait_for_dp): wait_for_dp(n) returns dP, n products started after it.
 
-    starts: S and dP before, in float32; None for zeros. That of dP gives the columns: the first of the streamed rows.
+    starts: what S and dP start from; None for zeros. Their width says how many of a tile's rows are used, from the
+        first on.
     """
     _, start_of_dp = starts
     columns = start_of_dp.shape[1]

@@ -51,11 +51,11 @@ def added(total: jax.Array, x: jax.Array, first: int) -> jax.Array:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
 def pin(_ctx, totals):
-    """Have sums of weights (ROWS, 8) computed before the wait for products that follows: in half of the rows.
+    """Have sums of weights (ROWS, 8) computed before the wait for products that follows, for half of the rows.
 
     ptxas may move what they are computed from behind the wait, where it would not overlap with the products. It does
-    not move stores, and does not know that this one is never executed, as no sum is negative. (It does know that of
-    sums of nothing but exponentials.)
+    not move stores, and does not know that this one is never executed, as no sum is negative. totals must include the
+    sum of a tile before: of a sum of exponentials alone, the compiler knows its sign, and removes the store.
     """
     store = "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.shared.f32 [a], $0; }"
     sums_of_first_rows = totals.registers[register(0, 0)]  # of each warp's 16 rows, 8

@@ -27,8 +27,8 @@ from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
 # tiles, the kernel takes 0.87 to 0.99 of the time that it took before it had this order (H200). With 2 or 3 and few
 # keys in the last tile, it would take 1.01 to 1.10.
 _MANY_TILES = 4
-# If it has so few keys, it shares a step with the next tile, of 128 keys or more. With more keys, the two exceed the
-# registers.
+# If it has at most _FEW_KEYS keys, or _FEW_BESIDE_MORE beside a tile of more than 128, it shares a step with the next
+# tile. With more keys, the two exceed the registers.
 _FEW_KEYS, _FEW_BESIDE_MORE = 32, 16
 
 
@@ -183,14 +183,15 @@ class OverlappedForward(Forward):
     def _pinned(self) -> int | None:
         """Return of how many groups of a full tile's weights the sums are pinned, if any; see groups.pin.
 
-        The fastest number of those measured at each kind of length (notes/pallas_flash_long.md).
+        What was fastest at most lengths of a kind (notes/pallas_flash_long.md).
         """
         tile = self.schedule.tile
         rest = self.keys % tile
         if len(widths(self.head_dim)) > 1:
             return 6 if tile > 2 * ROWS else 2 if rest or self.has_ids else None
-        is_one_loop = not self.has_ids and (rest == 0 or (self._starts_with_last and rest > self._few_keys))
-        return tile // groups.COLUMNS if is_one_loop else 2
+        if self.has_ids or 0 < rest <= self._few_keys:
+            return 2
+        return tile // groups.COLUMNS if rest == 0 or self._starts_with_last else None
 
     def _next_sums(self, queries: Queries, step, sums: tuple, keys: int, ids) -> tuple:
         """Return the sums with the first `keys` keys of a tile, whose ids are compared, without overlap."""
@@ -282,6 +283,6 @@ class OverlappedForward(Forward):
                 plgpu.wgmma(scores_ref, a, transposed(b))
             wait_for_values()
             started = async_product.start(out, weights, v, interpret=False)
-            return finished(started, *weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)))
+            return finished(started, *weigh(plgpu.wgmma_accumulator_load(scores_ref, wait_n=len(v))))
 
         return pl.run_scoped(chain, plgpu.ACC((ROWS, k[0].shape[0]), jnp.float32))

@@ -109,8 +109,9 @@ _LARGE_TILE = 144  # keys
 def overlapped_forward_schedule(queries: int, keys: int, head_dim: int) -> Schedule:
     """Return the schedule of a call without ids whose products overlap.
 
-    At head dims above 96, tiles of 144 keys are faster than tiles of 128 where they are fewer: by two, or by one of up
-    to seven. At head dims up to 64, a third stage is faster where two or three full tiles precede one of few keys.
+    At head dims above 96, tiles of 144 keys are faster than tiles of 128 where they are fewer: by at least two, or by
+    one of up to seven. At head dims up to 64, a third stage is faster where two or three full tiles precede one of few
+    keys.
     """
     schedule = forward_schedule(queries, keys, head_dim)
     tiles, rest = -(-keys // schedule.tile), keys % schedule.tile
@@ -227,8 +228,8 @@ def takes_quads(head_dim: int) -> bool:
 # --- the fused backward kernel for long sequences ---------------------------------------------------------------------
 
 APART = 2  # items of a head start this many turns, of 128 queries each, apart
-# Chunks of 64 tokens from which on the fused kernel is faster than the pair, and if their number is even, as the kernel
-# pads keys to an even number.
+# From LONG chunks of 64 tokens on, the fused kernel is faster than the pair; from LONG_IF_EVEN on if their number is
+# even, as it pads keys to an even number of chunks.
 LONG, LONG_IF_EVEN = 18, 10
 _LONG_ENTRY = 900  # tokens of a batch entry: in shorter ones, the kernels that find no work could cost more
 
