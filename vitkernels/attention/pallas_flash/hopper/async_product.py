@@ -55,7 +55,7 @@ def groups(parts: tuple, rows: int, count: int) -> tuple:
 
 def by_group(sums: tuple) -> tuple:
     """Return sums of products, one array per group of columns."""
-    return tuple(x[:, first : min(first + _GROUP, x.shape[1])] for x in sums for first in range(0, x.shape[1], _GROUP))
+    return tuple(x[:, first : first + _GROUP] for x in sums for first in range(0, x.shape[1], _GROUP))
 
 
 def operand(x: jax.Array, dtype) -> jax.Array:

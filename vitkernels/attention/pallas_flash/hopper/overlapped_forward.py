@@ -19,17 +19,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import async_product, groups, tiles
 from vitkernels.attention.pallas_flash.hopper.forward import Forward
-from vitkernels.attention.pallas_flash.hopper.schedule import widths
+from vitkernels.attention.pallas_flash.hopper.schedule import FEW_KEYS, MANY_TILES, widths
 from vitkernels.attention.pallas_flash.hopper.tiles import BY_COLUMN, BY_ROW, ROWS, at, transposed
 from vitkernels.attention.pallas_flash.hopper.work_items import WorkItem
 
-# The last tile is processed first from so many full tiles on, or if keys fill more than half of it. With 4 to 19 full
-# tiles, the kernel takes 0.87 to 0.99 of the time that it took before it had this order (H200). With 2 or 3 and few
-# keys in the last tile, it would take 1.01 to 1.10.
-_MANY_TILES = 4
-# If it has at most _FEW_KEYS keys, or _FEW_BESIDE_MORE beside a tile of more than 128, it shares a step with the next
-# tile. With more keys, the two exceed the registers.
-_FEW_KEYS, _FEW_BESIDE_MORE = 32, 16
+# A last tile that is processed first shares a step with the next tile if it has at most FEW_KEYS keys, or at most these
+# beside a tile of more than 128. With more keys, the two exceed the registers.
+_FEW_BESIDE_MORE = 16
 
 
 class Queries(NamedTuple):
@@ -97,16 +93,16 @@ class OverlappedForward(Forward):
 
     @property
     def _few_keys(self) -> int:
-        return _FEW_KEYS if self.schedule.tile <= 2 * ROWS else _FEW_BESIDE_MORE
+        return FEW_KEYS if self.schedule.tile <= 2 * ROWS else _FEW_BESIDE_MORE
 
     @property
     def _starts_with_last(self) -> bool:
-        """Return whether the first step processes the last tile, if it is not full.
+        """Return whether the first step processes the last tile, if that is not full; see MANY_TILES.
 
         In the first step, registers are free for the mask of its columns. And no step follows the loop over full tiles.
         """
         full, rest = divmod(self.keys, self.schedule.tile)
-        return not self.has_ids and rest > 0 and (full >= _MANY_TILES or 2 * rest > self.schedule.tile)
+        return not self.has_ids and rest > 0 and (full >= MANY_TILES or 2 * rest > self.schedule.tile)
 
     def tile_of_step(self, item: WorkItem, step):
         if not self._starts_with_last:
