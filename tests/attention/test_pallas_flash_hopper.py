@@ -16,10 +16,12 @@ from vitkernels.attention import Problem
 from vitkernels.testing.attention_reference import TOLERANCE, reference
 
 # (heads, tokens, head dim, dtype, causal, scale, warpgroups, buffers, blocks): ragged ends, a warpgroup without rows,
-# head dims in two parts, a single tile; blocks that process several work items, in unequal numbers, with no common
-# divisor of tiles, stages and buffers; scales of all kinds.
+# head dims in two parts, a single tile, a last tile in the first step or not; blocks that process several work items,
+# in unequal numbers, with no common divisor of tiles, stages and buffers; scales of all kinds.
 CASES = [
     (2, 70, 64, torch.bfloat16, False, 0.125, 2, 1, 1),
+    (2, 200, 48, torch.bfloat16, False, 0.1, 3, 2, 2),
+    (2, 150, 64, torch.float16, False, -0.1, 2, 2, 1),
     (2, 130, 72, torch.float16, True, 0.1, 2, 1, 1),
     (3, 130, 40, torch.bfloat16, False, 0.1, 2, 2, 1),
     (3, 200, 64, torch.bfloat16, True, 0.1, 3, 2, 4),
@@ -148,6 +150,17 @@ def test_overlapped_forward__for_long_calls_without_bias_and_causality():
     others = (255, 64, False, False), (577, 32, False, False), (577, 72, False, False), (577, 96, False, False)
     others = *others, (577, 64, True, False), (577, 64, False, True)
     assert not any(overlaps_forward(*call) for call in others)
+
+
+@needs_new_jax
+def test_starts_with_two__for_few_tokens_behind_full_tiles():
+    from vitkernels.attention.pallas_flash.hopper.schedule import Schedule, starts_with_two
+
+    small, large = Schedule(64, 4, 3), Schedule(128, 2, 2)
+    assert all(starts_with_two(tokens, 64, small) for tokens in (65, 257, 264, 1025))
+    assert not any(starts_with_two(tokens, 64, small) for tokens in (8, 64, 256, 265, 320))
+    assert starts_with_two(257, 40, small) and not starts_with_two(257, 72, small)
+    assert not starts_with_two(257, 64, large)
 
 
 @needs_new_jax

@@ -81,6 +81,27 @@ def test_short_backward__on_gpu(N, M, D, dtype):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
+    "N, M, D",
+    [
+        *((257, 257, 64), (264, 264, 40), (265, 265, 64), (385, 385, 48), (513, 513, 64), (1025, 1025, 64)),
+        *((257, 300, 64), (300, 257, 56), (66, 66, 32), (257, 257, 80), (1025, 1025, 128)),
+    ],
+)
+def test_backward_pair__on_gpu(N, M, D, dtype):
+    """Head dims up to 64, up to 8 tokens behind full tiles: the first step takes two tiles."""
+    q, k, v = (torch.randn(2, 70, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
+    out = attention.get("pallas_flash")(q, k, v, scale=0.1)
+    do = torch.randn_like(out)
+    grads, again = (torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for _ in range(2))
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*leaves, scale=0.1)
+    for x, y, z in zip(grads, again, torch.autograd.grad(exact, leaves, do.double()), strict=True):
+        assert torch.equal(x, y) and error(x, z) < TOLERANCE[dtype]
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
     "B, H, N, D",
     # Their last tiles have 65, 89, 128, 66, 8, 128, 90, 48, 128 and 128 queries.
     [

@@ -7,14 +7,22 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import async_product, tiles
-from vitkernels.attention.pallas_flash.hopper.gradient_products import add_key_gradients, add_query_gradient
+from vitkernels.attention.pallas_flash.hopper.gradient_products import (
+    StreamedTile,
+    add_key_gradients,
+    add_query_gradient,
+)
 from vitkernels.attention.pallas_flash.hopper.ring import OwnRows, RingKernel
+from vitkernels.attention.pallas_flash.hopper.schedule import starts_with_two
 from vitkernels.attention.pallas_flash.hopper.tiles import (
     BY_COLUMN,
     BY_ROW,
@@ -90,6 +98,7 @@ class Backward(RingKernel):
 
         def load_tile(item, tile, slot):
             _, k_head, v_head = self.heads_of(item)
+            tile = self._reordered(tile, self.keys)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((k_ref, k_head, "k_smem"), (v_ref, v_head, "v_smem")):
                 self.load_tile(ref, item, keys, tile, head, scratch[name], slot, arrived)
@@ -116,45 +125,76 @@ class Backward(RingKernel):
         plgpu.barrier_wait(scratch["q_arrived"].at[owner])
         q, do = self.operand(q), self.operand(do)
 
-        def step_of(step, carry, keys, compares):
-            own_ids = ids if compares else None
-            return self._add_to_dq(item, warpgroup, step, keys, carry, first, q, do, lse, delta, own_ids, scratch)
+        def add(dq, taken, compares=False):
+            tile = partial(self._keys_of, item, warpgroup, first, lse, delta, ids if compares else None, scratch)
+            options = self.schedule.tile, self.dtype, self.interpret
+            release_bias = lambda: self._release_biases(item, taken, scratch)  # noqa: E731
+            dq = add_query_gradient(dq, (q, do), tuple(starmap(tile, taken)), release_bias, *options)
+            self._release(item, taken, scratch)
+            return dq
 
-        dq = self.over_tiles(item, self.keys, step_of, async_product.zeros(self.head_dim), after_first_tile)
+        dq = self._over(item, self.keys, add, async_product.zeros(self.head_dim), after_first_tile)
         queries, _ = scratch["sides"]
         q_head, *_ = self.heads_of(item)
         dq = tuple(x * self.scale for x in async_product.by_group(dq))
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], dq, dq_ref, q_head)])
 
-    def _add_to_dq(self, item, warpgroup, step, keys, dq, first_query, q, do, lse, delta, ids, scratch):
-        slot, columns = self.slot(item, step), tiles.padded_columns(keys)
-        first_key = (item.first + step) * self.schedule.tile
+    def _keys_of(self, item, warpgroup, first_query, lse, delta, ids, scratch, place, keys) -> StreamedTile:
+        """Return the streamed tile with this place, which has `keys` keys."""
+        slot, columns = self.slot(item, place), tiles.padded_columns(keys)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
-        starts = self.start_of_scores(item, step, warpgroup, columns, scratch), along_rows(-delta, (ROWS, columns))
 
         def weights_of(scores, first):
             weights = jnp.exp2(self.exponents(scores) - along_rows(lse, scores.shape))
-            if self.is_causal or (keys < columns and not self.bias_shape):  # the bias of padding is -inf
-                key = tiles.position(scores.shape, 1) + first_key + first
-                keep = key < self.keys
-                if self.is_causal:
-                    keep = keep & (key <= tiles.position(scores.shape, 0) + first_query)
-                weights = jnp.where(keep, weights, 0.0)
+            column = tiles.position(scores.shape, 1) + first
+            if keys < columns and not self.bias_shape:  # the bias of padding is -inf
+                weights = jnp.where(column < keys, weights, 0.0)
+            if self.is_causal:
+                key = column + (item.first + place) * self.schedule.tile
+                weights = jnp.where(key <= tiles.position(scores.shape, 0) + first_query, weights, 0.0)
             return self._of_same_id(weights, ids, slot, first, scratch)
 
-        dq = add_query_gradient(
-            dq,
-            starts,
-            (q, do),
+        return StreamedTile(
+            (self.start_of_scores(item, place, warpgroup, columns, scratch), along_rows(-delta, (ROWS, columns))),
             (at(scratch["k_smem"], slot), at(scratch["v_smem"], slot)),
             weights_of,
-            lambda: self.release_bias(item, step, scratch),
-            self.schedule.tile,
-            self.dtype,
-            self.interpret,
         )
-        plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return dq
+
+    # --- the order of tiles -------------------------------------------------------------------------------------------
+
+    def _starts_with_two(self, tokens: int) -> bool:
+        is_plain = not self.has_ids and not self.is_causal and self.bias_shape is None
+        return is_plain and starts_with_two(tokens, self.head_dim, self.schedule)
+
+    def _reordered(self, tile, tokens: int):
+        """Return which tile streams past in this one's place; see starts_with_two."""
+        if not self._starts_with_two(tokens):
+            return tile
+        return jnp.where(tile == 0, tokens // self.schedule.tile, tile - 1)
+
+    def _over(self, item, tokens: int, add, sums, after_first_tile):
+        """Return sums with all streamed tiles added by add(sums, taken, compares).
+
+        taken: of each tile that is added at once, its place among the item's tiles, and its number of tokens.
+        """
+        tile = self.schedule.tile
+        if not self._starts_with_two(tokens):
+            step_of = lambda place, sums, count, compares: add(sums, ((place, count),), compares)  # noqa: E731
+            return self.over_tiles(item, tokens, step_of, sums, after_first_tile)
+        full, rest = divmod(tokens, tile)
+        sums = add(sums, ((0, rest), (1, tile)))
+        after_first_tile()
+        # A loop whose end the compiler does not know; see over_tiles.
+        return lax.fori_loop(2, self.opaque(full + 1), lambda place, sums: add(sums, ((place, tile),)), sums)
+
+    def _release(self, item, taken, scratch) -> None:
+        """Release the slots of tiles that have been added."""
+        for place, _ in taken:
+            plgpu.barrier_arrive(scratch["consumed"].at[self.slot(item, place)])
+
+    def _release_biases(self, item, taken, scratch) -> None:
+        for place, _ in taken:
+            self.release_bias(item, place, scratch)
 
     # --- ids of own and of streamed rows ------------------------------------------------------------------------------
 
@@ -220,6 +260,7 @@ class Backward(RingKernel):
 
         def load_tile(item, tile, slot):
             q_head, *_ = self.heads_of(item)
+            tile = self._reordered(tile, self.queries)
             first, arrived = tile * self.schedule.tile, scratch["arrived"].at[slot]
             for ref, head, name in ((q_ref, q_head, "q_smem"), (do_ref, item.head, "do_smem")):
                 self.load_tile(ref, item, queries, tile, head, scratch[name], slot, arrived)
@@ -245,12 +286,17 @@ class Backward(RingKernel):
         ids = self._own_ids_of(owner, scratch)
         k = self.operand(k)
 
-        def step_of(step, carry, queries, compares):
-            own_ids = ids if compares else None
-            return self._add_to_dkdv(item, warpgroup, step, queries, carry, first, k, v, own_ids, scratch)
+        def add(sums, taken, compares=False):
+            tile = partial(self._queries_of, item, warpgroup, first, ids if compares else None, scratch)
+            options = self.schedule.tile, self.dtype, self.interpret
+            release_bias = lambda: self._release_biases(item, taken, scratch)  # noqa: E731
+            sums = add_key_gradients(sums, (k, v), tuple(starmap(tile, taken)), release_bias, *options)
+            # These products depend on all that was read from the slots to registers, so the reads are over.
+            self._release(item, taken, scratch)
+            return sums
 
         zeros = async_product.zeros(self.head_dim)
-        dk, dv = self.over_tiles(item, self.queries, step_of, (zeros, zeros), after_first_tile)
+        dk, dv = self._over(item, self.queries, add, (zeros, zeros), after_first_tile)
         _, keys = scratch["sides"]
         _, k_head, v_head = self.heads_of(item)
         dk, dv = tuple(x * self.scale for x in async_product.by_group(dk)), async_product.by_group(dv)
@@ -262,9 +308,10 @@ class Backward(RingKernel):
         """Return whether products of scores start from -lse in units of q k. With a bias, they start from that."""
         return self.bias_shape is None and self.can_start_from_lse
 
-    def _add_to_dkdv(self, item, warpgroup, step, queries, carry, first_key, k, v, ids, scratch):
-        slot, columns = self.slot(item, step), tiles.padded_columns(queries)
-        first_query = (item.first + step) * self.schedule.tile
+    def _queries_of(self, item, warpgroup, first_key, ids, scratch, place, queries) -> StreamedTile:
+        """Return the streamed tile with this place, which has `queries` queries."""
+        slot, columns = self.slot(item, place), tiles.padded_columns(queries)
+        first_query = (item.first + place) * self.schedule.tile
         plgpu.barrier_wait(scratch["arrived"].at[slot])
 
         def of_queries(name, first=0, count=columns):
@@ -272,7 +319,7 @@ class Backward(RingKernel):
             return along_columns(vector, (ROWS, count))
 
         # The products start from -lse and -delta. Loaded later, they would take as many registers as an operand.
-        start = self.start_of_scores(item, step, warpgroup, columns, scratch)
+        start = self.start_of_scores(item, place, warpgroup, columns, scratch)
         if self._starts_from_lse:
             start = of_queries("lse_smem") * (-1 / self.log2_scale)
 
@@ -290,18 +337,5 @@ class Backward(RingKernel):
             # Nothing was stored as delta of the rows behind a segment, so a product with zero would not do.
             return self._of_same_id(weights * dp_less_delta, ids, slot, first, scratch)
 
-        sums = add_key_gradients(
-            carry,
-            (start, -of_queries("delta_smem")),
-            (k, v),
-            (at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)),
-            weights_of,
-            ds_of,
-            lambda: self.release_bias(item, step, scratch),
-            self.schedule.tile,
-            self.dtype,
-            self.interpret,
-        )
-        # These products depend on all that was read from the slot to registers, so the reads are over.
-        plgpu.barrier_arrive(scratch["consumed"].at[slot])
-        return sums
+        starts = start, -of_queries("delta_smem")
+        return StreamedTile(starts, (at(scratch["q_smem"], slot), at(scratch["do_smem"], slot)), weights_of, ds_of)

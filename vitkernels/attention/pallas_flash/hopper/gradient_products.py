@@ -6,6 +6,7 @@ weights are computed.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,125 +15,138 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vitkernels.attention.pallas_flash.hopper import async_product, tiles
 from vitkernels.attention.pallas_flash.hopper.async_product import STEP
-from vitkernels.attention.pallas_flash.hopper.tiles import transposed
+from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, transposed
 
 _DQ_COLUMNS = 32  # that are computed at a time; with 16 or 64, dq's kernel is up to 3 % slower
 
-# Of columns from the last argument on: weights from S, and dS from weights and dP; both in float32.
-WeightsOf = Callable[[jax.Array, int], jax.Array]
-DsOf = Callable[[jax.Array, jax.Array, int], jax.Array]
+
+class StreamedTile(NamedTuple):
+    """A tile of streamed rows: keys for dq, queries for dk and dv."""
+
+    # What the products of S and dP start from; None for zeros. That of dP gives the columns: the tile's first rows.
+    starts: tuple[jax.Array | None, jax.Array]
+    parts: tuple[tuple, tuple]  # K and V, or Q and dO, in shared memory; see async_product.ring
+    weights_of: Callable[[jax.Array, int], jax.Array]  # from S, of columns from the last argument on; in float32
+    # The same for dS, from weights and dP; None: their product.
+    ds_of: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
+
+    @property
+    def columns(self) -> int:
+        _, start_of_dp = self.starts
+        return start_of_dp.shape[1]
 
 
 def add_query_gradient(
     dq: tuple,
-    starts: tuple[jax.Array | None, jax.Array],
     queries: tuple[tuple, tuple],
-    keys: tuple[tuple, tuple],
-    weights_of: WeightsOf,
+    streamed: tuple[StreamedTile, ...],
     after_scores: Callable[[], None],
     rows: int,
     dtype: str,
     interpret: bool,
 ) -> tuple:
-    """Return dq with the product of a tile added, one sum per part of K.
+    """Return dq with the products of tiles of keys added, one sum per part of K.
 
     Args:
         dq: in float32.
-        starts: what the products of S = Q Kᵀ and of dP = dO Vᵀ start from; see _with_products.
         queries: the groups of Q and of dO, in registers or in shared memory.
-        keys: the parts of K and of V in shared memory; see async_product.ring.
-        weights_of: see WeightsOf.
+        streamed: tiles of keys, whose products S = Q Kᵀ and dP = dO Vᵀ are all started first.
         after_scores: called when S has been multiplied.
-        rows: of a tile of K.
+        rows: of a tile in shared memory.
     """
-    k, _ = keys
 
-    def add(scores, wait_for_dp):
+    def add(all_scores, wait_for_dp):
         after_scores()
-        total, dp = dq, None
-        for first, end in _ranges(scores.shape[1], _DQ_COLUMNS):
-            weights = weights_of(scores[:, first:end], first)
-            dp = wait_for_dp(0) if dp is None else dp
-            ds = weights * dp[:, first:end]
+        total, all_dp = dq, None
+        for i, first, end in _ranges(streamed, lambda columns: _DQ_COLUMNS):
+            tile, (k, _) = streamed[i], streamed[i].parts
+            weights = tile.weights_of(all_scores[i][:, first:end], first)
+            all_dp = wait_for_dp(0) if all_dp is None else all_dp
+            ds = weights * all_dp[i][:, first:end]
             total = async_product.start(total, async_product.operand(ds, dtype), k, interpret, first)
         return async_product.finish(total, interpret)
 
-    return _with_products(starts, queries, keys, rows, add, interpret)
+    return _with_products(queries, streamed, rows, add, interpret)
 
 
 def add_key_gradients(
     sums: tuple[tuple, tuple],
-    starts: tuple[jax.Array | None, jax.Array],
     keys: tuple[tuple, tuple],
-    queries: tuple[tuple, tuple],
-    weights_of: WeightsOf,
-    ds_of: DsOf,
+    streamed: tuple[StreamedTile, ...],
     after_scores: Callable[[], None],
     rows: int,
     dtype: str,
     interpret: bool,
 ) -> tuple[tuple, tuple]:
-    """Return dk and dv with the products of a tile added: transposed, so that the keys are rows.
+    """Return dk and dv with the products of tiles of queries added: transposed, so that the keys are rows.
 
     dv's products run while dS is computed.
 
     Args:
         sums: dk and dv, in float32, one sum per part of Q and of dO.
-        starts: what the products of S = K Qᵀ and of dP = V dOᵀ start from; see _with_products.
         keys: the groups of K and of V, in registers or in shared memory.
-        queries: the parts of Q and of dO in shared memory; see async_product.ring.
-        weights_of, ds_of: see WeightsOf and DsOf.
+        streamed: tiles of queries, whose products S = K Qᵀ and dP = V dOᵀ are all started first.
         after_scores: called when S has been multiplied.
-        rows: of a tile of Q.
+        rows: of a tile in shared memory.
     """
-    q, do = queries
+    # Two for each tile, or one of few columns.
+    ranges = _ranges(streamed, lambda columns: pl.cdiv(columns, 2 * STEP) * STEP)
 
-    def add(scores, wait_for_dp):
+    def add(all_scores, wait_for_dp):
         after_scores()
-        (dk, dv), weights = sums, []
-        ranges = _ranges(scores.shape[1], pl.cdiv(scores.shape[1], 2 * STEP) * STEP)  # two, or one of few columns
-        for first, end in ranges:
-            weights.append(weights_of(scores[:, first:end], first))
+        (dk, dv), weights, started = sums, [], 0
+        for i, first, end in ranges:
+            tile, (_, do) = streamed[i], streamed[i].parts
+            weights.append(tile.weights_of(all_scores[i][:, first:end], first))
             dv = async_product.start(dv, async_product.operand(weights[-1], dtype), do, interpret, first)
-        dp = wait_for_dp(len(ranges) * len(do))
-        for (first, end), some in zip(ranges, weights, strict=True):
-            ds = ds_of(some, dp[:, first:end], first)
+            started += len(do)
+        all_dp = wait_for_dp(started)
+        for (i, first, end), some in zip(ranges, weights, strict=True):
+            tile, (q, _) = streamed[i], streamed[i].parts
+            dp = all_dp[i][:, first:end]
+            ds = some * dp if tile.ds_of is None else tile.ds_of(some, dp, first)
             dk = async_product.start(dk, async_product.operand(ds, dtype), q, interpret, first)
         return async_product.finish(dk, interpret), async_product.finish(dv, interpret)
 
-    return _with_products(starts, keys, queries, rows, add, interpret)
+    return _with_products(keys, streamed, rows, add, interpret)
 
 
-def _ranges(columns: int, width: int) -> list[tuple[int, int]]:
-    return [(first, min(first + width, columns)) for first in range(0, columns, width)]
+def _ranges(streamed: tuple[StreamedTile, ...], width_of: Callable[[int], int]) -> list[tuple[int, int, int]]:
+    """Divide the tiles' columns: return tile, first column and end of each range."""
+    ranges = []
+    for i, tile in enumerate(streamed):
+        width = width_of(tile.columns)
+        ranges += [(i, first, min(first + width, tile.columns)) for first in range(0, tile.columns, width)]
+    return ranges
 
 
-def _with_products(starts, own, streamed, rows: int, add: Callable, interpret: bool) -> tuple:
-    """Multiply S and dP, and return add(S, wait_for_dp): wait_for_dp(n) returns dP, n products started after it.
+def _with_products(own, streamed: tuple[StreamedTile, ...], rows: int, add: Callable, interpret: bool) -> tuple:
+    """Multiply S and dP of each tile, and return add(S, wait_for_dp), with a list of S.
 
-    starts: what S and dP start from; None for zeros. Their width says how many of a tile's rows are used, from the
-        first on.
+    wait_for_dp(n) returns a list of dP, n products started after it.
     """
-    _, start_of_dp = starts
-    columns = start_of_dp.shape[1]
     terms = [
-        (start, groups, async_product.groups(parts, rows, columns))
-        for start, groups, parts in zip(starts, own, streamed, strict=True)
+        (tile.starts[which], own[which], async_product.groups(tile.parts[which], rows, tile.columns))
+        for which in range(2)
+        for tile in streamed
     ]
     if interpret:  # the interpreter does not support accumulators that are read before all products end
-        scores, dp = tiles.products(*terms, interpret=True)
-        return add(scores, lambda _: dp)
+        found = tiles.products(*terms, interpret=True)
+        return add(found[: len(streamed)], lambda _: found[len(streamed) :])
 
-    def chain(scores_ref, dp_ref):
-        refs = scores_ref, dp_ref
+    def chain(*refs):
         for ref, (start, *_) in zip(refs, terms, strict=True):
             if start is not None:
                 ref[...] = start.astype(jnp.float32)
         for ref, (_, a_groups, b_groups) in zip(refs, terms, strict=True):
             for a, b in zip(a_groups, b_groups, strict=True):
                 plgpu.wgmma(ref, a, transposed(b))
-        scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=len(own[1]))
-        return add(scores, lambda started: plgpu.wgmma_accumulator_load(dp_ref, wait_n=started))
 
-    accumulator = plgpu.ACC(start_of_dp.shape, jnp.float32)
-    return pl.run_scoped(chain, accumulator, accumulator)
+        def load(some_refs, started):
+            return [plgpu.wgmma_accumulator_load(ref, wait_n=started) for ref in some_refs]
+
+        of_scores, of_dp = refs[: len(streamed)], refs[len(streamed) :]
+        return add(load(of_scores, len(of_dp) * len(own[1])), lambda started: load(of_dp, started))
+
+    shapes = [(ROWS, tile.columns) for _ in range(2) for tile in streamed]
+    return pl.run_scoped(chain, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
