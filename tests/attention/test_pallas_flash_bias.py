@@ -152,7 +152,9 @@ def test_summed(device, dtype, shape, M):
     expected = ds.double().mT[:, :, :70]
     for axis in (0, 1):
         expected = expected.sum(axis, keepdim=True) if shape[axis] == 1 else expected
-    found = in_order(summed(ds, shape, 70, 0.5))
+    groups = summed(ds, shape, 70, 0.5, torch.float32)
+    assert torch.equal(summed(ds, shape, 70, 0.5, torch.bfloat16), groups.bfloat16())
+    found = in_order(groups)
     # At most 33 float32 additions of values up to 30.
     torch.testing.assert_close(found[:, :, :70, :M].double(), expected / 2, rtol=0, atol=1e-4)
     assert not found[:, :, 70:].any() and not found[..., M:].any()

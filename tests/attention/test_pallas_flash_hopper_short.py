@@ -162,6 +162,6 @@ def test_short_kernels__with_a_bias__interpreted(B, H, shape, blocks, N, M, scal
 
     for name, x, y in zip(("out", "dq", "dk", "dv"), (out, *found), wanted, strict=False):
         assert error(tensor(x).transpose(1, 2), y) < TOLERANCE[torch.bfloat16], name
-    gradient = summed(tensor(ds).bfloat16(), shape, N, scale)
+    gradient = summed(tensor(ds).bfloat16(), shape, N, scale, of_bias)
     (dbias,) = torch.autograd.grad(prepared, bias, gradient)
     assert error(dbias, wanted[4]) < TOLERANCE[torch.bfloat16]

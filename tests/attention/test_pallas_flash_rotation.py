@@ -55,7 +55,7 @@ class StandIn:
             from vitkernels.attention.pallas_flash.hopper import bias_groups
 
             rows = F.pad(ds.mT, (0, -self.queries % 8)).float().contiguous()
-            dbias = bias_groups.summed(rows, bias.shape[:2], self.queries, self.scale)
+            dbias = bias_groups.summed(rows, bias.shape[:2], self.queries, self.scale, bias.dtype)
         ds = ds * self.scale
         for to, x in zip(unpacked(dq), (ds @ k, ds.mT @ q, p.mT @ do), strict=True):
             to.copy_(x)

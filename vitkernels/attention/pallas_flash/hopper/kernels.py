@@ -281,7 +281,7 @@ class AttentionKernels:
             ds = q.new_empty(self._short_backward_with_ds.ds.shape)
             self.short_backward_with_ds(q, k, v, out, do, lse, *of_keys, *given(ids), dq, dk, dv, ds)
             assert self.bias_shape is not None
-            return bias_groups.summed(ds, self.bias_shape, self.queries, self.scale)
+            return bias_groups.summed(ds, self.bias_shape, self.queries, self.scale, bias.dtype)
         delta = self.vector()
         if self._fused is not None:
             of_scores, of_dp, counters = self.vector(), delta, torch.empty_like(delta, dtype=torch.int32)
@@ -298,10 +298,10 @@ class AttentionKernels:
         return self._run_bias_gradient(q, k, v, do, lse, delta, bias, ids) if needs_dbias else None
 
     def _run_bias_gradient(self, q, k, v, do, lse, delta, bias, ids) -> Tensor:
-        # Float32, whatever the dtype of the bias. Zeros, because no work item writes all of the padding.
+        # Sums in float32, whatever the dtype of the bias. Zeros, because no work item writes all of the padding.
         parts = bias.new_zeros(self._bias_gradient.parts, *bias.shape, dtype=torch.float32)
         self.bias_gradient(q, k, v, do, lse, delta, bias, *given(ids), parts)
-        return parts[0] if len(parts) == 1 else parts.sum(0)
+        return (parts[0] if len(parts) == 1 else parts.sum(0)).to(bias.dtype)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -54,11 +54,11 @@ def _vector_length(N, call: tuple):
 
 
 def _gradient_or_empty(bias_gradient: Tensor | None, like: Tensor) -> Tensor:
-    return like.new_empty(0, dtype=torch.float32) if bias_gradient is None else bias_gradient
+    return like.new_empty(0) if bias_gradient is None else bias_gradient
 
 
 def _fake_bias_gradient(call: tuple, needed: bool, like: Tensor) -> Tensor:
-    return like.new_empty(call[0].shape if needed else 0, dtype=torch.float32)
+    return torch.empty_like(call[0]) if needed else like.new_empty(0)
 
 
 def _save_call(ctx, call: tuple, *saved: Tensor) -> None:
