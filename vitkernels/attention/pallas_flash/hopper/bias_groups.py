@@ -6,8 +6,6 @@ rows, groups of 8 columns, 512), and within a group (warp, row of 8, pair of col
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, R and C rows and columns of a bias.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +19,7 @@ from vitkernels.bridge.triton import cdiv, next_power_of_2, triton_call
 _ROWS = 16  # of a program: those of a warp in a tile
 _COLUMNS = 256  # of a program, at most
 _SUMMED = 1024  # elements that a program of _sum_kernel loads at a time: of one pair, or of up to 32
-_LOADS = 8  # of so many elements, in flight at a time
+_LOADS = 6  # of so many elements, in flight at a time; with 8, fewer programs run at a time
 _FEWEST_PROGRAMS = 3 * MULTIPROCESSORS
 _ABSORBING = 2.0**29  # float32 numbers of this size are 32 or 64 apart, so scores below 32 are lost in a sum with them
 # In bfloat16, rows whose maximum is smaller keep their values, because differences would be rounded. Above, differences
@@ -127,24 +125,24 @@ def _sum_kernel(
     """Add up transposed gradients of scores, (M, 8 * octets), of `count` pairs per (image, head) of a bias.
 
     Its first pair is `apart` pairs behind that of the previous (image, head); its own pairs are `stride` apart.
-    PAIRS of them are added up side by side. The padding is set to zero.
+    PAIRS of them are added up side by side.
     """
     pair = tl.program_id(1).to(tl.int64)
     element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    key, query = element // (tiles * 64), element % (tiles * 64)
     width = octets * 8  # the compiler knows the factor, and loads 8 elements at a time
     size = M * octets * 8
-    inside = ((key < M) & (query < width))[None, :]
-    ds_ptr += pair * apart * size + (key * width + query)[None, :]
+    inside = (element < size)[None, :]
+    ds_ptr += pair * apart * size + element[None, :]
     total = tl.zeros((PAIRS, ELEMENTS), tl.float32)
     last = count - 1 - tl.arange(0, PAIRS)[:, None]
     for first in range(0, count, UNROLLED * PAIRS):
         for i in tl.static_range(UNROLLED):
             number = last - first - i * PAIRS  # the last pairs may still be in the L2 cache
             total += tl.load(ds_ptr + number * stride * size, mask=inside & (number >= 0), other=0.0).to(tl.float32)
+    key, query = element // width, element % width
     place = pair * tiles * groups * 512 + _place(query, key, groups)
-    sums = tl.where(query < N, tl.sum(total, 0) * factor, 0.0).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, sums, mask=key < groups * 8)
+    sums = (tl.sum(total, 0) * factor).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, sums, mask=(element < size) & (query < N))
 
 
 def stored(bias_BHRC: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
@@ -193,8 +191,8 @@ def _columns(count: int) -> int:
 def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float, dtype: torch.dtype) -> Tensor:
     """Return factor * the sum of the transposed gradients of scores over the images and heads that share a bias.
 
-    The result is in the stored order; its padding is zero. Each sum is in float32, in a fixed order, and then rounded to
-    dtype.
+    The result is in the stored order; its padding is zero. Each sum is in float32 and in a fixed order; it is then
+    rounded to dtype, as PyTorch would do in a pass of its own.
 
     Args:
         ds_BHMN: contiguous, of at most MOST_DS elements; its rows exceed N and are multiples of 8.
@@ -202,19 +200,18 @@ def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float, dtype
     """
     B, H, M, width = ds_BHMN.shape
     ds = interpretable(ds_BHMN)
-    out = interpretable(ds.new_empty(stored_bias_shape(shape, N, M), dtype=dtype))
+    out = interpretable(ds.new_zeros(stored_bias_shape(shape, N, M), dtype=dtype))
     pairs = shape[0] * shape[1]
     count = B * H // pairs
     # The pairs that share a bias are H apart if it has all heads, else consecutive.
     apart, stride = (1, H) if shape == (1, H) else (count, 1)
     # With one pair at a time, programs may be so few that most of the GPU idles.
-    size = math.prod(out.shape[2:])
-    programs = cdiv(size, _SUMMED) * pairs
+    programs = cdiv(M * width, _SUMMED) * pairs
     at_once = min(32, next_power_of_2(count), next_power_of_2(cdiv(_FEWEST_PROGRAMS, programs)))
     elements = _SUMMED // at_once
     triton_call(
         ds, out, apart, stride, count, M, N, width // 8, *out.shape[2:4], factor,
-        kernel=_sum_kernel, grid=(cdiv(size, elements), pairs), PAIRS=at_once, ELEMENTS=elements, UNROLLED=_LOADS,
+        kernel=_sum_kernel, grid=(cdiv(M * width, elements), pairs), PAIRS=at_once, ELEMENTS=elements, UNROLLED=_LOADS,
         num_warps=4,
     )  # fmt: skip
     return out.to(dtype)
