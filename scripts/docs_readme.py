@@ -147,7 +147,7 @@ def _input() -> list[tuple[str, ...]]:
     ):  # fmt: skip
         name = peer.removeprefix("training, ")
         ratio = rates[pipeline] / rates[peer]
-        factor = f"{100 * ratio:.0f} % of it" if peer == input_table.FAKE else f"{ratio:.2f} × faster"
+        factor = f"{100 * ratio:.0f} % of {name}" if peer == input_table.FAKE else f"{ratio:.2f} × faster"
         cells.append((what, f"{name}: {rates[peer]:,.0f} images/s", f"{rates[pipeline]:,.0f} images/s", factor))
     return cells
 

@@ -99,8 +99,8 @@ def attention_page() -> str:
         table(("backend", "device", "property", "reason"), _reasons(names)),
         "## Order of `auto`",
         "`auto` uses the first backend of this list that supports the call. On NVIDIA GPUs, it tries `triton_flash` "
-        "before `pallas_flash` for up to 64 tokens with a bias, segment ids or a head dim of at most 32, and for up to "
-        "256 tokens with segment ids but no other extras and a head dim of at most 64:",
+        "before `pallas_flash` for up to 64 tokens with a head dim of at most 32, or with a bias and a head dim other "
+        "than 64; and for up to 256 tokens with segment ids, no other extras and a head dim of at most 32:",
         table(("device", "order"), _auto_orders()),
     ]
     return "\n\n".join(parts) + "\n"

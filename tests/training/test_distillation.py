@@ -45,49 +45,54 @@ def objective(kind, weight, temperature=3.0):
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_two_heads__match_timm(kind):
-    first, second, taught = torch.randn(3, 5, 4)
+    first, second, teacher_logits = torch.randn(3, 5, 4)
     targets = torch.tensor([0, 1, 2, 3, 3])
     task = TokenDistillationTask(
-        Answers((first, second)), Answers(taught), nn.CrossEntropyLoss(), distill_type=kind, task_loss_weight=0.7,
-        temperature=3.0, verbose=False,
+        Answers((first, second)), Answers(teacher_logits), nn.CrossEntropyLoss(), distill_type=kind,
+        task_loss_weight=0.7, temperature=3.0, verbose=False,
     )  # fmt: skip
     expected = task(torch.zeros(5, 3, 2, 2), targets)["loss"]
-    torch.testing.assert_close(objective(kind, 0.3)((first, second), targets, taught), expected)
+    torch.testing.assert_close(objective(kind, 0.3)((first, second), targets, teacher_logits), expected)
 
 
 def test_one_head__matches_timm():
-    logits, taught = torch.randn(2, 5, 4)
+    logits, teacher_logits = torch.randn(2, 5, 4)
     targets = torch.tensor([0, 1, 2, 3, 3])
     task = LogitDistillationTask(
-        Answers(logits), Answers(taught), nn.CrossEntropyLoss(), task_loss_weight=0.9, temperature=2.0, verbose=False
+        Answers(logits),
+        Answers(teacher_logits),
+        nn.CrossEntropyLoss(),
+        task_loss_weight=0.9,
+        temperature=2.0,
+        verbose=False,
     )
     expected = task(torch.zeros(5, 3, 2, 2), targets)["loss"]
-    torch.testing.assert_close(objective("soft", 0.1, 2.0)(logits, targets, taught), expected)
+    torch.testing.assert_close(objective("soft", 0.1, 2.0)(logits, targets, teacher_logits), expected)
 
 
 def test_loss__matches_hand_computed_values():
     # The student is indifferent between two classes; the teacher gives the first one 0.8 at temperature 1.
-    logits, taught, targets = torch.zeros(1, 2), torch.tensor([[math.log(4), 0.0]]), torch.tensor([1])
-    hard = objective("hard", 0.5)(logits, targets, taught)
+    logits, teacher_logits, targets = torch.zeros(1, 2), torch.tensor([[math.log(4), 0.0]]), torch.tensor([1])
+    hard = objective("hard", 0.5)(logits, targets, teacher_logits)
     assert float(hard) == pytest.approx(math.log(2))
     divergence = 0.8 * math.log(0.8 / 0.5) + 0.2 * math.log(0.2 / 0.5)
-    soft = objective("soft", 0.25, temperature=1.0)(logits, targets, taught)
+    soft = objective("soft", 0.25, temperature=1.0)(logits, targets, teacher_logits)
     assert float(soft) == pytest.approx(0.75 * math.log(2) + 0.25 * divergence)
     # At temperature 2 the teacher's odds are 2 to 1, and the factor is 4.
     divergence = 2 / 3 * math.log(4 / 3) + 1 / 3 * math.log(2 / 3)
-    soft = objective("soft", 1.0, temperature=2.0)(logits, targets, taught)
+    soft = objective("soft", 1.0, temperature=2.0)(logits, targets, teacher_logits)
     assert float(soft) == pytest.approx(4 * divergence)
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
 def test_rows_without_a_sample__contribute_nothing(kind):
-    logits, taught = torch.randn(2, 4, 3)
+    logits, teacher_logits = torch.randn(2, 4, 3)
     targets = torch.tensor([2, -100, 0, -100])
-    expected = objective(kind, 0.5)(logits[[0, 2]], targets[[0, 2]], taught[[0, 2]])
-    torch.testing.assert_close(objective(kind, 0.5)(logits, targets, taught), expected)
-    assert objective(kind, 0.5)(logits, torch.full((4,), -100), taught) == 0
+    expected = objective(kind, 0.5)(logits[[0, 2]], targets[[0, 2]], teacher_logits[[0, 2]])
+    torch.testing.assert_close(objective(kind, 0.5)(logits, targets, teacher_logits), expected)
+    assert objective(kind, 0.5)(logits, torch.full((4,), -100), teacher_logits) == 0
     mixed = F.one_hot(torch.tensor([2, 1, 0, 1]), 3) * torch.tensor([[1.0], [0], [1], [0]])
-    torch.testing.assert_close(objective(kind, 0.5)(logits, mixed, taught), expected / 2)
+    torch.testing.assert_close(objective(kind, 0.5)(logits, mixed, teacher_logits), expected / 2)
 
 
 def test_teacher__gets_images_in_its_own_normalization():

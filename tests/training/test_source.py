@@ -60,4 +60,4 @@ def test_timm_class_order__is_logged_only_if_it_differs(caplog):
         source.warn_of_timm_class_order("weights", outputs, ours)
     assert not caplog.text
     source.warn_of_timm_class_order("weights", 3, ["1", "10", "2"])
-    assert "class 1 is '2' there and '10' here" in caplog.text
+    assert "its class 1 is '2', and not '10' as here" in caplog.text

@@ -1,1 +1,1 @@
-"""The `vitkernels` command and train.py's command line; names the setting in errors of the layers below."""
+"""The `vitkernels` command and train.py's command line; adds the setting's name to errors from the layers below."""

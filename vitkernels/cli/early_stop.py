@@ -16,7 +16,7 @@ def end_at_signals() -> None:
 
 @contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let `end_at_signals` hold within this context, unless the code in it sets its own handlers."""
+    """Apply `end_at_signals` within this context; handlers that the code in it installs are kept."""
     before = {number: signal.getsignal(number) for number in _NUMBERS}
     end_at_signals()
     try:

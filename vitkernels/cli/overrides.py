@@ -127,7 +127,7 @@ def check_added(words: list[str], config_dir: str) -> None:
             if name in owners:
                 message = f"+{name}=... adds a setting, but {name} already exists: write {name}=..., without +"
                 raise UsageError(message, code="cli.exists", setting=name)
-            message = f"{plus}{name}=...: nothing reads a setting {name!r}. {suggestion(name, owners)}{_USES_OF_PLUS}"
+            message = f"{plus}{name}=...: there is no setting {name!r}. {suggestion(name, owners)}{_USES_OF_PLUS}"
             raise UsageError(message, code="cli.added", setting=name)
 
 

@@ -1,8 +1,8 @@
-"""imagefolder's transforms: draw timm's augmentation, and apply in the worker the steps that the device does not.
+"""imagefolder's transforms: they draw timm's augmentations, and the worker applies those that the device does not.
 
 A worker decodes, crops and resizes. `DeviceTransforms` flips, jitters colors, normalizes and erases on the device, by
 the draws that come with the image. On an NVIDIA GPU, it also applies the operations of RandAugment, AutoAugment and
-3-Augment. Elsewhere, these run in the worker, as AugMix does everywhere, which only timm implements.
+3-Augment; elsewhere, the worker does. AugMix, which only timm implements, always runs in the worker.
 
 Shapes: S image side, N boxes.
 """

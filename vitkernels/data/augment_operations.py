@@ -1,7 +1,7 @@
 """timm's RandAugment, AutoAugment and 3-Augment as numbers: workers draw the operations, the device applies them.
 
-timm's own classes draw, on a stand-in for an image that notes each operation. So the draws are those of a worker that
-augments, and a sample is the same wherever it is augmented.
+timm's own classes draw the operations, on a stand-in for an image that only records them. So the draws equal those of
+a worker that augments, and a sample is the same wherever it is augmented.
 
 Sources: "RandAugment" (arXiv:1909.13719), "AutoAugment" (arXiv:1805.09501), 3-Augment (DeiT III, arXiv:2204.07118).
 
@@ -141,7 +141,7 @@ _NOTED |= {getattr(timm_operations, name): getattr(timm_operations, name) for na
 class OperationDraws:
     """Draws the operations of timm's RandAugment or AutoAugment (3-Augment is one) for an image of this side.
 
-    It takes the augmentation over: that no longer transforms images.
+    It patches the augmentation to record its operations, so that this no longer transforms images.
 
     blurs: whether an operation may be a Gaussian blur.
     """

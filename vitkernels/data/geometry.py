@@ -59,7 +59,10 @@ class Crop(NamedTuple):
 
 
 def _span(length: int, resized: int, side: int) -> tuple[int, int]:
-    """Return the first and the number of the `length` pixels that the center `side` of `resized` ones depend on."""
+    """Return the first pixel and the number of those that determine the central `side` pixels after a resize.
+
+    length, resized: how many pixels there are before and after.
+    """
     scale = length / resized
     reach = 2 * max(scale, 1) + 1  # of the bicubic filter, which antialiasing stretches, and one pixel for rounding
     first = center_offset(resized, side)
@@ -90,7 +93,7 @@ def crop_and_resize(
 
 
 def center_offset(length: int, side: int) -> int:
-    """Return where the center `side` of `length` pixels begin; negative if there are fewer, padded at both ends."""
+    """Return where the central `side` of `length` pixels start; negative if length < side, which pads both ends."""
     return round((length - side) / 2.0) if length >= side else -((side - length) // 2)
 
 

@@ -18,7 +18,7 @@ def evenly_spaced(total: int, count: int) -> np.ndarray:
 
 
 class SourceError(RuntimeError):
-    """The source failed, not a single image: training stops, and can be resumed from its checkpoint.
+    """The source itself failed, rather than one image: training stops and can be resumed from its checkpoint.
 
     code, fields: as a UsageError's.
     """

@@ -22,7 +22,7 @@ _REMAINDER_PER_BUCKET = 8  # a bucket takes 1/8 of the remaining elements, so th
 
 
 class HostAllReduce:
-    """Averages of all ranks' gradients, one set per step: each rank receives every rank's row of bytes and takes means.
+    """Averages gradients over all ranks once per step: each rank receives every rank's bytes and computes the means.
 
     shapes, dtypes: of each gradient as it travels.
     buckets: which gradients travel together, as assign_buckets returns them; the same on all ranks. A rank receives
@@ -72,7 +72,7 @@ class HostAllReduce:
     def send(self, index: int, gradient: Tensor) -> None:
         """Send a gradient to all ranks once its bucket is complete. Its memory must not change until the pass ends.
 
-        A gradient sent again in the same pass, which all ranks must then do, replaces the one sent before.
+        Sending a gradient again in the same pass replaces the earlier one; all ranks must then send it again.
         """
         if not self._sent:
             self._begin()

@@ -31,7 +31,7 @@ PROBE_SECONDS = 300  # for the first joint program, including its compilation
 
 
 class Multihost(ProcessGroup):
-    """One host of several. List it before an SPMD strategy among the base classes, which then covers all chips.
+    """Mixin for one of several hosts. List it before an SPMD strategy among the bases; that then covers all chips.
 
     Raises UsageError, on all hosts, if chips, batches, sums, parameters or weights do not behave as training assumes.
     """

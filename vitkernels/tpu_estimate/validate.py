@@ -152,10 +152,10 @@ NOT_COMPARED = (
     ),
 )
 CAVEAT = (
-    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. The 17 published timings to which "
-    "the method's two constants were fitted are met within -8 to +8 %. Of 11 found later, those above 1 ms on v5e are "
-    "met within -12 to +1 %, those of v6e within -18 to -8 %, and short ones less well. No published backward kernel "
-    "was available. Differences under 10 % are not significant."
+    "Every time is an ESTIMATE from libtpu's schedule for TPU v5e; no TPU was used. The method's two constants were "
+    "fitted to 17 published timings, from which the estimates differ by -8 to +8 %. From 11 timings found later, they "
+    "differ by -12 to +1 % on v5e above 1 ms, by -18 to -8 % on v6e, and by more where kernels are short. No published "
+    "backward kernel was available. Differences under 10 % are not significant."
 )
 
 

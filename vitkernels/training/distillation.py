@@ -126,23 +126,23 @@ class Distillation:
     weight: float = 0.5
     temperature: float = 3.0
 
-    def __call__(self, outputs: Any, targets: Tensor, taught: Tensor) -> Tensor:
+    def __call__(self, outputs: Any, targets: Tensor, teacher_logits: Tensor) -> Tensor:
         """Return the objective of a batch; rows without a sample contribute nothing.
 
-        outputs: the student's logits (B, K), or the pair of both heads. targets: as `Loss` takes them. taught: the
-        teacher's logits (B, K).
+        outputs: the student's logits (B, K), or the pair of both heads. targets: as `Loss` takes them. teacher_logits:
+            (B, K).
         """
         first, second = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         own = self.loss_fn(first.float(), targets)
-        return (1 - self.weight) * own + self.weight * self.of_teacher(second.float(), targets, taught.float())
+        return (1 - self.weight) * own + self.weight * self.of_teacher(second.float(), targets, teacher_logits.float())
 
-    def of_teacher(self, logits: Tensor, targets: Tensor, taught: Tensor) -> Tensor:
+    def of_teacher(self, logits: Tensor, targets: Tensor, teacher_logits: Tensor) -> Tensor:
         """Return the mean loss of the teacher's predictions over the rows with a sample; 0 if there are none."""
         present = (targets.sum(1) > 0 if targets.is_floating_point() else targets != IGNORE).float()
         if self.kind == "hard":
-            losses = F.cross_entropy(logits, taught.argmax(1), reduction="none")
+            losses = F.cross_entropy(logits, teacher_logits.argmax(1), reduction="none")
         else:
-            scaled, goal = (F.log_softmax(x / self.temperature, dim=1) for x in (logits, taught))
+            scaled, goal = (F.log_softmax(x / self.temperature, dim=1) for x in (logits, teacher_logits))
             losses = F.kl_div(scaled, goal, reduction="none", log_target=True).sum(1) * self.temperature**2
         # As the loss of the targets is: over present rows for class numbers, over all rows for distributions.
         count = present.new_tensor(len(present)) if targets.is_floating_point() else present.sum().clamp(min=1)

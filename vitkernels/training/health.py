@@ -94,8 +94,8 @@ def warn_of_straggler(parallel: Parallel, step: int, window: Window) -> None:
     others = median(one[0] for rank, one in enumerate(everyone) if rank != slowest)
     if parallel.is_main and ms > STRAGGLER_FACTOR * others and ms - others > STRAGGLER_MS:
         log.warning(
-            "rank %d on %s slows the others down: up to step %d its forward pass ended after %.1f ms, of which %.1f ms "
-            "were input wait; median of the others: %.1f ms",
+            "rank %d on %s slows the others down: in the steps up to %d, its forward pass ended %.1f ms after the "
+            "start of the step (%.1f ms of this are input wait); median of the other ranks: %.1f ms",
             *(slowest, host, step, ms, wait, others),
         )
 

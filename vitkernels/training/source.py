@@ -49,7 +49,8 @@ def warn_of_timm_class_order(weights: str | Path, outputs: int, class_names: lis
         pairs = zip(in_order, class_names, strict=True)
         number = next(i for i, pair in enumerate(pairs) if pair[0] != pair[1])
         log.warning(
-            "if timm trained %s on these folders, class %d is %r there and %r here: timm sorts 2 before 10, and a next "
-            "to A. Folder names of one case with leading zeros (02, 10) sort alike in both",
+            "the classes may be in another order: if timm trained %s on these folders, its class %d is %r, and not %r "
+            "as here. timm sorts 2 before 10 and ignores case; names of one case with leading zeros (02, 10) sort the "
+            "same",
             *(weights, number, in_order[number], class_names[number]),
         )

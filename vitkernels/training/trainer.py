@@ -204,11 +204,11 @@ class Trainer:
             with parallel.accumulating(self.net, last=number == accum - 1):
                 with parallel.runtime.autocast():
                     outputs = self.net(images)
-                    taught = None if self.distillation is None else self.distillation.teacher(images)
-                if self.distillation is None or taught is None:
+                    teacher_logits = None if self.distillation is None else self.distillation.teacher(images)
+                if self.distillation is None or teacher_logits is None:
                     loss = self.loss_fn(outputs.float(), targets)
                 else:
-                    loss = self.distillation(outputs, targets, taught)
+                    loss = self.distillation(outputs, targets, teacher_logits)
                 self.timer.forward_done()
                 scaler.scale(loss / accum).backward()
             losses.append(loss.detach())

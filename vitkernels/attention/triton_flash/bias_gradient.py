@@ -21,20 +21,20 @@ _UNROLLED = 8  # heads whose loads are in flight at a time
 
 @triton.jit
 def _sum_kernel(
-    ds_ptr, out_ptr, apart, stride, count, N, M, columns,
+    ds_ptr, out_ptr, bias_stride, head_stride, count, N, M, columns,
     ADDS: tl.constexpr, ELEMENTS: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Fill out (biases, N, columns), contiguous, with sums of ds over `count` heads each; 0 from column M on.
 
-    The first head of a bias is `apart` heads behind that of the previous one; its own heads are `stride` apart. With
-    ADDS, out already has sums of other heads.
+    Consecutive biases start `bias_stride` heads apart, and heads that share a bias are `head_stride` apart. With ADDS,
+    out already has sums of other heads.
     """
     programs = tl.cdiv(N * columns, ELEMENTS)
     bias = (tl.program_id(0) // programs).to(tl.int64)
     element = tl.program_id(0) % programs * ELEMENTS + tl.arange(0, ELEMENTS)
     n, m, width = element // columns, element % columns, row_length(M)
     size = N * width
-    ds_ptr += bias * apart * size + n * width + m
+    ds_ptr += bias * bias_stride * size + n * width + m
     out_ptr += bias * N * columns + element
     total = tl.zeros((ELEMENTS,), tl.float32)
     if ADDS:
@@ -44,7 +44,7 @@ def _sum_kernel(
             head = count - 1 - first - i  # the last ones may still be in the L2 cache
             # Not m < M: a mask that ends within a vector would let the compiler load elements one by one.
             stored = (n < N) & (m < width) & (head >= 0)
-            x = tl.load(ds_ptr + head * tl.cast(stride, tl.int64) * size, mask=stored, other=0.0)
+            x = tl.load(ds_ptr + head * tl.cast(head_stride, tl.int64) * size, mask=stored, other=0.0)
             total += x.to(tl.float32)
     tl.store(out_ptr, tl.where(m < M, total, 0.0), mask=n < N)
 

@@ -18,10 +18,10 @@ _INTRODUCTION = (
     "Python on a cold L2 cache, including host time if the host is slower. The last two columns time the kernels "
     "alone, on contiguous tensors. Here `pallas_flash` runs its Mosaic-GPU kernels (Hopper). To measure: `python "
     "scripts/bench_attention.py --backends pallas_flash triton_flash`. FlashAttention-4 is flash-attn-4 4.0.0b36."
-    " Since 2026-11-28, the graphs of all contenders are replayed in turns: on that day in the order of the tables, so"
-    " that a kernel could run faster after one that takes little power; later in a random order. Before, a contender"
-    " that was timed after others may have run at a lower clock. The page shows the latest measurement of each shape;"
-    " results/attention.jsonl keeps the earlier ones."
+    " Since 2026-11-28, the contenders take turns in replaying their graphs: on that day in the order of the tables,"
+    " which could favor a kernel that followed one of low power; since then in a random order. In earlier measurements,"
+    " a contender that was timed after others may have run at a lower clock. The page shows the latest measurement of"
+    " each shape; results/attention.jsonl keeps the earlier ones."
 )
 
 

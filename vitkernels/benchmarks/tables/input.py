@@ -9,11 +9,12 @@ TIMM = "timm's create_loader"  # the peer of the loaders alone
 FAKE = "training, data=fake"  # training that never waits for input
 _SAME = ("device", "workers", "image", "batch_size", "image_size", "date", "commit", "settings")  # in all rows of a run
 _INTRODUCTION = (
-    "Images per second of loaders alone, next to timm's; of training on JPEG files, through this package's loaders and "
-    "timm's, next to training on `data=fake`, which needs no input; and of evaluating a folder. The files are "
-    "generated. Each figure is the median of the rounds, with the least and the greatest; loaders take turns in each "
-    "round, and so do the trainings. \"/ timm's loader\" is the rate divided by that of timm's loader in the same run, "
-    'so higher is faster; "/ data=fake" is the share of the rate of training without input in the same run. Figures '
+    "Images per second of three workloads: loaders alone, training on JPEG files, and evaluating a folder. Loaders are "
+    "compared with timm's. Training uses this package's loaders and timm's, and is compared with training on "
+    "`data=fake`, which needs no input. The files are generated. Each figure is the median of the rounds, with the "
+    'minimum and the maximum. Within a round, the loaders take turns, and so do the training runs. "/ timm\'s loader" '
+    'is the rate divided by that of timm\'s loader in the same run, so higher is faster; "/ data=fake" is the share of '
+    "the rate of training without input in the same run. Figures "
     "compare only within their run, because hosts differ. In runs 1 and 2, batches that workers had prepared before a "
     "measurement were counted, so the rates of loaders alone are too high, and those of training on files may be. To "
     "measure a run: `python scripts/bench_input.py --train model=vit_b16_256 speed=max`."

@@ -6,22 +6,22 @@ TITLE = "Scaling over GPUs"
 # Rows of the summary: (label, run, position in the run).
 _SUMMARY = (
     ("none", 9, 2),
-    ("none; all GPUs at once, each alone", 9, 1),
+    ("none; each GPU trains independently, all at once", 9, 1),
     ("ddp, send=copy", 9, 3),
     ("ddp, send=copy, repeated", 9, 6),
     ("ddp, send=nccl", 9, 4),
     ("fsdp", 9, 5),
     ("none", 7, 2),
-    ("none; all GPUs at once, each alone", 7, 1),
+    ("none; each GPU trains independently, all at once", 7, 1),
     ("ddp, send=nccl", 7, 5),
     ("fsdp", 7, 4),
     ("none, fused ops, CUDA graphs", 12, 2),
-    ("none, fused ops, CUDA graphs; all GPUs at once, each alone", 12, 1),
+    ("none, fused ops, CUDA graphs; each GPU trains independently, all at once", 12, 1),
     ("ddp, send=copy, fused ops, CUDA graphs", 12, 3),
     ("ddp, send=copy, fused ops, CUDA graphs, repeated", 12, 6),
     ("ddp, send=nccl, fused ops, CUDA graphs", 12, 4),
     ("none, fused ops", 10, 2),
-    ("none, fused ops; all GPUs at once, each alone", 10, 1),
+    ("none, fused ops; each GPU trains independently, all at once", 10, 1),
     ("ddp, send=nccl, fused ops", 10, 4),
     ("fsdp, fused ops", 10, 5),
     ("ddp, send=copy, fused ops", 10, 3),
@@ -31,8 +31,8 @@ _INTRODUCTION = (
     "Weak scaling of train.py on the GPUs of one host: the batch per GPU is constant, the data is synthetic, and "
     "input is never the bottleneck. Times are medians in ms with the 10th and 90th percentile. Efficiency is the "
     "step time of one GPU training alone, without any strategy, divided by that of the row in the same run. "
-    '"All GPUs at once, each alone" shows how much the GPUs compete for power and host time. To measure a run: '
-    "`python scripts/bench_scaling.py`."
+    '"Each GPU trains independently, all at once" shows how much the GPUs compete for power and host time. To measure '
+    "a run: `python scripts/bench_scaling.py`."
 )
 _HEADINGS = ("parallel", "GPUs", "step ms (p10, p90)", "images/s", "efficiency")
 
@@ -74,7 +74,7 @@ def _run_table(run: list[dict]) -> str:
 
 def _label(row: dict) -> str:
     label = row["parallel"] + (f" ({row['variant']})" if row.get("variant") else "")
-    return f"{label}; all GPUs at once, each alone" if row.get("alone") is False else label
+    return f"{label}; each GPU trains independently, all at once" if row.get("alone") is False else label
 
 
 def _cells(label: str, run: list[dict], row: dict) -> tuple[str, ...]:

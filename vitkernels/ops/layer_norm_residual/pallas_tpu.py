@@ -1,6 +1,6 @@
 """One pass over the activations forward, one backward, in Pallas for TPU; interpreted on the CPU.
 
-`Norm` also takes a following matrix product into its kernels; norm_linear and norm_mlp use it so.
+`Norm` can also fuse the matrix product that follows, as norm_linear and norm_mlp do.
 
 Shape suffixes: B images, N tokens, C channels, F features of the product.
 """

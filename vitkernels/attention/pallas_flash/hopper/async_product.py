@@ -39,7 +39,7 @@ def zeros(head_dim: int) -> tuple:
 
 
 def _parts(head_dim: int) -> list[tuple[int, int]]:
-    """Return of each part the width of its groups, and how many it has."""
+    """Return the width of the groups, and their number, for each part."""
     all_widths = widths(head_dim)
     return [(width, all_widths.count(width)) for width in dict.fromkeys(all_widths)]
 

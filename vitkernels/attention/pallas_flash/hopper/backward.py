@@ -39,7 +39,7 @@ from vitkernels.attention.pallas_flash.hopper.work_items import Side
 class Backward(RingKernel):
     """The two backward kernels, `dq` and then `dkdv`; each is built with its own schedule.
 
-    yields: leave all work to the fused backward kernel if the device prefers it; the call must launch both.
+    yields: do no work if counts on the device show that the fused backward kernel is faster; the call launches both.
     """
 
     yields: bool = False
@@ -140,7 +140,7 @@ class Backward(RingKernel):
         self.store_own(item, warpgroup, queries, [(scratch["q_smem"], dq, dq_ref, q_head)])
 
     def _keys_of(self, item, warpgroup, first_query, lse, delta, ids, scratch, place, keys) -> StreamedTile:
-        """Return the streamed tile with this place, which has `keys` keys."""
+        """Wait for the tile with this place among those of the item, and return it. keys: how many it has."""
         slot, columns = self.slot(item, place), tiles.padded_columns(keys)
         plgpu.barrier_wait(scratch["arrived"].at[slot])
 
@@ -309,7 +309,7 @@ class Backward(RingKernel):
         return self.bias_shape is None and self.can_start_from_lse
 
     def _queries_of(self, item, warpgroup, first_key, ids, scratch, place, queries) -> StreamedTile:
-        """Return the streamed tile with this place, which has `queries` queries."""
+        """Wait for the tile with this place among those of the item, and return it. queries: how many it has."""
         slot, columns = self.slot(item, place), tiles.padded_columns(queries)
         first_query = (item.first + place) * self.schedule.tile
         plgpu.barrier_wait(scratch["arrived"].at[slot])

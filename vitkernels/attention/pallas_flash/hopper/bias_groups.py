@@ -1,4 +1,4 @@
-"""The stored order of a bias on Hopper: into it, out of it, its transpose, and the sum of gradients into it (Triton).
+"""Conversions of a bias on Hopper (Triton): to and from the stored order, its transpose, and sums of its gradients.
 
 The kernels read 64 × 8 values, a group, in the order in which the threads of a product hold them: (..., tiles of 64
 rows, groups of 8 columns, 512), and within a group (warp, row of 8, pair of columns, half of 16 rows, column).
@@ -119,26 +119,28 @@ def _rows_kernel(x_ptr, out_ptr, R, C, tiles, groups, factor, ROWS: tl.constexpr
 
 @triton.jit
 def _sum_kernel(
-    ds_ptr, out_ptr, apart, stride, count, M, N, octets, tiles, groups, factor,
+    ds_ptr, out_ptr, bias_stride, pair_stride, count, M, N, octets, tiles, groups, factor,
     PAIRS: tl.constexpr, ELEMENTS: tl.constexpr, UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """Add up transposed gradients of scores, (M, 8 * octets), of `count` pairs per (image, head) of a bias.
 
-    Its first pair is `apart` pairs behind that of the previous (image, head); its own pairs are `stride` apart.
-    PAIRS of them are added up side by side.
+    Consecutive (image, head) of the bias start `bias_stride` pairs apart, and pairs that share one are `pair_stride`
+    apart. PAIRS of them are added up side by side.
     """
     pair = tl.program_id(1).to(tl.int64)
     element = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     width = octets * 8  # the compiler knows the factor, and loads 8 elements at a time
     size = M * octets * 8
     inside = (element < size)[None, :]
-    ds_ptr += pair * apart * size + element[None, :]
+    ds_ptr += pair * bias_stride * size + element[None, :]
     total = tl.zeros((PAIRS, ELEMENTS), tl.float32)
     last = count - 1 - tl.arange(0, PAIRS)[:, None]
     for first in range(0, count, UNROLLED * PAIRS):
         for i in tl.static_range(UNROLLED):
             number = last - first - i * PAIRS  # the last pairs may still be in the L2 cache
-            total += tl.load(ds_ptr + number * stride * size, mask=inside & (number >= 0), other=0.0).to(tl.float32)
+            total += tl.load(ds_ptr + number * pair_stride * size, mask=inside & (number >= 0), other=0.0).to(
+                tl.float32
+            )
     key, query = element // width, element % width
     place = pair * tiles * groups * 512 + _place(query, key, groups)
     sums = (tl.sum(total, 0) * factor).to(out_ptr.dtype.element_ty)
@@ -204,13 +206,13 @@ def summed(ds_BHMN: Tensor, shape: tuple[int, int], N: int, factor: float, dtype
     pairs = shape[0] * shape[1]
     count = B * H // pairs
     # The pairs that share a bias are H apart if it has all heads, else consecutive.
-    apart, stride = (1, H) if shape == (1, H) else (count, 1)
+    bias_stride, pair_stride = (1, H) if shape == (1, H) else (count, 1)
     # With one pair at a time, programs may be so few that most of the GPU idles.
     programs = cdiv(M * width, _SUMMED) * pairs
     at_once = min(32, next_power_of_2(count), next_power_of_2(cdiv(_FEWEST_PROGRAMS, programs)))
     elements = _SUMMED // at_once
     triton_call(
-        ds, out, apart, stride, count, M, N, width // 8, *out.shape[2:4], factor,
+        ds, out, bias_stride, pair_stride, count, M, N, width // 8, *out.shape[2:4], factor,
         kernel=_sum_kernel, grid=(cdiv(M * width, elements), pairs), PAIRS=at_once, ELEMENTS=elements, UNROLLED=_LOADS,
         num_warps=4,
     )  # fmt: skip

@@ -79,7 +79,7 @@ class KeyBlock(NamedTuple):
 
 
 class Starts(tiles.HopperKernel):
-    """The kernel that prepares the fused one: what its products of scores and of dP start from, and zeroed counters."""
+    """The kernel before the fused one: computes what the products of S and dP start from, and zeroes the counters."""
 
     def __call__(self, out_BNHD, do_BNHD, lse_BHN, *ids):
         """Return -lse in units of q k, -delta = -rowsum(dO O), and zeros in int32, all like log-sum-exp.

@@ -51,9 +51,9 @@ def added(total: jax.Array, x: jax.Array, first: int) -> jax.Array:
 
 @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
 def pin(_ctx, totals):
-    """Have sums of weights (ROWS, 8) computed before the wait for products that follows, for half of the rows.
+    """Have sums of weights (ROWS, 8) computed before the next wait for products; half of the rows suffice.
 
-    ptxas may move what they are computed from behind the wait, where it would not overlap with the products. It does
+    Otherwise ptxas may move the weights behind the wait, where it would not overlap with the products. It does
     not move stores, and does not know that this one is never executed, as no sum is negative. totals must include the
     sum of a tile before: of a sum of exponentials alone, the compiler knows its sign, and removes the store.
     """

@@ -177,7 +177,7 @@ class OverlappedForward(Forward):
 
     @property
     def _pinned(self) -> int | None:
-        """Return of how many groups of a full tile's weights the sums are pinned, if any; see groups.pin.
+        """Return how many groups of a full tile's weights have pinned sums (see groups.pin); None if none has.
 
         What was fastest at most lengths of a kind (notes/pallas_flash_long.md).
         """

@@ -155,7 +155,7 @@ class RingKernel(WorkItems):
 
     @property
     def compared_widths(self) -> tuple[int, ...]:
-        """Return the widths, descending, to which a segment's last tile, if it compares ids, is narrowed if it fits."""
+        """Return the narrower widths, descending, that a segment's last tile may have if it compares ids."""
         return tuple(w for w in self.narrow_widths if w < self.schedule.tile) if self.keeps_to_segments else ()
 
     # --- tiles and own rows -------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ class Schedule:
     warpgroups: int
     buffers: int = 2
     is_listed: bool = False  # the work items are those that `packed_chunks` lists
-    bias_slots: int = 1  # with a bias: those of how many tiles are held at a time
+    bias_slots: int = 1  # with a bias: of how many tiles it is in shared memory at a time
 
     def __post_init__(self):
         assert self.warpgroups <= 3, "more warpgroups request more registers than the launch provides, which deadlocks"
@@ -270,7 +270,7 @@ def fused_backward_schedule(
 
 
 def fewest_heads(queries: int, multiprocessors: int) -> int:
-    """Return of how many heads the fused kernel's work items must alternate, so that items of a head start apart."""
+    """Return how many heads must alternate, at least, for the work items of a head to start APART turns apart."""
     return -(-APART * multiprocessors // -(-queries // 128))
 
 
@@ -283,6 +283,10 @@ def fewest_chunks(heads: int) -> int:
 
 
 def interleaved_heads(heads: int, queries: int, multiprocessors: int) -> int:
-    """Return of how many heads the fused kernel's work items alternate: enough, dividing all of them best."""
+    """Return how many heads the fused kernel's work items alternate between.
+
+    All, if there are no more than fewest_heads. Otherwise at least that many and less than twice as many: the number
+    whose last group is closest to full.
+    """
     fewest = fewest_heads(queries, multiprocessors)
     return min(range(fewest, 2 * fewest), key=lambda together: -heads % together) if heads > fewest else heads

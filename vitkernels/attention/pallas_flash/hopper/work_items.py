@@ -50,7 +50,7 @@ class WorkItem(NamedTuple):
     streamed: Any  # how many tiles streamed for those items
     first: Any = 0  # the first tile that streams past this item
     steps: Any = 0  # how many tiles stream past this item
-    uncompared: Any = 0  # of how many of these, from the first on, all rows have the ids of the own rows
+    uncompared: Any = 0  # how many of the first of these need no comparison: all their rows have the own rows' id
     row: Any = 0  # the first row of the first of these, unless a tile holds chunks of several segments
     last: Any = 0  # if an item keeps to a segment: how many rows of the last of these are the segment's
     chunk: Any = 0  # the first of its chunks of own rows
