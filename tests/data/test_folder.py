@@ -115,7 +115,7 @@ def test_headers__unreadable_ones_are_counted(make_root, caplog):
     root = make_root(val=2)
     (root / "val" / "b" / "0.jpg").write_bytes(b"")
     (root / "val" / "b" / "1.png").write_text("no image")
-    data = build(root)
+    data = build(root, max_bad_share=0.5)
     path = root / "val" / "b" / "0.jpg"
     assert warnings_of(caplog) == [f"{root / 'val'}: could not read 2 of 6 checked images, such as {path}"]
     assert data.val.num_samples == 6  # they count until reading fails
@@ -134,7 +134,7 @@ def test_headers__are_evenly_spaced(make_root, caplog):
     root = make_root(train=7)
     for name in ("a/0.jpg", "b/3.png", "c/6.jpg"):
         (root / "train" / name).write_bytes(b"")
-    build(root, check_images=3)
+    build(root, check_images=3, max_bad_share=0.1)
     assert "3 of 3 checked images" in warnings_of(caplog)[0]
 
 
@@ -190,6 +190,38 @@ def test_other_files__macos_metadata_and_pipes_are_not_images(make_root, caplog)
     assert data.train.num_samples == 6 and len(list(finished_epoch(data.train, 0))) == 3
     (line,) = [record.message for record in caplog.records if "ignored" in record.message]
     assert "6 ._*" in line and "1 .jpg (not a regular file)" in line
+
+
+def test_hidden_folders__are_neither_classes_nor_parts_of_one(make_root, caplog):
+    root = make_root(train=2)
+    plain = build(str(root))
+    shutil.copytree(root / "train" / "a", root / "train" / ".ipynb_checkpoints")
+    shutil.copytree(root / "train" / "b", root / "train" / "a" / ".thumbnails")
+    with caplog.at_level(logging.INFO):
+        data = build(str(root))
+    assert data.class_names == plain.class_names and data.train.num_samples == plain.train.num_samples
+    skipped = [record.message for record in caplog.records if "skipped hidden folders" in record.message]
+    assert [message.rpartition(": ")[2] for message in skipped] == [".ipynb_checkpoints", "a/.thumbnails"]
+
+
+def test_only_train__names_the_folder_to_split(make_root):
+    root = make_root()
+    shutil.rmtree(root / "val")
+    with error("data.splits", missing=["val"]) as caught:
+        build(str(root))
+    assert f"root={root / 'train'} with val_share" in str(caught.value)
+    with error("data.val_share", found=["train"]) as caught:
+        build(str(root), val_share=0.1)
+    assert f"set root={root / 'train'}" in str(caught.value)
+
+
+def test_headers__more_unreadable_images_than_allowed_end_the_run(make_root):
+    root = make_root(train=4)
+    for image in sorted((root / "train").glob("*/*"))[:2]:
+        image.write_bytes(b"no image")
+    with error("data.bad_images", unreadable=2, allowed=1):
+        build(str(root))
+    build(str(root), max_bad_share=0.2)
 
 
 def test_unlistable_folder__is_named_in_the_error(make_root, monkeypatch):

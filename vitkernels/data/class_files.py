@@ -11,38 +11,51 @@ from vitkernels.errors import UsageError
 
 log = logging.getLogger(__name__)
 
+HIDDEN = "."  # prefix of the folders of tools, such as .ipynb_checkpoints, which are not classes
 _MACOS = "._"  # prefix of the files in which macOS stores metadata of the file with the rest of the name
 
 
 def list_classes(root: Path, classes: list[str]) -> dict[str, list[str]]:
     """Return class -> paths of its image files, sorted by folder and then by name.
 
-    Images end in torchvision's IMG_EXTENSIONS and do not start with "._". Linked folders outside of `root` are followed
-    once; a link back into its own class is skipped. Both are logged, as is the number of other files. UsageError for a
-    link from one class to another or to a parent folder, and for a folder that cannot be listed.
+    Images end in torchvision's IMG_EXTENSIONS and do not start with "._". Hidden folders are skipped. Linked folders
+    outside of `root` are followed once; a link back into its own class is skipped. All of these are logged, as is the
+    number of other files. UsageError for a link from one class to another or to a parent folder, and for a folder that
+    cannot be listed.
     """
     other: Counter[str] = Counter()
+    hidden: list[str] = []
     real = {name: os.path.realpath(root / name) for name in classes}
     files = {}
     for name in classes:
         forbidden = [os.path.realpath(root), *(path for each, path in real.items() if each != name)]
         if any(real[name] == path for path in forbidden) or _holds(real[name], forbidden[0]):
             raise _leaves_class(root / name, real[name], name)
-        files[name] = _walk(root / name, name, forbidden, other)
+        files[name] = _walk(root / name, name, forbidden, other, hidden)
+    log_hidden(root, hidden)
     if other:
         counts = ", ".join(f"{count} {suffix or 'without suffix'}" for suffix, count in other.most_common(10))
         log.info("%s: ignored %d files that are not images: %s", root, other.total(), counts)
     return files
 
 
-def _walk(top: Path, name: str, forbidden: list[str], other: Counter[str]) -> list[str]:
-    """Return the image files under a class folder, and count the others by suffix."""
+def log_hidden(root: Path, folders: list[str]) -> None:
+    """Log which hidden folders were skipped."""
+    if folders:
+        more = f" and {len(folders) - 5} more" if len(folders) > 5 else ""
+        log.info("%s: skipped hidden folders: %s%s", root, ", ".join(sorted(folders)[:5]), more)
+
+
+def _walk(top: Path, name: str, forbidden: list[str], other: Counter[str], hidden: list[str]) -> list[str]:
+    """Return the image files under a class folder; count the others by suffix, and collect hidden folders."""
     found, waiting, visited = [], [str(top)], {os.path.realpath(top)}
     while waiting:
         folder = waiting.pop()
         images = []
         for entry in _entries(folder):
-            if entry.is_dir():
+            if entry.is_dir() and entry.name.startswith(HIDDEN):
+                hidden.append(os.path.relpath(entry.path, top.parent))
+            elif entry.is_dir():
                 if _follow(entry, str(top), name, forbidden, visited):
                     waiting.append(entry.path)
             elif _is_image(entry):

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes
 
-from vitkernels.data.class_files import cannot_list, list_classes
+from vitkernels.data.class_files import HIDDEN, cannot_list, list_classes, log_hidden
 from vitkernels.data.image_source import evenly_spaced
 from vitkernels.errors import UsageError
 
@@ -59,9 +59,10 @@ def scan_splits(root: str | None, splits: list[str]) -> dict[str, Folder]:
     missing = [split for split in splits if not (path / split).is_dir()]
     if missing:
         found = sorted(entry.name for entry in path.iterdir())[:10]
+        split_here = f"root={path / 'train'}" if missing == ["val"] else "ROOT/<class>/<image>.jpg"
         raise UsageError(
             f"root={path} has no {' and no '.join(f'{split}/ folder' for split in missing)} "
-            f"(it contains: {', '.join(found) or 'nothing'}); {LAYOUT}, or ROOT/<class>/<image>.jpg with val_share",
+            f"(it contains: {', '.join(found) or 'nothing'}); {LAYOUT}, or {split_here} with val_share=0.1",
             code="data.splits",
             root=str(path),
             missing=missing,
@@ -84,7 +85,8 @@ def split_by_name(root: str | None, splits: list[str], val_share: float) -> dict
     present = [split for split in ("train", "val") if (path / split).is_dir()]
     if present:
         raise UsageError(
-            f"val_share={val_share}, but {path} has the folder {present[0]}/: use val_share=null",
+            f"val_share={val_share}, but {path} has the folder {present[0]}/: "
+            + ("use val_share=null" if len(present) == 2 else f"to split that folder, set root={path / present[0]}"),
             code="data.val_share",
             root=str(path),
             found=present,
@@ -127,15 +129,19 @@ def _existing_folder(root: str | None) -> Path:
 
 def _scan(path: Path) -> Folder:
     try:
-        classes, class_to_idx = find_classes(path)
+        found, _ = find_classes(path)
     except PermissionError as error:
         raise cannot_list(str(path), error) from error
     except FileNotFoundError:
+        found = []
+    classes = [name for name in found if not name.startswith(HIDDEN)]
+    log_hidden(path, [name for name in found if name.startswith(HIDDEN)])
+    if not classes:
         raise UsageError(
             f"{path} has no class folders: move each image into a folder named after its class",
             code="data.no_classes",
             path=str(path),
-        ) from None
+        )
     if len(classes) == 1:
         raise UsageError(
             f"{path} has only one class folder, {classes[0]!r}, and training needs at least two: add the other classes",
@@ -144,7 +150,8 @@ def _scan(path: Path) -> Folder:
         )
     _check_names(path, classes)
     files = list_classes(path, classes)
-    samples = [(file, class_to_idx[name]) for name, found in files.items() for file in found]
+    class_to_idx = {name: i for i, name in enumerate(classes)}
+    samples = [(file, class_to_idx[name]) for name, images in files.items() for file in images]
     counts = Counter(target for _, target in samples)
     empty = [name for name, target in class_to_idx.items() if not counts[target]]
     if empty:

@@ -17,11 +17,18 @@ HEAD = 64 * 1024  # bytes, which hold the header of most images
 
 
 def check_headers(
-    source: ImageSource, image_size: int, *, check_images: int | None, small_images: str, log: logging.Logger
+    source: ImageSource,
+    image_size: int,
+    *,
+    check_images: int | None,
+    small_images: str,
+    allowed: int,
+    log: logging.Logger,
 ) -> None:
     """Read the headers of up to `check_images` evenly spaced images (None: all) and log unreadable and small ones.
 
-    An image is small if its shorter side has less than image_size pixels; UsageError if small_images is "error".
+    UsageError if more than `allowed` are unreadable, as training would stop later. An image is small if its shorter
+    side has less than image_size pixels; UsageError if small_images is "error".
     """
     if small_images not in SMALL_IMAGES:
         raise unknown_name("small_images", str(small_images), SMALL_IMAGES)
@@ -36,9 +43,17 @@ def check_headers(
     unreadable = [i for i, size in zip(ids, sizes, strict=True) if size is None]
     if unreadable:
         example = source.describe(unreadable[0])
-        log.warning(
-            "%s: could not read %d of %d checked images, such as %s", source.name, len(unreadable), count, example
-        )
+        finding = f"{source.name}: could not read {len(unreadable)} of {count} checked images, such as {example}"
+        if len(unreadable) > allowed:
+            raise UsageError(
+                f"{finding}; the limit is {allowed} of {total} (max_bad_share). Fix or remove them, or raise "
+                "max_bad_share; `vitkernels data check ROOT` lists all",
+                code="data.bad_images",
+                path=source.name,
+                unreadable=len(unreadable),
+                allowed=allowed,
+            )
+        log.warning("%s", finding)
     small = [(size, i) for i, size in zip(ids, sizes, strict=True) if size and min(size) < image_size]
     if small:
         (width, height), smallest = min(small, key=lambda entry: min(entry[0]))

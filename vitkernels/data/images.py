@@ -28,7 +28,7 @@ from vitkernels.data.device_transforms import DeviceTransforms, has_triton
 from vitkernels.data.headers import check_headers
 from vitkernels.data.image_source import ImageSource, SourceError, read_patiently
 from vitkernels.data.input_spec import InputSpec
-from vitkernels.data.loader import DatasetLoader
+from vitkernels.data.loader import DatasetLoader, allowed_bad
 from vitkernels.data.randomness import Stream, seeded_globals
 from vitkernels.data.samples import SampleProblem
 from vitkernels.data.shared_memory import RecycledMemory
@@ -265,7 +265,12 @@ class ImageSettings:
 
         for source in sources.values():
             check_headers(
-                source, spec.image_size, check_images=self.check_images, small_images=self.small_images, log=log
+                source,
+                spec.image_size,
+                check_images=self.check_images,
+                small_images=self.small_images,
+                allowed=spec.shard.world * allowed_bad(self.max_bad_share, len(source.targets), spec.shard.world),
+                log=log,
             )
         loaders = {split: loader(split, training=split == "train") for split in sources}
         dense = {split for split, source in sources.items() if source.targets.ndim == 2}
@@ -316,7 +321,8 @@ def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:
     """Return the preprocessing of training and of evaluation, with defaults for what is None. UsageError if invalid."""
     if in_chans != 3:
         raise UsageError(
-            f"in_chans={in_chans}: images are decoded to RGB, so the model needs in_chans=3",
+            f"in_chans={in_chans}: images are decoded to RGB, so choose a model with in_chans=3, such as "
+            "model.name=vit_base_patch16_224",
             code="data.in_chans",
             in_chans=in_chans,
         )

@@ -40,6 +40,11 @@ class BadImagesError(RuntimeError):
         )
 
 
+def allowed_bad(share: float, images: int, processes: int) -> int:
+    """Return how many unreadable images a process may have: a share of its images, rounded up, and at least one."""
+    return max(1, math.ceil(share * images / processes))
+
+
 class WorkerDiedError(RuntimeError):
     """A worker process ended unexpectedly."""
 
@@ -98,7 +103,7 @@ class DatasetLoader:
         self._finish = getattr(samples, "device_transforms", None) or DeviceTransforms()
         self._batches = SampleBatches(samples, batch_size, seed, training, mixing, shard)
         self.batches_per_epoch = self._batches.per_epoch
-        self._allowed = max(1, math.ceil(max_bad_share * len(samples) / shard.world))
+        self._allowed = allowed_bad(max_bad_share, len(samples), shard.world)
         self._log = log or logging.getLogger(__name__)
         self._warned: set[tuple[str, str]] = set()
         self._keys: list[tuple[int, int]] = []  # (epoch, batch) of the batches to come: the DataLoader's sampler

@@ -9,7 +9,12 @@ from vitkernels.errors import UsageError
 
 log = logging.getLogger("vitkernels")
 
-_EXTRAS = {"triton": "cuda", "jax": "tpu", "torch_xla": "tpu"}  # package -> the extra of this package that installs it
+# package -> the extras of this package that install it, and where each is meant for
+_EXTRAS = {
+    "triton": {"cuda": "on an NVIDIA GPU"},
+    "jax": {"hopper": "on a Hopper GPU", "tpu": "on a TPU machine"},
+    "torch_xla": {"tpu": "on a TPU machine"},
+}
 
 
 @dataclass(frozen=True)
@@ -52,13 +57,14 @@ class Source:
 
 
 def missing_package(error: ModuleNotFoundError) -> UsageError | None:
-    """Return the error that names the extra to install; None if no extra installs the missing package."""
+    """Return the error that names the extras to install; None if none installs the missing package."""
     package = (error.name or "").partition(".")[0]
     if package not in _EXTRAS:
         return None
-    extra = _EXTRAS[package]
-    message = f"{package} is not installed: pip install 'vitkernels[{extra}]' (Linux only)"
-    return UsageError(message, code="registry.missing_package", package=package, extra=extra)
+    extras = _EXTRAS[package]
+    choices = " or ".join(f"pip install 'vitkernels[{extra}]' {place}" for extra, place in extras.items())
+    message = f"{package} is not installed: {choices} (Linux only)"
+    return UsageError(message, code="registry.missing_package", package=package, extras=list(extras))
 
 
 def from_entry_points(group: str, prefix: str = "") -> list[tuple[str, Source]]:
