@@ -14,14 +14,14 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 
 from vitkernels.data.augment import DrawnImage, EvalPreprocessing, PreparedImage, TrainAugmentation
 from vitkernels.data.batch_memory import CropBatch, PixelBatch
 from vitkernels.data.checks import as_list, check_number, is_numbers, value_error
 from vitkernels.data.contract import IGNORE, Data
-from vitkernels.data.decode import Decoder, ImageFile, choose_decoder
+from vitkernels.data.decode import Decoder, ImageFile, choose_decoder, why_unreadable
 from vitkernels.data.decode.gpu import FileDecoder, file_decoder
 from vitkernels.data.device_crops import DeviceCropper
 from vitkernels.data.device_transforms import DeviceTransforms, has_triton
@@ -174,10 +174,8 @@ def _attempted(index: int, function: Callable[[], Result]) -> tuple[Result | Non
         return function(), []
     except SourceError:
         raise
-    except UnidentifiedImageError:
-        return None, [SampleProblem(index, "not an image format that Pillow supports", unreadable=True)]
     except Exception as error:  # a broken file can make a decoder raise almost anything
-        return None, [SampleProblem(index, f"{type(error).__name__}: {error}", unreadable=True)]
+        return None, [SampleProblem(index, why_unreadable(error), unreadable=True)]
 
 
 def _remarks(index: int, image: ImageFile) -> list[SampleProblem]:

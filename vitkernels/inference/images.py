@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from vitkernels.data.decode import Decoder
+from vitkernels.data.decode import Decoder, why_unreadable
 from vitkernels.errors import UsageError
 from vitkernels.models.timm_config import Transform
 
@@ -82,12 +82,10 @@ def _read(file: str, transform: Transform, channels: int) -> torch.Tensor | str:
     """Return the image, (C, S, S), or the reason why the file cannot be read."""
     try:
         return transform(as_input(file, channels))
-    except UnidentifiedImageError:
-        return "not an image format that Pillow supports"
     except UsageError:
         raise
     except Exception as error:  # a broken file can make a decoder raise almost anything
-        return f"{type(error).__name__}: {error}"
+        return why_unreadable(error)
 
 
 def as_input(file: str, channels: int) -> Image.Image:

@@ -13,11 +13,12 @@ import numpy as np
 
 from vitkernels.data.decode import gpu, pillow, turbo
 from vitkernels.data.decode.contract import ImageFile, NotSupported
+from vitkernels.data.decode.pillow import why_unreadable
 from vitkernels.errors import UsageError, unknown_name
 
 NAMES = ("auto", "pillow", "turbo", "cuda")
 
-__all__ = ["NAMES", "Decoder", "ImageFile", "choose_decoder"]
+__all__ = ["NAMES", "Decoder", "ImageFile", "choose_decoder", "why_unreadable"]
 
 
 class Decoder:

@@ -3,12 +3,19 @@
 import io
 
 import numpy as np
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 from vitkernels.data.decode.contract import upright, upright_size
 from vitkernels.data.decode.pillow_warnings import collected
 
 ORIENTATION = 0x0112  # the EXIF tag
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return the reason why a file could not be opened or decoded."""
+    if isinstance(error, UnidentifiedImageError):  # its own message names an object in memory
+        return "not an image format that Pillow supports"
+    return f"{type(error).__name__}: {error}"
 
 
 class PillowImage:

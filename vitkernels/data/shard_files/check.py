@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from vitkernels.data.decode import choose_decoder
+from vitkernels.data.decode import choose_decoder, why_unreadable
 from vitkernels.data.folder import Folder
 from vitkernels.data.shard_files.contract import Fields, ShardFile, ShardSamples
 from vitkernels.data.shard_files.read import index_shard
@@ -122,6 +122,6 @@ def _decode(images: Iterator[tuple[str, bytes]], findings: Findings) -> None:
             image = decoder.open(data)
             decoder.decode(image)
         except Exception as error:  # a broken file can make a decoder raise almost anything
-            findings.problems.append(f"{name} cannot be decoded ({type(error).__name__}: {error})")
+            findings.problems.append(f"{name} cannot be decoded ({why_unreadable(error)})")
             continue
         findings.warnings += [f"{name}: {warning}" for warning in image.warnings]
