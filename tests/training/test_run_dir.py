@@ -30,6 +30,22 @@ def test_command__is_the_one_that_was_typed(tmp_path, settings, monkeypatch, by_
     assert read_json(tmp_path / "command.json") == {"command": expected}
 
 
+def test_command__of_a_resumed_run_is_named_in_errors(tmp_path, settings, monkeypatch):
+    """A run may continue with other settings than it was started with, so that the first command would be refused."""
+    for words in (["seed=3"], ["seed=3", "resume=auto"]):
+        monkeypatch.setattr("sys.argv", [str(location.train_script()), *words])
+        run_dir.begin(tmp_path, plain(settings()), resumed="resume=auto" in words, notes={})
+    commands = read_json(tmp_path / "command.json")
+    assert commands["command"].endswith(" seed=3")
+    assert run_dir.started_with(tmp_path) == f"; it was last continued with: {commands['continued_with']}"
+    assert commands["continued_with"].endswith(" seed=3 resume=auto")
+
+
+def test_resume__missing_path_is_refused_before_anything_is_built(tmp_path, settings):
+    with error("checkpoint.missing"):
+        run_dir.claim(tmp_path, plain(settings(f"resume={tmp_path / 'nope'}")))
+
+
 def test_settings_added_later__do_not_block_a_resume(tmp_path, settings):
     now = plain(settings("resume=auto"))
     before = copy.deepcopy(run_dir.identity(now))

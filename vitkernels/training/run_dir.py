@@ -201,10 +201,13 @@ def locked(folder: Path) -> Iterator[None]:
 def claim(folder: Path, settings: dict) -> tuple[Path, bool]:
     """Return (folder, False) if this run may write to `folder`, or (folder of the complete run, True).
 
-    Raises UsageError if the folder holds a run that this one would overwrite.
+    Raises UsageError if the folder holds a run that this one would overwrite, and CheckpointError if the path to resume
+    does not exist, before data and model are built.
     """
     if settings["mode"] != "train":
         return folder, False
+    if settings["resume"] not in (None, "auto") and not Path(settings["resume"]).exists():
+        load_state(settings["resume"])  # raises
     complete = find_complete(folder, settings) if settings["resume"] == "auto" else None
     if complete is not None:
         return complete, True
@@ -247,9 +250,12 @@ def _refuse_to_overwrite(folder: Path, settings: dict) -> None:
 
 
 def started_with(folder: Path) -> str:
-    """Return "; it was started with: COMMAND" for messages; a run of an older version gives ""."""
-    command = (read_json(folder / "command.json") or {}).get("command")
-    return f"; it was started with: {command}" if isinstance(command, str) else ""
+    """Return "; it was started with: COMMAND" for messages, or "last continued with"; "" for runs of older versions."""
+    commands = read_json(folder / "command.json") or {}
+    command, how = commands.get("continued_with"), "last continued"
+    if not isinstance(command, str):
+        command, how = commands.get("command"), "started"
+    return f"; it was {how} with: {command}" if isinstance(command, str) else ""
 
 
 def _length(settings: dict) -> tuple:
@@ -276,8 +282,13 @@ def begin(folder: Path, settings: dict, resumed: bool, notes: dict) -> None:
             code="run.no_checkpoint",
         )
     write_json(folder / "config.json", identity(settings))
-    if not resumed or not (folder / "command.json").exists():
-        write_json(folder / "command.json", {"command": shlex.join([*program(), *sys.argv[1:]])})
+    command = shlex.join([*program(), *sys.argv[1:]])
+    started = (read_json(folder / "command.json") or {}).get("command") if resumed else None
+    # The first command tells what the run does, and the last one with which settings it continues.
+    write_json(
+        folder / "command.json",
+        {"command": command} if started is None else {"command": started, "continued_with": command},
+    )
     for name, content in notes.items():
         if content is not None:
             write_json(folder / f"{name}.json", content)
