@@ -22,6 +22,19 @@ def gpu(test):
     return test
 
 
+def check_gradients(B, H, N, M, D, dtype):
+    """Compare gradients with float64, and with a second run, which must give the same bits."""
+    q, k, v = (torch.randn(B, H, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
+    out = attention.get("pallas_flash")(q, k, v, scale=0.1)
+    do = torch.randn_like(out)
+    grads, again = (torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for _ in range(2))
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    exact = F.scaled_dot_product_attention(*leaves, scale=0.1)
+    for x, y, z in zip(grads, again, torch.autograd.grad(exact, leaves, do.double()), strict=True):
+        assert torch.equal(x, y)
+        assert error(x, z) < TOLERANCE[dtype] if z.norm() > 1e-6 else x.norm() < 1e-3
+
+
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("N, M", [(50, 70), (129, 17), (577, 1200)])
@@ -67,15 +80,7 @@ def test_overlapped_forward__on_gpu(N, M, D, dtype):
     ],
 )
 def test_short_backward__on_gpu(N, M, D, dtype):
-    q, k, v = (torch.randn(13, 50, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
-    out = attention.get("pallas_flash")(q, k, v, scale=0.1)
-    do = torch.randn_like(out)
-    grads, again = (torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for _ in range(2))
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = F.scaled_dot_product_attention(*leaves, scale=0.1)
-    for x, y, z in zip(grads, again, torch.autograd.grad(exact, leaves, do.double()), strict=True):
-        assert torch.equal(x, y)
-        assert error(x, z) < TOLERANCE[dtype] if z.norm() > 1e-6 else x.norm() < 1e-3
+    check_gradients(13, 50, N, M, D, dtype)
 
 
 @gpu
@@ -88,15 +93,8 @@ def test_short_backward__on_gpu(N, M, D, dtype):
     ],
 )
 def test_backward_pair__on_gpu(N, M, D, dtype):
-    """Head dims up to 64, up to 8 tokens behind full tiles: the first step takes two tiles."""
-    q, k, v = (torch.randn(2, 70, n, D, device="cuda").to(dtype).requires_grad_() for n in (N, M, M))
-    out = attention.get("pallas_flash")(q, k, v, scale=0.1)
-    do = torch.randn_like(out)
-    grads, again = (torch.autograd.grad(out, (q, k, v), do, retain_graph=True) for _ in range(2))
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    exact = F.scaled_dot_product_attention(*leaves, scale=0.1)
-    for x, y, z in zip(grads, again, torch.autograd.grad(exact, leaves, do.double()), strict=True):
-        assert torch.equal(x, y) and error(x, z) < TOLERANCE[dtype]
+    """At head dims up to 64, with up to 8 tokens behind full tiles, the first step takes two tiles."""
+    check_gradients(2, 70, N, M, D, dtype)
 
 
 @gpu

@@ -262,6 +262,7 @@ class ImageSettings:
             return spec.loader(samples, training=training, mixing=mixed, max_bad_share=self.max_bad_share, log=log)
 
         for source in sources.values():
+            # If the processes together have more bad images than they may, one of them exceeds its limit.
             check_headers(
                 source,
                 spec.image_size,
@@ -320,7 +321,7 @@ def _preprocessing(in_chans: int, given: dict[str, Any]) -> tuple[dict, dict]:
     if in_chans != 3:
         raise UsageError(
             f"in_chans={in_chans}: images are decoded to RGB, so choose a model with in_chans=3, such as "
-            "model.name=vit_base_patch16_224",
+            "vit_base_patch16_224",
             code="data.in_chans",
             in_chans=in_chans,
         )

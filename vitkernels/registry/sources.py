@@ -9,11 +9,11 @@ from vitkernels.errors import UsageError
 
 log = logging.getLogger("vitkernels")
 
-# package -> the extras of this package that install it, and where each is meant for
+# package -> the extras of this package that install it, and what each is for
 _EXTRAS = {
-    "triton": {"cuda": "on an NVIDIA GPU"},
-    "jax": {"hopper": "on a Hopper GPU", "tpu": "on a TPU machine"},
-    "torch_xla": {"tpu": "on a TPU machine"},
+    "triton": {"cuda": "for an NVIDIA GPU"},
+    "jax": {"hopper": "for a Hopper GPU", "tpu": "for a TPU"},
+    "torch_xla": {"tpu": "for a TPU"},
 }
 
 
@@ -62,7 +62,7 @@ def missing_package(error: ModuleNotFoundError) -> UsageError | None:
     if package not in _EXTRAS:
         return None
     extras = _EXTRAS[package]
-    choices = " or ".join(f"pip install 'vitkernels[{extra}]' {place}" for extra, place in extras.items())
+    choices = " or ".join(f"pip install 'vitkernels[{extra}]' {purpose}" for extra, purpose in extras.items())
     message = f"{package} is not installed: {choices} (Linux only)"
     return UsageError(message, code="registry.missing_package", package=package, extras=list(extras))
 

@@ -207,7 +207,7 @@ def claim(folder: Path, settings: dict) -> tuple[Path, bool]:
     if settings["mode"] != "train":
         return folder, False
     if settings["resume"] not in (None, "auto") and not Path(settings["resume"]).exists():
-        load_state(settings["resume"])  # raises
+        load_state(settings["resume"])  # raises CheckpointError
     complete = find_complete(folder, settings) if settings["resume"] == "auto" else None
     if complete is not None:
         return complete, True

@@ -20,6 +20,10 @@ from vitkernels.attention.pallas_flash.hopper.tiles import ROWS, transposed
 _DQ_COLUMNS = 32  # that are computed at a time; with 16 or 64, dq's kernel is up to 3 % slower
 
 
+def _product(weights: jax.Array, dp: jax.Array, _first: int) -> jax.Array:
+    return weights * dp
+
+
 class StreamedTile(NamedTuple):
     """A tile of streamed rows: keys for dq, queries for dk and dv."""
 
@@ -27,8 +31,7 @@ class StreamedTile(NamedTuple):
     starts: tuple[jax.Array | None, jax.Array]
     parts: tuple[tuple, tuple]  # K and V, or Q and dO, in shared memory; see async_product.ring
     weights_of: Callable[[jax.Array, int], jax.Array]  # from S, of columns from the last argument on; in float32
-    # The same for dS, from weights and dP; None: their product.
-    ds_of: Callable[[jax.Array, jax.Array, int], jax.Array] | None = None
+    ds_of: Callable[[jax.Array, jax.Array, int], jax.Array] = _product  # the same for dS, from weights and dP
 
     @property
     def columns(self) -> int:
@@ -62,7 +65,7 @@ def add_query_gradient(
             tile, (k, _) = streamed[i], streamed[i].parts
             weights = tile.weights_of(all_scores[i][:, first:end], first)
             all_dp = wait_for_dp(0) if all_dp is None else all_dp
-            ds = weights * all_dp[i][:, first:end]
+            ds = tile.ds_of(weights, all_dp[i][:, first:end], first)
             total = async_product.start(total, async_product.operand(ds, dtype), k, interpret, first)
         return async_product.finish(total, interpret)
 
@@ -103,8 +106,7 @@ def add_key_gradients(
         all_dp = wait_for_dp(started)
         for (i, first, end), some in zip(ranges, weights, strict=True):
             tile, (q, _) = streamed[i], streamed[i].parts
-            dp = all_dp[i][:, first:end]
-            ds = some * dp if tile.ds_of is None else tile.ds_of(some, dp, first)
+            ds = tile.ds_of(some, all_dp[i][:, first:end], first)
             dk = async_product.start(dk, async_product.operand(ds, dtype), q, interpret, first)
         return async_product.finish(dk, interpret), async_product.finish(dv, interpret)
 
