@@ -343,18 +343,11 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, of_segment, kept, warpg
         (208, 64, None, None),
         (256, 40, None, None),
         (577, 88, None, None),
-        (4096, 128, None, None),
         (4096, 56, None, None),
         (1024, 40, None, None),
         (197, 64, (6, 6), None),
-        (256, 64, (6, 6), None),
-        (788, 64, (50, 50), None),
         (1200, 64, None, None),
-        (1500, 64, (94, 94), None),
         (788, 72, (50, 50), None),
-        (788, 128, (50, 50), None),
-        (197, 64, (4, 4), ((1, 8), torch.float32)),
-        (197, 64, None, ((1, 8), torch.float32)),
         (197, 64, None, ((1, 8), torch.bfloat16)),
         (256, 40, None, ((2, 1), torch.float32)),
         (577, 64, None, ((2, 1), torch.bfloat16)),
@@ -366,7 +359,7 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, of_segment, kept, warpg
     ],
 )
 def test_kernels__lower_without_a_gpu(N, D, chunks, of_bias):
-    """Mosaic GPU checks layouts, copies and shared memory. test_pallas_flash_ptxas.py is about registers."""
+    """Mosaic GPU checks layouts, copies and shared memory. test_pallas_flash_ptxas.py lowers other calls."""
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
 
     options = True, torch.device("cuda"), chunks, *(of_bias or ())

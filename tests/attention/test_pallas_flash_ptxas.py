@@ -64,25 +64,15 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def reports_of_cases():
-    """Compile the kernels of all cases in one process, because starting it takes longer than compiling a kernel."""
+@pytest.mark.parametrize("tokens, head_dim, extras, most", CASES, ids=[str(case[:3]) for case in CASES])
+def test_kernels__serialize_no_products_and_spill_within_limits(tokens, head_dim, extras, most):
+    """With too few registers for its accumulators, ptxas serializes a kernel's products (C7512), which is slow."""
     from vitkernels.attention.pallas_flash.hopper.kernels import AttentionKernels
 
-    modules = []
-    for tokens, head_dim, extras, _ in CASES:
-        options = {"is_causal": False, "scale": 0.1, "packed": True, "device": torch.device("cuda", 0)} | extras
-        # With this batch, the compiler cannot infer the indices of heads.
-        call = AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **options)
-        modules.append([kernel.module for kernel in call.launched(True, "bias_shape" in extras)])
-    found = iter(ptxas.reports([module for of_case in modules for module in of_case]))
-    return [[next(found) for _ in of_case] for of_case in modules]
-
-
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[str(case[:3]) for case in CASES])
-def test_kernels__serialize_no_products_and_spill_within_limits(case, reports_of_cases):
-    """With too few registers for its accumulators, ptxas serializes a kernel's products (C7512), which is slow."""
-    reports, most = reports_of_cases[case], CASES[case][-1]
+    options = {"is_causal": False, "scale": 0.1, "packed": True, "device": torch.device("cuda", 0)} | extras
+    # With this batch, the compiler cannot infer the indices of heads.
+    call = AttentionKernels(64, 12, tokens, tokens, head_dim, torch.bfloat16, **options)
+    reports = ptxas.reports([kernel.module for kernel in call.launched(True, "bias_shape" in extras)])
     assert not any(report.serialized for report in reports), "\n".join(report.text for report in reports)
     assert sum(report.spill_stores for report in reports) <= most, "\n".join(report.text for report in reports)
 

@@ -201,11 +201,11 @@ def test_sweep__under_load_a_copy_of_native_is_not_called_faster(tmp_path):
     """Real training, real turns, and a process that burns a core during the runs of the second variant and the rounds.
 
     trainer.log_every differs, which makes another variant of the same computation. Each round starts both variants anew
-    and is judged by itself, so two rounds run, and their figures, three times over, are as many as a winner needs.
+    and is judged by itself, so one round runs, and its figures, six times over, are as many as a winner needs.
     """
     words = ["-m", "runtime=cpu", "attn=native", "trainer.log_every=50,51", "data=fake", "data.batch_size=8"]
     words += ["data.num_classes=10", "trainer.max_steps=30", "trainer.warmup_steps=2", "trainer.eval_every=null"]
-    words += ["checkpoints.every_epochs=null", "sweep.rounds=2", f"hydra.sweep.dir={tmp_path}"]
+    words += ["checkpoints.every_epochs=null", "sweep.rounds=1", f"hydra.sweep.dir={tmp_path}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     output, command = "", [sys.executable, str(ROOT / "train.py"), *words]
     with contextlib.ExitStack() as cleanup:
@@ -221,8 +221,8 @@ def test_sweep__under_load_a_copy_of_native_is_not_called_faster(tmp_path):
         assert sweep.wait() == 0, output
     rows = json.loads((tmp_path / "comparison.json").read_text())
     record = json.loads((tmp_path / "rounds.json").read_text())
-    assert len(record["rounds"]) == 2 and all(one["disturbed"] for one in record["rounds"]), output
+    assert len(record["rounds"]) == 1 and record["rounds"][0]["disturbed"], output
     assert rows[1]["judgement"] == "open" and "other processes used the CPU" in rows[1]["open_because"]
     assert "no winner between" in output and "no winner between" in (tmp_path / "comparison.md").read_text()
-    judge(rows, {**record, "rounds": 3 * record["rounds"]})
+    judge(rows, {**record, "rounds": 6 * record["rounds"]})
     assert rows[1]["judgement"] == "open" and "0 of 6 rounds were undisturbed" in rows[1]["open_because"]
