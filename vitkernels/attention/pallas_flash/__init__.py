@@ -89,9 +89,9 @@ class PallasFlash(AttentionBackend):
 
         At head dims up to 32, these are windows of up to 64 tokens, and short segments. At head dims other than 64,
         they are also windows with a bias. At head dim 64, windows with a bias took triton_flash 1.05 to 1.2 times as
-        long, and with its gradient 0.97 to 1.13 times; other head dims above 32 were not measured. Segments of 49 and
-        64 tokens took this backend 1.5 and 1.3 times as long in the kernels that head dim 32 has for them
-        (notes/pallas_flash_hopper.md).
+        long, and with its gradient 0.97 to 1.13 times; other head dims above 32 were not measured. The kernels that
+        head dim 32 has for packed segments took 1.5 and 1.2 times as long as a dense batch at segments of 49 and 64
+        tokens, measured at head dim 64 (notes/pallas_flash_hopper.md).
         """
         is_window = max(problem.q_tokens, problem.kv_tokens) <= 64
         has_slow_bias = problem.bias_shape is not None and problem.head_dim != 64
