@@ -25,13 +25,13 @@ class UsageError(ValueError):
         self.fields = fields
 
 
-def unknown_name(kind: str, name: str, choices: Iterable[str]) -> UsageError:
-    """Return the error for a name that is not among `choices`.
+def unknown_name(kind: str, name: object, choices: Iterable[str]) -> UsageError:
+    """Return the error for a name, or another object, that is not among `choices`.
 
     The message suggests the nearest, and lists all choices, or counts them if there are many.
     """
     choices = sorted(choices)
-    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5)
+    near = difflib.get_close_matches(name, choices, n=3, cutoff=0.5) if isinstance(name, str) else []
     hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
     if near and len(choices) > _MOST_LISTED:
         message = f"unknown {kind} {name!r}.{hint} {len(choices)} names are known."

@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from hopper import error, needs_new_jax
+from torch.utils.checkpoint import checkpoint
 
 pytestmark = needs_new_jax
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -263,3 +264,15 @@ def test_attend__interpreted(interpreted, monkeypatch, N, shape, most_ds):
     exact = reference(*exact_leaves[:3], bias=exact_leaves[3], scale=0.125)
     for x, y in zip(found, (exact, *torch.autograd.grad(exact, exact_leaves, do.double())), strict=True):
         assert error(x, y) < TOLERANCE[torch.bfloat16]
+
+
+def test_activation_checkpointing__interpreted(interpreted):
+    """torch.utils.checkpoint lets a backward pass read only once what the forward pass saved."""
+    q, k, v, do = (torch.randn(1, 20, 1, 64).bfloat16().transpose(1, 2) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    call = lambda *qkv: interpreted.attend(*qkv, *[None] * 6, False, 0.125)[0]  # noqa: E731
+    again = checkpoint(call, *leaves, use_reentrant=False)
+    for x, y in zip(
+        torch.autograd.grad(again, leaves, do), torch.autograd.grad(call(*leaves), leaves, do), strict=True
+    ):
+        assert torch.equal(x, y)

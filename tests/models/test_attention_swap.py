@@ -16,6 +16,15 @@ from vitkernels.attention.native import Native
 from vitkernels.models.backend_attention import BackendAttention
 
 
+class Counting(Native):
+    name = "counting"
+    calls = 0
+
+    def run(self, *args, **keywords):
+        self.calls += 1
+        return super().run(*args, **keywords)
+
+
 def tiny(name: str = "vit_tiny_patch16_224", **kwargs) -> nn.Module:
     torch.manual_seed(0)
     return timm.create_model(name, **{"img_size": 32, "depth": 2, "num_classes": 3, **kwargs}).eval()
@@ -35,6 +44,14 @@ def test_set_attention__refuses_arguments_that_are_not_backends(attn):
         models.set_attention(tiny(), attn)
     with error("models.attn_type", attn=attn):
         models.create_model("vit_digits", attn)
+
+
+def test_attention_layer__takes_a_backend_or_its_name():
+    assert models.attention_layer("sdpa") is models.attention_layer(attention.get("sdpa"))
+    with error("models.attn_type", attn=None):
+        models.attention_layer(None)
+    with error("models.model_type", model=None):
+        models.attention_plan(None)
 
 
 def test_set_attention__refuses_unknown_backends_and_leaves_the_model_unchanged():
@@ -202,6 +219,24 @@ def test_multihead_attention__matches_torch_for_other_widths_and_without_a_batch
     ours = models.set_attention(copy.deepcopy(plain), "native")
     q, k, v = (torch.randn(n, width, dtype=torch.float64) for n, width in ((5, 32), (7, 24), (7, 16)))
     torch.testing.assert_close(ours[0](q, k, v, need_weights=False)[0], plain[0](q, k, v, need_weights=False)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")  # from torch's own encoder
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_transformer_encoder__runs_the_backend_in_evaluation(is_padded):
+    """torch's encoder has a fast path for evaluation, which would read the projections and skip the module."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+    x, padding = torch.randn(2, 7, 32), torch.zeros(2, 7, dtype=torch.bool)
+    padding[0, 4:] = is_padded
+    keywords = {"src_key_padding_mask": padding} if is_padded else {}
+    kept = ~padding
+    with torch.no_grad():
+        expected = encoder(x, **keywords)
+        models.set_attention(encoder, Counting())
+        found = encoder(x, **keywords)
+    torch.testing.assert_close(found[kept], expected[kept], rtol=1e-5, atol=1e-6)
+    assert encoder.layers[0].self_attn.backend.calls == 2
 
 
 def test_multihead_attention__refuses_causality_without_a_mask_as_torch_does():

@@ -10,6 +10,7 @@ file to conf/attn/. To add one from another package, call `register`, or declare
 The conformance suite, the benchmarks and the doctor find the backend by its name.
 """
 
+import inspect
 import logging
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -64,6 +65,17 @@ def get(name: str) -> AttentionBackend:
     Errors from importing the backend propagate.
     """
     return OP.get(name)
+
+
+def configured(name: str, options: dict) -> AttentionBackend:
+    """Return the named backend with these options; raise UsageError "attention.options" for others than it takes."""
+    backend = get(name)
+    try:
+        inspect.signature(backend.configured).bind(**options)
+    except TypeError as error:
+        message = f"attention backend {name!r} does not take the options {', '.join(options)}: {error}"
+        raise UsageError(message, code="attention.options", backend=name, options=tuple(options)) from error
+    return backend.configured(**options)
 
 
 def broken(name: str) -> str | None:

@@ -101,15 +101,20 @@ def _check(q, k, v, bias, mask, segment_ids, is_causal, dropout_p, rope) -> None
         _check_rope(rope, scores, q.shape[3])
     if type(is_causal) not in (bool, torch.SymBool):  # kernels disagree on the truth of other values
         raise UsageError(f"is_causal must be True or False, got {is_causal!r}", code="attention.is_causal")
-    if not 0.0 <= dropout_p < 1.0:
-        message = f"dropout_p must be at least 0 and less than 1, got {dropout_p}"
+    if not isinstance(dropout_p, (int, float, torch.SymFloat)) or not 0.0 <= dropout_p < 1.0:
+        message = f"dropout_p must be a number of at least 0 and less than 1, got {dropout_p!r}"
         raise UsageError(message, code="attention.dropout_p", dropout_p=dropout_p)
 
 
 def _check_tensors(**given) -> None:
     for name, x in given.items():
         if not isinstance(x, Tensor) and (x is not None or name in ("q", "k", "v", "qkv")):
-            message = f"{name} must be a torch tensor, got {type(x).__name__}; convert it with torch.as_tensor"
+            hint = "convert it with torch.as_tensor"
+            if x is None:
+                hint = "pass a tensor"
+            elif isinstance(x, (bool, int, float)):
+                hint = "pass dropout_p=, is_causal= and scale= by name: their order differs from SDPA's"
+            message = f"{name} must be a torch tensor, got {type(x).__name__}; {hint}"
             raise UsageError(message, code="attention.type", name=name)
 
 
@@ -177,7 +182,12 @@ def _number(scale) -> float:
     if isinstance(scale, Tensor) and scale.requires_grad and torch.is_grad_enabled():
         message = "scale must be a number without a gradient: pass scale=1.0, and q * scale as q"
         raise UsageError(message, code="attention.scale_gradient")
-    return float(scale)
+    try:
+        return float(scale)
+    except (TypeError, ValueError, RuntimeError):
+        got = f"a tensor of shape {tuple(scale.shape)}" if isinstance(scale, Tensor) else repr(scale)
+        message = f"scale must be one number, got {got}; to scale per head or row, pass scale=1.0, and q * scale as q"
+        raise UsageError(message, code="attention.scale") from None
 
 
 _dispatched_calls = BoundedCache()  # a call without bias, mask, segment_ids and rope -> the backend that runs it
@@ -216,6 +226,11 @@ class AttentionBackend:
     """
 
     name: str
+    _is_own = True  # whether this package has the subclass, and the conformance suite checks its results
+
+    def __init_subclass__(cls, **keywords) -> None:
+        super().__init_subclass__(**keywords)
+        cls._is_own = cls.__module__.startswith("vitkernels.")
 
     def __deepcopy__(self, memo) -> "AttentionBackend":
         return self  # a backend is immutable; a copied model runs the same one
@@ -248,12 +263,19 @@ class AttentionBackend:
 
         With is_causal there are at most as many keys as queries, except if there are no queries.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__module__}.{type(self).__qualname__} defines no run")
 
     def run_qkvpacked(self, qkv_BN3HD: Tensor, **keywords) -> Tensor:
         """Return (B, N, H * D); by default, call `run` on views of qkv."""
         q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
-        return self.run(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+        return self._ran(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+
+    def _ran(self, q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, **keywords) -> Tensor:
+        """Return what `run` does, which is checked if another package has it: else a mistake would fail elsewhere."""
+        out_BHND = self.run(q_BHND, k_BHMD, v_BHMD, **keywords)
+        if not self._is_own:
+            _check_result(self, "run", out_BHND, q_BHND.shape, q_BHND.dtype)
+        return out_BHND
 
     # ------------------------------------------------------------------ for callers
     def unsupported(self, problem: Problem | Tensor, *args, **keywords) -> str | None:
@@ -298,7 +320,7 @@ class AttentionBackend:
             rotation = {"rope": rope, "rope_half": rope_half}
         elif rope is not None:
             q_BHND, k_BHMD = rotated(q_BHND, rope, rope_half), rotated(k_BHMD, rope, rope_half)
-        return runner.run(
+        return runner._ran(
             q_BHND,
             k_BHMD,
             v_BHMD,
@@ -344,12 +366,17 @@ class AttentionBackend:
             "dropout_p": dropout_p,
         }
         if rope is None:
-            return runner.run_qkvpacked(qkv_BN3HD, **keywords)
-        if runner._rotates(rope):
-            return runner.run_qkvpacked(qkv_BN3HD, rope=rope, rope_half=rope_half, **keywords)
-        q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
-        q_BHND, k_BHND = rotated(q_BHND, rope, rope_half), rotated(k_BHND, rope, rope_half)
-        return runner.run(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+            out_BNE = runner.run_qkvpacked(qkv_BN3HD, **keywords)
+        elif runner._rotates(rope):
+            out_BNE = runner.run_qkvpacked(qkv_BN3HD, rope=rope, rope_half=rope_half, **keywords)
+        else:
+            q_BHND, k_BHND, v_BHND = qkv_BN3HD.permute(2, 0, 3, 1, 4).unbind(0)
+            q_BHND, k_BHND = rotated(q_BHND, rope, rope_half), rotated(k_BHND, rope, rope_half)
+            return runner._ran(q_BHND, k_BHND, v_BHND, **keywords).transpose(1, 2).flatten(2)
+        if not runner._is_own:
+            B, N, _, H, D = qkv_BN3HD.shape
+            _check_result(runner, "run_qkvpacked", out_BNE, (B, N, H * D), qkv_BN3HD.dtype)
+        return out_BNE
 
     def _rotates(self, rope: Tensor) -> bool:
         """Return whether the backend itself rotates q and k. No backend computes the gradient of rope."""
@@ -381,6 +408,18 @@ class AttentionBackend:
         if reason is not None:
             raise unsupported_error("attention", self.name, reason)
         return self
+
+
+def _check_result(backend: AttentionBackend, function: str, out, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise UsageError "attention.result" if a backend did not return a tensor of this shape and dtype."""
+    if isinstance(out, Tensor) and tuple(out.shape) == tuple(shape) and out.dtype == dtype:
+        return
+    got = f"{tuple(out.shape)} in {out.dtype}" if isinstance(out, Tensor) else type(out).__name__
+    message = (
+        f"attention backend {backend.name!r} ({type(backend).__module__}) must return {tuple(shape)} in {dtype} from "
+        f"{function}, got {got}"
+    )
+    raise UsageError(message, code="attention.result", backend=backend.name)
 
 
 def _seen_by_last_query(N: int, k_BHMD: Tensor, v_BHMD: Tensor, bias: Tensor | None, mask: Tensor | None) -> tuple:

@@ -25,6 +25,8 @@ def repeated_heads(q_BHND: Tensor, k_BGMD: Tensor, v_BGMD: Tensor) -> tuple[Tens
 
     Raises UsageError "attention.enable_gqa" if G does not divide H.
     """
+    if not q_BHND.ndim == k_BGMD.ndim == v_BGMD.ndim == 4:
+        return k_BGMD, v_BGMD  # the checks of the call name the shapes
     heads, groups = q_BHND.shape[1], k_BGMD.shape[1]
     if k_BGMD.shape[1] != v_BGMD.shape[1] or not groups or heads % groups:
         message = (

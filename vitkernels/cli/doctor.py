@@ -25,8 +25,10 @@ def main(arguments: list[str] | None = None) -> None:
     print(*devices(), sep="\n")
     for setting, reasons in (("runtime", runtimes()), ("attn", backends())):
         print()
+        width = max(14, *(len(name) + 1 for name in reasons))
         for name, reason in reasons.items():
-            print(f"{setting}={name:14}{_how_it_runs(setting, name) if reason is None else f'cannot run: {reason}'}")
+            how = _how_it_runs(setting, name) if reason is None else f"cannot run: {reason}"
+            print(f"{setting}={name:{width}}{how}")
 
 
 def runtimes() -> dict[str, str | None]:
@@ -43,7 +45,8 @@ def devices() -> list[str]:
     """Return one line for each device of this machine."""
     import torch
 
-    lines = [f"CPU: {platform.machine()}, {torch.get_num_threads()} threads"]
+    threads = torch.get_num_threads()
+    lines = [f"CPU: {platform.machine()}, {threads} thread{'' if threads == 1 else 's'}"]
     if cuda.unavailable() is None:
         for i in range(torch.cuda.device_count()):
             memory = torch.cuda.get_device_properties(i).total_memory / 2**30

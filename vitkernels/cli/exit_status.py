@@ -2,9 +2,11 @@
 
 import logging
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from vitkernels.attention import AttentionBackend
 from vitkernels.cli.wording import in_settings
 from vitkernels.data import BadImagesError, SourceError, WorkerDiedError
 from vitkernels.errors import UsageError
@@ -36,5 +38,14 @@ def errors_as_exit_status() -> Iterator[None]:
         if is_disk_error(error):
             log.error("error: %s: free some space, or write the run elsewhere with hydra.run.dir=FOLDER", error)
             sys.exit(2)
-        log.exception("internal error (please report it)")
+        log.exception(_place_of(error))
         sys.exit(1)
+
+
+def _place_of(error: Exception) -> str:
+    """Return whose code failed: another package's attention backend, or this package."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        backend = frame.f_locals.get("runner")
+        if isinstance(backend, AttentionBackend) and not type(backend).__module__.startswith("vitkernels."):
+            return f"attention backend {backend.name!r} of {type(backend).__module__} failed"
+    return "internal error (please report it)"

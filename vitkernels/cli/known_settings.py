@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 # Settings below these names are passed on unchecked; the receiver refuses names that it does not know.
-OPEN = ("model.kwargs.", "optim.kwargs.", "data.mixup.")
+OPEN = ("attn.", "model.kwargs.", "optim.kwargs.", "data.mixup.")
 
 
 def read_owners(config_dir: str) -> dict[str, list[str]]:

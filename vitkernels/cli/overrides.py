@@ -16,7 +16,7 @@ from vitkernels.errors import UsageError
 from vitkernels.sweep.job import quoted
 
 _WITH_VALUE = re.compile(r"--(config-(path|name|dir)|package|cfg|info|experimental-rerun)|-(cp|cn|cd|c|p|i)")
-_CHECKED_LATER = (*OPEN, "attn.", "data.", "hydra.", "hydra/")  # by Hydra, the backend or the data set's function
+_CHECKED_LATER = (*OPEN, "data.", "hydra.", "hydra/")  # by Hydra, the backend or the data set's function
 _OPEN_GROUPS = ("attn.", "data.", "quant.", "model.kwargs.", "optim.kwargs.")  # their names depend on the option
 _USES_OF_PLUS = (
     "+ adds arguments of timm (+model.kwargs.NAME=..., +optim.kwargs.NAME=...), options of an attention backend "

@@ -18,7 +18,6 @@ _IN_CLUSTER_EXTRA = ("submitit_local", "submitit_slurm", "optuna")
 
 # The setting that a library error concerns: by the error's code or, for unknown names, by their kind.
 _SETTING_OF_CODE = {
-    "attention.options": "attn.NAME",
     "attention.tiles": "attn.tiles",
     "attention.unsupported_model": "attn",
     "data.batch_size": "data.batch_size",
@@ -97,6 +96,8 @@ def setting_of(error: UsageError) -> str | None:
         return _SETTING_OF_KIND.get(kind) or of_op or of_strategy
     if error.code == "registry.unsupported":
         return "attn" if fields["op"] == "attention" else f"ops.{fields['op']}"
+    if error.code == "attention.options":
+        return f"attn.{fields['options'][0]}"
     if error.code in ("data.value", "parallel.setting", "parallel.value"):
         return f"{error.code.split('.')[0]}.{fields['setting']}"
     if error.code == "models.op_option":

@@ -68,8 +68,8 @@ def _describe(model: nn.Module, attn: str, vits: int) -> str:
     layers = (
         f"{plan.count} of {plan.count + len(plan.unsupported)} layers" if plan.unsupported else f"{plan.count} layers"
     )
-    kinds = {"blocks": ResidualFusion, "projections": FusedLinear, "patch embeddings": FusedPatchConv}
+    kinds = {"block": ResidualFusion, "projection": FusedLinear, "patch embedding": FusedPatchConv}
     counts = {name: sum(isinstance(m, kind) for m in model.modules()) for name, kind in kinds.items()}
-    fused = ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
+    fused = ", ".join(f"{n} {name}{'' if n == 1 else 's'}" for name, n in counts.items() if n) or "none"
     fused = fused if vits else "none, because no module is a timm VisionTransformer, Eva, Beit or SwinTransformer"
     return f"accelerated {original_class(model).__name__}: attention {attn} in {layers}; fused ops: {fused}"

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
 from vitkernels.models.adapters import AttentionPlan, adapted, attention_plan
+from vitkernels.models.backend_attention import backend_of
 from vitkernels.models.wrapped import check_attention_unwrapped
 from vitkernels.module_swap import original_class
 
@@ -59,6 +59,9 @@ def swap(model: nn.Module, backend: AttentionBackend) -> None:
     replaced = {id(module): adapted(module, backend) for module in plan.replaceable.values()}
     for path, module in plan.replaceable.items():
         model.set_submodule(path, replaced[id(module)])
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # with a padding mask, only torch's own attention could read its tokens
     if plan.unsupported and not any(p.is_meta for p in model.parameters()):
         log.warning(
             "%s: attention %s computes %d of %d attention layers; timm computes %s",
@@ -73,27 +76,6 @@ def why_none(model: nn.Module, plan: AttentionPlan) -> str:
         plan.describe_unsupported()
         or f"{original_class(model).__name__} has no attention module, so it is not a transformer"
     )
-
-
-def backend_of(attn: Any) -> AttentionBackend:
-    """Return the backend; raise UsageError for an unknown name, another type or a backend that cannot run here."""
-    if isinstance(attn, str):
-        backend: Any = attention.get(attn)
-    else:
-        backend = attn
-    if not isinstance(backend, AttentionBackend):
-        given = attn.__name__ + ", a class" if inspect.isclass(attn) else repr(attn)
-        raise UsageError(
-            f"attn must be the name of a backend or a backend, got {given}; names: {', '.join(attention.names())}",
-            code="models.attn_type",
-            attn=attn,
-            choices=attention.names(),
-        )
-    reason = backend.unavailable()
-    if reason is not None:
-        message = f"attention backend {backend.name!r} cannot run on this machine: {reason}"
-        raise UsageError(message, code="registry.unavailable", backend=backend.name, reason=reason)
-    return backend
 
 
 def _check_model(model: Any, attn: Any) -> None:

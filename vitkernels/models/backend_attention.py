@@ -6,6 +6,7 @@ joins an adapter, the class that it replaces and a backend.
 Shape suffixes: B batch, N query tokens, M key tokens, H heads, D head dim, E = H * D.
 """
 
+import inspect
 from functools import cache
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,6 +15,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from vitkernels import attention
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
 from vitkernels.module_swap import instance_sharing_state
@@ -121,6 +123,27 @@ class BackendAttention(nn.Module):
         """Apply the output projection and its dropout."""
         out_BNE = self.proj(out_BNE)
         return self.proj_drop(out_BNE) if hasattr(self, "proj_drop") else out_BNE
+
+
+def backend_of(attn: Any) -> AttentionBackend:
+    """Return the backend; raise UsageError for an unknown name, another type or a backend that cannot run here."""
+    if isinstance(attn, str):
+        backend: Any = attention.get(attn)
+    else:
+        backend = attn
+    if not isinstance(backend, AttentionBackend):
+        given = attn.__name__ + ", a class" if inspect.isclass(attn) else repr(attn)
+        raise UsageError(
+            f"attn must be the name of a backend or a backend, got {given}; names: {', '.join(attention.names())}",
+            code="models.attn_type",
+            attn=attn,
+            choices=attention.names(),
+        )
+    reason = backend.unavailable()
+    if reason is not None:
+        message = f"attention backend {backend.name!r} cannot run on this machine: {reason}"
+        raise UsageError(message, code="registry.unavailable", backend=backend.name, reason=reason)
+    return backend
 
 
 @cache  # one class per backend, so torch.compile does not specialize on copied layers

@@ -12,7 +12,8 @@ from torch import nn
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError, unknown_name
 from vitkernels.models.adapters import attention_plan
-from vitkernels.models.attention_swap import backend_of, swap, why_none
+from vitkernels.models.attention_swap import swap, why_none
+from vitkernels.models.backend_attention import backend_of
 from vitkernels.models.download import check_download, download_error
 from vitkernels.models.presets import PRESETS
 

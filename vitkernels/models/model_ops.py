@@ -180,6 +180,9 @@ def set_ops(
             contains a compiled one.
     """
     check_unwrapped(model)
+    if not isinstance(backends, Mapping):
+        message = f"ops must be a mapping such as {{'mlp': 'auto'}}, got {backends!r}; ops: {', '.join(MODEL_OPS)}"
+        raise UsageError(message, code="models.ops_type", ops=backends)
     for name, backend in backends.items():
         if name not in MODEL_OPS:
             raise unknown_name("op of a model", name, MODEL_OPS)

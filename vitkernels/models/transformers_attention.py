@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from vitkernels.attention import AttentionBackend
 from vitkernels.errors import UsageError
-from vitkernels.models.attention_swap import backend_of
+from vitkernels.models.backend_attention import backend_of
 
 _OTHER_SCORES = ("softcap", "s_aux", "position_bias", "head_mask", "cache")  # keywords that change the result
 

@@ -6,7 +6,12 @@ from vitkernels.errors import UsageError
 
 
 def check_floating(op: str, name: str, tensor: Tensor, shape: tuple[int, ...] | None = None) -> None:
-    """Require a floating-point dtype, and the shape if one is given (codes: dtype, shape)."""
+    """Require a tensor of a floating-point dtype, and of the shape if one is given (codes: type, dtype, shape)."""
+    if not isinstance(tensor, Tensor):
+        raise UsageError(
+            f"{name} must be a torch tensor, got {type(tensor).__name__}",
+            code=f"ops.{op}.type", argument=name, type=type(tensor).__name__,
+        )  # fmt: skip
     if not tensor.dtype.is_floating_point:
         raise UsageError(
             f"{name} must be floating point, got {tensor.dtype}",

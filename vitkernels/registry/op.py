@@ -20,8 +20,8 @@ PLACES = ("cpu", "cuda", "tpu", "xla")  # xla: an XLA device other than a TPU, s
 class Backend(Protocol):
     """One implementation of an op: an object, or a module with these two functions.
 
-    Both take the arguments of the op's contract. Attention describes a call by a `Problem` instead, so that a model can
-    be checked without data.
+    Both take the parameters of `run` in the op's reference.py, by position. Attention describes a call by a `Problem`
+    instead, so that a model can be checked without data.
     """
 
     def unsupported(self, *args: Any, **kwargs: Any) -> str | None:
@@ -158,7 +158,11 @@ class Op(Generic[B]):
             if missing is None:
                 raise
             raise missing from error
-        setattr(self._loaded, name, self._adapt(loaded))
+        try:
+            adapted = self._adapt(loaded)
+        except TypeError as error:
+            raise UsageError(source.failure(error), code="registry.not_a_backend", op=self.name, name=name) from error
+        setattr(self._loaded, name, adapted)
         self._failures.pop(name, None)
 
     # ------------------------------------------------------------------ backends of other packages
@@ -218,7 +222,10 @@ class Op(Generic[B]):
         return self._sources.get(name, _AUTO if name == "auto" else None)
 
     def _clash(self, name: str, first: Source, second: Source) -> UsageError:
-        message = f"{self.name} backend {name!r} is defined twice, by {first} and by {second}; rename or remove one"
+        fix = "rename or remove one"
+        if first.provider == "registered":
+            fix = f"rename one, or call unregister({name!r}) first"
+        message = f"{self.name} backend {name!r} is defined twice, by {first} and by {second}; {fix}"
         return UsageError(
             message, code="registry.name_clash", op=self.name, name=name, sources=[str(first), str(second)]
         )

@@ -74,7 +74,8 @@ class Runtime:
     @property
     def device_name(self) -> str:
         """The device's name as its driver reports it."""
-        return f"CPU, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
 
     def describe(self) -> str:
         """Return runtime, device and precision as text for a log."""

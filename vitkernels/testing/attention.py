@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from vitkernels.attention import Problem
 from vitkernels.errors import UsageError
@@ -356,6 +357,19 @@ class AttentionConformance(AttentionHarness):
         (found,) = torch.autograd.grad(backend(*given), given[alone], do)
         assert relative_error(found, among_all.double()) < TOLERANCE[torch.float32]
 
+    @pytest.mark.parametrize("extra", ["nothing", "bias", "rope"])
+    def test_activation_checkpointing__same_gradients(self, device, extra):
+        """torch.utils.checkpoint lets a backward pass read only once what the forward pass saved."""
+        qkv = draw_packed(device, 2, 21, 2, 32)
+        given = {"bias": torch.randn(2, 21, 21, device=device), "rope": rotary_table(device, 20, 32, False)}
+        keywords = {name: x for name, x in given.items() if name == extra}
+        backend = self.taken(*unpacked(qkv), **keywords)
+        for call in (backend.qkvpacked, lambda qkv, **keywords: backend(*unpacked(qkv), **keywords)):
+            out = call(qkv, **keywords)
+            do = torch.randn_like(out)
+            again = checkpoint(call, qkv, use_reentrant=False, **keywords)
+            assert torch.equal(torch.autograd.grad(again, qkv, do)[0], torch.autograd.grad(out, qkv, do)[0])
+
     def test_autocast(self, device):
         qkv = torch.randn(2, 50, 3, 2, 64, device=device, requires_grad=True)
         with torch.autocast(device, torch.bfloat16):
@@ -385,6 +399,9 @@ class AttentionConformance(AttentionHarness):
             ({"mask": [True]}, "attention.type", {"name": "mask"}),
             ({"is_causal": torch.tensor(True)}, "attention.is_causal", {}),
             ({"scale": torch.tensor(1.0, requires_grad=True)}, "attention.scale_gradient", {}),
+            ({"scale": torch.ones(2)}, "attention.scale", {}),
+            ({"dropout_p": None}, "attention.dropout_p", {}),
+            ({"mask": 0.1}, "attention.type", {"name": "mask"}),
             ({"rope": torch.ones(5, 64)}, "attention.rope", {"shape": (5, 64)}),
             ({"rope": torch.ones(4, 32)}, "attention.rope", {"shape": (4, 32)}),
             ({"rope": torch.ones(4, 64, dtype=torch.long)}, "attention.rope", {"dtype": torch.long}),
@@ -397,6 +414,9 @@ class AttentionConformance(AttentionHarness):
             "mask",
             "is_causal",
             "scale",
+            "several scales",
+            "dropout_p",
+            "number as mask",
             "long rope",
             "narrow rope",
             "int rope",

@@ -23,6 +23,14 @@ def check_reruns(attend: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None
         assert torch.equal(first, second)
 
 
+def check_result(out: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Check the type, shape and dtype of a result, and that it has a gradient."""
+    assert isinstance(out, Tensor), f"the result must be a tensor, not {type(out).__name__}"
+    assert out.shape == shape, f"the result must have shape {tuple(shape)}, got {tuple(out.shape)}"
+    assert out.dtype == dtype, f"the result must be in {dtype}, got {out.dtype}"
+    assert out.requires_grad, "the result has no gradient: run must be differentiable, or define a backward pass"
+
+
 class AttentionHarness:
     """Fixtures and checks for the backend that a subclass names."""
 
@@ -54,6 +62,7 @@ class AttentionHarness:
     def taken(self, *args, **keywords) -> AttentionBackend:
         """Return the backend; skip if it refuses the call, and check that the call itself gives the same reason."""
         reason = self.attend.unsupported(*args, **keywords)
+        assert reason is None or (isinstance(reason, str) and reason), f"refusal must return None or why: {reason!r}"
         if reason is not None:
             with pytest.raises(UsageError) as raised:
                 self.attend(*args, **keywords)
@@ -72,6 +81,7 @@ class AttentionHarness:
         inputs = [*leaves, *(x for x in [extras.get("bias")] if x is not None and x.requires_grad)]
         with unchanged(*leaves, *extras.values()):
             out = backend(*leaves, **extras)
+            check_result(out, leaves[0].shape, leaves[0].dtype)
             do = torch.randn_like(out)
             with unchanged(out, do):
                 grads = torch.autograd.grad(out, inputs, do)
@@ -82,7 +92,6 @@ class AttentionHarness:
         exact = reference(*copies[:3], **extras)
         exact_grads = torch.autograd.grad(exact, copies, do.double())
         tolerance = tolerance or TOLERANCE[out.dtype]
-        assert out.dtype == leaves[0].dtype and out.shape == leaves[0].shape
         for what, x, y in zip(("out", "dq", "dk", "dv", "dbias"), (out, *grads), (exact, *exact_grads), strict=False):
             assert relative_error(x, y) < tolerance, what
 
@@ -91,12 +100,13 @@ class AttentionHarness:
         backend = self.taken(*unpacked(qkv), **extras)
         with unchanged(qkv, *extras.values()):
             out = backend.qkvpacked(qkv, **extras)
+            B, N, _, H, D = qkv.shape
+            check_result(out, (B, N, H * D), qkv.dtype)
             do = torch.randn_like(out)
             with unchanged(out, do):
                 (dqkv,) = torch.autograd.grad(out, qkv, do)
         copy = qkv.detach().double().requires_grad_()
         exact = reference(*unpacked(copy), **extras).transpose(1, 2).flatten(2)
         (exact_grad,) = torch.autograd.grad(exact, copy, do.double())
-        assert out.shape == exact.shape and out.dtype == qkv.dtype
         assert relative_error(out, exact) < TOLERANCE[qkv.dtype]
         assert relative_error(dqkv, exact_grad) < TOLERANCE[qkv.dtype]

@@ -250,7 +250,7 @@ def _create(cfg: Config, parallel: Parallel, data: Data) -> tuple[models.ModelFa
         training=cfg.mode == "train",
         keeps_scores=attn == "native" and not compile_mode(cfg, parallel)[0],
     )
-    backend = attention.get(attn).configured(**cfg.attn.options)
+    backend = attention.configured(attn, cfg.attn.options)
     return facts, attn, build(backend, pretrained=cfg.model.pretrained or None)
 
 
@@ -317,7 +317,7 @@ def build_optimizer(cfg: Config, parallel: Parallel, model: nn.Module, plan: Ste
     log.info("%d steps of %d images, %s, lr %g", plan.total_steps, plan.images_per_step, cfg.optim.opt, cfg.optim.lr)
     if warmup < requested:
         cap = cfg.schedule.warmup_cap
-        log.info("warm-up shortened from %d to %d steps (schedule.warmup_cap=%g)", requested, warmup, cap)
+        log.info("learning-rate warm-up shortened from %d to %d steps (schedule.warmup_cap=%g)", requested, warmup, cap)
     scheduler, _ = create_scheduler_v2(
         optimizer,
         sched=cfg.schedule.sched,

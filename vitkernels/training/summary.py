@@ -102,7 +102,7 @@ def log_summary(summary: dict, folder: Path, num_classes: int) -> None:
             times["mean"], times["n"], times["median"], times["p10"], times["p90"], summary["images_per_s"], used,
         )  # fmt: skip
     else:
-        log.info("no step was timed: training was no longer than trainer.warmup_steps")
+        log.info("no step was timed: training ended within the first trainer.warmup_steps steps, which are not timed")
     if summary["val_top1"] is not None:
         of_ema = "" if summary["val_ema_top1"] is None else f"; EMA top-1 {summary['val_ema_top1']:.2f} %"
         top5 = f"  top-5 {summary['val_top5']:.2f} %" if num_classes > 5 else ""

@@ -43,15 +43,17 @@ def _unsupported_on_hopper(problem: Problem) -> str | None:
     if _no_hopper is not None:
         return f"{_no_hopper}; use triton_flash or sdpa"
     if problem.dtype not in _HOPPER_DTYPES:
-        return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}"
+        return f"its kernels for NVIDIA compute in bfloat16 and float16, not {problem.dtype}; use triton_flash or sdpa"
     return unsupported_head_dim(problem.head_dim)
 
 
 def _unsupported_on_tpu(problem: Problem) -> str | None:
     if problem.dtype not in _DTYPES:
-        return f"its kernels for TPU compute in bfloat16 and float32, not {problem.dtype}"
+        return f"its kernels for TPU compute in bfloat16 and float32, not {problem.dtype}; use native or sdpa"
     if problem.head_dim % 8 or not 8 <= problem.head_dim <= 128:
-        return f"its kernels for TPU support head dims up to 128 in steps of 8, not {problem.head_dim}"
+        return (
+            f"its kernels for TPU support head dims up to 128 in steps of 8, not {problem.head_dim}; use native or sdpa"
+        )
     return None
 
 
@@ -59,7 +61,7 @@ def _unsupported_anywhere(problem: Problem) -> str | None:
     if problem.dropout_p:
         return f"does not support dropout (dropout_p={problem.dropout_p}); use 0 or sdpa"
     if 0 in (problem.batch, problem.heads, problem.q_tokens, problem.kv_tokens):
-        return "does not support tensors with a zero-sized dimension"
+        return "does not support tensors with a zero-sized dimension; use native or sdpa"
     return None
 
 
@@ -80,7 +82,8 @@ class PallasFlash(AttentionBackend):
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.device_type not in ("cpu", "xla", "cuda"):
-            return f"runs on TPU (device xla), NVIDIA Hopper and, interpreted, cpu, not {problem.device_type}"
+            where = "TPU (device xla), NVIDIA Hopper and, interpreted, cpu"
+            return f"runs on {where}, not {problem.device_type}; use native or sdpa"
         by_device = _unsupported_on_hopper if problem.device_type == "cuda" else _unsupported_on_tpu
         return by_device(problem) or _unsupported_anywhere(problem)
 

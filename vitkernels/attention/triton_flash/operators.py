@@ -53,9 +53,13 @@ def _save_call(ctx, call: tuple, *saved: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _saved_call(ctx) -> tuple:
-    bias, mask, segment_ids, segment_tiles = ctx.saved_tensors[-4:]
-    return bias, mask, segment_ids, ctx.is_causal, ctx.scale, ctx.tiles, segment_tiles
+def _saved(ctx) -> tuple[list[Tensor], tuple]:
+    """Return the tensors of `_save_call`, and the call.
+
+    They are read once: under activation checkpointing, a second reading raises an error.
+    """
+    *saved, bias, mask, segment_ids, segment_tiles = ctx.saved_tensors
+    return saved, (bias, mask, segment_ids, ctx.is_causal, ctx.scale, ctx.tiles, segment_tiles)
 
 
 def _needs_bias_gradient(ctx) -> bool:
@@ -121,8 +125,8 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, do, _dlse):
     if do is None:
         return (None,) * (3 + _ARGUMENTS)
-    saved = ctx.saved_tensors[:5]
-    *dqkv, dbias = attend_backward(do, *saved, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    saved, call = _saved(ctx)
+    *dqkv, dbias = attend_backward(do, *saved, _needs_bias_gradient(ctx), *call)
     return _gradients(*dqkv, bias=dbias, ctx=ctx)
 
 
@@ -237,8 +241,8 @@ def _save_packed(ctx, inputs, output):
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
         return (None,) * (1 + _ARGUMENTS)
-    saved = ctx.saved_tensors[:3]
-    dqkv, dbias = attend_packed_backward(do, *saved, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    saved, call = _saved(ctx)
+    dqkv, dbias = attend_packed_backward(do, *saved, _needs_bias_gradient(ctx), *call)
     return _gradients(dqkv, bias=dbias, ctx=ctx)
 
 
@@ -296,8 +300,8 @@ def _save_rotary(ctx, inputs, output):
 def _differentiate_rotary(ctx, do, _dlse, _drotated):
     if do is None:
         return (None,) * (3 + _ARGUMENTS)
-    saved = ctx.saved_tensors[:4]
-    dqkv, dbias = attend_rotary_backward(do, *saved, ctx.rope_half, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    saved, call = _saved(ctx)
+    dqkv, dbias = attend_rotary_backward(do, *saved, ctx.rope_half, _needs_bias_gradient(ctx), *call)
     return _gradients(dqkv, None, None, bias=dbias, ctx=ctx)
 
 

@@ -9,7 +9,7 @@ from vitkernels.attention import AttentionBackend
 from vitkernels.models.adapters.plan import AttentionPlan, attention_plan
 from vitkernels.models.adapters.self_attention import SelfAttention
 from vitkernels.models.adapters.table import ADAPTERS, REFUSED, class_name
-from vitkernels.models.backend_attention import BackendAttention, swapped_class
+from vitkernels.models.backend_attention import BackendAttention, backend_of, swapped_class
 
 __all__ = [
     "ADAPTERS",
@@ -33,6 +33,9 @@ def adapted(module: nn.Module, backend: AttentionBackend) -> BackendAttention:
     return swapped_class(adapter, original, backend).from_module(module)
 
 
-def attention_layer(backend: AttentionBackend) -> type[BackendAttention]:
-    """Return the class to pass to timm as `attn_layer`: timm.layers.Attention with a backend."""
-    return swapped_class(SelfAttention, Attention, backend)
+def attention_layer(attn: str | AttentionBackend) -> type[BackendAttention]:
+    """Return the class to pass to timm as `attn_layer`: timm.layers.Attention with a backend, given itself or by name.
+
+    Raises UsageError as `set_attention` does for its argument `attn`.
+    """
+    return swapped_class(SelfAttention, Attention, backend_of(attn))

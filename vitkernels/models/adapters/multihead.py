@@ -16,6 +16,9 @@ from vitkernels.models.backend_attention import BackendAttention, split_heads
 class MultiheadAttention(BackendAttention):
     """torch.nn.MultiheadAttention without its optional weights: call it with need_weights=False."""
 
+    # torch.nn.TransformerEncoderLayer computes attention itself, in evaluation, if it reads True here.
+    _qkv_same_embed_dim = property(lambda self: False)
+
     @classmethod
     def unsupported(cls, module: nn.Module) -> str | None:
         assert isinstance(module, nn.MultiheadAttention)

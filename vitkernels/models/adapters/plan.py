@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from vitkernels.errors import UsageError
 from vitkernels.models.adapters.table import ADAPTERS, REFUSED, class_name, refusal
 from vitkernels.models.backend_attention import BackendAttention
 
@@ -34,7 +35,12 @@ class AttentionPlan:
 
 
 def attention_plan(model: nn.Module) -> AttentionPlan:
-    """Return which attention modules of a model `set_attention` replaces, and why it leaves the others unchanged."""
+    """Return which attention modules of a model `set_attention` replaces, and why it leaves the others unchanged.
+
+    Raises UsageError "models.model_type" for an argument that is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model must be a torch.nn.Module, got {model!r}", code="models.model_type", model=model)
     replaceable: dict[str, nn.Module] = {}
     unsupported: dict[str, tuple[str, str]] = {}
     unknown: dict[str, tuple[str, str]] = {}

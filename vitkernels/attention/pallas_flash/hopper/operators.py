@@ -67,8 +67,13 @@ def _save_call(ctx, call: tuple, *saved: Tensor) -> None:
     ctx.set_materialize_grads(False)
 
 
-def _saved_call(ctx) -> tuple:
-    return *ctx.saved_tensors[-6:], ctx.is_causal, ctx.scale
+def _saved(ctx) -> tuple[tuple[Tensor, ...], tuple]:
+    """Return the tensors of `_save_call`, and the call.
+
+    They are read once: under activation checkpointing, a second reading raises an error.
+    """
+    tensors = ctx.saved_tensors
+    return tensors[:-6], (*tensors[-6:], ctx.is_causal, ctx.scale)
 
 
 def _needs_bias_gradient(ctx) -> bool:
@@ -145,8 +150,8 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, do, _dlse):
     if do is None:
         return (None,) * (3 + _ARGUMENTS)
-    saved = ctx.saved_tensors[:5]
-    *dqkv, dbias = attend_backward(do, *saved, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    saved, call = _saved(ctx)
+    *dqkv, dbias = attend_backward(do, *saved, _needs_bias_gradient(ctx), *call)
     return _gradients(*dqkv, bias=dbias, ctx=ctx)
 
 
@@ -212,8 +217,8 @@ def _save_packed(ctx, inputs, output):
 def _differentiate_packed(ctx, do, _dlse):
     if do is None:
         return (None,) * (1 + _ARGUMENTS)
-    saved = ctx.saved_tensors[:3]
-    dqkv, dbias = attend_packed_backward(do, *saved, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    saved, call = _saved(ctx)
+    dqkv, dbias = attend_packed_backward(do, *saved, _needs_bias_gradient(ctx), *call)
     return _gradients(dqkv, bias=dbias, ctx=ctx)
 
 
@@ -274,8 +279,8 @@ def _save_rotary(ctx, inputs, output):
 def _differentiate_rotary(ctx, do, _dlse, _drotated):
     if do is None:
         return (None,) * (3 + _ARGUMENTS)
-    saved = ctx.saved_tensors[:4]
-    dqkv, dbias = attend_rotary_backward(do, *saved, ctx.rope_half, _needs_bias_gradient(ctx), *_saved_call(ctx))
+    saved, call = _saved(ctx)
+    dqkv, dbias = attend_rotary_backward(do, *saved, ctx.rope_half, _needs_bias_gradient(ctx), *call)
     return _gradients(dqkv, None, None, bias=dbias, ctx=ctx)
 
 

@@ -66,7 +66,8 @@ def forward_of_packed_segments(head_dim: int) -> Schedule:
 def unsupported_head_dim(head_dim: int) -> str | None:
     """Return why the kernels cannot compute this head dim; None if they can."""
     if head_dim % 8 or not 32 <= head_dim <= 128:
-        return f"its kernels for NVIDIA support head dims 32 to 128 in steps of 8, not {head_dim}"
+        supported = "head dims 32 to 128 in steps of 8"
+        return f"its kernels for NVIDIA support {supported}, not {head_dim}; use triton_flash or sdpa"
     return None
 
 
