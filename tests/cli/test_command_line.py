@@ -104,6 +104,8 @@ def explanation(*overrides: str) -> UsageError:
     [
         ("attn=nosuch", "option", {"group": "attn", "name": "nosuch"}, "attn=NAME"),
         ("trainer.max_step=3", "setting", {"setting": "trainer.max_step"}, "Did you mean trainer.max_steps"),
+        ("+model.kwargs=3", "setting", {"setting": "model.kwargs"}, "model.kwargs=... without +"),
+        ("attn.block=3", "setting", {"setting": "attn.block"}, "+attn.block=..."),
         ("checkpoint=a/b=c/best", "syntax", {"word": "checkpoint=a/b=c/best"}, "'checkpoint=\"a/b=c/best\"'"),
         ("nonsense", "syntax", {"word": "nonsense"}, "attn=sdpa"),
         ("data.root=~/a,b", "syntax", {"word": "data.root=~/a,b"}, "'data.root=\"~/a,b\"'"),

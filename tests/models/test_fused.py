@@ -347,6 +347,12 @@ def tiny():
     return models.create_model("vit_digits", "native", num_classes=10)
 
 
+@pytest.mark.parametrize("ops", ["auto", None, ["linear"]])
+def test_set_ops__refuses_what_is_no_mapping(ops):
+    with error("models.ops_type", ops=ops):
+        models.set_ops(tiny(), ops)
+
+
 @pytest.mark.parametrize(
     ("backends", "near"), [({"layer_norm": "triton"}, "layer_norm_residual"), ({"patch_embed": "tritn"}, "triton")]
 )

@@ -206,6 +206,7 @@ def test_layer_norm_residual__compiles_to_one_graph():
         ({"sample_scale_B": torch.zeros(5)}, "shape", {"argument": "sample_scale", "expected": (2,)}),
         ({"bias_C": torch.zeros(96, dtype=torch.int32)}, "dtype", {"argument": "bias"}),
         ({"bias_C": torch.zeros(96, device="meta")}, "device", {"argument": "bias", "device": "meta"}),
+        ({"bias_C": None}, "type", {"argument": "bias", "type": "NoneType"}),
         ({"branch": None}, "no_branch", {}),
         ({"x": torch.zeros(2, 5, 96, dtype=torch.int32)}, "dtype", {"argument": "x"}),
         ({"x": torch.zeros(2, 5, 0)}, "shape", {"argument": "x", "shape": (2, 5, 0)}),

@@ -189,6 +189,10 @@ def test_linear__refuses_invalid_arguments(device):
         linear(x[0, 0, 0], weight, bias)
     with error("ops.linear.shape", argument="bias", expected=(48,)):
         linear(x, weight, bias[:3])
+    with error("ops.linear.type", argument="x", type="list"):
+        linear([1.0], weight, bias)
+    with error("unknown_name", name=None):
+        linear(x, weight, bias, backend=None)
     with error("ops.linear.mixed_dtypes", argument="weight", dtype=torch.bfloat16):
         linear(x, weight.bfloat16(), None)
     with error("ops.linear.dtype", argument="weight"):

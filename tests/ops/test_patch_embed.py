@@ -127,3 +127,5 @@ def test_patch_embed__refuses_invalid_arguments(backend, device):
         patch_embed(images, weight, bias[:3], backend=backend)
     with error("ops.patch_embed.dtype", argument="images"):
         patch_embed(images.byte(), weight, bias, backend=backend)
+    with error("ops.patch_embed.type", argument="images"):
+        patch_embed(None, weight, bias, backend=backend)

@@ -126,6 +126,10 @@ def explained(error: Exception, config_dir: str, words: Sequence[str] = ()) -> U
     override = re.match(r"Could not override '([^']+)'", text)
     if override and "not in" in f"{error} {error.__cause__}":  # "not in struct", or not in one of Hydra's own
         return _model_argument(override[1], words) or no_setting(override[1], read_owners(config_dir))
+    appended = re.match(r"Could not append to config. An item is already at '(.+)'", text)
+    if appended:
+        message = f"the setting {appended[1]!r} exists already: write {appended[1]}=... without +"
+        return UsageError(message, code="cli.setting", setting=appended[1])
     cause = error.__cause__
     return UsageError(f"{text} ({str(cause).splitlines()[0]})" if cause else text, code="cli.hydra")
 

@@ -75,6 +75,6 @@ def check_norm(x, branch, weight, bias, branch_bias, layer_scale, sample_scale) 
     }  # fmt: skip
     shapes = {"branch": x.shape, "sample_scale": x.shape[:1]}
     for name, tensor in optional.items():
-        if tensor is not None:
+        if tensor is not None or name in ("weight", "bias"):
             check_floating("layer_norm_residual", name, tensor, tuple(shapes.get(name, x.shape[-1:])))
     check_same_device("layer_norm_residual", "x", x, **optional)

@@ -43,6 +43,8 @@ def patch_embed(
 
 
 def _check(images: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    check_floating("patch_embed", "images", images)
+    check_floating("patch_embed", "weight", weight)
     if images.ndim != 4 or weight.ndim != 4 or images.shape[1] != weight.shape[1]:
         raise UsageError(
             "images (batch, channels, height, width) and weight (embedding, channels, patch height, patch width) must "
@@ -56,8 +58,6 @@ def _check(images: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"{weight.shape[2]} x {weight.shape[3]}; resize or pad the images, and use patches of at least 1 x 1",
             code="ops.patch_embed.patch_size", image=tuple(images.shape[2:]), patch=tuple(weight.shape[2:]),
         )  # fmt: skip
-    check_floating("patch_embed", "images", images)
-    check_floating("patch_embed", "weight", weight)
     if bias is not None:
         check_floating("patch_embed", "bias", bias, tuple(weight.shape[:1]))
     check_same_device("patch_embed", "images", images, weight=weight, bias=bias)
