@@ -12,7 +12,8 @@ from vitkernels.attention.backends import (
     unregister,
     unsupported,
 )
-from vitkernels.attention.contract import AttentionBackend, Problem
+from vitkernels.attention.contract import AttentionBackend
+from vitkernels.attention.problem import Problem
 
 __all__ = [
     "AttentionBackend",

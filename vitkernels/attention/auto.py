@@ -5,7 +5,8 @@ import logging
 import torch
 
 from vitkernels.attention.backends import OP, choose, chosen
-from vitkernels.attention.contract import AttentionBackend, Problem
+from vitkernels.attention.contract import AttentionBackend
+from vitkernels.attention.problem import Problem
 from vitkernels.registry.op import passed_over
 from vitkernels.registry.tracing import constant_when_traced
 

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from types import ModuleType
 
-from vitkernels.attention.contract import AttentionBackend, Problem, forget_dispatch
+from vitkernels.attention.contract import AttentionBackend, forget_dispatch
+from vitkernels.attention.problem import Problem
 from vitkernels.errors import UsageError
 from vitkernels.registry.op import Op, passed_over, place_of
 

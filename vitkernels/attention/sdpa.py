@@ -4,7 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from vitkernels.attention.contract import AttentionBackend, Problem, keep_mask
+from vitkernels.attention.contract import AttentionBackend, keep_mask
+from vitkernels.attention.problem import Problem
 
 
 class Sdpa(AttentionBackend):

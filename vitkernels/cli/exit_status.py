@@ -38,14 +38,14 @@ def errors_as_exit_status() -> Iterator[None]:
         if is_disk_error(error):
             log.error("error: %s: free some space, or write the run elsewhere with hydra.run.dir=FOLDER", error)
             sys.exit(2)
-        log.exception(_place_of(error))
+        log.exception(_failed_part(error))
         sys.exit(1)
 
 
-def _place_of(error: Exception) -> str:
-    """Return whose code failed: another package's attention backend, or this package."""
+def _failed_part(error: Exception) -> str:
+    """Return whose code raised the error: the attention backend of another package, or this package."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        backend = frame.f_locals.get("runner")
-        if isinstance(backend, AttentionBackend) and not type(backend).__module__.startswith("vitkernels."):
+        backend = frame.f_locals.get("self")
+        if isinstance(backend, AttentionBackend) and backend.is_foreign:
             return f"attention backend {backend.name!r} of {type(backend).__module__} failed"
     return "internal error (please report it)"

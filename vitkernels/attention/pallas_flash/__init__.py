@@ -12,8 +12,9 @@ Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = 
 
 import torch
 
-from vitkernels.attention.contract import AttentionBackend, Problem
+from vitkernels.attention.contract import AttentionBackend
 from vitkernels.attention.pallas_flash.hopper.schedule import unsupported_head_dim
+from vitkernels.attention.problem import Problem
 from vitkernels.bridge import hopper as hopper_gpu
 from vitkernels.bridge import lazy_target
 from vitkernels.errors import UsageError

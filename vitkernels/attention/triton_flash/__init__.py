@@ -13,7 +13,8 @@ from importlib.util import find_spec
 
 import torch
 
-from vitkernels.attention.contract import AttentionBackend, Problem, folded_scale
+from vitkernels.attention.contract import AttentionBackend, folded_scale
+from vitkernels.attention.problem import Problem
 from vitkernels.errors import UsageError
 
 _MISSING = None if find_spec("triton") else "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
