@@ -8,7 +8,7 @@ import torch
 from expecting import error
 
 from vitkernels import attention
-from vitkernels.attention import Problem, backends
+from vitkernels.attention import AttentionBackend, Problem, backends
 from vitkernels.cli import doctor
 from vitkernels.errors import UsageError
 from vitkernels.registry.sources import Source
@@ -135,3 +135,9 @@ def test_get__finds_a_repaired_backend(why, tmp_path):
 def test_unsupported__suggests_the_nearest_name():
     with error("unknown_name", name="sdp", near=["sdpa"]):
         attention.unsupported("sdp", PROBLEM)
+
+
+def test_get__refuses_what_is_no_name():
+    for name in (None, AttentionBackend):
+        with error("unknown_name", name=name):
+            attention.get(name)

@@ -67,7 +67,7 @@ def test_wrong_result__names_the_backend_and_what_it_must_return(backend):
         assert "(2, 4, 17, 32) in torch.float32 from run" in str(caught.value)
 
 
-def test_right_result__compiles():
+def test_checked_result__compiles():
     class Mine(Native):
         name = "mine"
 
@@ -100,15 +100,3 @@ def test_options__are_those_of_configured():
         assert "unregister('with_options')" in str(caught.value)
     finally:
         attention.unregister("with_options")
-
-
-def test_get__refuses_what_is_no_name():
-    for name in (None, Native):
-        with error("unknown_name", name=name):
-            attention.get(name)
-
-
-@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, 3)])
-def test_enable_gqa__checks_dimensions_first(x):
-    with error("attention.shape"):
-        attention.get("sdpa")(x, x, x, enable_gqa=True)

@@ -348,6 +348,7 @@ def test_bias__interpreted(H, N, M, D, shape, is_causal, of_segment, kept, warpg
         (197, 64, (6, 6), None),
         (1200, 64, None, None),
         (788, 72, (50, 50), None),
+        (197, 64, (4, 4), ((1, 8), torch.float32)),
         (197, 64, None, ((1, 8), torch.bfloat16)),
         (256, 40, None, ((2, 1), torch.float32)),
         (577, 64, None, ((2, 1), torch.bfloat16)),

@@ -51,3 +51,9 @@ def test_enable_gqa__refuses_head_counts_that_do_not_divide():
         NATIVE(heads(6), heads(4), heads(4), enable_gqa=True)
     with error("attention.shape"):  # without it, heads must be equal
         NATIVE(heads(6), heads(2), heads(2))
+
+
+@pytest.mark.parametrize("x", [torch.ones(3), torch.ones(2, 3)])
+def test_enable_gqa__checks_dimensions_first(x):
+    with error("attention.shape"):
+        NATIVE(x, x, x, enable_gqa=True)

@@ -23,6 +23,9 @@ def set_attention(model: nn.Module, attn: str | AttentionBackend) -> nn.Module:
     that no backend can compute are left unchanged: a warning (logger "vitkernels") lists them with the reasons.
     `attention_plan` returns the same list beforehand.
 
+    torch.nn.TransformerEncoder leaves out padding in evaluation and returns zeros there. With a backend, it computes
+    padding as in training.
+
     Args:
         model: any module that contains attention of timm's (see `vitkernels.models.adapters.table`) or
             torch.nn.MultiheadAttention.
@@ -61,7 +64,7 @@ def swap(model: nn.Module, backend: AttentionBackend) -> None:
         model.set_submodule(path, replaced[id(module)])
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoder):
-            module.use_nested_tensor = False  # with a padding mask, only torch's own attention could read its tokens
+            module.use_nested_tensor = False  # only torch's own attention can read such tensors
     if plan.unsupported and not any(p.is_meta for p in model.parameters()):
         log.warning(
             "%s: attention %s computes %d of %d attention layers; timm computes %s",
