@@ -33,9 +33,10 @@ newest: $(VENV)/newest/.ready ## Make .venv/newest: Python 3.12 with the newest 
 # The tests that skip themselves with an older JAX; those of the bridge run in the first command.
 NEEDS_NEW_JAX = $(filter-out tests/bridge/%, $(shell grep -l needs_new_jax tests/*/test_*.py))
 
-test-newest: newest ## Run the tests of the bridge, and of the kernels that need the newest JAX, with .venv/newest
+test-newest: newest ## Run the tests of the bridge, and of the kernels that need the newest JAX or Triton, with .venv/newest
 	$(VENV)/newest/bin/python -m pytest tests/bridge tests/attention/test_pallas_flash_faithful.py $(ARGS)
-	$(VENV)/newest/bin/python -m pytest -m "not slow" $(NEEDS_NEW_JAX) tests/ops/test_hopper_kernels_ahead.py $(ARGS)
+	$(VENV)/newest/bin/python -m pytest -m "not slow" $(NEEDS_NEW_JAX) tests/ops/test_hopper_kernels_ahead.py \
+	  tests/attention/test_triton_flash_hopper.py $(ARGS)
 
 wheel-test: setup ## Build the wheel, install it into an empty environment, and train, evaluate and sweep with it
 	.ci/wheel

@@ -21,11 +21,11 @@ try:
     from triton.runtime import interpreter
     from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
-    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:  # no wheels exist for macOS and Windows
     message = "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
     raise UsageError(message, code="bridge.missing_package", package="triton") from error
 
+_DESCRIPTOR = "TensorDescriptor"  # the class of Triton's, and of Gluon's, which some releases do not have
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
@@ -90,7 +90,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _tensors(args) -> list[torch.Tensor]:
-    args = (arg.base if isinstance(arg, TensorDescriptor) else arg for arg in args)
+    args = (arg.base if type(arg).__name__ == _DESCRIPTOR else arg for arg in args)
     return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
 
@@ -159,8 +159,9 @@ def _signature(args, kernel, grid, constexprs) -> tuple | None:
             parts.append(float)
         elif kind is bool or arg is None:
             parts += kind, arg
-        elif kind is TensorDescriptor and arg.base.is_cuda:
-            parts += arg.base.dtype, arg.base.get_device(), arg.padding, *arg.block_shape
+        elif kind.__name__ == _DESCRIPTOR and arg.base.is_cuda:
+            layout = getattr(arg, "layout", None)  # of Gluon's descriptors
+            parts += arg.base.dtype, arg.base.get_device(), arg.padding, *arg.block_shape, layout
         else:
             return None
     return tuple(parts)

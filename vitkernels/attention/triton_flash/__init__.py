@@ -3,7 +3,8 @@
 FlashAttention-2 (Dao 2023, arXiv 2307.08691) for the sequence lengths of vision transformers. It reads q, k and v in
 the projection's layout, without copies, and writes the layout that the next projection reads; its backward pass writes
 one packed gradient. A kernel of its own applies rotary embeddings, to q and k before the attention and to their
-gradients afterwards. Results are bit-equal from run to run, because no sum uses atomics.
+gradients afterwards. Results are bit-equal from run to run, because no sum uses atomics. On Hopper, long plain calls
+run on kernels in Gluon, with warpgroups of different tasks (hopper/).
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -40,7 +41,8 @@ class TritonFlash(AttentionBackend):
 
         Args:
             tiles: pass (forward, dq, dkdv) -> "QUERIESxKEYS", such as "64x32", or None to choose by shape. Sizes are
-                powers of two from 16 to 128. Triton raises at compilation if tiles exceed the GPU's shared memory.
+                powers of two from 16 to 128. Triton raises at compilation if tiles exceed the GPU's shared memory. With
+                a fixed size, a pass does not run on the kernels for Hopper, which have their own.
         """
         super().configured(**options)
         tiles = {name: size for name, size in (tiles or {}).items() if size is not None}

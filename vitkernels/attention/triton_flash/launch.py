@@ -14,6 +14,7 @@ from triton.runtime.errors import OutOfResources
 from vitkernels.attention.triton_flash.backward import dkdv_kernel, dq_kernel
 from vitkernels.attention.triton_flash.bias_gradient import MOST_SCORES, add_up, new_scores
 from vitkernels.attention.triton_flash.forward import forward_kernel
+from vitkernels.attention.triton_flash.hopper import launch as hopper
 from vitkernels.attention.triton_flash.inputs import FlashInputs
 from vitkernels.attention.triton_flash.single_tile import single_tile_backward_kernel, single_tile_forward_kernel
 from vitkernels.attention.triton_flash.tiling import (
@@ -37,13 +38,15 @@ Bind = Callable[[int, dict], Launch | None]  # launches programs with constexprs
 
 
 def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor, sizes: Sequence[int] = ()) -> Launch | None:
-    """Fill out and lse. Return the launch for reuse with other tensors; None if interpreted.
+    """Fill out and lse. Return the launch for reuse with other tensors; None if interpreted, or by Hopper's kernel.
 
     sizes: see `requested_tiles`.
     """
     if fits_one_tile(inputs, sizes):
         return _launch_runs(inputs, single_tile_forward_kernel, (out_BHND,), (lse_BHN,), single_forward_tiles)
     tiles = requested_tiles(inputs, sizes, 0)
+    if tiles is None and hopper.forward(inputs, out_BHND, lse_BHN):
+        return None
     return _launch_pass(inputs, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
 
 
@@ -84,11 +87,15 @@ def dq_pass(
     inputs: FlashInputs, out, lse_BHN, do, delta_BHN, dq, ds: Tensor | None, tiles: TileConfig | None = None
 ) -> Launch | None:
     """Fill dq and delta and, unless it is None, ds; see `new_scores`."""
+    if tiles is None and ds is None and hopper.dq_pass(inputs, out, lse_BHN, do, delta_BHN, dq):
+        return None
     return _launch_pass(inputs, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN, ds), tiles, dq_tiles)
 
 
 def dkdv_pass(inputs: FlashInputs, lse_BHN, do, delta_BHN, dk, dv, tiles: TileConfig | None = None) -> Launch | None:
     """Fill dk and dv from delta; requires at least one key."""
+    if tiles is None and hopper.dkdv_pass(inputs, lse_BHN, do, delta_BHN, dk, dv):
+        return None
     return _launch_pass(inputs, dkdv_kernel, "M", (do, dk, dv), (lse_BHN, delta_BHN), tiles, dkdv_tiles)
 
 

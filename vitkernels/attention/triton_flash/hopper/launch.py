@@ -1,0 +1,131 @@
+"""Which calls the Hopper kernels of `triton_flash` run, and how they are launched; importable with any Triton.
+
+Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from vitkernels.attention.triton_flash.inputs import FlashInputs, split_head_dim
+from vitkernels.bridge.operator import row_strides
+from vitkernels.bridge.triton import cdiv, triton_call
+
+_GLUON_VERSION = "3.6."  # of Triton. Gluon is experimental: each release renames or changes some of what kernels use
+_ROWS = 64  # of a warpgroup; see warpgroups.py
+_LOG2E = 1.4426950408889634
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a kernel, and from how many tokens on it is faster than the kernel that runs on all GPUs."""
+
+    least_tokens: int
+    warpgroups: int
+    tile: int  # rows of a streamed tile
+    stages: int
+
+
+# By the kernel's head dim, to which others are padded. dq at 64 would take 2 to 5 % longer from 1025 to 4096 tokens.
+_FORWARD = {64: _Sizes(2049, 3, 128, 2), 128: _Sizes(513, 2, 128, 2)}
+_DQ = {128: _Sizes(513, 2, 64, 3)}
+_DKDV = {64: _Sizes(1025, 3, 64, 3), 128: _Sizes(513, 2, 64, 2)}
+
+
+def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor) -> bool:
+    """Fill out and lse, if this is a call for the forward kernel; return whether it is."""
+    sizes = _sizes(_FORWARD, inputs, out_BHND)
+    if sizes is None:
+        return False
+    from vitkernels.attention.triton_flash.hopper.forward import forward_kernel
+
+    q, (k, v) = _blocks(_ROWS, inputs.q)[0], _blocks(sizes.tile, inputs.k, inputs.v)
+    _launch(
+        forward_kernel, inputs, sizes, inputs.q.shape[2],
+        (q, k, v, out_BHND, lse_BHN, *out_BHND.stride()[:3]), inputs.scale * _LOG2E,
+    )  # fmt: skip
+    return True
+
+
+def dq_pass(inputs: FlashInputs, out: Tensor, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dq: Tensor) -> bool:
+    """Fill dq and delta, if this is a call for the kernel of dq; return whether it is."""
+    sizes = _sizes(_DQ, inputs, out, do, dq)
+    if sizes is None:
+        return False
+    from vitkernels.attention.triton_flash.hopper.backward import dq_kernel
+
+    own, streamed = _blocks(_ROWS, inputs.q, do), _blocks(sizes.tile, inputs.k, inputs.v)
+    _launch(
+        dq_kernel, inputs, sizes, inputs.q.shape[2],
+        (*own, *streamed, out, lse_BHN, delta_BHN, dq, *out.stride()[:3], *dq.stride()[:3]), inputs.scale,
+    )  # fmt: skip
+    return True
+
+
+def dkdv_pass(inputs: FlashInputs, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dk: Tensor, dv: Tensor) -> bool:
+    """Fill dk and dv, if this is a call for the kernel of dk and dv; return whether it is."""
+    sizes = _sizes(_DKDV, inputs, do, dk, dv)
+    if sizes is None:
+        return False
+    from vitkernels.attention.triton_flash.hopper.backward import dkdv_kernel
+
+    own, streamed = _blocks(_ROWS, inputs.k, inputs.v), _blocks(sizes.tile, inputs.q, do)
+    _launch(
+        dkdv_kernel, inputs, sizes, inputs.k.shape[2],
+        (*own, *streamed, lse_BHN, delta_BHN, dk, dv, *dk.stride()[:3], *dv.stride()[:3]), inputs.scale,
+    )  # fmt: skip
+    return True
+
+
+def _sizes(table: dict[int, _Sizes], inputs: FlashInputs, *others: Tensor) -> _Sizes | None:
+    """Return the sizes of the kernel that runs a call, which also has the tensors `others`; None if none does."""
+    q = inputs.q
+    first, second = split_head_dim(q.shape[3])
+    sizes = table.get(first) if second == 0 else None
+    if sizes is None or min(q.shape[2], inputs.k.shape[2]) < sizes.least_tokens or q.shape[0] * q.shape[1] == 0:
+        return None
+    is_plain = not inputs.general and inputs.segment_tiles is None and q.dtype in (torch.bfloat16, torch.float16)
+    if not is_plain or not q.is_cuda or not _are_supported(q.get_device()):
+        return None
+    # The TMA unit does not repeat rows of a tensor that expand() has made.
+    return sizes if all(_has_rows_of_its_own(x) for x in (q, inputs.k, inputs.v, *others)) else None
+
+
+@cache
+def _are_supported(device: int) -> bool:
+    return triton.__version__.startswith(_GLUON_VERSION) and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _has_rows_of_its_own(x: Tensor) -> bool:
+    return all(stride > 0 for stride, size in zip(row_strides(x), x.shape[:-1], strict=True) if size > 1)
+
+
+def _blocks(rows: int, *tensors: Tensor) -> list:
+    """Return descriptors from which the TMA unit copies blocks of rows, padded with zeros to 64 or 128 columns.
+
+    Tensors are (B, H, tokens, D), as `readable` returns them.
+    """
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    block = [1, 1, rows, split_head_dim(tensors[0].shape[3])[0]]
+    layout = gl.NVMMASharedLayout.get_default_for(
+        block, gl.bfloat16 if tensors[0].dtype == torch.bfloat16 else gl.float16
+    )
+    return [TensorDescriptor(x, list(x.shape), _tma_strides(x), block, layout) for x in tensors]
+
+
+def _tma_strides(x: Tensor) -> list[int]:
+    """Return the strides of x; those of dimensions of size 1 are arbitrary, but must be multiples of 16 bytes."""
+    return [stride or x.shape[3] for stride in row_strides(x)] + [1]
+
+
+def _launch(kernel, inputs: FlashInputs, sizes: _Sizes, owned: int, tensors: tuple, factor: float) -> None:
+    """Launch a kernel whose programs own `owned` rows of each head together."""
+    B, H, N, D = inputs.q.shape
+    constants = {"WARPGROUPS": sizes.warpgroups, "TILE": sizes.tile, "D": split_head_dim(D)[0], "STAGES": sizes.stages}
+    grid = (B * H * cdiv(owned, _ROWS * sizes.warpgroups),)
+    numbers = H, N, inputs.k.shape[2], D, factor
+    triton_call(*tensors, *numbers, kernel=kernel, grid=grid, num_warps=4, **constants)

@@ -1,0 +1,160 @@
+"""What the Gluon kernels share: warpgroups with different tasks, rings of tiles in shared memory, register layouts.
+
+One warp loads tiles by TMA into rings of stages. Each of the other WARPGROUPS owns ROWS rows, and multiplies them with
+the tiles by wgmma: while one computes weights, the tensor cores multiply for another. FlashAttention-3 (Shah et al.
+2024, arXiv 2407.08608, section 3.1) divides the work in this way.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+
+ROWS = gl.constexpr(64)  # of a warpgroup, because wgmma multiplies 64 rows
+LOG2E = gl.constexpr(1.4426950408889634)  # softmax uses exp2, a single instruction
+
+
+@gluon.jit
+def _run(task: gl.constexpr, call, which: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    task(call, which, TILE, D, STAGES)
+
+
+@gluon.jit
+def run_warpgroups(
+    compute: gl.constexpr, load: gl.constexpr, call,
+    WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Run load(call, WARPGROUPS, ...) in one warp, and compute(call, i, ...) in warpgroups i = 0, 1 and perhaps 2.
+
+    A multiprocessor has 512 registers for each of the 128 threads of a warpgroup together; the loader takes 32.
+    """
+    first, second, third = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
+    if WARPGROUPS == 2:
+        gl.warp_specialize(
+            [
+                (_run, (compute, call, first, TILE, D, STAGES)),
+                (_run, (compute, call, second, TILE, D, STAGES)),
+                (_run, (load, call, WARPGROUPS, TILE, D, STAGES)),
+            ],
+            [4, 1],
+            [240, 32],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_run, (compute, call, first, TILE, D, STAGES)),
+                (_run, (compute, call, second, TILE, D, STAGES)),
+                (_run, (compute, call, third, TILE, D, STAGES)),
+                (_run, (load, call, WARPGROUPS, TILE, D, STAGES)),
+            ],
+            [4, 4, 1],
+            [160, 160, 32],
+        )
+
+
+@gluon.jit
+def owned_rows(program, tokens, H, WARPGROUPS: gl.constexpr):
+    """Return the batch entry, the head and the first row of a program; a head's programs are consecutive."""
+    count = gl.cdiv(tokens, WARPGROUPS * ROWS)
+    head = program // count
+    return head // H, head % H, program % count * (WARPGROUPS * ROWS)
+
+
+# --- rings of tiles ---------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def new_ring(STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, LOADS: gl.constexpr = 1):
+    """Return the barriers of a ring: of full stages, after LOADS arrivals and all bytes, and of empty stages."""
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=LOADS)
+        mbarrier.init(empty.index(stage), count=WARPGROUPS)
+    return full, empty
+
+
+@gluon.jit
+def new_barrier():
+    """Return a barrier that is waited for once."""
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
+
+
+@gluon.jit
+def publish_barriers():
+    """Make initialized barriers visible to the TMA unit."""
+    fence_async_shared()
+
+
+@gluon.jit
+def wait_until_empty(ring, i, STAGES: gl.constexpr, BYTES: gl.constexpr):
+    """Wait until tile i may be loaded, by copies of BYTES in all. Return its stage."""
+    full, empty = ring
+    stage = i % STAGES
+    mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
+    mbarrier.expect(full.index(stage), BYTES)
+    return stage
+
+
+@gluon.jit
+def wait_until_full(ring, i, STAGES: gl.constexpr):
+    """Wait until tile i has been loaded. Return its stage."""
+    full, _ = ring
+    stage = i % STAGES
+    mbarrier.wait(full.index(stage), (i // STAGES) & 1)
+    return stage
+
+
+@gluon.jit
+def release(ring, stage):
+    """Give a stage back to the loader, after all of this warpgroup's products with it."""
+    _, empty = ring
+    mbarrier.arrive(empty.index(stage), count=1)
+
+
+# --- registers --------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Return the layout of a warpgroup's accumulators, (ROWS, columns)."""
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand_layout(columns):
+    """Return the layout of a product's first operand in registers; its result has `columns` columns."""
+    return gl.DotOperandLayout(operand_index=0, parent=product_layout(columns), k_width=2)
+
+
+@gluon.jit
+def columns_of(x, i: gl.constexpr, PARTS: gl.constexpr):
+    """Return the i-th of PARTS equal ranges of columns. Each thread has a part of each range: nothing moves."""
+    if PARTS > 1:
+        halves = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute(0, 2, 1).split()
+        x = columns_of(halves[2 * i // PARTS], i % (PARTS // 2), PARTS // 2)
+    return x
+
+
+@gluon.jit
+def sums_per_thread(x):
+    """Return the sums over each thread's columns, (rows, 4): 8 i + 2 j and the next one, for thread j of four."""
+    groups: gl.constexpr = x.shape[1] // 8
+    return gl.sum(gl.sum(x.reshape([x.shape[0], groups, 4, 2]), 3), 1)
+
+
+_STORE_IF_NEGATIVE = gl.constexpr(
+    "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000; @p st.shared.f32 [a], $1; "
+    "mov.b32 $0, $1; }"
+)
+
+
+@gluon.jit
+def pin(x):
+    """Return x, at least 0 or NaN, computed before the next wait for products.
+
+    ptxas may move arithmetic behind such a wait, where it would not overlap with the products. It does not move stores
+    to shared memory, and does not know that this one is never executed.
+    """
+    return gl.inline_asm_elementwise(_STORE_IF_NEGATIVE, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
