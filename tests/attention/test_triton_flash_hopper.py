@@ -29,11 +29,8 @@ def gpu(test):
 
 # --- without a GPU ----------------------------------------------------------------------------------------------------
 
-SIZES = [
-    *(("forward", width, sizes) for width, sizes in launch._FORWARD.items()),
-    *(("dq", width, sizes) for width, sizes in launch._DQ.items()),
-    *(("dkdv", width, sizes) for width, sizes in launch._DKDV.items()),
-]
+KERNELS = {"forward": launch.FORWARD, "dq": launch.DQ, "dkdv": launch.DKDV}
+SIZES = [(name, width, sizes) for name, kernel in KERNELS.items() for width, sizes in kernel.sizes.items()]
 
 
 def signature(name: str, width: int, tile: int, dtype: str) -> dict[str, str]:
@@ -95,14 +92,18 @@ def inputs(N=4096, M=4096, D=64, dtype=torch.bfloat16, scale=0.1, **extras):
     [
         ({}, "forward dkdv"),
         ({"D": 56}, "forward dkdv"),
-        ({"N": 2048}, "dkdv"),
-        ({"N": 1024}, ""),
-        ({"M": 1000}, ""),
+        ({"N": 1536}, "dkdv"),
+        ({"N": 896}, ""),
+        ({"M": 896}, ""),
         ({"D": 128, "N": 513}, "forward dq dkdv"),
         ({"D": 104, "N": 700, "M": 600}, "forward dq dkdv"),
-        ({"D": 128, "N": 512}, ""),
-        ({"D": 80}, ""),
-        ({"D": 256}, ""),
+        ({"D": 128, "N": 385}, "dq dkdv"),
+        ({"D": 128, "N": 384}, ""),
+        ({"D": 96, "N": 313, "M": 313}, "dkdv"),
+        ({"D": 96}, "forward dq dkdv"),
+        ({"D": 80}, "dq dkdv"),
+        ({"D": 40}, "forward dq dkdv"),
+        ({"D": 136}, ""),
         ({"D": 32}, ""),
         ({"dtype": torch.float32}, ""),
         ({"is_causal": True}, ""),
@@ -113,17 +114,16 @@ def inputs(N=4096, M=4096, D=64, dtype=torch.bfloat16, scale=0.1, **extras):
 def test_choice__by_length_head_dim_and_what_the_call_has(call, kernels, monkeypatch):
     monkeypatch.setattr(launch, "_are_supported", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    tables = {"forward": launch._FORWARD, "dq": launch._DQ, "dkdv": launch._DKDV}
-    assert [name for name, table in tables.items() if launch._sizes(table, inputs(**call))] == kernels.split()
+    assert [name for name, kernel in KERNELS.items() if launch.sizes_for(kernel, inputs(**call))] == kernels.split()
 
 
 def test_choice__not_for_rows_that_expand_repeats(monkeypatch):
     monkeypatch.setattr(launch, "_are_supported", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     call = inputs()
-    assert launch._sizes(launch._DKDV, call, torch.empty(2, 3, 4096, 64, device="meta"))
+    assert launch.sizes_for(launch.DKDV, call, torch.empty(2, 3, 4096, 64, device="meta"))
     for shape in ((1, 3, 4096, 64), (2, 1, 4096, 64), (2, 3, 1, 64)):
-        assert launch._sizes(launch._DKDV, call, torch.empty(shape, device="meta").expand(2, 3, 4096, 64)) is None
+        assert launch.sizes_for(launch.DKDV, call, torch.empty(shape, device="meta").expand(2, 3, 4096, 64)) is None
 
 
 def test_choice__by_version_of_triton_and_gpu(monkeypatch):
@@ -179,10 +179,11 @@ AT_64 = ["forward_kernel", "dkdv_kernel"]
 @pytest.mark.parametrize(
     "N, M, D, kernels",
     [
-        *((4096, 4096, 64, AT_64), (2304, 2304, 64, AT_64), (2305, 2111, 64, AT_64), (2111, 2305, 56, AT_64)),
-        *((1025, 1025, 64, AT_64[1:]), (1370, 1100, 56, AT_64[1:])),
-        *((577, 577, 128, ALL), (513, 2305, 128, ALL), (1025, 600, 104, ALL), (640, 640, 112, ALL)),
-        (4096, 4096, 128, ALL),
+        *((4096, 4096, 64, AT_64), (2304, 2304, 64, AT_64), (2305, 1611, 64, AT_64), (2111, 2305, 56, AT_64)),
+        *((1025, 1025, 64, AT_64[1:]), (1370, 1100, 56, AT_64[1:]), (900, 1025, 40, ALL), (1025, 2000, 48, ALL)),
+        *((777, 1025, 72, ALL[1:]), (1025, 777, 80, ALL[1:]), (577, 577, 88, ALL[1:]), (2305, 2100, 96, ALL)),
+        *((313, 313, 96, ALL[2:]), (577, 577, 128, ALL), (513, 2305, 128, ALL), (1025, 600, 104, ALL)),
+        *((400, 385, 120, ALL[1:]), (640, 640, 112, ALL), (4096, 4096, 128, ALL)),
     ],
 )
 def test_results__near_float64_and_equal_from_run_to_run(N, M, D, kernels, dtype, ran):

@@ -10,7 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vitkernels.attention.triton_flash.inputs import FlashInputs, split_head_dim
+from vitkernels.attention.triton_flash.inputs import FlashInputs
 from vitkernels.bridge.operator import row_strides
 from vitkernels.bridge.triton import cdiv, triton_call
 
@@ -20,23 +20,38 @@ _LOG2E = 1.4426950408889634
 
 
 class _Sizes(NamedTuple):
-    """The sizes of a kernel, and from how many tokens on it is faster than the kernel that runs on all GPUs."""
-
-    least_tokens: int
     warpgroups: int
     tile: int  # rows of a streamed tile
     stages: int
 
 
-# By the kernel's head dim, to which others are padded. dq at 64 would take 2 to 5 % longer from 1025 to 4096 tokens.
-_FORWARD = {64: _Sizes(2049, 3, 128, 2), 128: _Sizes(513, 2, 128, 2)}
-_DQ = {128: _Sizes(513, 2, 64, 3)}
-_DKDV = {64: _Sizes(1025, 3, 64, 3), 128: _Sizes(513, 2, 64, 2)}
+class _Kernel(NamedTuple):
+    """A kernel's sizes by the head dim to which others are padded, and the calls that it runs.
+
+    least_tokens: by head dim, from how many queries and keys on the kernel is faster than the one for all GPUs.
+    """
+
+    sizes: dict[int, _Sizes]
+    least_tokens: dict[range, int]
+
+
+FORWARD = _Kernel(
+    {64: _Sizes(3, 128, 2), 128: _Sizes(2, 128, 2)},
+    {range(40, 49): 897, range(56, 65): 1537, range(88, 97): 2049, range(104, 129): 513},
+)
+DQ = _Kernel(
+    {64: _Sizes(3, 64, 3), 128: _Sizes(2, 64, 3)},
+    {range(40, 49): 897, range(72, 81): 777, range(88, 97): 577, range(104, 129): 385},
+)
+DKDV = _Kernel(
+    {64: _Sizes(3, 64, 3), 128: _Sizes(2, 64, 2)},
+    {range(40, 49): 897, range(56, 65): 897, range(72, 81): 777, range(88, 97): 313, range(104, 129): 385},
+)
 
 
 def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor) -> bool:
     """Fill out and lse, if this is a call for the forward kernel; return whether it is."""
-    sizes = _sizes(_FORWARD, inputs, out_BHND)
+    sizes = sizes_for(FORWARD, inputs, out_BHND)
     if sizes is None:
         return False
     from vitkernels.attention.triton_flash.hopper.forward import forward_kernel
@@ -51,7 +66,7 @@ def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor) -> bool:
 
 def dq_pass(inputs: FlashInputs, out: Tensor, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dq: Tensor) -> bool:
     """Fill dq and delta, if this is a call for the kernel of dq; return whether it is."""
-    sizes = _sizes(_DQ, inputs, out, do, dq)
+    sizes = sizes_for(DQ, inputs, out, do, dq)
     if sizes is None:
         return False
     from vitkernels.attention.triton_flash.hopper.backward import dq_kernel
@@ -66,7 +81,7 @@ def dq_pass(inputs: FlashInputs, out: Tensor, lse_BHN: Tensor, do: Tensor, delta
 
 def dkdv_pass(inputs: FlashInputs, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dk: Tensor, dv: Tensor) -> bool:
     """Fill dk and dv, if this is a call for the kernel of dk and dv; return whether it is."""
-    sizes = _sizes(_DKDV, inputs, do, dk, dv)
+    sizes = sizes_for(DKDV, inputs, do, dk, dv)
     if sizes is None:
         return False
     from vitkernels.attention.triton_flash.hopper.backward import dkdv_kernel
@@ -79,18 +94,22 @@ def dkdv_pass(inputs: FlashInputs, lse_BHN: Tensor, do: Tensor, delta_BHN: Tenso
     return True
 
 
-def _sizes(table: dict[int, _Sizes], inputs: FlashInputs, *others: Tensor) -> _Sizes | None:
-    """Return the sizes of the kernel that runs a call, which also has the tensors `others`; None if none does."""
-    q = inputs.q
-    first, second = split_head_dim(q.shape[3])
-    sizes = table.get(first) if second == 0 else None
-    if sizes is None or min(q.shape[2], inputs.k.shape[2]) < sizes.least_tokens or q.shape[0] * q.shape[1] == 0:
+def sizes_for(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) -> _Sizes | None:
+    """Return the sizes with which a kernel runs a call, which also has the tensors `others`; None if it does not."""
+    q, tokens = inputs.q, min(inputs.q.shape[2], inputs.k.shape[2])
+    least = next((least for dims, least in kernel.least_tokens.items() if q.shape[3] in dims), None)
+    if least is None or tokens < least or not q.numel():
         return None
     is_plain = not inputs.general and inputs.segment_tiles is None and q.dtype in (torch.bfloat16, torch.float16)
     if not is_plain or not q.is_cuda or not _are_supported(q.get_device()):
         return None
     # The TMA unit does not repeat rows of a tensor that expand() has made.
-    return sizes if all(_has_rows_of_its_own(x) for x in (q, inputs.k, inputs.v, *others)) else None
+    has_rows = all(_has_rows_of_its_own(x) for x in (q, inputs.k, inputs.v, *others))
+    return kernel.sizes[_padded(q.shape[3])] if has_rows else None
+
+
+def _padded(head_dim: int) -> int:
+    return 64 if head_dim <= 64 else 128
 
 
 @cache
@@ -110,7 +129,7 @@ def _blocks(rows: int, *tensors: Tensor) -> list:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, 1, rows, split_head_dim(tensors[0].shape[3])[0]]
+    block = [1, 1, rows, _padded(tensors[0].shape[3])]
     layout = gl.NVMMASharedLayout.get_default_for(
         block, gl.bfloat16 if tensors[0].dtype == torch.bfloat16 else gl.float16
     )
@@ -125,7 +144,7 @@ def _tma_strides(x: Tensor) -> list[int]:
 def _launch(kernel, inputs: FlashInputs, sizes: _Sizes, owned: int, tensors: tuple, factor: float) -> None:
     """Launch a kernel whose programs own `owned` rows of each head together."""
     B, H, N, D = inputs.q.shape
-    constants = {"WARPGROUPS": sizes.warpgroups, "TILE": sizes.tile, "D": split_head_dim(D)[0], "STAGES": sizes.stages}
+    constants = {"WARPGROUPS": sizes.warpgroups, "TILE": sizes.tile, "D": _padded(D), "STAGES": sizes.stages}
     grid = (B * H * cdiv(owned, _ROWS * sizes.warpgroups),)
     numbers = H, N, inputs.k.shape[2], D, factor
     triton_call(*tensors, *numbers, kernel=kernel, grid=grid, num_warps=4, **constants)
