@@ -159,7 +159,7 @@ def _signature(args, kernel, grid, constexprs) -> tuple | None:
             parts.append(float)
         elif kind is bool or arg is None:
             parts += kind, arg
-        elif kind.__name__ == _DESCRIPTOR and arg.base.is_cuda:
+        elif kind.__name__ == _DESCRIPTOR and type(arg.base) in PLAIN_TYPES and arg.base.is_cuda:
             layout = getattr(arg, "layout", None)  # of Gluon's descriptors
             parts += arg.base.dtype, arg.base.get_device(), arg.padding, *arg.block_shape, layout
         else:

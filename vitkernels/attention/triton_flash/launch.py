@@ -38,14 +38,16 @@ Bind = Callable[[int, dict], Launch | None]  # launches programs with constexprs
 
 
 def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor, sizes: Sequence[int] = ()) -> Launch | None:
-    """Fill out and lse. Return the launch for reuse with other tensors; None if interpreted, or by Hopper's kernel.
+    """Fill out and lse. Return the launch for reuse with other tensors.
+
+    Return None if the call was interpreted, or ran on a kernel for Hopper.
 
     sizes: see `requested_tiles`.
     """
     if fits_one_tile(inputs, sizes):
         return _launch_runs(inputs, single_tile_forward_kernel, (out_BHND,), (lse_BHN,), single_forward_tiles)
     tiles = requested_tiles(inputs, sizes, 0)
-    if tiles is None and hopper.forward(inputs, out_BHND, lse_BHN):
+    if _may_run_on_hopper(inputs, tiles) and hopper.forward(inputs, out_BHND, lse_BHN):
         return None
     return _launch_pass(inputs, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
 
@@ -87,14 +89,14 @@ def dq_pass(
     inputs: FlashInputs, out, lse_BHN, do, delta_BHN, dq, ds: Tensor | None, tiles: TileConfig | None = None
 ) -> Launch | None:
     """Fill dq and delta and, unless it is None, ds; see `new_scores`."""
-    if tiles is None and ds is None and hopper.dq_pass(inputs, out, lse_BHN, do, delta_BHN, dq):
+    if ds is None and _may_run_on_hopper(inputs, tiles) and hopper.dq_pass(inputs, out, lse_BHN, do, delta_BHN, dq):
         return None
     return _launch_pass(inputs, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN, ds), tiles, dq_tiles)
 
 
 def dkdv_pass(inputs: FlashInputs, lse_BHN, do, delta_BHN, dk, dv, tiles: TileConfig | None = None) -> Launch | None:
     """Fill dk and dv from delta; requires at least one key."""
-    if tiles is None and hopper.dkdv_pass(inputs, lse_BHN, do, delta_BHN, dk, dv):
+    if _may_run_on_hopper(inputs, tiles) and hopper.dkdv_pass(inputs, lse_BHN, do, delta_BHN, dk, dv):
         return None
     return _launch_pass(inputs, dkdv_kernel, "M", (do, dk, dv), (lse_BHN, delta_BHN), tiles, dkdv_tiles)
 
@@ -179,6 +181,11 @@ def _launch(
 
 def _is_interpreted(kernel, device: torch.device) -> bool:
     return device.type == "cpu" or not isinstance(kernel, JITFunction)
+
+
+def _may_run_on_hopper(inputs: FlashInputs, tiles: TileConfig | None) -> bool:
+    """Return whether a pass may run on the kernels for Hopper, which have tiles of their own."""
+    return tiles is None and not _is_interpreted(forward_kernel, inputs.q.device)
 
 
 def launch_fitting(tiles: TileConfig, launch: Callable[[TileConfig], T]) -> T:

@@ -1,7 +1,7 @@
 """The backward pass of long sequences on Hopper: one kernel for dq and delta, and one for dk and dv.
 
-FlashAttention-2 (Dao 2023, arXiv 2307.08691); see triton_flash/backward.py. In both kernels, dP = dout vᵀ - delta
-starts from -delta, in the accumulators of its product. For dk and dv, the scores start from -lse likewise.
+FlashAttention-2 (Dao 2023, arXiv 2307.08691); see triton_flash/backward.py. In both kernels, dP = do vᵀ - delta starts
+from -delta, in the accumulators of its product. For dk and dv, the scores start from -lse in units of q kᵀ likewise.
 
 Shape suffixes: N query tokens, M key tokens, D head dim, padded to 64 or 128.
 """
@@ -10,10 +10,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from vitkernels.attention.triton_flash.hopper.forward import store_rows
+from vitkernels.attention.triton_flash.hopper.forward import rows_of_head, store_rows
 from vitkernels.attention.triton_flash.hopper.warpgroups import (
     LOG2E,
     ROWS,
+    begin_load,
     columns_of,
     new_barrier,
     new_ring,
@@ -23,13 +24,11 @@ from vitkernels.attention.triton_flash.hopper.warpgroups import (
     publish_barriers,
     release,
     run_warpgroups,
-    wait_until_empty,
     wait_until_full,
 )
 
-_PARTS = gl.constexpr(
-    2
-)  # of a tile: dq's product with the first runs while the scores' gradient of the next is computed
+# Ranges of a tile's columns: dq's product with the first runs while the scores' gradient of the next is computed.
+_RANGES = gl.constexpr(2)
 
 
 # --- dq ---------------------------------------------------------------------------------------------------------------
@@ -37,6 +36,7 @@ _PARTS = gl.constexpr(
 
 @gluon.jit
 def _load_keys(call, WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Load the queries and do of all consumers, and then the tiles of keys and values, the last first."""
     descriptors, _, tiles_in_memory, barriers, place, _ = call
     q_desc, do_desc, k_desc, v_desc = descriptors
     own_full, ring = barriers
@@ -50,31 +50,31 @@ def _load_keys(call, WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constex
     tiles = gl.cdiv(M, TILE)
     for i in range(tiles):
         m = (tiles - 1 - i) * TILE
-        stage = wait_until_empty(ring, i, STAGES, 2 * TILE * D * size)
+        stage = begin_load(ring, i, STAGES, 2 * TILE * D * size)
         tma.async_copy_global_to_shared(k_desc, [b, h, m, 0], ring[0].index(stage), k_tiles.index(stage))
         tma.async_copy_global_to_shared(v_desc, [b, h, m, 0], ring[0].index(stage), v_tiles.index(stage))
 
 
 @gluon.jit
 def _add_to_dq(dq, q, do, k, v, lse, delta, keys, factor, TILE: gl.constexpr, D: gl.constexpr, MASKED: gl.constexpr):
-    """Return dq with the part of a tile added, of which only the first `keys` rows exist if MASKED."""
-    of_scores: gl.constexpr = product_layout(TILE)
-    width: gl.constexpr = TILE // _PARTS
-    zero = gl.zeros([ROWS, TILE], gl.float32, of_scores)
+    """Return dq plus the contribution of a tile. With MASKED, only its first `keys` rows exist."""
+    scores_layout: gl.constexpr = product_layout(TILE)
+    width: gl.constexpr = TILE // _RANGES
+    zero = gl.zeros([ROWS, TILE], gl.float32, scores_layout)
     minus_delta = zero - delta[:, None]
     s = warpgroup_mma(q, k.permute((1, 0)), zero, use_acc=False, is_async=True)
     dp = warpgroup_mma(do, v.permute((1, 0)), minus_delta, is_async=True)
     s = warpgroup_mma_wait(1, [s])
     if MASKED:
-        inside = gl.arange(0, TILE, gl.SliceLayout(0, of_scores)) < keys
+        inside = gl.arange(0, TILE, gl.SliceLayout(0, scores_layout)) < keys
         s = gl.where(inside[None, :], s, float("-inf"))
-    for part in gl.static_range(_PARTS):
-        s_part = columns_of(s, part, _PARTS)
-        p = gl.exp2(s_part * factor - gl.convert_layout(lse, gl.SliceLayout(1, s_part.type.layout))[:, None])
-        if part == 0:
+    for i in gl.static_range(_RANGES):
+        s_range = columns_of(s, i, _RANGES)
+        p = gl.exp2(s_range * factor - gl.convert_layout(lse, gl.SliceLayout(1, s_range.type.layout))[:, None])
+        if i == 0:
             dp = warpgroup_mma_wait(0, [dp])
-        ds = gl.convert_layout((p * columns_of(dp, part, _PARTS)).to(k.dtype), operand_layout(D))
-        dq = warpgroup_mma(ds, k.slice(part * width, width), dq, is_async=True)
+        ds = gl.convert_layout((p * columns_of(dp, i, _RANGES)).to(k.dtype), operand_layout(D))
+        dq = warpgroup_mma(ds, k.slice(i * width, width), dq, is_async=True)
     return warpgroup_mma_wait(0, [dq])
 
 
@@ -87,28 +87,26 @@ def _query_gradients(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr,
     out_ptr, lse_ptr, delta_ptr, dq_ptr = pointers
     b, h, first, H, N, M = place
     out_strides, dq_strides, head_dim, scale = numbers
-    of_scores: gl.constexpr = product_layout(TILE)
-    of_dq: gl.constexpr = product_layout(D)
+    scores_layout: gl.constexpr = product_layout(TILE)
+    dq_layout: gl.constexpr = product_layout(D)
     factor = scale * LOG2E
     tiles = gl.cdiv(M, TILE)
 
-    n = first + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, of_dq))
-    d = gl.arange(0, D, gl.SliceLayout(0, of_dq))
-    at = out_ptr + b.to(gl.int64) * out_strides[0] + h.to(gl.int64) * out_strides[1]
-    inside = (n < N)[:, None] & (d < head_dim)[None, :]
-    out = gl.load(at + n[:, None] * out_strides[2] + d[None, :], mask=inside, other=0.0)
+    n = first + i * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, dq_layout))
+    out_rows, inside = rows_of_head(out_ptr, b, h, n, N, out_strides, head_dim, D)
+    out = gl.load(out_rows, mask=inside, other=0.0)
     statistics = (b * H + h).to(gl.int64) * N + n
     lse = gl.load(lse_ptr + statistics, mask=n < N, other=0.0)
     mbarrier.wait(own_full, 0)
     do = do_tiles.index(i).reshape([ROWS, D])
-    delta = gl.sum(do.load(of_dq).to(gl.float32) * out.to(gl.float32), 1)
+    delta = gl.sum(do.load(dq_layout).to(gl.float32) * out.to(gl.float32), 1)
     gl.store(delta_ptr + statistics, delta, mask=n < N)
-    lse = gl.convert_layout(lse, gl.SliceLayout(1, of_scores))
-    delta = gl.convert_layout(delta, gl.SliceLayout(1, of_scores))
-    # Operands in registers spare the bandwidth of shared memory, which products with narrow tiles need most of.
+    lse = gl.convert_layout(lse, gl.SliceLayout(1, scores_layout))
+    delta = gl.convert_layout(delta, gl.SliceLayout(1, scores_layout))
+    # Products with narrow tiles are bound by shared-memory bandwidth, so q and do are register operands.
     q = q_tiles.index(i).reshape([ROWS, D]).load(operand_layout(TILE))
     do = do.load(operand_layout(TILE))
-    dq = gl.zeros([ROWS, D], gl.float32, of_dq)
+    dq = gl.zeros([ROWS, D], gl.float32, dq_layout)
 
     stage = wait_until_full(ring, 0, STAGES)
     k, v = k_tiles.index(stage).reshape([TILE, D]), v_tiles.index(stage).reshape([TILE, D])
@@ -139,7 +137,7 @@ def dq_kernel(
     own_full = new_barrier()
     ring = new_ring(STAGES, WARPGROUPS)
     publish_barriers()
-    # In reverse order of heads: the forward pass left the last heads in the L2 cache.
+    # In reverse order of heads: the dkdv kernel begins with the heads that this kernel leaves in the L2 cache.
     b, h, first = owned_rows(gl.num_programs(0) - 1 - gl.program_id(0), N, H, WARPGROUPS)
     call = (
         (q_desc, do_desc, k_desc, v_desc), (out_ptr, lse_ptr, delta_ptr, dq_ptr), (q_tiles, do_tiles, k_tiles, v_tiles),
@@ -153,6 +151,7 @@ def dq_kernel(
 
 @gluon.jit
 def _load_queries(call, WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Load the keys and values of all consumers, and then the tiles of queries and do, with their lse and delta."""
     descriptors, pointers, tiles_in_memory, barriers, place, numbers = call
     k_desc, v_desc, q_desc, do_desc = descriptors
     own_full, ring = barriers
@@ -165,14 +164,14 @@ def _load_queries(call, WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.cons
     for i in gl.static_range(WARPGROUPS):
         tma.async_copy_global_to_shared(k_desc, [b, h, first + i * ROWS, 0], own_full, k_tiles.index(i))
         tma.async_copy_global_to_shared(v_desc, [b, h, first + i * ROWS, 0], own_full, v_tiles.index(i))
-    # Rows of odd lengths start at addresses that TMA cannot copy from. Values are loaded one tile ahead.
+    # TMA cannot copy lse and delta: if N is odd, rows start at unaligned addresses. The warp loads them, a tile ahead.
     n = gl.arange(0, TILE, gl.BlockedLayout([TILE // 32], [32], [1], [0]))
     lse_ptr += (b * H + h).to(gl.int64) * N
     delta_ptr += (b * H + h).to(gl.int64) * N
     lse = gl.load(lse_ptr + n, mask=n < N, other=0.0)
     delta = gl.load(delta_ptr + n, mask=n < N, other=0.0)
     for i in range(gl.cdiv(N, TILE)):
-        stage = wait_until_empty(ring, i, STAGES, 2 * TILE * D * size)
+        stage = begin_load(ring, i, STAGES, 2 * TILE * D * size)
         tma.async_copy_global_to_shared(q_desc, [b, h, i * TILE, 0], ring[0].index(stage), q_tiles.index(stage))
         tma.async_copy_global_to_shared(do_desc, [b, h, i * TILE, 0], ring[0].index(stage), do_tiles.index(stage))
         s_starts.index(stage).store(lse * (-1.0 / (scale * LOG2E)))
@@ -195,8 +194,8 @@ def _key_gradients(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, S
     k_tiles, v_tiles, q_tiles, do_tiles, s_starts, dp_starts = tiles_in_memory
     _, _, dk_ptr, dv_ptr = pointers
     b, h, first, _, N, M = place
-    of_scores: gl.constexpr = product_layout(TILE)
-    of_columns: gl.constexpr = gl.SliceLayout(0, of_scores)
+    scores_layout: gl.constexpr = product_layout(TILE)
+    columns_layout: gl.constexpr = gl.SliceLayout(0, scores_layout)
     factor = scale * LOG2E
     mbarrier.wait(own_full, 0)
     k, v = k_tiles.index(i).reshape([ROWS, D]), v_tiles.index(i).reshape([ROWS, D])
@@ -205,10 +204,10 @@ def _key_gradients(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, S
     for tile in range(gl.cdiv(N, TILE)):
         stage = wait_until_full(ring, tile, STAGES)
         q, do = q_tiles.index(stage).reshape([TILE, D]), do_tiles.index(stage).reshape([TILE, D])
-        s = s_starts.index(stage).load(of_columns)[None, :].broadcast_to([ROWS, TILE])
-        dp = dp_starts.index(stage).load(of_columns)[None, :].broadcast_to([ROWS, TILE])
-        # No products are in flight. Accumulators that are set between two products serialize them; nothing moves across
-        # a wait.
+        s = s_starts.index(stage).load(columns_layout)[None, :].broadcast_to([ROWS, TILE])
+        dp = dp_starts.index(stage).load(columns_layout)[None, :].broadcast_to([ROWS, TILE])
+        # This wait returns at once: no products are in flight. It keeps the writes to both accumulators ahead of both
+        # products; ptxas serializes products with a write between them (C7517).
         s, dp = warpgroup_mma_wait(0, [s, dp])
         s = warpgroup_mma(k, q.permute((1, 0)), s, is_async=True)
         dp = warpgroup_mma(v, do.permute((1, 0)), dp, is_async=True)

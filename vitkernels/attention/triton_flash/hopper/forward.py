@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from vitkernels.attention.triton_flash.hopper.warpgroups import (
     ROWS,
+    begin_load,
     columns_of,
     new_barrier,
     new_ring,
@@ -24,13 +25,13 @@ from vitkernels.attention.triton_flash.hopper.warpgroups import (
     release,
     run_warpgroups,
     sums_per_thread,
-    wait_until_empty,
     wait_until_full,
 )
 
 
 @gluon.jit
 def _load(call, WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Load the queries of all consumers, and then the tiles of keys and values, the last first."""
     descriptors, _, tiles_in_memory, barriers, place, _ = call
     q_desc, k_desc, v_desc = descriptors
     q_tiles, k_tiles, v_tiles = tiles_in_memory
@@ -43,9 +44,9 @@ def _load(call, WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, S
     tiles = gl.cdiv(M, TILE)
     for i in range(tiles):
         m = (tiles - 1 - i) * TILE
-        stage = wait_until_empty(k_ring, i, STAGES, TILE * D * size)
+        stage = begin_load(k_ring, i, STAGES, TILE * D * size)
         tma.async_copy_global_to_shared(k_desc, [b, h, m, 0], k_ring[0].index(stage), k_tiles.index(stage))
-        wait_until_empty(v_ring, i, STAGES, TILE * D * size)
+        begin_load(v_ring, i, STAGES, TILE * D * size)
         tma.async_copy_global_to_shared(v_desc, [b, h, m, 0], v_ring[0].index(stage), v_tiles.index(stage))
 
 
@@ -58,12 +59,12 @@ def _attend(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: 
     q_full, k_ring, v_ring = barriers
     b, h, first, H, N, M = place
     out_strides, head_dim, factor = numbers
-    of_scores: gl.constexpr = product_layout(TILE)
-    of_out: gl.constexpr = product_layout(D)
-    rows_of_out: gl.constexpr = gl.SliceLayout(1, of_out)
+    scores_layout: gl.constexpr = product_layout(TILE)
+    out_layout: gl.constexpr = product_layout(D)
+    out_rows: gl.constexpr = gl.SliceLayout(1, out_layout)
     tiles = gl.cdiv(M, TILE)
-    zero = gl.zeros([ROWS, TILE], gl.float32, of_scores)
-    acc = gl.zeros([ROWS, D], gl.float32, of_out)
+    zero = gl.zeros([ROWS, TILE], gl.float32, scores_layout)
+    acc = gl.zeros([ROWS, D], gl.float32, out_layout)
 
     mbarrier.wait(q_full, 0)
     q = q_tiles.index(i).reshape([ROWS, D])
@@ -71,12 +72,12 @@ def _attend(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: 
     k = k_tiles.index(stage).reshape([TILE, D]).permute((1, 0))
     s = warpgroup_mma_wait(0, [warpgroup_mma(q, k, zero, use_acc=False, is_async=True)])
     release(k_ring, stage)
-    m = (tiles - 1) * TILE + gl.arange(0, TILE, gl.SliceLayout(0, of_scores))
+    m = (tiles - 1) * TILE + gl.arange(0, TILE, gl.SliceLayout(0, scores_layout))
     s = gl.where((m < M)[None, :], s, float("-inf"))
     row_max = gl.max(s, 1) * factor
     p = gl.exp2(s * factor - row_max[:, None])
     row_sums = sums_per_thread(p)
-    of_sums: gl.constexpr = row_sums.type.layout
+    sums_layout: gl.constexpr = row_sums.type.layout
     operand = gl.convert_layout(p.to(k_tiles.dtype), operand_layout(D))
     for tile in range(1, tiles):
         before = stage
@@ -91,24 +92,24 @@ def _attend(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: 
         shrink = gl.exp2(row_max - new_max)
         row_max = new_max
         p = gl.exp2(s * factor - row_max[:, None])
-        row_sums *= gl.convert_layout(shrink, gl.SliceLayout(1, of_sums))[:, None]
+        row_sums *= gl.convert_layout(shrink, gl.SliceLayout(1, sums_layout))[:, None]
         if D == 64:
             row_sums = pin(row_sums + sums_per_thread(p))
-        else:  # the values' product takes twice as long as the weights: a quarter of these before it ends suffices
-            row_sums = pin(row_sums + gl.convert_layout(sums_per_thread(columns_of(p, 0, 4)), of_sums))
+        else:  # the product with v takes twice as long as the weights, so it is enough to pin the first quarter
+            row_sums = pin(row_sums + gl.convert_layout(sums_per_thread(columns_of(p, 0, 4)), sums_layout))
             for part in gl.static_range(1, 4):
-                row_sums += gl.convert_layout(sums_per_thread(columns_of(p, part, 4)), of_sums)
+                row_sums += gl.convert_layout(sums_per_thread(columns_of(p, part, 4)), sums_layout)
         acc = warpgroup_mma_wait(0, [acc_token])
         release(v_ring, before)
-        acc *= gl.convert_layout(shrink, rows_of_out)[:, None]
+        acc *= gl.convert_layout(shrink, out_rows)[:, None]
         operand = gl.convert_layout(p.to(k_tiles.dtype), operand_layout(D))
     wait_until_full(v_ring, tiles - 1, STAGES)
     acc = warpgroup_mma(operand, v_tiles.index(stage).reshape([TILE, D]), acc, is_async=True)
     acc = warpgroup_mma_wait(0, [acc])
 
-    row_sum = gl.convert_layout(gl.sum(row_sums, 1), rows_of_out)
-    n = first + i * ROWS + gl.arange(0, ROWS, rows_of_out)
-    lse = gl.convert_layout(row_max, rows_of_out) + gl.log2(row_sum)
+    row_sum = gl.convert_layout(gl.sum(row_sums, 1), out_rows)
+    n = first + i * ROWS + gl.arange(0, ROWS, out_rows)
+    lse = gl.convert_layout(row_max, out_rows) + gl.log2(row_sum)
     gl.store(lse_ptr + (b * H + h).to(gl.int64) * N + n, lse, mask=n < N)
     store_rows(out_ptr, acc * (1.0 / row_sum)[:, None], b, h, n, N, out_strides, head_dim, D)
 
@@ -116,10 +117,21 @@ def _attend(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: 
 @gluon.jit
 def store_rows(ptr, x, b, h, n, limit, strides, head_dim, D: gl.constexpr):
     """Store rows n < limit of a head; x has D columns in the layout of products, of which head_dim exist."""
+    pointers, inside = rows_of_head(ptr, b, h, n, limit, strides, head_dim, D)
+    gl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def rows_of_head(ptr, b, h, n, limit, strides, head_dim, D: gl.constexpr):
+    """Return pointers to rows n of a head, and which of their D columns exist: head_dim of rows n < limit.
+
+    Strides and head_dim are multiples of 8; the hints allow loads and stores of adjacent columns together.
+    """
     d = gl.arange(0, D, gl.SliceLayout(0, product_layout(D)))
-    at = ptr + b.to(gl.int64) * strides[0] + h.to(gl.int64) * strides[1]
-    inside = (n < limit)[:, None] & (d < head_dim)[None, :]
-    gl.store(at + n[:, None] * strides[2] + d[None, :], x.to(ptr.dtype.element_ty), mask=inside)
+    head = b.to(gl.int64) * gl.multiple_of(strides[0], 8) + h.to(gl.int64) * gl.multiple_of(strides[1], 8)
+    rows = n.to(gl.int64)[:, None] * gl.multiple_of(strides[2], 8)
+    inside = (n < limit)[:, None] & (d < gl.multiple_of(head_dim, 8))[None, :]
+    return ptr + head + rows + d[None, :], inside
 
 
 @gluon.jit(do_not_specialize=["H", "N", "M"])

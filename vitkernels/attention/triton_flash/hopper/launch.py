@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from vitkernels.attention.triton_flash.inputs import FlashInputs
-from vitkernels.bridge.operator import row_strides
+from vitkernels.bridge.operator import PLAIN_TYPES, row_strides
 from vitkernels.bridge.triton import cdiv, triton_call
 
 _GLUON_VERSION = "3.6."  # of Triton. Gluon is experimental: each release renames or changes some of what kernels use
@@ -26,13 +26,8 @@ class _Sizes(NamedTuple):
 
 
 class _Kernel(NamedTuple):
-    """A kernel's sizes by the head dim to which others are padded, and the calls that it runs.
-
-    least_tokens: by head dim, from how many queries and keys on the kernel is faster than the one for all GPUs.
-    """
-
-    sizes: dict[int, _Sizes]
-    least_tokens: dict[range, int]
+    sizes: dict[int, _Sizes]  # by the head dim to which others are padded
+    least_tokens: dict[range, int]  # by head dim: queries and keys from which it is faster than the kernel for all GPUs
 
 
 FORWARD = _Kernel(
@@ -51,7 +46,7 @@ DKDV = _Kernel(
 
 def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor) -> bool:
     """Fill out and lse, if this is a call for the forward kernel; return whether it is."""
-    sizes = sizes_for(FORWARD, inputs, out_BHND)
+    sizes = sizes_if_supported(FORWARD, inputs, out_BHND)
     if sizes is None:
         return False
     from vitkernels.attention.triton_flash.hopper.forward import forward_kernel
@@ -59,14 +54,14 @@ def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor) -> bool:
     q, (k, v) = _blocks(_ROWS, inputs.q)[0], _blocks(sizes.tile, inputs.k, inputs.v)
     _launch(
         forward_kernel, inputs, sizes, inputs.q.shape[2],
-        (q, k, v, out_BHND, lse_BHN, *out_BHND.stride()[:3]), inputs.scale * _LOG2E,
+        (q, k, v, out_BHND, lse_BHN, *row_strides(out_BHND)), inputs.scale * _LOG2E,
     )  # fmt: skip
     return True
 
 
 def dq_pass(inputs: FlashInputs, out: Tensor, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dq: Tensor) -> bool:
     """Fill dq and delta, if this is a call for the kernel of dq; return whether it is."""
-    sizes = sizes_for(DQ, inputs, out, do, dq)
+    sizes = sizes_if_supported(DQ, inputs, out, do, dq)
     if sizes is None:
         return False
     from vitkernels.attention.triton_flash.hopper.backward import dq_kernel
@@ -74,14 +69,14 @@ def dq_pass(inputs: FlashInputs, out: Tensor, lse_BHN: Tensor, do: Tensor, delta
     own, streamed = _blocks(_ROWS, inputs.q, do), _blocks(sizes.tile, inputs.k, inputs.v)
     _launch(
         dq_kernel, inputs, sizes, inputs.q.shape[2],
-        (*own, *streamed, out, lse_BHN, delta_BHN, dq, *out.stride()[:3], *dq.stride()[:3]), inputs.scale,
+        (*own, *streamed, out, lse_BHN, delta_BHN, dq, *row_strides(out), *row_strides(dq)), inputs.scale,
     )  # fmt: skip
     return True
 
 
 def dkdv_pass(inputs: FlashInputs, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dk: Tensor, dv: Tensor) -> bool:
     """Fill dk and dv, if this is a call for the kernel of dk and dv; return whether it is."""
-    sizes = sizes_for(DKDV, inputs, do, dk, dv)
+    sizes = sizes_if_supported(DKDV, inputs, do, dk, dv)
     if sizes is None:
         return False
     from vitkernels.attention.triton_flash.hopper.backward import dkdv_kernel
@@ -89,13 +84,16 @@ def dkdv_pass(inputs: FlashInputs, lse_BHN: Tensor, do: Tensor, delta_BHN: Tenso
     own, streamed = _blocks(_ROWS, inputs.k, inputs.v), _blocks(sizes.tile, inputs.q, do)
     _launch(
         dkdv_kernel, inputs, sizes, inputs.k.shape[2],
-        (*own, *streamed, lse_BHN, delta_BHN, dk, dv, *dk.stride()[:3], *dv.stride()[:3]), inputs.scale,
+        (*own, *streamed, lse_BHN, delta_BHN, dk, dv, *row_strides(dk), *row_strides(dv)), inputs.scale,
     )  # fmt: skip
     return True
 
 
-def sizes_for(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) -> _Sizes | None:
-    """Return the sizes with which a kernel runs a call, which also has the tensors `others`; None if it does not."""
+def sizes_if_supported(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) -> _Sizes | None:
+    """Return the sizes if the kernel can run this call, and does so faster; else None.
+
+    others: the call's further tensors like q.
+    """
     q, tokens = inputs.q, min(inputs.q.shape[2], inputs.k.shape[2])
     least = next((least for dims, least in kernel.least_tokens.items() if q.shape[3] in dims), None)
     if least is None or tokens < least or not q.numel():
@@ -103,9 +101,11 @@ def sizes_for(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) -> _Sizes |
     is_plain = not inputs.general and inputs.segment_tiles is None and q.dtype in (torch.bfloat16, torch.float16)
     if not is_plain or not q.is_cuda or not _are_supported(q.get_device()):
         return None
+    tensors = q, inputs.k, inputs.v, *others
+    if any(type(x) not in PLAIN_TYPES for x in tensors):  # triton_call would trace a subclass on each call
+        return None
     # The TMA unit does not repeat rows of a tensor that expand() has made.
-    has_rows = all(_has_rows_of_its_own(x) for x in (q, inputs.k, inputs.v, *others))
-    return kernel.sizes[_padded(q.shape[3])] if has_rows else None
+    return kernel.sizes[_padded(q.shape[3])] if all(map(_has_rows_of_its_own, tensors)) else None
 
 
 def _padded(head_dim: int) -> int:
@@ -114,7 +114,8 @@ def _padded(head_dim: int) -> int:
 
 @cache
 def _are_supported(device: int) -> bool:
-    return triton.__version__.startswith(_GLUON_VERSION) and torch.cuda.get_device_capability(device) == (9, 0)
+    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
+    return is_hopper and triton.__version__.startswith(_GLUON_VERSION)
 
 
 def _has_rows_of_its_own(x: Tensor) -> bool:
@@ -126,14 +127,20 @@ def _blocks(rows: int, *tensors: Tensor) -> list:
 
     Tensors are (B, H, tokens, D), as `readable` returns them.
     """
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block = [1, 1, rows, _padded(tensors[0].shape[3])]
-    layout = gl.NVMMASharedLayout.get_default_for(
-        block, gl.bfloat16 if tensors[0].dtype == torch.bfloat16 else gl.float16
-    )
+    block, layout = _block(rows, _padded(tensors[0].shape[3]), tensors[0].dtype)
     return [TensorDescriptor(x, list(x.shape), _tma_strides(x), block, layout) for x in tensors]
+
+
+@cache
+def _block(rows: int, columns: int, dtype: torch.dtype) -> tuple:
+    """Return the shape of a block, and its layout in shared memory, which takes 12 µs to make."""
+    from triton.experimental.gluon import language as gl
+
+    block = [1, 1, rows, columns]
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return block, gl.NVMMASharedLayout.get_default_for(block, element)
 
 
 def _tma_strides(x: Tensor) -> list[int]:

@@ -1,8 +1,8 @@
-"""What the Gluon kernels share: warpgroups with different tasks, rings of tiles in shared memory, register layouts.
+"""What the Gluon kernels share: warp specialization, rings of tiles in shared memory, register layouts.
 
-One warp loads tiles by TMA into rings of stages. Each of the other WARPGROUPS owns ROWS rows, and multiplies them with
-the tiles by wgmma: while one computes weights, the tensor cores multiply for another. FlashAttention-3 (Shah et al.
-2024, arXiv 2407.08608, section 3.1) divides the work in this way.
+One warp, the producer, loads tiles by TMA into rings of stages. Each of the WARPGROUPS consumers owns ROWS rows. While
+one computes softmax weights, the tensor cores multiply for another (FlashAttention-3, Shah et al. 2024, arXiv
+2407.08608, section 3.1).
 """
 
 from triton.experimental import gluon
@@ -23,9 +23,14 @@ def run_warpgroups(
     compute: gl.constexpr, load: gl.constexpr, call,
     WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Run load(call, WARPGROUPS, ...) in one warp, and compute(call, i, ...) in warpgroups i = 0, 1 and perhaps 2.
+    """Run load(call, WARPGROUPS, ...) in the producer, and compute(call, i, ...) in consumers i = 0, 1 and perhaps 2.
 
-    A multiprocessor has 512 registers for each of the 128 threads of a warpgroup together; the loader takes 32.
+    call: (descriptors, pointers, tiles in shared memory, barriers, (b, h, first row, H, N, M), (strides of each tensor
+    that is stored or loaded by pointer, head_dim, the scale or factor)). All parts but constants are in one tuple,
+    because a partition takes a tuple of arguments.
+
+    A multiprocessor has 65,536 registers: 512 per thread of one warpgroup. The lists of registers omit the first
+    consumer, which gets what the others leave.
     """
     first, second, third = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)
     if WARPGROUPS == 2:
@@ -64,7 +69,10 @@ def owned_rows(program, tokens, H, WARPGROUPS: gl.constexpr):
 
 @gluon.jit
 def new_ring(STAGES: gl.constexpr, WARPGROUPS: gl.constexpr, LOADS: gl.constexpr = 1):
-    """Return the barriers of a ring: of full stages, after LOADS arrivals and all bytes, and of empty stages."""
+    """Return the barriers (full, empty) of each stage.
+
+    A stage is full after LOADS arrivals and all its bytes, and empty once every consumer has released it.
+    """
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
@@ -88,8 +96,8 @@ def publish_barriers():
 
 
 @gluon.jit
-def wait_until_empty(ring, i, STAGES: gl.constexpr, BYTES: gl.constexpr):
-    """Wait until tile i may be loaded, by copies of BYTES in all. Return its stage."""
+def begin_load(ring, i, STAGES: gl.constexpr, BYTES: gl.constexpr):
+    """Wait until the stage of tile i is empty, and let its full barrier expect BYTES. Return the stage."""
     full, empty = ring
     stage = i % STAGES
     mbarrier.wait(empty.index(stage), (i // STAGES + 1) & 1)
@@ -108,7 +116,7 @@ def wait_until_full(ring, i, STAGES: gl.constexpr):
 
 @gluon.jit
 def release(ring, stage):
-    """Give a stage back to the loader, after all of this warpgroup's products with it."""
+    """Give a stage back to the producer, after all of this consumer's products with it."""
     _, empty = ring
     mbarrier.arrive(empty.index(stage), count=1)
 
@@ -139,7 +147,7 @@ def columns_of(x, i: gl.constexpr, PARTS: gl.constexpr):
 
 @gluon.jit
 def sums_per_thread(x):
-    """Return the sums over each thread's columns, (rows, 4): 8 i + 2 j and the next one, for thread j of four."""
+    """Return (rows, 4): for thread j of a row's four, the sum over columns 8 i + 2 j and 8 i + 2 j + 1."""
     groups: gl.constexpr = x.shape[1] // 8
     return gl.sum(gl.sum(x.reshape([x.shape[0], groups, 4, 2]), 3), 1)
 
@@ -152,9 +160,10 @@ _STORE_IF_NEGATIVE = gl.constexpr(
 
 @gluon.jit
 def pin(x):
-    """Return x, at least 0 or NaN, computed before the next wait for products.
+    """Return x, and make ptxas compute it before the next wait for products.
 
     ptxas may move arithmetic behind such a wait, where it would not overlap with the products. It does not move stores
-    to shared memory, and does not know that this one is never executed.
+    to shared memory, and does not know that this one is never executed. x must not be negative, or the store would
+    write to address 0; NaN is safe.
     """
     return gl.inline_asm_elementwise(_STORE_IF_NEGATIVE, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
