@@ -13,8 +13,10 @@ import triton
 
 from vitkernels import attention
 from vitkernels.attention.triton_flash import launch as triton_launch
+from vitkernels.attention.triton_flash import operators
 from vitkernels.attention.triton_flash.hopper import launch
 from vitkernels.attention.triton_flash.inputs import FlashInputs
+from vitkernels.bridge import triton as bridge
 from vitkernels.testing.attention_reference import TOLERANCE
 
 needs_gluon = pytest.mark.skipif(
@@ -146,20 +148,21 @@ def test_choice__not_for_rows_that_expand_repeats(on_hopper):
         assert launch.sizes_if_supported(launch.DKDV, call, do) is None
 
 
-def test_choice__not_for_subclasses_of_tensors(on_hopper):
-    class Subclass(torch.Tensor):
-        pass
-
-    do = torch.empty(2, 3, 4096, 64, device="meta").as_subclass(Subclass)
-    assert launch.sizes_if_supported(launch.DKDV, inputs(), do) is None
-
-
 def test_choice__not_with_requested_tiles_nor_interpreted(monkeypatch):
-    call = inputs()
-    assert triton_launch._may_run_on_hopper(call, None)
-    assert not triton_launch._may_run_on_hopper(call, triton_launch.requested_tiles(call, (64, 32, 0, 0, 0, 0), 0))
-    monkeypatch.setattr(triton_launch, "forward_kernel", object())  # what triton.jit returns under TRITON_INTERPRET
-    assert not triton_launch._may_run_on_hopper(call, None)
+    """Only a pass of which no tiles are requested asks whether a kernel for Hopper runs it."""
+    asked = []
+    monkeypatch.setattr(triton_launch, "_bound", {})
+    monkeypatch.setattr(triton_launch, "_is_interpreted", lambda kernel, device: is_interpreted)
+    monkeypatch.setattr(triton_launch, "launch_fitting", lambda tiles, launch: None)
+    monkeypatch.setattr(triton_launch, "triton_call", lambda *args, **constexprs: None)
+    monkeypatch.setattr(triton_launch, "bind", lambda *args, **constexprs: None)
+    call, out, lse = inputs(), torch.empty(2, 3, 4096, 64, device="meta"), torch.empty(2, 3, 4096, device="meta")
+    for is_interpreted, sizes in ((False, ()), (False, (64, 32, 0, 0, 0, 0)), (True, ())):
+        monkeypatch.setattr(
+            triton_launch.hopper, "forward", lambda *args, case=(is_interpreted, sizes): asked.append(case)
+        )
+        triton_launch.forward(call, out, lse, sizes)
+    assert asked == [(False, ())]
 
 
 @pytest.fixture
@@ -198,8 +201,17 @@ def test_tma_strides__are_multiples_of_16_bytes(shape):
 @pytest.fixture
 def ran(monkeypatch):
     """Record which kernels of this package ran."""
-    seen, run = [], launch._launch
-    monkeypatch.setattr(launch, "_launch", lambda kernel, *args: seen.append(kernel.__name__) or run(kernel, *args))
+    seen = []
+    monkeypatch.setattr(triton_launch, "_bound", {})
+    monkeypatch.setattr(operators, "_forward_launches", {})
+    monkeypatch.setattr(operators, "_backward_launches", {})
+
+    def bind(*args, kernel, **constexprs):
+        seen.append(kernel.__name__)
+        run = bridge.bind(*args, kernel=kernel, **constexprs)
+        return lambda *tensors: seen.append(kernel.__name__) or run(*tensors)
+
+    monkeypatch.setattr(launch, "bind", bind)
     return seen
 
 

@@ -21,11 +21,11 @@ try:
     from triton.runtime import interpreter
     from triton.runtime.errors import OutOfResources
     from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError as error:  # no wheels exist for macOS and Windows
     message = "Triton is not installed: pip install 'vitkernels[cuda]' (Linux only)"
     raise UsageError(message, code="bridge.missing_package", package="triton") from error
 
-_DESCRIPTOR = "TensorDescriptor"  # the class of Triton's, and of Gluon's, which some releases do not have
 _LAUNCH_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "enable_fp_fusion")
 
 
@@ -90,7 +90,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _tensors(args) -> list[torch.Tensor]:
-    args = (arg.base if type(arg).__name__ == _DESCRIPTOR else arg for arg in args)
+    args = (arg.base if isinstance(arg, TensorDescriptor) else arg for arg in args)
     return [arg for arg in args if isinstance(arg, torch.Tensor)]
 
 
@@ -132,15 +132,47 @@ def next_power_of_2(n: int) -> int:
 def bind(*args, kernel, grid, **constexprs):
     """Launch eagerly on CUDA tensors, as triton_call does; return a function that relaunches on other tensors.
 
-    `args` are tensors (or None) first, then numbers. The returned function takes only the tensors, or their addresses,
-    with the same dtypes and 16-byte alignment; numbers, grid and constexprs are fixed. The same GPU must be current
-    at each call. A relaunch costs a third of triton_call's host time.
+    `args` are tensors, Gluon's TensorDescriptors or None first, then numbers. The returned function takes only the
+    tensors, or their addresses, with the same dtypes and 16-byte alignment; for a descriptor, a tensor of its shape and
+    strides. Numbers, grid and constexprs are fixed. The same GPU must be current at each call. A relaunch costs a third
+    of triton_call's host time.
     """
     launch, trailing = _compiled(args, kernel, grid, constexprs)
-    tensors = next(i for i, arg in enumerate((*args, 0)) if not (arg is None or isinstance(arg, torch.Tensor)))
-    rest = *args[tensors:], *trailing
+    kinds = [_kind(arg) for arg in (*args, 0)]
+    count = kinds.index("number")
+    rest = *args[count:], *trailing
     device = torch.cuda.current_device()
-    return lambda *tensors: launch(*tensors, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
+    # Not the descriptors themselves, which would keep the tensors of this call.
+    described = [(i, x.shape, x.strides, x.padding) for i, x in enumerate(args[:count]) if kinds[i] == "descriptor"]
+
+    def relaunch(*tensors) -> None:
+        given = list(tensors)
+        for i, *layout in described:
+            given[i] = _Described(given[i], *layout)
+        launch(*given, *rest, stream=torch._C._cuda_getCurrentRawStream(device))
+
+    return relaunch
+
+
+def _kind(arg) -> str:
+    if arg is None or isinstance(arg, torch.Tensor):
+        return "tensor"
+    return "descriptor" if type(arg).__name__ == "TensorDescriptor" else "number"
+
+
+class _Address(int):
+    def data_ptr(self) -> int:
+        return self
+
+
+class _Described:
+    """What Triton's launcher reads of a TensorDescriptor. Making one of those would check everything again."""
+
+    __slots__ = ("base", "padding", "shape", "strides")
+
+    def __init__(self, base: torch.Tensor | int, shape, strides, padding):
+        self.base = _Address(base) if isinstance(base, int) else base
+        self.shape, self.strides, self.padding = shape, strides, padding
 
 
 def _signature(args, kernel, grid, constexprs) -> tuple | None:
@@ -159,9 +191,8 @@ def _signature(args, kernel, grid, constexprs) -> tuple | None:
             parts.append(float)
         elif kind is bool or arg is None:
             parts += kind, arg
-        elif kind.__name__ == _DESCRIPTOR and type(arg.base) in PLAIN_TYPES and arg.base.is_cuda:
-            layout = getattr(arg, "layout", None)  # of Gluon's descriptors
-            parts += arg.base.dtype, arg.base.get_device(), arg.padding, *arg.block_shape, layout
+        elif kind is TensorDescriptor and arg.base.is_cuda:
+            parts += arg.base.dtype, arg.base.get_device(), arg.padding, *arg.block_shape
         else:
             return None
     return tuple(parts)

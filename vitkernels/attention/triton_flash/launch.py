@@ -38,18 +38,15 @@ Bind = Callable[[int, dict], Launch | None]  # launches programs with constexprs
 
 
 def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor, sizes: Sequence[int] = ()) -> Launch | None:
-    """Fill out and lse. Return the launch for reuse with other tensors.
-
-    Return None if the call was interpreted, or ran on a kernel for Hopper.
+    """Fill out and lse. Return the launch for reuse with other tensors; None if interpreted.
 
     sizes: see `requested_tiles`.
     """
     if fits_one_tile(inputs, sizes):
         return _launch_runs(inputs, single_tile_forward_kernel, (out_BHND,), (lse_BHN,), single_forward_tiles)
     tiles = requested_tiles(inputs, sizes, 0)
-    if _may_run_on_hopper(inputs, tiles) and hopper.forward(inputs, out_BHND, lse_BHN):
-        return None
-    return _launch_pass(inputs, forward_kernel, "N", (out_BHND,), (lse_BHN,), tiles, forward_tiles)
+    rows, statistics = (out_BHND,), (lse_BHN,)
+    return _launch_pass(inputs, forward_kernel, "N", rows, statistics, tiles, forward_tiles, hopper.forward)
 
 
 def backward(
@@ -89,16 +86,14 @@ def dq_pass(
     inputs: FlashInputs, out, lse_BHN, do, delta_BHN, dq, ds: Tensor | None, tiles: TileConfig | None = None
 ) -> Launch | None:
     """Fill dq and delta and, unless it is None, ds; see `new_scores`."""
-    if ds is None and _may_run_on_hopper(inputs, tiles) and hopper.dq_pass(inputs, out, lse_BHN, do, delta_BHN, dq):
-        return None
-    return _launch_pass(inputs, dq_kernel, "N", (out, do, dq), (lse_BHN, delta_BHN, ds), tiles, dq_tiles)
+    rows, statistics = (out, do, dq), (lse_BHN, delta_BHN, ds)
+    return _launch_pass(inputs, dq_kernel, "N", rows, statistics, tiles, dq_tiles, hopper.dq)
 
 
 def dkdv_pass(inputs: FlashInputs, lse_BHN, do, delta_BHN, dk, dv, tiles: TileConfig | None = None) -> Launch | None:
     """Fill dk and dv from delta; requires at least one key."""
-    if _may_run_on_hopper(inputs, tiles) and hopper.dkdv_pass(inputs, lse_BHN, do, delta_BHN, dk, dv):
-        return None
-    return _launch_pass(inputs, dkdv_kernel, "M", (do, dk, dv), (lse_BHN, delta_BHN), tiles, dkdv_tiles)
+    rows, statistics = (do, dk, dv), (lse_BHN, delta_BHN)
+    return _launch_pass(inputs, dkdv_kernel, "M", rows, statistics, tiles, dkdv_tiles, hopper.dkdv)
 
 
 # Layout of the inputs -> bound launch that takes only tensors. Short kernels are host-bound otherwise.
@@ -106,9 +101,19 @@ _bound = BoundedCache()
 
 
 def _launch_pass(
-    inputs: FlashInputs, kernel, own: str, rows: tuple, statistics: tuple, tiles: TileConfig | None, choose
+    inputs: FlashInputs,
+    kernel,
+    own: str,
+    rows: tuple,
+    statistics: tuple,
+    tiles: TileConfig | None,
+    choose: Callable[[FlashInputs], TileConfig],
+    on_hopper: Callable[[FlashInputs, tuple, tuple], Launch | None],
 ) -> Launch | None:
-    """Launch a kernel whose programs own tiles of queries (own="N") or of keys ("M") and loop over the others."""
+    """Launch a kernel whose programs own tiles of queries (own="N") or of keys ("M") and loop over the others.
+
+    on_hopper: launches the kernel for Hopper instead; returns None if it does not run the call.
+    """
 
     def first(bind: Bind) -> Launch | None:
         B, H, N, _ = inputs.q.shape
@@ -119,7 +124,10 @@ def _launch_pass(
             owned = owned if inputs.segment_tiles is None else inputs.segment_tiles.shape[1]
             return bind(B * H * owned, _tiling(inputs, tiles, own) | tiles.options)
 
-        return launch(tiles) if tiles else launch_fitting(choose(inputs), launch)
+        if tiles:
+            return launch(tiles)
+        bound = None if _is_interpreted(kernel, inputs.q.device) else on_hopper(inputs, rows, statistics)
+        return bound or launch_fitting(choose(inputs), launch)
 
     return _launch(inputs, kernel, rows, statistics, (), tiles, first)
 
@@ -181,11 +189,6 @@ def _launch(
 
 def _is_interpreted(kernel, device: torch.device) -> bool:
     return device.type == "cpu" or not isinstance(kernel, JITFunction)
-
-
-def _may_run_on_hopper(inputs: FlashInputs, tiles: TileConfig | None) -> bool:
-    """Return whether a pass may run on the kernels for Hopper, which have tiles of their own."""
-    return tiles is None and not _is_interpreted(forward_kernel, inputs.q.device)
 
 
 def launch_fitting(tiles: TileConfig, launch: Callable[[TileConfig], T]) -> T:

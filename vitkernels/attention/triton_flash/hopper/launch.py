@@ -3,6 +3,7 @@
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -11,12 +12,14 @@ import triton
 from torch import Tensor
 
 from vitkernels.attention.triton_flash.inputs import FlashInputs
-from vitkernels.bridge.operator import PLAIN_TYPES, row_strides
-from vitkernels.bridge.triton import cdiv, triton_call
+from vitkernels.bridge.operator import row_strides
+from vitkernels.bridge.triton import bind, cdiv
 
 _GLUON_VERSION = "3.6."  # of Triton. Gluon is experimental: each release renames or changes some of what kernels use
 _ROWS = 64  # of a warpgroup; see warpgroups.py
 _LOG2E = 1.4426950408889634
+
+Launch = Callable[..., None]  # takes tensors, or their addresses
 
 
 class _Sizes(NamedTuple):
@@ -44,49 +47,49 @@ DKDV = _Kernel(
 )
 
 
-def forward(inputs: FlashInputs, out_BHND: Tensor, lse_BHN: Tensor) -> bool:
-    """Fill out and lse, if this is a call for the forward kernel; return whether it is."""
-    sizes = sizes_if_supported(FORWARD, inputs, out_BHND)
+# Each of these functions launches its kernel and returns the launch; or None, if the kernel does not run the call.
+# rows, statistics, and the arguments of a launch are those of the kernel for all GPUs; see triton_flash/launch.py.
+
+
+def forward(inputs: FlashInputs, rows: tuple[Tensor, ...], statistics: tuple[Tensor, ...]) -> Launch | None:
+    """Fill out and lse."""
+    (out,), (lse,) = rows, statistics
+    sizes = sizes_if_supported(FORWARD, inputs, out)
     if sizes is None:
-        return False
+        return None
     from vitkernels.attention.triton_flash.hopper.forward import forward_kernel
 
-    q, (k, v) = _blocks(_ROWS, inputs.q)[0], _blocks(sizes.tile, inputs.k, inputs.v)
-    _launch(
-        forward_kernel, inputs, sizes, inputs.q.shape[2],
-        (q, k, v, out_BHND, lse_BHN, *row_strides(out_BHND)), inputs.scale * _LOG2E,
-    )  # fmt: skip
-    return True
+    blocks = *_blocks(_ROWS, inputs.q), *_blocks(sizes.tile, inputs.k, inputs.v)
+    run = _bind(forward_kernel, inputs, sizes, (*blocks, out, lse), row_strides(out), inputs.scale * _LOG2E)
+    return lambda q, k, v, out, lse, *_: run(q, k, v, out, lse)
 
 
-def dq_pass(inputs: FlashInputs, out: Tensor, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dq: Tensor) -> bool:
-    """Fill dq and delta, if this is a call for the kernel of dq; return whether it is."""
-    sizes = sizes_if_supported(DQ, inputs, out, do, dq)
+def dq(inputs: FlashInputs, rows: tuple[Tensor, ...], statistics: tuple[Tensor | None, ...]) -> Launch | None:
+    """Fill dq and delta."""
+    (out, do, dq), (lse, delta, _) = rows, statistics
+    sizes = sizes_if_supported(DQ, inputs, *rows)
     if sizes is None:
-        return False
+        return None
     from vitkernels.attention.triton_flash.hopper.backward import dq_kernel
 
-    own, streamed = _blocks(_ROWS, inputs.q, do), _blocks(sizes.tile, inputs.k, inputs.v)
-    _launch(
-        dq_kernel, inputs, sizes, inputs.q.shape[2],
-        (*own, *streamed, out, lse_BHN, delta_BHN, dq, *row_strides(out), *row_strides(dq)), inputs.scale,
-    )  # fmt: skip
-    return True
+    blocks = *_blocks(_ROWS, inputs.q, do), *_blocks(sizes.tile, inputs.k, inputs.v)
+    strides = *row_strides(out), *row_strides(dq)
+    run = _bind(dq_kernel, inputs, sizes, (*blocks, out, lse, delta, dq), strides, inputs.scale)
+    return lambda q, k, v, out, do, dq, lse, delta, *_: run(q, do, k, v, out, lse, delta, dq)
 
 
-def dkdv_pass(inputs: FlashInputs, lse_BHN: Tensor, do: Tensor, delta_BHN: Tensor, dk: Tensor, dv: Tensor) -> bool:
-    """Fill dk and dv, if this is a call for the kernel of dk and dv; return whether it is."""
-    sizes = sizes_if_supported(DKDV, inputs, do, dk, dv)
+def dkdv(inputs: FlashInputs, rows: tuple[Tensor, ...], statistics: tuple[Tensor, ...]) -> Launch | None:
+    """Fill dk and dv."""
+    (do, dk, dv), (lse, delta) = rows, statistics
+    sizes = sizes_if_supported(DKDV, inputs, *rows)
     if sizes is None:
-        return False
+        return None
     from vitkernels.attention.triton_flash.hopper.backward import dkdv_kernel
 
-    own, streamed = _blocks(_ROWS, inputs.k, inputs.v), _blocks(sizes.tile, inputs.q, do)
-    _launch(
-        dkdv_kernel, inputs, sizes, inputs.k.shape[2],
-        (*own, *streamed, lse_BHN, delta_BHN, dk, dv, *row_strides(dk), *row_strides(dv)), inputs.scale,
-    )  # fmt: skip
-    return True
+    blocks = *_blocks(_ROWS, inputs.k, inputs.v), *_blocks(sizes.tile, inputs.q, do)
+    strides = *row_strides(dk), *row_strides(dv)
+    run = _bind(dkdv_kernel, inputs, sizes, (*blocks, lse, delta, dk, dv), strides, inputs.scale)
+    return lambda q, k, v, do, dk, dv, lse, delta, *_: run(k, v, q, do, lse, delta, dk, dv)
 
 
 def sizes_if_supported(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) -> _Sizes | None:
@@ -101,11 +104,10 @@ def sizes_if_supported(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) ->
     is_plain = not inputs.general and inputs.segment_tiles is None and q.dtype in (torch.bfloat16, torch.float16)
     if not is_plain or not q.is_cuda or not _are_supported(q.get_device()):
         return None
-    tensors = q, inputs.k, inputs.v, *others
-    if any(type(x) not in PLAIN_TYPES for x in tensors):  # triton_call would trace a subclass on each call
-        return None
     # The TMA unit does not repeat rows of a tensor that expand() has made.
-    return kernel.sizes[_padded(q.shape[3])] if all(map(_has_rows_of_its_own, tensors)) else None
+    return (
+        kernel.sizes[_padded(q.shape[3])] if all(map(_has_rows_of_its_own, (q, inputs.k, inputs.v, *others))) else None
+    )
 
 
 def _padded(head_dim: int) -> int:
@@ -133,9 +135,8 @@ def _blocks(rows: int, *tensors: Tensor) -> list:
     return [TensorDescriptor(x, list(x.shape), _tma_strides(x), block, layout) for x in tensors]
 
 
-@cache
 def _block(rows: int, columns: int, dtype: torch.dtype) -> tuple:
-    """Return the shape of a block, and its layout in shared memory, which takes 12 µs to make."""
+    """Return the shape of a block, and its layout in shared memory."""
     from triton.experimental.gluon import language as gl
 
     block = [1, 1, rows, columns]
@@ -148,10 +149,13 @@ def _tma_strides(x: Tensor) -> list[int]:
     return [stride or x.shape[3] for stride in row_strides(x)] + [1]
 
 
-def _launch(kernel, inputs: FlashInputs, sizes: _Sizes, owned: int, tensors: tuple, factor: float) -> None:
-    """Launch a kernel whose programs own `owned` rows of each head together."""
+def _bind(
+    kernel, inputs: FlashInputs, sizes: _Sizes, tensors: tuple, strides: tuple[int, ...], factor: float
+) -> Launch:
+    """Launch a kernel, whose first argument describes the rows that its programs own; return the launch."""
     B, H, N, D = inputs.q.shape
+    owned = tensors[0].shape[2]
     constants = {"WARPGROUPS": sizes.warpgroups, "TILE": sizes.tile, "D": _padded(D), "STAGES": sizes.stages}
     grid = (B * H * cdiv(owned, _ROWS * sizes.warpgroups),)
-    numbers = H, N, inputs.k.shape[2], D, factor
-    triton_call(*tensors, *numbers, kernel=kernel, grid=grid, num_warps=4, **constants)
+    numbers = *strides, H, N, inputs.k.shape[2], D, factor
+    return bind(*tensors, *numbers, kernel=kernel, grid=grid, num_warps=4, **constants)
