@@ -91,7 +91,7 @@ def test_kernels__serialize_no_products_and_spill_no_registers(name, width, size
     assert "serialized" not in report, report
 
 
-def inputs(N=4096, M=4096, D=64, B=2, dtype=torch.bfloat16, **extras):
+def inputs(N=4096, M=4096, D=64, B=32, dtype=torch.bfloat16, **extras):
     q, k, v = (torch.empty(B, 3, n, D, dtype=dtype, device="meta") for n in (N, M, M))
     defaults = {"bias": None, "mask": None, "segment_ids": None, "is_causal": False, "scale": 0.1}
     return FlashInputs(q, k, v, **defaults | extras)
@@ -101,9 +101,15 @@ def inputs(N=4096, M=4096, D=64, B=2, dtype=torch.bfloat16, **extras):
 def on_hopper(monkeypatch):
     monkeypatch.setattr(launch, "_are_supported", lambda device: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
 
 
-IDS = torch.zeros(2, 4096, dtype=torch.int32)
+def chosen(kernel, call, *others):
+    owned = call.k if kernel is launch.DKDV else call.q
+    return launch.sizes_if_supported(kernel, call, owned, *others)
+
+
+IDS = torch.zeros(32, 4096, dtype=torch.int32)
 
 
 @pytest.mark.parametrize(
@@ -131,21 +137,31 @@ IDS = torch.zeros(2, 4096, dtype=torch.int32)
         ({"mask": torch.ones(1, dtype=torch.uint8)}, ""),
         ({"bias": torch.ones(1)}, ""),
         ({"segment_ids": IDS}, ""),
-        ({"segment_ids": IDS, "segment_tiles": torch.zeros(2, 9, 4, dtype=torch.int32)}, ""),
+        ({"segment_ids": IDS, "segment_tiles": torch.zeros(32, 9, 4, dtype=torch.int32)}, ""),
     ],
     ids=lambda x: x if isinstance(x, str) else " ".join(f"{k}={'' if torch.is_tensor(v) else v}" for k, v in x.items()),
 )
 def test_choice__by_length_head_dim_and_what_the_call_has(call, kernels, on_hopper):
-    chosen = [name for name, kernel in KERNELS.items() if launch.sizes_if_supported(kernel, inputs(**call))]
-    assert chosen == kernels.split()
+    assert [name for name, kernel in KERNELS.items() if chosen(kernel, inputs(**call))] == kernels.split()
+
+
+@pytest.mark.parametrize(
+    "heads, tokens, expected",
+    [(12, 2304, False), (6, 4096, True), (32, 1370, True), (1, 4096, False), (18, 4096, True)],
+)
+def test_choice__by_use_of_the_multiprocessors(heads, tokens, expected, on_hopper):
+    """(1, 12, 2304, 64) would need two turns of 132 programs for 144; it takes 1.28 times as long."""
+    q = torch.empty(1, heads, tokens, 64, dtype=torch.bfloat16, device="meta")
+    call = FlashInputs(q, q, q, None, None, None, False, 0.1)
+    assert (chosen(launch.DKDV, call) is not None) is expected
 
 
 def test_choice__not_for_rows_that_expand_repeats(on_hopper):
     call = inputs()
-    assert launch.sizes_if_supported(launch.DKDV, call, torch.empty(2, 3, 4096, 64, device="meta"))
-    for shape in ((1, 3, 4096, 64), (2, 1, 4096, 64), (2, 3, 1, 64)):
-        do = torch.empty(shape, device="meta").expand(2, 3, 4096, 64)
-        assert launch.sizes_if_supported(launch.DKDV, call, do) is None
+    assert chosen(launch.DKDV, call, torch.empty(32, 3, 4096, 64, device="meta"))
+    for shape in ((1, 3, 4096, 64), (32, 1, 4096, 64), (32, 3, 1, 64)):
+        do = torch.empty(shape, device="meta").expand(32, 3, 4096, 64)
+        assert chosen(launch.DKDV, call, do) is None
 
 
 def test_choice__not_with_requested_tiles_nor_interpreted(monkeypatch):
@@ -156,7 +172,8 @@ def test_choice__not_with_requested_tiles_nor_interpreted(monkeypatch):
     monkeypatch.setattr(triton_launch, "launch_fitting", lambda tiles, launch: None)
     monkeypatch.setattr(triton_launch, "triton_call", lambda *args, **constexprs: None)
     monkeypatch.setattr(triton_launch, "bind", lambda *args, **constexprs: None)
-    call, out, lse = inputs(), torch.empty(2, 3, 4096, 64, device="meta"), torch.empty(2, 3, 4096, device="meta")
+    call = inputs()
+    out, lse = torch.empty_like(call.q), torch.empty(32, 3, 4096, device="meta")
     for is_interpreted, sizes in ((False, ()), (False, (64, 32, 0, 0, 0, 0)), (True, ())):
         monkeypatch.setattr(
             triton_launch.hopper, "forward", lambda *args, case=(is_interpreted, sizes): asked.append(case)
@@ -200,8 +217,9 @@ def test_tma_strides__are_multiples_of_16_bytes(shape):
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Record which kernels of this package ran."""
+    """Record which kernels of this package ran, however few programs they have."""
     seen = []
+    monkeypatch.setattr(launch, "_LEAST_USE", 0)
     monkeypatch.setattr(triton_launch, "_bound", {})
     monkeypatch.setattr(operators, "_forward_launches", {})
     monkeypatch.setattr(operators, "_backward_launches", {})

@@ -3,6 +3,7 @@
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from vitkernels.attention.triton_flash.inputs import FlashInputs
 from vitkernels.bridge.operator import row_strides
-from vitkernels.bridge.triton import bind, cdiv
+from vitkernels.bridge.triton import bind, cdiv, multiprocessors
 
 _GLUON_VERSION = "3.6."  # of Triton. Gluon is experimental: each release renames or changes some of what kernels use
 _ROWS = 64  # of a warpgroup; see warpgroups.py
 _LOG2E = 1.4426950408889634
+_LEAST_USE = 0.6  # of the multiprocessors, each of which runs one program at a time; else they idle in the last turn
 
 Launch = Callable[..., None]  # takes tensors, or their addresses
 
@@ -54,48 +56,50 @@ DKDV = _Kernel(
 def forward(inputs: FlashInputs, rows: tuple[Tensor, ...], statistics: tuple[Tensor, ...]) -> Launch | None:
     """Fill out and lse."""
     (out,), (lse,) = rows, statistics
-    sizes = sizes_if_supported(FORWARD, inputs, out)
+    sizes = sizes_if_supported(FORWARD, inputs, inputs.q, out)
     if sizes is None:
         return None
     from vitkernels.attention.triton_flash.hopper.forward import forward_kernel
 
     blocks = *_blocks(_ROWS, inputs.q), *_blocks(sizes.tile, inputs.k, inputs.v)
-    run = _bind(forward_kernel, inputs, sizes, (*blocks, out, lse), row_strides(out), inputs.scale * _LOG2E)
+    run = _bind(forward_kernel, inputs, sizes, inputs.q, (*blocks, out, lse), row_strides(out), inputs.scale * _LOG2E)
     return lambda q, k, v, out, lse, *_: run(q, k, v, out, lse)
 
 
 def dq(inputs: FlashInputs, rows: tuple[Tensor, ...], statistics: tuple[Tensor | None, ...]) -> Launch | None:
     """Fill dq and delta."""
     (out, do, dq), (lse, delta, _) = rows, statistics
-    sizes = sizes_if_supported(DQ, inputs, *rows)
+    sizes = sizes_if_supported(DQ, inputs, inputs.q, *rows)
     if sizes is None:
         return None
     from vitkernels.attention.triton_flash.hopper.backward import dq_kernel
 
     blocks = *_blocks(_ROWS, inputs.q, do), *_blocks(sizes.tile, inputs.k, inputs.v)
     strides = *row_strides(out), *row_strides(dq)
-    run = _bind(dq_kernel, inputs, sizes, (*blocks, out, lse, delta, dq), strides, inputs.scale)
+    run = _bind(dq_kernel, inputs, sizes, inputs.q, (*blocks, out, lse, delta, dq), strides, inputs.scale)
     return lambda q, k, v, out, do, dq, lse, delta, *_: run(q, do, k, v, out, lse, delta, dq)
 
 
 def dkdv(inputs: FlashInputs, rows: tuple[Tensor, ...], statistics: tuple[Tensor, ...]) -> Launch | None:
     """Fill dk and dv."""
     (do, dk, dv), (lse, delta) = rows, statistics
-    sizes = sizes_if_supported(DKDV, inputs, *rows)
+    sizes = sizes_if_supported(DKDV, inputs, inputs.k, *rows)
     if sizes is None:
         return None
     from vitkernels.attention.triton_flash.hopper.backward import dkdv_kernel
 
     blocks = *_blocks(_ROWS, inputs.k, inputs.v), *_blocks(sizes.tile, inputs.q, do)
     strides = *row_strides(dk), *row_strides(dv)
-    run = _bind(dkdv_kernel, inputs, sizes, (*blocks, lse, delta, dk, dv), strides, inputs.scale)
+    run = _bind(dkdv_kernel, inputs, sizes, inputs.k, (*blocks, lse, delta, dk, dv), strides, inputs.scale)
     return lambda q, k, v, do, dk, dv, lse, delta, *_: run(k, v, q, do, lse, delta, dk, dv)
 
 
-def sizes_if_supported(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) -> _Sizes | None:
+def sizes_if_supported(kernel: _Kernel, inputs: FlashInputs, owned: Tensor, *others: Tensor) -> _Sizes | None:
     """Return the sizes if the kernel can run this call, and does so faster; else None.
 
-    others: the call's further tensors like q.
+    Args:
+        owned: q or k, whose rows the kernel's programs own.
+        others: the call's further tensors like q.
     """
     q, tokens = inputs.q, min(inputs.q.shape[2], inputs.k.shape[2])
     least = next((least for dims, least in kernel.least_tokens.items() if q.shape[3] in dims), None)
@@ -104,10 +108,16 @@ def sizes_if_supported(kernel: _Kernel, inputs: FlashInputs, *others: Tensor) ->
     is_plain = not inputs.general and inputs.segment_tiles is None and q.dtype in (torch.bfloat16, torch.float16)
     if not is_plain or not q.is_cuda or not _are_supported(q.get_device()):
         return None
+    sizes = kernel.sizes[_padded(q.shape[3])]
+    turns = _programs(owned, sizes) / multiprocessors(q.device)
     # The TMA unit does not repeat rows of a tensor that expand() has made.
-    return (
-        kernel.sizes[_padded(q.shape[3])] if all(map(_has_rows_of_its_own, (q, inputs.k, inputs.v, *others))) else None
-    )
+    has_rows = all(map(_has_rows_of_its_own, (q, inputs.k, inputs.v, *others)))
+    return sizes if has_rows and turns >= _LEAST_USE * math.ceil(turns) else None
+
+
+def _programs(owned: Tensor, sizes: _Sizes) -> int:
+    B, H, tokens, _ = owned.shape
+    return B * H * cdiv(tokens, _ROWS * sizes.warpgroups)
 
 
 def _padded(head_dim: int) -> int:
@@ -149,13 +159,9 @@ def _tma_strides(x: Tensor) -> list[int]:
     return [stride or x.shape[3] for stride in row_strides(x)] + [1]
 
 
-def _bind(
-    kernel, inputs: FlashInputs, sizes: _Sizes, tensors: tuple, strides: tuple[int, ...], factor: float
-) -> Launch:
-    """Launch a kernel, whose first argument describes the rows that its programs own; return the launch."""
-    B, H, N, D = inputs.q.shape
-    owned = tensors[0].shape[2]
+def _bind(kernel, inputs: FlashInputs, sizes: _Sizes, owned: Tensor, tensors: tuple, strides: tuple, factor: float):
+    """Launch a kernel whose programs own the rows of `owned`; return the launch."""
+    _, H, N, D = inputs.q.shape
     constants = {"WARPGROUPS": sizes.warpgroups, "TILE": sizes.tile, "D": _padded(D), "STAGES": sizes.stages}
-    grid = (B * H * cdiv(owned, _ROWS * sizes.warpgroups),)
     numbers = *strides, H, N, inputs.k.shape[2], D, factor
-    return bind(*tensors, *numbers, kernel=kernel, grid=grid, num_warps=4, **constants)
+    return bind(*tensors, *numbers, kernel=kernel, grid=(_programs(owned, sizes),), num_warps=4, **constants)
