@@ -17,11 +17,11 @@ from vitkernels.attention.triton_flash import operators
 from vitkernels.attention.triton_flash.hopper import launch
 from vitkernels.attention.triton_flash.inputs import FlashInputs
 from vitkernels.bridge import triton as bridge
+from vitkernels.cli import doctor
 from vitkernels.testing.attention_reference import TOLERANCE
 
 needs_gluon = pytest.mark.skipif(
-    not triton.__version__.startswith(launch._GLUON_VERSION),
-    reason=f"the kernels need triton {launch._GLUON_VERSION}*, this is {triton.__version__}",
+    launch.limitation() is not None, reason=f"the kernels need Triton {launch._TRITON}, this is {triton.__version__}"
 )
 
 
@@ -194,6 +194,21 @@ def test_choice__by_version_of_triton(version, expected, monkeypatch, not_cached
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(triton, "__version__", version)
     assert launch._are_supported(0) is expected
+
+
+def test_doctor__names_the_version_that_the_kernels_need(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(doctor, "devices", list)
+    monkeypatch.setattr(triton, "__version__", "3.5.0")
+    doctor.main([])
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("attn=triton_flash"))
+    assert line.endswith(", without kernels for long sequences on Hopper, which need Triton 3.6, found 3.5.0")
+    monkeypatch.setattr(triton, "__version__", "3.6.0")
+    assert attention.get("triton_flash").limitation() is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    monkeypatch.setattr(triton, "__version__", "3.5.0")
+    assert attention.get("triton_flash").limitation() is None
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)])

@@ -72,6 +72,10 @@ class AttentionBackend:
         """Return why this backend cannot run on this machine and what to change; None if it can."""
         return None
 
+    def limitation(self) -> str | None:
+        """Return what makes this backend slower than it could be on this machine, for the doctor; None if nothing."""
+        return None
+
     def refusal(self, problem: Problem) -> str | None:
         """Return why this backend does not support the problem on a machine where it can run; None if it does."""
         return None

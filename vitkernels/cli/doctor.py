@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
         width = max(14, *(len(name) + 1 for name in reasons))
         for name, reason in reasons.items():
             how = _how_it_runs(setting, name) if reason is None else f"cannot run: {reason}"
-            print(f"{setting}={name:{width}}{how}")
+            limitation = attention.get(name).limitation() if setting == "attn" and reason is None else None
+            print(f"{setting}={name:{width}}{how}{f', {limitation}' if limitation else ''}")
 
 
 def runtimes() -> dict[str, str | None]:

@@ -60,6 +60,13 @@ class TritonFlash(AttentionBackend):
     def unavailable(self) -> str | None:
         return _MISSING
 
+    def limitation(self) -> str | None:
+        if _MISSING or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+            return None
+        from vitkernels.attention.triton_flash.hopper import launch  # imports Triton
+
+        return launch.limitation()
+
     def refusal(self, problem: Problem) -> str | None:
         if problem.device_type not in ("cuda", "cpu"):
             return f"Triton runs on CUDA tensors, and interpreted on CPU tensors; got {problem.device_type}"

@@ -16,7 +16,7 @@ from vitkernels.attention.triton_flash.inputs import FlashInputs
 from vitkernels.bridge.operator import row_strides
 from vitkernels.bridge.triton import bind, cdiv, multiprocessors
 
-_GLUON_VERSION = "3.6."  # of Triton. Gluon is experimental: each release renames or changes some of what kernels use
+_TRITON = "3.6"  # Gluon is experimental: each release of Triton renames or changes some of what kernels use
 _ROWS = 64  # of a warpgroup; see warpgroups.py
 _LOG2E = 1.4426950408889634
 _LEAST_USE = 0.6  # of the multiprocessors, each of which runs one program at a time; else they idle in the last turn
@@ -127,7 +127,14 @@ def _padded(head_dim: int) -> int:
 @cache
 def _are_supported(device: int) -> bool:
     is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    return is_hopper and triton.__version__.startswith(_GLUON_VERSION)
+    return is_hopper and limitation() is None
+
+
+def limitation() -> str | None:
+    """Return why this Triton cannot compile the kernels; None if it can."""
+    if triton.__version__.startswith(f"{_TRITON}."):
+        return None
+    return f"without kernels for long sequences on Hopper, which need Triton {_TRITON}, found {triton.__version__}"
 
 
 def _has_rows_of_its_own(x: Tensor) -> bool:
