@@ -191,7 +191,7 @@ def not_cached():
 
 @pytest.mark.parametrize("version, expected", [("3.6.0", True), ("3.6.1", True), ("3.5.0", False), ("3.7.0", False)])
 def test_choice__by_version_of_triton(version, expected, monkeypatch, not_cached):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(triton, "__version__", version)
     assert launch._are_supported(0) is expected
 
@@ -203,7 +203,7 @@ def test_doctor__names_the_version_that_the_kernels_need(monkeypatch, capsys):
     monkeypatch.setattr(triton, "__version__", "3.5.0")
     doctor.main([])
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("attn=triton_flash"))
-    assert line.endswith(", without kernels for long sequences on Hopper, which need Triton 3.6, found 3.5.0")
+    assert line.endswith(", without kernels for long sequences on Hopper, which need Triton 3.6; found 3.5.0")
     monkeypatch.setattr(triton, "__version__", "3.6.0")
     assert attention.get("triton_flash").limitation() is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
@@ -366,7 +366,7 @@ def test_nan__stays_in_its_head(D, ran):
 
 @gpu
 @pytest.mark.parametrize("D", [64, 128])
-def test_gradient__that_expand_repeats(D, ran):
+def test_gradients__of_an_expanded_output_gradient(D, ran):
     """The kernels for all GPUs compute the gradients: the TMA unit cannot read rows without strides."""
     q, k, v = draw(2305, 2305, D)
     weight = torch.randn(D, device="cuda").to(torch.bfloat16)

@@ -3,8 +3,8 @@
 FlashAttention-2 (Dao 2023, arXiv 2307.08691) for the sequence lengths of vision transformers. It reads q, k and v in
 the projection's layout, without copies, and writes the layout that the next projection reads; its backward pass writes
 one packed gradient. A kernel of its own applies rotary embeddings, to q and k before the attention and to their
-gradients afterwards. Results are bit-equal from run to run, because no sum uses atomics. On Hopper, long plain calls
-run on kernels in Gluon, with warpgroups of different tasks (hopper/).
+gradients afterwards. Results are bit-equal from run to run, because no sum uses atomics. On Hopper, warp-specialized
+kernels in Gluon (hopper/) compute long sequences without bias, mask, segments and causality.
 
 Shape suffixes: B batch, H heads, N query tokens, M key tokens, D head dim, E = H * D, 3 = q, k, v.
 """
@@ -61,11 +61,11 @@ class TritonFlash(AttentionBackend):
         return _MISSING
 
     def limitation(self) -> str | None:
-        if _MISSING or not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        if _MISSING or not torch.cuda.is_available():
             return None
         from vitkernels.attention.triton_flash.hopper import launch  # imports Triton
 
-        return launch.limitation()
+        return launch.limitation() if launch.is_hopper() else None
 
     def refusal(self, problem: Problem) -> str | None:
         if problem.device_type not in ("cuda", "cpu"):

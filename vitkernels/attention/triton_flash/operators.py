@@ -154,7 +154,7 @@ def _layout(qkv: Tensor, call: tuple) -> tuple | None:
 
 def _remember(cache: BoundedCache, layout: tuple | None, inputs: FlashInputs, qkv: Tensor, launches: list) -> None:
     copied = tuple(x.data_ptr() for x in (inputs.q, inputs.k, inputs.v)) != _addresses(qkv)
-    if layout is not None and not copied and None not in launches:  # None: cannot be reused
+    if layout is not None and not copied and None not in launches:  # None: interpreted
         cache[layout] = launches
 
 

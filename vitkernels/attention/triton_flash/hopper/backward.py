@@ -10,9 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from vitkernels.attention.triton_flash.hopper.forward import rows_of_head, store_rows
 from vitkernels.attention.triton_flash.hopper.warpgroups import (
-    LOG2E,
     ROWS,
     begin_load,
     columns_of,
@@ -23,9 +21,12 @@ from vitkernels.attention.triton_flash.hopper.warpgroups import (
     product_layout,
     publish_barriers,
     release,
+    rows_of_head,
     run_warpgroups,
+    store_rows,
     wait_until_full,
 )
+from vitkernels.attention.triton_flash.tiles import LOG2E
 
 # Ranges of a tile's columns: dq's product with the first runs while the scores' gradient of the next is computed.
 _RANGES = gl.constexpr(2)

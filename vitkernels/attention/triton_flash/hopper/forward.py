@@ -24,6 +24,7 @@ from vitkernels.attention.triton_flash.hopper.warpgroups import (
     publish_barriers,
     release,
     run_warpgroups,
+    store_rows,
     sums_per_thread,
     wait_until_full,
 )
@@ -48,6 +49,19 @@ def _load(call, WARPGROUPS: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, S
         tma.async_copy_global_to_shared(k_desc, [b, h, m, 0], k_ring[0].index(stage), k_tiles.index(stage))
         begin_load(v_ring, i, STAGES, TILE * D * size)
         tma.async_copy_global_to_shared(v_desc, [b, h, m, 0], v_ring[0].index(stage), v_tiles.index(stage))
+
+
+@gluon.jit
+def _with_sums_of(p, row_sums, D: gl.constexpr):
+    """Return row_sums plus those of the weights p, of which enough are computed before the next wait for products."""
+    layout: gl.constexpr = row_sums.type.layout
+    if D == 64:
+        row_sums = pin(row_sums + sums_per_thread(p))
+    else:  # the product with v takes twice as long as the weights, so it is enough to pin the first quarter
+        row_sums = pin(row_sums + gl.convert_layout(sums_per_thread(columns_of(p, 0, 4)), layout))
+        for i in gl.static_range(1, 4):
+            row_sums += gl.convert_layout(sums_per_thread(columns_of(p, i, 4)), layout)
+    return row_sums
 
 
 @gluon.jit
@@ -93,12 +107,7 @@ def _attend(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: 
         row_max = new_max
         p = gl.exp2(s * factor - row_max[:, None])
         row_sums *= gl.convert_layout(shrink, gl.SliceLayout(1, sums_layout))[:, None]
-        if D == 64:
-            row_sums = pin(row_sums + sums_per_thread(p))
-        else:  # the product with v takes twice as long as the weights, so it is enough to pin the first quarter
-            row_sums = pin(row_sums + gl.convert_layout(sums_per_thread(columns_of(p, 0, 4)), sums_layout))
-            for part in gl.static_range(1, 4):
-                row_sums += gl.convert_layout(sums_per_thread(columns_of(p, part, 4)), sums_layout)
+        row_sums = _with_sums_of(p, row_sums, D)
         acc = warpgroup_mma_wait(0, [acc_token])
         release(v_ring, before)
         acc *= gl.convert_layout(shrink, out_rows)[:, None]
@@ -112,26 +121,6 @@ def _attend(call, i: gl.constexpr, TILE: gl.constexpr, D: gl.constexpr, STAGES: 
     lse = gl.convert_layout(row_max, out_rows) + gl.log2(row_sum)
     gl.store(lse_ptr + (b * H + h).to(gl.int64) * N + n, lse, mask=n < N)
     store_rows(out_ptr, acc * (1.0 / row_sum)[:, None], b, h, n, N, out_strides, head_dim, D)
-
-
-@gluon.jit
-def store_rows(ptr, x, b, h, n, limit, strides, head_dim, D: gl.constexpr):
-    """Store rows n < limit of a head; x has D columns in the layout of products, of which head_dim exist."""
-    pointers, inside = rows_of_head(ptr, b, h, n, limit, strides, head_dim, D)
-    gl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside)
-
-
-@gluon.jit
-def rows_of_head(ptr, b, h, n, limit, strides, head_dim, D: gl.constexpr):
-    """Return pointers to rows n of a head, and which of their D columns exist: head_dim of rows n < limit.
-
-    Strides and head_dim are multiples of 8; the hints allow loads and stores of adjacent columns together.
-    """
-    d = gl.arange(0, D, gl.SliceLayout(0, product_layout(D)))
-    head = b.to(gl.int64) * gl.multiple_of(strides[0], 8) + h.to(gl.int64) * gl.multiple_of(strides[1], 8)
-    rows = n.to(gl.int64)[:, None] * gl.multiple_of(strides[2], 8)
-    inside = (n < limit)[:, None] & (d < gl.multiple_of(head_dim, 8))[None, :]
-    return ptr + head + rows + d[None, :], inside
 
 
 @gluon.jit(do_not_specialize=["H", "N", "M"])

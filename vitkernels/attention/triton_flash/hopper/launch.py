@@ -13,12 +13,12 @@ import triton
 from torch import Tensor
 
 from vitkernels.attention.triton_flash.inputs import FlashInputs
+from vitkernels.attention.triton_flash.tiles import LOG2E
 from vitkernels.bridge.operator import row_strides
 from vitkernels.bridge.triton import bind, cdiv, multiprocessors
 
 _TRITON = "3.6"  # Gluon is experimental: each release of Triton renames or changes some of what kernels use
 _ROWS = 64  # of a warpgroup; see warpgroups.py
-_LOG2E = 1.4426950408889634
 _LEAST_USE = 0.6  # of the multiprocessors, each of which runs one program at a time; else they idle in the last turn
 
 Launch = Callable[..., None]  # takes tensors, or their addresses
@@ -62,7 +62,9 @@ def forward(inputs: FlashInputs, rows: tuple[Tensor, ...], statistics: tuple[Ten
     from vitkernels.attention.triton_flash.hopper.forward import forward_kernel
 
     blocks = *_blocks(_ROWS, inputs.q), *_blocks(sizes.tile, inputs.k, inputs.v)
-    run = _bind(forward_kernel, inputs, sizes, inputs.q, (*blocks, out, lse), row_strides(out), inputs.scale * _LOG2E)
+    run = _bind(
+        forward_kernel, inputs, sizes, inputs.q, (*blocks, out, lse), row_strides(out), inputs.scale * LOG2E.value
+    )
     return lambda q, k, v, out, lse, *_: run(q, k, v, out, lse)
 
 
@@ -126,15 +128,18 @@ def _padded(head_dim: int) -> int:
 
 @cache
 def _are_supported(device: int) -> bool:
-    is_hopper = torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
-    return is_hopper and limitation() is None
+    return is_hopper(device) and limitation() is None
+
+
+def is_hopper(device: int | None = None) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def limitation() -> str | None:
-    """Return why this Triton cannot compile the kernels; None if it can."""
+    """Return what a Hopper GPU lacks with this version of Triton; None if nothing."""
     if triton.__version__.startswith(f"{_TRITON}."):
         return None
-    return f"without kernels for long sequences on Hopper, which need Triton {_TRITON}, found {triton.__version__}"
+    return f"without kernels for long sequences on Hopper, which need Triton {_TRITON}; found {triton.__version__}"
 
 
 def _has_rows_of_its_own(x: Tensor) -> bool:
@@ -146,19 +151,13 @@ def _blocks(rows: int, *tensors: Tensor) -> list:
 
     Tensors are (B, H, tokens, D), as `readable` returns them.
     """
+    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    block, layout = _block(rows, _padded(tensors[0].shape[3]), tensors[0].dtype)
+    block = [1, 1, rows, _padded(tensors[0].shape[3])]
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[tensors[0].dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(block, element)
     return [TensorDescriptor(x, list(x.shape), _tma_strides(x), block, layout) for x in tensors]
-
-
-def _block(rows: int, columns: int, dtype: torch.dtype) -> tuple:
-    """Return the shape of a block, and its layout in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    block = [1, 1, rows, columns]
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
-    return block, gl.NVMMASharedLayout.get_default_for(block, element)
 
 
 def _tma_strides(x: Tensor) -> list[int]:

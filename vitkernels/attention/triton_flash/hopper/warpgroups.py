@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 ROWS = gl.constexpr(64)  # of a warpgroup, because wgmma multiplies 64 rows
-LOG2E = gl.constexpr(1.4426950408889634)  # softmax uses exp2, a single instruction
 
 
 @gluon.jit
@@ -167,3 +166,26 @@ def pin(x):
     write to address 0; NaN is safe.
     """
     return gl.inline_asm_elementwise(_STORE_IF_NEGATIVE, "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+# --- rows in device memory --------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def store_rows(ptr, x, b, h, n, limit, strides, head_dim, D: gl.constexpr):
+    """Store rows n < limit of a head; x has D columns in the layout of products, of which head_dim exist."""
+    pointers, inside = rows_of_head(ptr, b, h, n, limit, strides, head_dim, D)
+    gl.store(pointers, x.to(ptr.dtype.element_ty), mask=inside)
+
+
+@gluon.jit
+def rows_of_head(ptr, b, h, n, limit, strides, head_dim, D: gl.constexpr):
+    """Return pointers to rows n of a head, and which of their D columns exist: head_dim of rows n < limit.
+
+    Strides and head_dim are multiples of 8; the hints allow loads and stores of adjacent columns together.
+    """
+    d = gl.arange(0, D, gl.SliceLayout(0, product_layout(D)))
+    head = b.to(gl.int64) * gl.multiple_of(strides[0], 8) + h.to(gl.int64) * gl.multiple_of(strides[1], 8)
+    rows = n.to(gl.int64)[:, None] * gl.multiple_of(strides[2], 8)
+    inside = (n < limit)[:, None] & (d < gl.multiple_of(head_dim, 8))[None, :]
+    return ptr + head + rows + d[None, :], inside
