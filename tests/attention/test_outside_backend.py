@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +60,7 @@ def python(tmp_path):
     def run(*arguments: str, status: int = 0) -> str:
         path = os.pathsep.join(map(str, (site, ROOT)))
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run([sys.executable, *arguments], env=env, cwd=tmp_path, capture_output=True, text=True)
+        done = forked.run(arguments, tmp_path, env)
         assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
         return done.stdout
 
@@ -267,6 +268,7 @@ def test_conformance__runs_for_an_outside_backend(python, tmp_path):
         "class TestWrong(AttentionConformance):\n    backend = Wrong()\n"
     )
     options = "-q", "-p", "no:cacheprovider", "-W", "error", "--tb=no", "-rf"
+    options += "-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"  # by the server that forks
     few = "cpu and (causal or cross or masks or invalid or dropout or autocast or bias)"
     printed = python("-m", "pytest", *options, "-k", few, "test_outside.py", status=1)
     counts = printed.strip().splitlines()[-1]

@@ -2,10 +2,9 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 import textwrap
 
+import forked
 import pytest
 from quick_xla import QUICK_XLA
 
@@ -19,13 +18,8 @@ pytestmark = [
 
 def run(code: str, **environment: str) -> str:
     """Run `code`; return the last line it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA, **environment}
+    done = forked.run(["-c", textwrap.dedent(code)], environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()[-1]
 

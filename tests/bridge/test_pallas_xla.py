@@ -6,10 +6,9 @@ PJRT_DEVICE=CPU stands in for the TPU; libtpu compiles the TPU's graph.
 
 import importlib.util
 import os
-import subprocess
-import sys
 import textwrap
 
+import forked
 import pytest
 
 pytestmark = [
@@ -23,13 +22,8 @@ HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 def run(code: str, **environment: str) -> str:
     """Run `code`; return the last line it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env={**os.environ, "PJRT_DEVICE": "CPU", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", **environment}
+    done = forked.run(["-c", textwrap.dedent(code)], environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip().splitlines()[-1]
 
@@ -94,7 +88,7 @@ def test_bridge_imported_first__keeps_jax_off_the_tpu():
     code = """
     import sys
     import vitkernels
-    assert not {"jax", "triton", "torch_xla"} & set(sys.modules)
+    assert not {"jax", "torch_xla"} & set(sys.modules)
     from vitkernels.bridge import pallas_op
     import jax
     print(jax.config.jax_platforms, sorted(d.platform for d in jax.devices()))

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import forked
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,17 +39,10 @@ def vitkernels(site, tmp_path):
     """vitkernels(*words) -> the output of the installed command, run in tmp_path."""
 
     def run(*words: str) -> str:
-        process = subprocess.run(
-            [sys.executable, "-m", "vitkernels", *words],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": str(site)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=300,
-        )
-        assert process.returncode == 0, process.stdout
-        return process.stdout
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        ended = forked.run(["-m", "vitkernels", *words], tmp_path, environment, merged=True)
+        assert ended.returncode == 0, ended.stdout
+        return ended.stdout
 
     return run
 

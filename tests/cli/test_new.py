@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from vitkernels.cli import main as console
@@ -15,8 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(folder: Path, *arguments: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = forked.run(["-m", *arguments], folder, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,8 +1,6 @@
 """Device transforms on torch_xla give the CPU's batches, and new draws compile nothing."""
 
-import subprocess
-import sys
-
+import forked
 import pytest
 
 pytest.importorskip("torch_xla")
@@ -47,5 +45,5 @@ print("passed")
 
 @pytest.mark.slow
 def test_device_transforms__on_xla_match_the_cpu_and_compile_once():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=300)
+    done = forked.run(["-c", CODE])
     assert done.returncode == 0 and done.stdout.strip().splitlines()[-1] == "passed", done.stderr[-2000:]

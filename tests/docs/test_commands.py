@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import forked
 import pytest
 from docs_blocks import ROOT, Block, blocks, pages
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -165,7 +166,10 @@ def run_block(block: Block, folder: Path) -> str:
             name, _, value = words.pop(0).partition("=")
             environment[name] = value
         command = _in_checkout(words, shlex.split(block.argument))
-        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+        if command[0] == sys.executable:
+            done = forked.run(command[1:], folder, environment)
+        else:
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, f"{block.id}: {' '.join(command)}\n{done.stdout}\n{done.stderr}"
         output += done.stdout
     return output

@@ -33,7 +33,7 @@ SWEEP += ("sweep.rounds=null",)
 class Case:
     """words: overrides. packages: those that its figures depend on, besides PACKAGES. slow: whether its test is.
 
-    world: processes under torchrun. own_process: whether `python train.py` runs it instead of a fork of server.py.
+    world: ranks, each a process. own_process: whether `python train.py` runs it instead of a forked process.
     resumes, evaluates: (another case, or the folder OLD; a path in its run folder).
     continues: the case, or OLD, whose run folder it continues in a copy. images: whether it needs image files.
     """

@@ -9,6 +9,4 @@ pytest.register_assert_rewrite("comparing", "formats")
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory):
     pytest.importorskip("hydra", reason="train.py needs vitkernels[train]")
-    made = Runs(tmp_path_factory.mktemp("golden") / "runs")
-    yield made
-    made.close()
+    return Runs(tmp_path_factory.mktemp("golden") / "runs")

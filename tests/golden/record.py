@@ -1,4 +1,4 @@
-"""Record the current results of train.py: python tests/golden/record.py [--train-py PATH] [CASE...]
+"""Record the current results of train.py: PYTHONPATH=tests python tests/golden/record.py [--train-py PATH] [CASE...]
 
 CASE is a name in cases.py, `formats` or `run_folder`; without any, all are recorded. `run_folder` recreates the
 committed run folder and the cases that start from it.
@@ -25,18 +25,15 @@ def record(names: list[str], train_py: Path) -> None:
         names = [*names, *(name for name in CASES if name.startswith("old_run"))]
     with tempfile.TemporaryDirectory() as temporary:
         runs = Runs(Path(temporary).resolve() / "runs", train_py)
-        try:
-            if OLD in names:
-                make_run_folder(runs)
-            for name in CASES:
-                if name in names:
-                    recorded[name] = {"versions": versions(CASES[name]), **figures(runs.folder(name))}
-                    print(name, flush=True)
-            if "formats" in names:
-                formats = {name: of_run(runs.folder(name)) for name in FORMAT_CASES}
-                write(FORMATS, formats | {"sweep": of_sweep(runs.folder("sweep"))})
-        finally:
-            runs.close()
+        if OLD in names:
+            make_run_folder(runs)
+        for name in CASES:
+            if name in names:
+                recorded[name] = {"versions": versions(CASES[name]), **figures(runs.folder(name))}
+                print(name, flush=True)
+        if "formats" in names:
+            formats = {name: of_run(runs.folder(name)) for name in FORMAT_CASES}
+            write(FORMATS, formats | {"sweep": of_sweep(runs.folder("sweep"))})
     write(RECORDED, {name: recorded[name] for name in CASES if name in recorded})
 
 

@@ -1,17 +1,19 @@
 """Run train.py in processes whose arithmetic is nearly the same on all x86-64 machines, and read their figures."""
 
-import contextlib
 import functools
 import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from cases import CASES, OLD, PACKAGES, SWEEP, Case
+from forked import PACKAGES as SLOW_PACKAGES
+from forked import Program, Server
 
 HERE = Path(__file__).resolve().parent
 # VITKERNELS_TRAIN_PY names the train.py of another checkout that the tests run instead of this one's.
@@ -37,7 +39,7 @@ _UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TRITON_INTERPRET", "OMP_WAIT_POLI
 
 
 class Runs:
-    """Run folders of cases below `folder`, each created when first requested. `close` ends the server."""
+    """Run folders of cases below `folder`, each created when first requested."""
 
     def __init__(self, folder: Path, train_py: Path = TRAIN_PY):
         self.below = folder
@@ -63,10 +65,10 @@ class Runs:
                 if case.continues is not None:
                     self.copy(self.folder(case.continues), name)
                 words = (*self.words(case), f"hydra.run.dir={folder}")
-                if case.own_process or case.world > 1:
-                    self.own_process(*words, world=case.world)
+                if case.own_process:
+                    self.own_process(*words)
                 else:
-                    self.forked(*words)
+                    self.forked(*words, world=case.world)
         except AssertionError:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -82,11 +84,10 @@ class Runs:
                 words.append(f"{key}={self.folder(source[0]) / source[1]}")
         return [*words, f"data.root={self.images()}"] if case.images else words
 
-    def own_process(self, *words: str, world: int = 1) -> str:
+    def own_process(self, *words: str) -> str:
         """Return the output of `python train.py WORDS`; raise AssertionError with it if the exit code is not 0."""
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}"] if world > 1 else []
         process = subprocess.run(
-            [sys.executable, *launcher, str(self.train_py), *words],
+            [sys.executable, str(self.train_py), *words],
             cwd=self.train_py.parent,
             env=self.environment,
             stdin=subprocess.DEVNULL,
@@ -98,19 +99,22 @@ class Runs:
         assert process.returncode == 0, process.stdout
         return process.stdout
 
-    def forked(self, *words: str) -> str:
-        """Do the same as `own_process` without the seconds that imports take."""
-        log = self.below / "log"
+    def forked(self, *words: str, world: int = 1) -> str:
+        """Do the same as `own_process` without the seconds that imports take. world: ranks, as torchrun starts them."""
         if self._server is None:
-            server = [sys.executable, str(HERE / "server.py")]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-            self._server = subprocess.Popen(server, env=self.environment, **pipes)
-        request = {"words": [str(self.train_py), *words], "folder": str(self.train_py.parent), "log": str(log)}
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        code = self._server.stdout.readline().strip()
-        said = log.read_text() if log.exists() else "server.py has ended"
-        assert code == "0", said
+            self._server = Server(SLOW_PACKAGES, self.environment)
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
+        environments = [self.environment]
+        if world > 1:
+            environments = [self.environment | where | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(world)]
+        command, folder = [self.train_py, *words], self.train_py.parent
+        ranks = [Program(command, folder, each, merged=True, server=self._server) for each in environments]
+        try:
+            said = "\n".join(rank.communicate(300)[0] for rank in ranks)
+        finally:
+            for rank in ranks:
+                rank.kill()
+        assert [rank.returncode for rank in ranks] == [0] * world, said
         return said
 
     def images(self) -> Path:
@@ -137,11 +141,11 @@ class Runs:
                 Image.fromarray(pixels).save(folder / f"{index:03d}.png")
         return root
 
-    def close(self) -> None:
-        if self._server is not None:
-            with contextlib.closing(self._server.stdout):
-                self._server.stdin.close()
-                self._server.wait(30)
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def versions(case: Case) -> dict[str, str | None]:

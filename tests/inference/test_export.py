@@ -1,10 +1,9 @@
 """Exported models load without this package, and give the run's own logits."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from expecting import error
@@ -55,9 +54,7 @@ def load_elsewhere(kind: str, path: Path, images: torch.Tensor, folder: Path) ->
     """Return the logits of the export in a process without this package, and what the export says of its data."""
     torch.save(images, folder / "images.pt")
     words = [kind, str(path), str(folder / "images.pt"), str(folder / "logits.pt")]
-    run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOAD, *words], cwd=folder, capture_output=True, text=True
-    )
+    run = forked.run(["-c", LOAD, *words], folder)
     assert run.returncode == 0, run.stderr
     return torch.load(folder / "logits.pt"), json.loads(run.stdout)
 

@@ -6,11 +6,11 @@ All checks run in one subprocess, because importing torch_xla takes longer than 
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 
+import forked
 import pytest
 from quick_xla import QUICK_XLA
 
@@ -126,18 +126,9 @@ def run_all() -> None:
 
 @pytest.fixture(scope="module")
 def failures() -> dict[str, str | None]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import {__name__} as checks; checks.run_all()"],
-        env={
-            **os.environ,
-            "PJRT_DEVICE": "CPU",
-            "XLA_FLAGS": QUICK_XLA,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path]),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA, "PYTHONPATH": path}
+    done = forked.run(["-c", f"import {__name__} as checks; checks.run_all()"], environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

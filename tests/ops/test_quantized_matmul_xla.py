@@ -5,9 +5,8 @@ Runs in a subprocess, because torch_xla depends on the order of imports. PJRT_DE
 
 import importlib.util
 import os
-import subprocess
-import sys
 
+import forked
 import pytest
 from quick_xla import QUICK_XLA
 
@@ -70,9 +69,7 @@ print("passed")
 
 
 def test_quantized_matmul_xla__agrees_with_torch_xla():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "XLA_FLAGS": QUICK_XLA}
+    done = forked.run(["-c", CODE], environment=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().splitlines()[-1] == "passed"

@@ -4,39 +4,25 @@ torchrun itself pays seconds of imports for each rank; one test uses it.
 """
 
 import logging
-import multiprocessing
 import os
 import runpy
 import sys
 import time
-from multiprocessing import forkserver
 from pathlib import Path
-from unittest import mock
 
 import torch.distributed as dist
+from forked import PACKAGES, Server
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parents[1]
-# For the fork server, which does not inherit sys.path.
-os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
-PRELOADED = ["train", "vitkernels.parallel.ddp", "vitkernels.parallel.fsdp", "vitkernels.data.digits"]
-PRELOADED += ["sklearn.model_selection", "sklearn.datasets", "settled"]
+ROOT = Path(__file__).resolve().parents[2]
+PRELOADED = [*PACKAGES, "train", "vitkernels.parallel.ddp", "vitkernels.parallel.fsdp", "vitkernels.data.digits"]
+PRELOADED += ["settled"]
 
 SMALL = ["runtime=cpu", "attn=sdpa", "+model.kwargs.embed_dim=32", "+model.kwargs.num_heads=2", "+model.kwargs.depth=2"]
 SMALL += ["schedule=constant", "schedule.warmup_epochs=0", "trainer.log_every=2", "trainer.warmup_steps=0"]
 
 
-# Not multiprocessing's default server, which a test of data workers may have started without these imports.
-_SERVER = forkserver.ForkServer()
-_SERVER.set_forkserver_preload(PRELOADED)
-
-
-def fork(target, *args) -> multiprocessing.context.ForkServerProcess:
-    """Start a process that runs target(*args) with everything imported."""
-    process = multiprocessing.get_context("forkserver").Process(target=target, args=args)
-    with mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
-        process.start()
-    return process
+_SERVER = Server(PRELOADED)
+fork = _SERVER.fork
 
 
 class Ranks:

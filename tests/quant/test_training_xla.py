@@ -6,10 +6,9 @@ The tests run in subprocesses, because torch_xla depends on the order of imports
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from quick_xla import QUICK_XLA
 
@@ -53,10 +52,7 @@ print("passed")
 
 
 def test_training_step__multiplies_int8_and_matches_the_cpu():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE],
-        env={**os.environ, "PJRT_DEVICE": "CPU"}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    done = forked.run(["-c", CODE], environment={**os.environ, "PJRT_DEVICE": "CPU"})
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().splitlines()[-1] == "passed"
 
@@ -69,10 +65,8 @@ SMALL += ["trainer.log_every=1", "trainer.eval_every=null", "checkpoints.every_e
 
 def losses(folder, *words, **environment):
     """Run train.py; return the loss of every step, and what it printed."""
-    done = subprocess.run(
-        [sys.executable, "train.py", *SMALL, *words, f"hydra.run.dir={folder}"],
-        cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [ROOT / "train.py", *SMALL, *words, f"hydra.run.dir={folder}"]
+    done = forked.run(command, ROOT, os.environ | environment)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line], done.stdout + done.stderr

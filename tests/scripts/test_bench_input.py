@@ -3,12 +3,11 @@
 import itertools
 import json
 import runpy
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 
 from vitkernels.benchmarks import input as pipelines
@@ -107,8 +106,7 @@ def test_main__measures_each_pipeline_and_training(tmp_path):
     words = "--loaders --images 60 --size 64 48 --side 32 --batch 8 --workers 0 --rounds 2 --seconds 0.1 --steps 4"
     arguments = [*words.split(), "--root", str(tmp_path), "--results", str(tmp_path / "rows.jsonl")]
     tiny = ["model.name=vit_tiny_patch16_224", "model.img_size=32", "+model.kwargs.depth=1", "runtime=cpu"]
-    command = [sys.executable, str(SCRIPT), *arguments, "--train", *tiny]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ran = forked.run([SCRIPT, *arguments, "--train", *tiny])
     assert ran.returncode == 0, ran.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert all(row["settings"] == tiny for row in rows)

@@ -1,10 +1,9 @@
 """scripts/bench_scaling.py on CPUs, with the example of its help, and its table."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 from vitkernels.benchmarks import scaling
@@ -20,9 +19,7 @@ def test_main__example_for_cpus(tmp_path):
     words = " ".join(lines[begin : begin + 2]).replace("\\", " ").split("anywhere")[0].split()
     assert words[:2] == ["python", "scripts/bench_scaling.py"] and "runtime=cpu" in words
     rows = tmp_path / "rows.jsonl"
-    ran = subprocess.run(
-        [sys.executable, str(SCRIPT), *words[2:], "--results", str(rows)], capture_output=True, text=True, timeout=300
-    )
+    ran = forked.run([SCRIPT, *words[2:], "--results", rows])
     assert ran.returncode == 0, ran.stderr[-3000:]
     measured = [json.loads(line) for line in rows.read_text().splitlines()]
     assert [row["parallel"] for row in measured] == ["none", "none", "ddp", "fsdp"]

@@ -6,6 +6,8 @@ import sys
 import time
 from pathlib import Path
 
+from forked import Program
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -18,19 +20,15 @@ RICH = [*SMALL, "model.drop_path_rate=0.2", "ema.decay=0.9", "data.mixup={mixup_
 RICH += ["trainer.accum_steps=2", "data.batch_size=32", "trainer.label_smoothing=0.1"]
 
 
-def command(*overrides):
-    return [sys.executable, str(ROOT / "train.py"), *overrides]
-
-
 def start(*overrides, **environment):
-    return subprocess.Popen(
-        command(*overrides),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
+    """Start train.py with its imports done."""
+    return Program([ROOT / "train.py", *overrides], ROOT, {**os.environ, **environment}, merged=True)
+
+
+def start_python(*overrides):
+    """Start train.py as a user does."""
+    command = [sys.executable, str(ROOT / "train.py"), *overrides]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT)
 
 
 def finish(process, code=0):

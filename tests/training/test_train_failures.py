@@ -1,13 +1,13 @@
 """Runs that fail in training: non-finite losses and gradients, and a lack of memory."""
 
 import json
-import subprocess
 
+import forked
 import pytest
 import torch
 from expecting import error
 from PIL import Image
-from small_runs import ROOT, SMALL, command
+from small_runs import ROOT, SMALL
 
 import train
 from vitkernels.training import trainer
@@ -119,9 +119,7 @@ def test_other_runtime_errors__are_not_reported_as_out_of_memory(settings, monke
 
 def test_error_of_a_run__is_on_stderr_and_in_the_log_file(tmp_path):
     words = [*SMALL, "optim=sgd", "optim.lr=1e30", "schedule=constant", "trainer.clip_grad=null"]
-    run = subprocess.run(
-        command(*words, f"hydra.run.dir={tmp_path}"), cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    (line,) = run.stderr.splitlines()
-    assert run.returncode == 1 and line.startswith("error: loss is "), run
-    assert "error: " not in run.stdout and line in (tmp_path / "train.log").read_text()
+    ended = forked.run([ROOT / "train.py", *words, f"hydra.run.dir={tmp_path}"], ROOT)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 1 and line.startswith("error: loss is "), ended
+    assert "error: " not in ended.stdout and line in (tmp_path / "train.log").read_text()

@@ -5,7 +5,7 @@ import signal
 import time
 
 import pytest
-from small_runs import RICH, SMALL, finish, logged_steps, start, wait_until
+from small_runs import RICH, SMALL, finish, logged_steps, start, start_python, wait_until
 
 import train
 from vitkernels.training.signals import EXIT_INTERRUPTED
@@ -81,10 +81,11 @@ def test_signal__at_any_moment_ends_with_75_or_0(number, moments, tmp_path):
     words = [*SMALL, "trainer.max_steps=12", "trainer.eval_every=null", "resume=auto"]
     for moment in moments:
         folder = tmp_path / str(moment)
-        process = start(*words, f"hydra.run.dir={folder}")
         if isinstance(moment, float):
+            process = start_python(*words, f"hydra.run.dir={folder}")
             time.sleep(moment)
         else:
+            process = start(*words, f"hydra.run.dir={folder}")
             wait_until((folder / moment).exists, process)
         process.send_signal(number)
         output, _ = process.communicate(timeout=120)
