@@ -111,9 +111,7 @@ class Program:
         return stdout, "" if self._output[0] == self._output[1] else stderr
 
 
-def run(
-    words, folder=None, environment=None, *, merged=False, timeout=300, server=PYTHON
-) -> subprocess.CompletedProcess:
+def run(words, folder=None, environment=None, *, merged=False, timeout=300) -> subprocess.CompletedProcess:
     """Do what subprocess.run([sys.executable, *words], capture_output=True, text=True) does; see Program."""
     program = Program(words, folder, environment, merged=merged)
     try:
