@@ -103,9 +103,9 @@ class Runs:
         """Do the same as `own_process` without the seconds that imports take. world: ranks, as torchrun starts them."""
         if self._server is None:
             self._server = Server(SLOW_PACKAGES, self.environment)
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
         environments = [self.environment]
         if world > 1:
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
             environments = [self.environment | where | {"RANK": str(i), "LOCAL_RANK": str(i)} for i in range(world)]
         command, folder = [self.train_py, *words], self.train_py.parent
         ranks = [Program(command, folder, each, merged=True, server=self._server) for each in environments]
